@@ -1,0 +1,125 @@
+"""Settings of every process, and the only place that reads the environment."""
+
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class Settings(BaseSettings):
+    """What can be set, each as `ANNEAL_<NAME>`; the defaults run everything on one machine."""
+
+    model_config = SettingsConfigDict(env_prefix="ANNEAL_", extra="ignore", frozen=True)
+
+    home: Path = Field(default_factory=lambda: Path.home() / ".anneal")
+    """Data of the embedded servers, `connection.json`, and storage unless that is set."""
+    database_url: str | None = None
+    """Your own PostgreSQL (`postgresql://user:password@host/name`); unset: the embedded server."""
+    redis_url: str | None = None
+    """Your own Redis or Valkey (`redis://…`); unset: the embedded server."""
+    host: str = "127.0.0.1"
+    port: int = Field(default=8700, ge=0, le=65535)
+    """Port of the API; 0 takes any free one."""
+    slots: int | None = Field(default=None, ge=1, le=256)
+    """Runs at a time on this worker; unset: one per GPU, or one on a machine without."""
+    lease_seconds: float = Field(default=60.0, ge=1.0, le=3600.0)
+    """How long a run belongs to a worker that has gone silent; renewal, kill and grace times follow from it."""
+    models_root: Path | None = None
+    """Folder of local base models, named in `base_model` by their path below it."""
+    storage: Path | None = None
+    """Folder of data sets, checkpoints and outputs, shared by API and workers."""
+    trainer_user: str | None = None
+    """Unix user that training processes run as."""
+    launch: Literal["auto", "zygote", "cold"] = "auto"
+    """How training processes start: forked from a warm process, or cold; auto prefers warm."""
+    max_upload_bytes: int = Field(default=4 * 1024**3, ge=1)
+    max_json_bytes: int = Field(default=1024**2, ge=1024)
+    max_line_bytes: int = Field(default=16 * 1024**2, ge=1024)
+    """Longest line (one row) that a data set may have."""
+    trust_remote_code: bool = False
+    """Let models from the hub bring their own code; only the operator can switch this on."""
+    allow_hub: bool = True
+    """Let `base_model` name a model of the Hugging Face hub."""
+    allowed_hosts: str = ""
+    """Further Host headers that the API answers to, comma-separated, beside loopback and `host`."""
+
+    @model_validator(mode="after")
+    def _fill_derived_folders(self) -> "Settings":
+        home = self.home.expanduser().absolute()
+        object.__setattr__(self, "home", home)
+        object.__setattr__(self, "models_root", (self.models_root or home / "models").expanduser().absolute())
+        object.__setattr__(self, "storage", (self.storage or home / "storage").expanduser().absolute())
+        return self
+
+    @property
+    def storage_root(self) -> Path:
+        """Folder of data sets, checkpoints and outputs."""
+        return self.storage or self.home / "storage"
+
+    @property
+    def models_folder(self) -> Path:
+        """Folder of local base models."""
+        return self.models_root or self.home / "models"
+
+    @property
+    def renew_seconds(self) -> float:
+        """Time between two renewals of a lease."""
+        return self.lease_seconds / 6
+
+    @property
+    def kill_after_seconds(self) -> float:
+        """A trainer is killed this long after the last renewal was sent, well before its lease can be reaped."""
+        return self.lease_seconds * 2 / 3
+
+    @property
+    def save_grace_seconds(self) -> float:
+        """Time that a training process gets to save when it is asked to stop."""
+        return self.lease_seconds * 2
+
+    @property
+    def connection_file(self) -> Path:
+        """Where a running `anneal up` tells url, key and process ids (mode 0600)."""
+        return self.home / "connection.json"
+
+    def child_environment(self) -> dict[str, str]:
+        """The environment of a child process of ours: this process's own, with these settings pinned."""
+        pinned = {
+            f"ANNEAL_{name.upper()}": str(value)
+            for name, value in self.model_dump().items()
+            if value is not None and value != ""
+        }
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("ANNEAL_")}
+        return {**inherited, **pinned}
+
+    def trainer_environment(self) -> dict[str, str]:
+        """The environment of the zygote and of training processes: an allow-list without any credential."""
+        kept = {name: value for name, value in os.environ.items() if _trainer_may_see(name)}
+        # A fork of a process with OpenMP threads hangs, and one thread is faster beside other runs on few cores.
+        kept.setdefault("OMP_NUM_THREADS", "1")
+        kept.setdefault("TOKENIZERS_PARALLELISM", "false")
+        kept["PYTHONUNBUFFERED"] = "1"
+        # bitsandbytes asks CUDA for its capability at import; NVML answers without creating a context.
+        kept["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+        return kept
+
+
+_TRAINER_VARIABLES = {
+    "PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH",
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM", "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "TRANSFORMERS_OFFLINE",
+    "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy",
+    "https_proxy", "no_proxy", "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "PYTHONPATH", "PYTHONHASHSEED",
+}  # fmt: skip
+
+
+def _trainer_may_see(name: str) -> bool:
+    return name in _TRAINER_VARIABLES or name.startswith(("LC_", "NCCL_", "NVIDIA_"))
+
+
+@lru_cache(maxsize=1)
+def get_settings() -> Settings:
+    """The settings of this process, read from the environment once."""
+    return Settings()

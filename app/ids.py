@@ -1,0 +1,26 @@
+"""Resource ids: a prefix and 26 lower-case base32 characters that sort by time of creation."""
+
+import os
+import re
+import threading
+import time
+
+_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"  # Crockford: no i, l, o, u
+_PATTERN = re.compile(r"[a-z]+_[0-9a-hjkmnp-tv-z]{26}")
+_lock = threading.Lock()
+_last = 0
+
+
+def new_id(prefix: str) -> str:
+    """A new id such as `run_01k…`: 48 bits of milliseconds, 80 random bits, rising within a process."""
+    global _last
+    value = (time.time_ns() // 1_000_000) << 80 | int.from_bytes(os.urandom(10))
+    with _lock:
+        # Two ids of one millisecond, or a clock set back, must still sort in the order they were made.
+        value = _last = value if value > _last else _last + 1
+    return f"{prefix}_" + "".join(_ALPHABET[value >> shift & 31] for shift in range(125, -1, -5))
+
+
+def is_id(text: str, prefix: str) -> bool:
+    """Whether `text` has the form of an id with this prefix."""
+    return text.startswith(prefix + "_") and _PATTERN.fullmatch(text) is not None
