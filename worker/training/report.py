@@ -29,7 +29,9 @@ def parse_args(argv: Sequence[str]) -> tuple[dict[str, Any], int | None, int | N
     parser = argparse.ArgumentParser(description="Run one training job.")
     parser.add_argument("job", type=Path, help="JSON file that describes the job")
     parser.add_argument("--report-fd", type=int, default=None, help="records go here, not to standard output")
-    parser.add_argument("--control-fd", type=int, default=None, help="renewals and stop requests come from here")
+    parser.add_argument(
+        "--control-fd", type=int, default=None, help="renewals and stop requests come from here"
+    )
     given = parser.parse_args(list(argv))
     job = json.loads(given.job.read_text())
     if not isinstance(job, dict):
@@ -66,8 +68,10 @@ class Report:
             # Nobody holds the lease of this run any more, so going on would be a second trainer in waiting.
             os._exit(1)
 
-    def config(self, effective: dict[str, Any], replaced: list[dict[str, Any]], facts: dict[str, Any]) -> None:
-        """The configuration in force, defaults that were replaced (field, requested, used, reason), first facts."""
+    def config(
+        self, effective: dict[str, Any], replaced: list[dict[str, Any]], facts: dict[str, Any]
+    ) -> None:
+        """The configuration in force, replaced defaults ({field, requested, used, reason}) and first facts."""
         self.send("config", effective=effective, replaced=replaced, facts=facts)
 
     def phase(self, name: str, *, start_step: int | None = None, total_steps: int | None = None) -> None:
@@ -75,7 +79,9 @@ class Report:
         steps = {"start_step": start_step, "total_steps": total_steps}
         self.send("phase", name=name, **{key: value for key, value in steps.items() if value is not None})
 
-    def progress(self, phase: str, done: float, total: float | None = None, message: str | None = None) -> None:
+    def progress(
+        self, phase: str, done: float, total: float | None = None, message: str | None = None
+    ) -> None:
         """How far a phase is, in units of that phase."""
         self.send("progress", phase=phase, done=done, total=total, message=message)
 
@@ -157,7 +163,14 @@ class Report:
     ) -> None:
         """The last record; `error` is {code, message}, `output` a folder below the attempt's own."""
         self.send(
-            "result", outcome=outcome, why=why, step=step, epoch=epoch, error=error, output=output, metrics=metrics
+            "result",
+            outcome=outcome,
+            why=why,
+            step=step,
+            epoch=epoch,
+            error=error,
+            output=output,
+            metrics=metrics,
         )
 
 
@@ -183,7 +196,7 @@ class Control:
     def start(cls, control_fd: int | None) -> "Control":
         """Listen on `control_fd` in a thread; None hears nothing. The same descriptor gives the same object.
 
-        A launched process starts this before its slow imports, since the first renewal has to reach it in time.
+        A launched process starts this before its slow imports, since renewals have to reach it in time.
         """
         if control_fd is None:
             return cls()
@@ -331,7 +344,8 @@ def _encode(record: dict[str, Any]) -> bytes:
     payload = json.dumps(record, default=_plain).encode()
     longest = MAX_RECORD_BYTES // 8
     while len(payload) > MAX_RECORD_BYTES:
-        payload = json.dumps({**_cut(record, longest), "truncated": True}, default=_plain).encode()
+        short = {**_cut(record, longest), "type": record["type"], "ts": record["ts"], "truncated": True}
+        payload = json.dumps(short, default=_plain).encode()
         longest //= 2
     return payload
 
