@@ -4,6 +4,7 @@ import os
 import re
 import threading
 import time
+from datetime import datetime
 
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"  # Crockford: no i, l, o, u
 _PATTERN = re.compile(r"[a-z]+_[0-9a-hjkmnp-tv-z]{26}")
@@ -18,7 +19,17 @@ def new_id(prefix: str) -> str:
     with _lock:
         # Two ids of one millisecond, or a clock set back, must still sort in the order they were made.
         value = _last = value if value > _last else _last + 1
-    return f"{prefix}_" + "".join(_ALPHABET[value >> shift & 31] for shift in range(125, -1, -5))
+    return f"{prefix}_" + _encode(value)
+
+
+def _encode(value: int) -> str:
+    return "".join(_ALPHABET[value >> shift & 31] for shift in range(125, -1, -5))
+
+
+def id_at(prefix: str, moment: datetime) -> str:
+    """The smallest id that could have been made at `moment`: a bound for ranges of time."""
+    value = int(moment.timestamp() * 1000) << 80
+    return f"{prefix}_" + _encode(value)
 
 
 def is_id(text: str, prefix: str) -> bool:

@@ -1,0 +1,38 @@
+"""Checkpoints that can be resumed from."""
+
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import BigInteger, CheckConstraint, ForeignKey, Index, func, text
+from sqlalchemy.orm import Mapped, mapped_column
+
+from app.models import Base
+
+
+class Checkpoint(Base):
+    """A saved state whose folder was complete, fsynced and renamed into place before this row was written."""
+
+    __tablename__ = "checkpoints"
+    __table_args__ = (
+        CheckConstraint("kind IN ('periodic','stop','best','final')", name="kind_known"),
+        CheckConstraint("octet_length(manifest_sha256) = 64", name="manifest_is_sha256_hex"),
+        Index("ix_checkpoints_run_id_id", "run_id", "id"),
+    )
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    run_id: Mapped[str] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"))
+    attempt: Mapped[int]
+    name: Mapped[str]
+    """Folder name below the attempt's folder, `checkpoint-<step>`."""
+    step: Mapped[int]
+    epoch: Mapped[float]
+    kind: Mapped[str]
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    manifest_sha256: Mapped[str]
+    metrics: Mapped[dict[str, Any]] = mapped_column(server_default=text("'{}'"))
+    pinned: Mapped[bool] = mapped_column(server_default=text("false"))
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    deleted_at: Mapped[datetime | None]
+    """Set before the folder is removed, so that nobody resumes from a folder that is going away."""
+    bad_reason: Mapped[str | None]
+    """Why it failed verification when somebody wanted to resume from it."""

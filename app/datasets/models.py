@@ -1,0 +1,31 @@
+"""Data sets: validated files of training rows."""
+
+from typing import Any
+
+from sqlalchemy import BigInteger, CheckConstraint
+from sqlalchemy.orm import Mapped, mapped_column
+
+from app.models import Base, Owned
+
+
+class Dataset(Owned, Base):
+    """A validated file of rows in one format; its bytes lie in storage under its id."""
+
+    __tablename__ = "datasets"
+    __table_args__ = (
+        CheckConstraint("rows > 0", name="has_rows"),
+        CheckConstraint("bytes > 0", name="has_bytes"),
+        CheckConstraint("octet_length(sha256) = 64", name="sha256_is_hex"),
+    )
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str]
+    format: Mapped[str]
+    """`chat`, `prompt_completion`, `text` (more kinds come with more methods)."""
+    extension: Mapped[str]
+    rows: Mapped[int] = mapped_column(BigInteger)
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    sha256: Mapped[str]
+    columns: Mapped[list[str]]
+    preview: Mapped[list[Any]]
+    token_statistics: Mapped[dict[str, Any] | None]

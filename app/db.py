@@ -1,0 +1,57 @@
+"""Connections to Postgres: async for the API, sync for workers, one driver for both."""
+
+from typing import Any
+
+from sqlalchemy import Engine, create_engine
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.pool import NullPool
+
+
+def driver_url(url: str) -> URL:
+    """The URL as SQLAlchemy wants it, whatever of the usual spellings the user wrote."""
+    return make_url(url).set(drivername="postgresql+psycopg")
+
+
+def _arguments(name: str) -> dict[str, Any]:
+    return {
+        "application_name": name,
+        "connect_timeout": 5,
+        # A peer that vanished without a word is noticed within seconds, not after the kernel's 15 minutes.
+        "keepalives_idle": 10,
+        "keepalives_interval": 5,
+        "keepalives_count": 3,
+        "tcp_user_timeout": 15000,
+        "options": "-c timezone=UTC -c statement_timeout=30s -c idle_in_transaction_session_timeout=60s",
+    }
+
+
+def async_engine(url: str, pool_size: int = 10) -> AsyncEngine:
+    """Engine of the API process."""
+    return create_async_engine(
+        driver_url(url),
+        pool_size=pool_size,
+        max_overflow=pool_size,
+        pool_timeout=5,
+        pool_pre_ping=True,
+        connect_args=_arguments("anneal-api"),
+    )
+
+
+def sync_engine(url: str, pool_size: int = 4, name: str = "anneal-worker") -> Engine:
+    """Engine of a worker or a command; `pool_size=0` opens a connection for each use."""
+    if pool_size == 0:
+        return create_engine(driver_url(url), poolclass=NullPool, connect_args=_arguments(name))
+    return create_engine(
+        driver_url(url),
+        pool_size=pool_size,
+        max_overflow=pool_size * 2,
+        pool_timeout=5,
+        pool_pre_ping=True,
+        connect_args=_arguments(name),
+    )
+
+
+def session_maker(engine: AsyncEngine) -> async_sessionmaker[AsyncSession]:
+    """Sessions whose objects stay readable after the commit."""
+    return async_sessionmaker(engine, expire_on_commit=False)

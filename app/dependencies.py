@@ -1,0 +1,32 @@
+"""What endpoints ask FastAPI for."""
+
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from fastapi import Depends, Request
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.config import Settings
+from app.storage import Storage
+
+
+async def get_session(request: Request) -> AsyncIterator[AsyncSession]:
+    """One request, one transaction: committed before the answer leaves, rolled back on any error."""
+    async with request.app.state.sessions() as session, session.begin():
+        yield session
+
+
+def _settings(request: Request) -> Settings:
+    settings: Settings = request.app.state.settings
+    return settings
+
+
+def _storage(request: Request) -> Storage:
+    storage: Storage = request.app.state.storage
+    return storage
+
+
+# "function" scope: the transaction ends before the response starts, so that a 2xx never precedes its commit.
+Session = Annotated[AsyncSession, Depends(get_session, scope="function")]
+CurrentSettings = Annotated[Settings, Depends(_settings)]
+CurrentStorage = Annotated[Storage, Depends(_storage)]

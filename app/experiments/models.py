@@ -1,0 +1,17 @@
+"""Experiments: named groups of runs."""
+
+from sqlalchemy import text
+from sqlalchemy.orm import Mapped, mapped_column
+
+from app.models import Base, Owned
+
+
+class Experiment(Owned, Base):
+    """A named group of runs that are compared with each other."""
+
+    __tablename__ = "experiments"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str]
+    description: Mapped[str] = mapped_column(server_default="")
+    tags: Mapped[list[str]] = mapped_column(server_default=text("'[]'"))

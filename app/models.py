@@ -1,0 +1,50 @@
+"""What every table shares; importing this module's `all_models` registers the whole schema."""
+
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import DateTime, MetaData, Text, func
+from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+NAMING = {
+    "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+    "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+    "ck": "ck_%(table_name)s_%(constraint_name)s",
+    "fk": "fk_%(table_name)s_%(column_0_name)s",
+    "pk": "pk_%(table_name)s",
+}
+
+
+class Base(DeclarativeBase):
+    """Base of all tables: text without length limits, JSONB for documents, timestamps with a zone."""
+
+    metadata = MetaData(naming_convention=NAMING)
+    type_annotation_map = {
+        str: Text,
+        datetime: DateTime(timezone=True),
+        dict[str, Any]: JSONB,
+        list[Any]: JSONB,
+        list[str]: JSONB,
+    }
+
+
+class Owned:
+    """Columns of everything that somebody created: who and when."""
+
+    created_by: Mapped[str | None]
+    """Id of the API key; null for what the service made itself."""
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+def all_models() -> MetaData:
+    """The metadata of the whole schema."""
+    import app.auth_models
+    import app.checkpoints.models
+    import app.datasets.models
+    import app.events.models
+    import app.experiments.models
+    import app.runs.models
+    import app.workers.models  # noqa: F401
+
+    return Base.metadata

@@ -1,0 +1,16 @@
+"""Alembic's entry: runs the migrations on the connection that `app.migrate` hands over."""
+
+from alembic import context
+
+from app.models import all_models
+
+connection = context.config.attributes["connection"]
+context.configure(
+    connection=connection,
+    target_metadata=all_models(),
+    compare_type=True,
+    compare_server_default=True,
+    transaction_per_migration=False,
+)
+with context.begin_transaction():
+    context.run_migrations()

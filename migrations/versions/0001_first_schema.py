@@ -1,0 +1,298 @@
+"""The first schema: keys, experiments, data sets, workers, runs, attempts, events, checkpoints."""
+
+import sqlalchemy as sa
+from alembic import op
+from sqlalchemy.dialects import postgresql
+
+revision = "0001"
+down_revision = None
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    op.create_table(
+        "api_keys",
+        sa.Column("id", sa.Text(), nullable=False),
+        sa.Column("name", sa.Text(), nullable=False),
+        sa.Column("prefix", sa.Text(), nullable=False),
+        sa.Column("digest", sa.Text(), nullable=False),
+        sa.Column("scopes", postgresql.ARRAY(sa.Text()), nullable=False),
+        sa.Column("expires_at", sa.DateTime(timezone=True), nullable=True),
+        sa.Column("last_used_at", sa.DateTime(timezone=True), nullable=True),
+        sa.Column("revoked_at", sa.DateTime(timezone=True), nullable=True),
+        sa.Column("created_by", sa.Text(), nullable=True),
+        sa.Column("created_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
+        sa.CheckConstraint("scopes <@ ARRAY['read','write','admin']", name=op.f("ck_api_keys_scopes_known")),
+        sa.CheckConstraint("octet_length(digest) = 64", name=op.f("ck_api_keys_digest_is_sha256_hex")),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_api_keys")),
+        sa.UniqueConstraint("digest", name=op.f("uq_api_keys_digest")),
+    )
+    op.create_table(
+        "datasets",
+        sa.Column("id", sa.Text(), nullable=False),
+        sa.Column("name", sa.Text(), nullable=False),
+        sa.Column("format", sa.Text(), nullable=False),
+        sa.Column("extension", sa.Text(), nullable=False),
+        sa.Column("rows", sa.BigInteger(), nullable=False),
+        sa.Column("bytes", sa.BigInteger(), nullable=False),
+        sa.Column("sha256", sa.Text(), nullable=False),
+        sa.Column("columns", postgresql.JSONB(astext_type=sa.Text()), nullable=False),
+        sa.Column("preview", postgresql.JSONB(astext_type=sa.Text()), nullable=False),
+        sa.Column("token_statistics", postgresql.JSONB(astext_type=sa.Text()), nullable=True),
+        sa.Column("created_by", sa.Text(), nullable=True),
+        sa.Column("created_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
+        sa.CheckConstraint("bytes > 0", name=op.f("ck_datasets_has_bytes")),
+        sa.CheckConstraint("octet_length(sha256) = 64", name=op.f("ck_datasets_sha256_is_hex")),
+        sa.CheckConstraint("rows > 0", name=op.f("ck_datasets_has_rows")),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_datasets")),
+    )
+    op.create_table(
+        "experiments",
+        sa.Column("id", sa.Text(), nullable=False),
+        sa.Column("name", sa.Text(), nullable=False),
+        sa.Column("description", sa.Text(), server_default="", nullable=False),
+        sa.Column(
+            "tags", postgresql.JSONB(astext_type=sa.Text()), server_default=sa.text("'[]'"), nullable=False
+        ),
+        sa.Column("created_by", sa.Text(), nullable=True),
+        sa.Column("created_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_experiments")),
+    )
+    op.create_table(
+        "run_events",
+        sa.Column("run_id", sa.Text(), nullable=False),
+        sa.Column("seq", sa.BigInteger(), nullable=False),
+        sa.Column("type", sa.Text(), nullable=False),
+        sa.Column("attempt", sa.Integer(), nullable=False),
+        sa.Column("ts", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("data", postgresql.JSON(astext_type=sa.Text()), nullable=False),
+        sa.PrimaryKeyConstraint("run_id", "seq", name=op.f("pk_run_events")),
+        postgresql_partition_by="RANGE (run_id)",
+    )
+    # Rows of ids outside the monthly partitions (app.events.partitions) must still have a home.
+    op.execute("CREATE TABLE run_events_default PARTITION OF run_events DEFAULT")
+    op.create_index(
+        "ix_run_events_metric",
+        "run_events",
+        ["run_id", "seq"],
+        unique=False,
+        postgresql_where=sa.text("type = 'metric'"),
+    )
+    op.create_table(
+        "workers",
+        sa.Column("id", sa.Text(), nullable=False),
+        sa.Column("host", sa.Text(), nullable=False),
+        sa.Column("pid", sa.Integer(), nullable=False),
+        sa.Column("boot_id", sa.Text(), nullable=False),
+        sa.Column("process_started", sa.BigInteger(), nullable=False),
+        sa.Column("version", sa.Text(), nullable=False),
+        sa.Column("state", sa.Text(), nullable=False),
+        sa.Column("slots", sa.Integer(), nullable=False),
+        sa.Column("backends", postgresql.ARRAY(sa.Text()), nullable=False),
+        sa.Column("launch_mode", sa.Text(), nullable=False),
+        sa.Column("launch_reason", sa.Text(), server_default="", nullable=False),
+        sa.Column("started_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
+        sa.Column(
+            "heartbeat_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False
+        ),
+        sa.CheckConstraint("launch_mode IN ('zygote','cold')", name=op.f("ck_workers_launch_mode_known")),
+        sa.CheckConstraint("state IN ('online','draining','offline')", name=op.f("ck_workers_state_known")),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_workers")),
+    )
+    op.create_table(
+        "devices",
+        sa.Column("worker_id", sa.Text(), nullable=False),
+        sa.Column("index", sa.Integer(), nullable=False),
+        sa.Column("uid", sa.Text(), nullable=False),
+        sa.Column("kind", sa.Text(), nullable=False),
+        sa.Column("name", sa.Text(), nullable=False),
+        sa.Column("memory_mb", sa.Integer(), nullable=True),
+        sa.Column("run_id", sa.Text(), nullable=True),
+        sa.Column("run_epoch", sa.Integer(), nullable=True),
+        sa.CheckConstraint("kind IN ('cpu','cuda')", name=op.f("ck_devices_kind_known")),
+        sa.CheckConstraint("(run_id IS NULL) = (run_epoch IS NULL)", name=op.f("ck_devices_run_with_epoch")),
+        sa.ForeignKeyConstraint(
+            ["worker_id"], ["workers.id"], name=op.f("fk_devices_worker_id"), ondelete="CASCADE"
+        ),
+        sa.PrimaryKeyConstraint("worker_id", "index", name=op.f("pk_devices")),
+    )
+    op.create_table(
+        "runs",
+        sa.Column("id", sa.Text(), nullable=False),
+        sa.Column("experiment_id", sa.Text(), nullable=False),
+        sa.Column("name", sa.Text(), nullable=False),
+        sa.Column(
+            "tags", postgresql.JSONB(astext_type=sa.Text()), server_default=sa.text("'[]'"), nullable=False
+        ),
+        sa.Column("backend", sa.Text(), nullable=False),
+        sa.Column("dataset_id", sa.Text(), nullable=False),
+        sa.Column("eval_dataset_id", sa.Text(), nullable=True),
+        sa.Column("config", postgresql.JSONB(astext_type=sa.Text()), nullable=False),
+        sa.Column("given", postgresql.JSONB(astext_type=sa.Text()), nullable=False),
+        sa.Column("effective_config", postgresql.JSONB(astext_type=sa.Text()), nullable=True),
+        sa.Column("devices_needed", sa.Integer(), server_default=sa.text("1"), nullable=False),
+        sa.Column(
+            "requirements",
+            postgresql.JSONB(astext_type=sa.Text()),
+            server_default=sa.text("'{}'"),
+            nullable=False,
+        ),
+        sa.Column("idempotency_key", sa.Text(), nullable=True),
+        sa.Column("request_digest", sa.Text(), nullable=True),
+        sa.Column("parent_run_id", sa.Text(), nullable=True),
+        sa.Column("resume_checkpoint_id", sa.Text(), nullable=True),
+        sa.Column("base_run_id", sa.Text(), nullable=True),
+        sa.Column("status", sa.Text(), server_default="pending", nullable=False),
+        sa.Column("priority", sa.Integer(), server_default=sa.text("0"), nullable=False),
+        sa.Column("max_restarts", sa.Integer(), server_default=sa.text("3"), nullable=False),
+        sa.Column("stop_requested_at", sa.DateTime(timezone=True), nullable=True),
+        sa.Column("stop_save_checkpoint", sa.Boolean(), server_default=sa.text("true"), nullable=False),
+        sa.Column("hinted_at", sa.DateTime(timezone=True), nullable=True),
+        sa.Column("not_before", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
+        sa.Column("epoch", sa.Integer(), server_default=sa.text("0"), nullable=False),
+        sa.Column("attempt", sa.Integer(), server_default=sa.text("0"), nullable=False),
+        sa.Column("lost_count", sa.Integer(), server_default=sa.text("0"), nullable=False),
+        sa.Column("lease_owner", sa.Text(), nullable=True),
+        sa.Column("lease_expires_at", sa.DateTime(timezone=True), nullable=True),
+        sa.Column("worker_id", sa.Text(), nullable=True),
+        sa.Column("event_seq", sa.BigInteger(), server_default=sa.text("0"), nullable=False),
+        sa.Column("first_seq", sa.BigInteger(), server_default=sa.text("1"), nullable=False),
+        sa.Column("src_hwm", sa.BigInteger(), server_default=sa.text("0"), nullable=False),
+        sa.Column("current_step", sa.Integer(), server_default=sa.text("0"), nullable=False),
+        sa.Column("total_steps", sa.Integer(), nullable=True),
+        sa.Column("current_epoch", sa.Double(), server_default=sa.text("0"), nullable=False),
+        sa.Column("best_loss", sa.Double(), nullable=True),
+        sa.Column("checkpoint_step", sa.Integer(), nullable=True),
+        sa.Column("error_code", sa.Text(), nullable=True),
+        sa.Column("error_message", sa.Text(), nullable=True),
+        sa.Column("output_attempt", sa.Integer(), nullable=True),
+        sa.Column("started_at", sa.DateTime(timezone=True), nullable=True),
+        sa.Column("finished_at", sa.DateTime(timezone=True), nullable=True),
+        sa.Column("created_by", sa.Text(), nullable=True),
+        sa.Column("created_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
+        sa.CheckConstraint(
+            "(status = 'failed') = (error_code IS NOT NULL)", name=op.f("ck_runs_error_iff_failed")
+        ),
+        sa.CheckConstraint(
+            "(status IN ('completed','failed','cancelled')) = (finished_at IS NOT NULL)",
+            name=op.f("ck_runs_finished_iff_terminal"),
+        ),
+        sa.CheckConstraint(
+            "(status IN ('initializing','running','checkpointing')) = (lease_owner IS NOT NULL)",
+            name=op.f("ck_runs_leased_iff_live"),
+        ),
+        sa.CheckConstraint(
+            "status <> 'cancelled' OR stop_requested_at IS NOT NULL", name=op.f("ck_runs_cancelled_by_stop")
+        ),
+        sa.CheckConstraint(
+            "status <> 'pending' OR stop_requested_at IS NULL", name=op.f("ck_runs_stopped_never_waits")
+        ),
+        sa.CheckConstraint(
+            "status IN ('pending','initializing','running','checkpointing','completed','failed','cancelled')",
+            name=op.f("ck_runs_status_known"),
+        ),
+        sa.CheckConstraint(
+            "status NOT IN ('initializing','running','checkpointing') OR attempt > 0",
+            name=op.f("ck_runs_live_has_attempt"),
+        ),
+        sa.CheckConstraint(
+            "(lease_owner IS NULL) = (lease_expires_at IS NULL)", name=op.f("ck_runs_lease_whole")
+        ),
+        sa.CheckConstraint("devices_needed BETWEEN 1 AND 1024", name=op.f("ck_runs_devices_needed_bounded")),
+        sa.CheckConstraint("epoch >= attempt AND attempt >= 0", name=op.f("ck_runs_epoch_covers_attempts")),
+        sa.CheckConstraint(
+            "event_seq >= 0 AND src_hwm >= 0 AND first_seq >= 1", name=op.f("ck_runs_counters_positive")
+        ),
+        sa.CheckConstraint("max_restarts BETWEEN 0 AND 100", name=op.f("ck_runs_max_restarts_bounded")),
+        sa.CheckConstraint("priority BETWEEN -1000 AND 1000", name=op.f("ck_runs_priority_bounded")),
+        sa.ForeignKeyConstraint(["base_run_id"], ["runs.id"], name=op.f("fk_runs_base_run_id")),
+        sa.ForeignKeyConstraint(["dataset_id"], ["datasets.id"], name=op.f("fk_runs_dataset_id")),
+        sa.ForeignKeyConstraint(["eval_dataset_id"], ["datasets.id"], name=op.f("fk_runs_eval_dataset_id")),
+        sa.ForeignKeyConstraint(["experiment_id"], ["experiments.id"], name=op.f("fk_runs_experiment_id")),
+        sa.ForeignKeyConstraint(["parent_run_id"], ["runs.id"], name=op.f("fk_runs_parent_run_id")),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_runs")),
+        sa.UniqueConstraint("created_by", "idempotency_key", name=op.f("uq_runs_created_by_idempotency_key")),
+        postgresql_with={"fillfactor": "70"},
+    )
+    op.create_index("ix_runs_base_run_id", "runs", ["base_run_id"], unique=False)
+    op.create_index("ix_runs_dataset_id", "runs", ["dataset_id"], unique=False)
+    op.create_index("ix_runs_experiment_id_id", "runs", ["experiment_id", "id"], unique=False)
+    op.create_index(
+        "ix_runs_live",
+        "runs",
+        ["id"],
+        unique=False,
+        postgresql_where=sa.text("status IN ('initializing','running','checkpointing')"),
+    )
+    op.create_index("ix_runs_parent_run_id", "runs", ["parent_run_id"], unique=False)
+    op.create_index(
+        "ix_runs_pending",
+        "runs",
+        ["backend", sa.literal_column("priority DESC"), "id"],
+        unique=False,
+        postgresql_where=sa.text("status = 'pending'"),
+    )
+    op.create_table(
+        "checkpoints",
+        sa.Column("id", sa.Text(), nullable=False),
+        sa.Column("run_id", sa.Text(), nullable=False),
+        sa.Column("attempt", sa.Integer(), nullable=False),
+        sa.Column("name", sa.Text(), nullable=False),
+        sa.Column("step", sa.Integer(), nullable=False),
+        sa.Column("epoch", sa.Double(), nullable=False),
+        sa.Column("kind", sa.Text(), nullable=False),
+        sa.Column("bytes", sa.BigInteger(), nullable=False),
+        sa.Column("manifest_sha256", sa.Text(), nullable=False),
+        sa.Column(
+            "metrics", postgresql.JSONB(astext_type=sa.Text()), server_default=sa.text("'{}'"), nullable=False
+        ),
+        sa.Column("pinned", sa.Boolean(), server_default=sa.text("false"), nullable=False),
+        sa.Column("created_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
+        sa.Column("deleted_at", sa.DateTime(timezone=True), nullable=True),
+        sa.Column("bad_reason", sa.Text(), nullable=True),
+        sa.CheckConstraint(
+            "kind IN ('periodic','stop','best','final')", name=op.f("ck_checkpoints_kind_known")
+        ),
+        sa.CheckConstraint(
+            "octet_length(manifest_sha256) = 64", name=op.f("ck_checkpoints_manifest_is_sha256_hex")
+        ),
+        sa.ForeignKeyConstraint(
+            ["run_id"], ["runs.id"], name=op.f("fk_checkpoints_run_id"), ondelete="CASCADE"
+        ),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_checkpoints")),
+    )
+    op.create_index("ix_checkpoints_run_id_id", "checkpoints", ["run_id", "id"], unique=False)
+    op.create_table(
+        "run_attempts",
+        sa.Column("run_id", sa.Text(), nullable=False),
+        sa.Column("attempt", sa.Integer(), nullable=False),
+        sa.Column("epoch", sa.Integer(), nullable=False),
+        sa.Column("worker_id", sa.Text(), nullable=False),
+        sa.Column("start_step", sa.Integer(), nullable=True),
+        sa.Column("started_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
+        sa.Column("ended_at", sa.DateTime(timezone=True), nullable=True),
+        sa.Column("outcome", sa.Text(), nullable=True),
+        sa.CheckConstraint(
+            "(outcome IS NULL) = (ended_at IS NULL)", name=op.f("ck_run_attempts_outcome_iff_ended")
+        ),
+        sa.ForeignKeyConstraint(
+            ["run_id"], ["runs.id"], name=op.f("fk_run_attempts_run_id"), ondelete="CASCADE"
+        ),
+        sa.PrimaryKeyConstraint("run_id", "attempt", name=op.f("pk_run_attempts")),
+    )
+
+
+def downgrade() -> None:
+    for table in (
+        "run_attempts",
+        "checkpoints",
+        "runs",
+        "devices",
+        "workers",
+        "run_events",
+        "experiments",
+        "datasets",
+        "api_keys",
+    ):
+        op.drop_table(table)
