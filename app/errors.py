@@ -1,0 +1,302 @@
+"""Errors are values: a stable code, a sentence that says what to do next, and one form on the wire."""
+
+import errno
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any, cast
+
+import psycopg
+import sqlalchemy.exc
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.ids import new_id
+
+log = logging.getLogger(__name__)
+
+MEDIA_TYPE = "application/problem+json"
+RETRY_SECONDS = 5
+_MOST_ERRORS = 100
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+class FieldError(BaseModel):
+    """One thing that is wrong, and where."""
+
+    field: str
+    code: str
+    message: str
+
+
+class Problem(BaseModel):
+    """The body of every answer that is not a success (RFC 9457)."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "type": "urn:anneal:problem:run_not_found",
+                "title": "Not Found",
+                "status": 404,
+                "detail": "There is no run run_01k0q3x7…; GET /v1/runs lists the ones there are.",
+                "code": "run_not_found",
+                "request_id": "req_01k0q3x7v5m2n8p4r6t0w9y1z3",
+            }
+        }
+    )
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    code: str
+    errors: list[FieldError] | None = None
+    request_id: str
+
+
+class ApiError(Exception):
+    """Something that the caller can act on. `detail` tells what to do next, `code` never changes."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        detail: str,
+        errors: Sequence[FieldError] = (),
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.code = code
+        self.detail = detail
+        self.errors = list(errors)
+        self.headers = dict(headers or {})
+
+
+def not_found(kind: str, id: str) -> ApiError:
+    """404 for a resource of our own, such as `not_found("run", run_id)`."""
+    listing = f"GET /v1/{kind}s lists the ones there are"
+    return ApiError(404, f"{kind}_not_found", f"There is no {kind} {_shown(id)}; {listing}.")
+
+
+def conflict(code: str, detail: str) -> ApiError:
+    """409; `detail` names the present state."""
+    return ApiError(409, code, detail)
+
+
+def invalid(
+    errors: Sequence[FieldError], detail: str | None = None, code: str = "invalid_request"
+) -> ApiError:
+    """422 with every problem at once."""
+    return ApiError(422, code, detail or _summary(errors), errors)
+
+
+def too_large(what: str, limit: int) -> ApiError:
+    """413 with the limit."""
+    return ApiError(413, "body_too_large", f"{what} may have {limit:,} bytes; send less, or in parts.")
+
+
+def disk_full() -> ApiError:
+    """507: nothing of the request was kept."""
+    return ApiError(
+        507,
+        "disk_full",
+        "The disk of the server is full and nothing was kept; free some space and try again.",
+    )
+
+
+def database_unavailable() -> ApiError:
+    """503 with `Retry-After`."""
+    return ApiError(
+        503,
+        "database_unavailable",
+        f"The database does not answer; try again in {RETRY_SECONDS} seconds.",
+        headers={"Retry-After": str(RETRY_SECONDS)},
+    )
+
+
+def is_database_away(error: BaseException) -> bool:
+    """Whether the database could not be reached or gave up, as against a mistake of ours."""
+    if isinstance(error, sqlalchemy.exc.DBAPIError) and error.connection_invalidated:
+        return True
+    return isinstance(
+        error,
+        sqlalchemy.exc.OperationalError
+        | sqlalchemy.exc.InterfaceError
+        | sqlalchemy.exc.TimeoutError
+        | psycopg.OperationalError
+        | psycopg.InterfaceError,
+    )
+
+
+def as_api_error(error: BaseException) -> ApiError | None:
+    """The answer to a failure of what we stand on (database, disk); None for anything else."""
+    original = getattr(error, "orig", None) or error
+    if isinstance(original, psycopg.errors.DiskFull):
+        return disk_full()
+    if is_database_away(error):
+        return database_unavailable()
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return disk_full()
+    return None
+
+
+def request_id(scope: Scope) -> str:
+    """The id of this request, also in its `x-request-id` header and in our log."""
+    state = scope.setdefault("state", {})
+    if "request_id" not in state:
+        state["request_id"] = new_id("req")
+    return str(state["request_id"])
+
+
+def problem(scope: Scope, error: ApiError) -> Response:
+    """The answer that carries `error`."""
+    id = request_id(scope)
+    body: dict[str, Any] = {
+        "type": f"urn:anneal:problem:{error.code}",
+        "title": HTTPStatus(error.status).phrase,
+        "status": error.status,
+        "detail": clean(error.detail, 2000),
+        "code": error.code,
+        "request_id": id,
+    }
+    if error.errors:
+        body["errors"] = [
+            {
+                "field": clean(item.field, 200),
+                "code": clean(item.code, 100),
+                "message": clean(item.message, 500),
+            }
+            for item in error.errors[:_MOST_ERRORS]
+        ]
+    headers = {**error.headers, "x-request-id": id}
+    return JSONResponse(body, error.status, headers, MEDIA_TYPE)
+
+
+def clean(text: str, most: int) -> str:
+    """`text` fit to be sent back: no control characters, no lone surrogates, at most `most` characters."""
+    text = _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text[: most + 1])
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _shown(id: str) -> str:
+    return clean(id, 60)
+
+
+def _summary(errors: Sequence[FieldError]) -> str:
+    if not errors:
+        return "The request cannot be taken as it is; correct it and send it again."
+    first = f"`{errors[0].field}`: {errors[0].message}" if errors[0].field else errors[0].message
+    more = f" and {len(errors) - 1} more (see `errors`)" if len(errors) > 1 else ""
+    return f"{clean(first, 500).rstrip('.')}{more}. Correct it and send the request again."
+
+
+def from_validation(problems: Sequence[Any]) -> list[FieldError]:
+    """What pydantic found, without the input that it found it in."""
+    found = []
+    for item in problems[:_MOST_ERRORS]:
+        location = [str(part) for part in item["loc"]]
+        if location and location[0] in ("body", "query", "path", "header", "cookie"):
+            location = location[1:]
+        message = str(item["msg"]).removeprefix("Value error, ")
+        if item["type"] == "json_invalid":
+            location, message = [], f"the body is not JSON: {item.get('ctx', {}).get('error', message)}"
+        found.append(
+            FieldError(
+                field=clean(".".join(location), 200),
+                code=clean(str(item["type"]), 100),
+                message=clean(message, 500),
+            )
+        )
+    return found
+
+
+_HTTP_DETAILS = {
+    400: "The request could not be read; see /docs for what this call takes.",
+    404: "There is nothing at this path; /docs lists what there is.",
+    405: "This path does not take this method; `Allow` names those it takes.",
+}
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    return problem(request.scope, cast(ApiError, error))
+
+
+async def _validation_error(request: Request, error: Exception) -> Response:
+    return problem(request.scope, invalid(from_validation(cast(RequestValidationError, error).errors())))
+
+
+async def _http_error(request: Request, raised: Exception) -> Response:
+    error = cast(HTTPException, raised)
+    if error.status_code < 400:
+        return Response(status_code=error.status_code, headers=error.headers)
+    phrase = HTTPStatus(error.status_code).phrase
+    detail = _HTTP_DETAILS.get(error.status_code, str(error.detail))
+    code = re.sub(r"[^a-z]+", "_", phrase.lower()).strip("_")
+    return problem(request.scope, ApiError(error.status_code, code, detail, headers=error.headers))
+
+
+async def _foundation_error(request: Request, error: Exception) -> Response:
+    answer = as_api_error(error)
+    if answer is None:
+        raise error
+    log.warning("%s %s: %s", request_id(request.scope), answer.code, clean(str(error), 500))
+    return problem(request.scope, answer)
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    # Nobody reads this answer; it only keeps a closed browser tab from looking like a failure of ours.
+    return problem(request.scope, ApiError(400, "client_gone", "The connection was closed; send it again."))
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error of `app` as problem+json."""
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ClientDisconnect, _gone)
+    for kind in (sqlalchemy.exc.SQLAlchemyError, psycopg.Error, OSError):
+        app.add_exception_handler(kind, _foundation_error)
+
+
+class RequestIds:
+    """Outermost middleware: an id on every answer, and no exception without an answer or a log entry."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        id = request_id(scope)
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                headers = [item for item in message["headers"] if item[0].lower() != b"x-request-id"]
+                message = {**message, "headers": [*headers, (b"x-request-id", id.encode())]}
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_with_id)
+        except Exception as error:
+            answer = as_api_error(error)
+            if answer is None:
+                log.exception("%s %s %s failed", id, scope["method"], clean(scope["path"], 200))
+                answer = ApiError(
+                    500,
+                    "internal",
+                    f"The server made a mistake; its log has the details under {id}. Trying again may help.",
+                )
+            if started:
+                raise  # the headers are out: a connection cut short is the only way left to say so
+            await problem(scope, answer)(scope, receive, send_with_id)

@@ -1,0 +1,59 @@
+"""Lists: newest first by id, the next page after the last id seen, never an offset."""
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, TypeVar
+
+from fastapi import Depends, Query
+from pydantic import BaseModel
+from sqlalchemy import ColumnElement, Select
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import InstrumentedAttribute
+
+from app.errors import FieldError, invalid
+
+T = TypeVar("T")
+_ID = re.compile(r"[a-z]{1,12}_[0-9a-z]{26}")
+
+
+class Page(BaseModel, Generic[T]):
+    """One page; `has_more` says whether `?after=<last id>` has another."""
+
+    data: list[T]
+    has_more: bool
+
+
+@dataclass(frozen=True)
+class Paging:
+    """What a caller asked for: at most `limit` items older than the id `after`."""
+
+    limit: int
+    after: str | None
+
+
+def _paging(
+    limit: Annotated[int, Query(ge=1, le=200, description="Most items to answer.", examples=[50])] = 50,
+    after: Annotated[str | None, Query(description="Id of the last item seen; answers older ones.")] = None,
+) -> Paging:
+    if after is not None and _ID.fullmatch(after) is None:
+        raise invalid(
+            [FieldError(field="after", code="not_an_id", message="must be the id of an item of this list")]
+        )
+    return Paging(limit, after)
+
+
+PageQuery = Annotated[Paging, Depends(_paging)]
+
+
+async def fetch(
+    session: AsyncSession,
+    query: Select[tuple[T]],
+    id: InstrumentedAttribute[str] | ColumnElement[str],
+    paging: Paging,
+) -> tuple[list[T], bool]:
+    """The rows of one page of `query` by descending `id`, and whether there are more."""
+    page: Select[Any] = query.order_by(id.desc()).limit(paging.limit + 1)
+    if paging.after is not None:
+        page = page.where(id < paging.after)
+    rows = list((await session.scalars(page)).all())
+    return rows[: paging.limit], len(rows) > paging.limit

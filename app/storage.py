@@ -1,0 +1,132 @@
+"""Where files lie. Nothing else knows a path below `ANNEAL_STORAGE`."""
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+from app.config import Settings
+from app.ids import is_id
+
+
+class OutsideStorage(ValueError):
+    """A path that leaves the folder it should stay in, or goes through a link."""
+
+
+class Storage:
+    """Folders of data sets and runs below one root, which API and workers share."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.root = settings.storage_root
+
+    @contextmanager
+    def staging(self) -> Iterator[Path]:
+        """A fresh folder to build something in; what was not promoted out of it is gone afterwards."""
+        folder = self.root / "staging" / uuid4().hex
+        folder.mkdir(parents=True, mode=0o700)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def sweep_staging(self, older_than_seconds: float) -> int:
+        """Remove staging folders that a killed process left; answers how many."""
+        removed = 0
+        for folder in self._folders("staging"):
+            if _age(folder) > older_than_seconds:
+                shutil.rmtree(folder, ignore_errors=True)
+                removed += 1
+        return removed
+
+    def promote(self, source: Path, target: Path) -> None:
+        """Move a finished file or folder of `staging()` to its place, so that it survives a power cut."""
+        if source.is_file():
+            fsync(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        source.rename(target)
+        for folder in target.parents:
+            fsync(folder)
+            if folder == self.root:
+                break
+
+    def dataset_file(self, dataset_id: str, extension: str) -> Path:
+        """The bytes of a data set."""
+        return self._dataset_dir(dataset_id) / f"data.{extension}"
+
+    def remove_dataset(self, dataset_id: str) -> None:
+        """Remove the files of a data set; no error where there are none."""
+        shutil.rmtree(self._dataset_dir(dataset_id), ignore_errors=True)
+
+    def dataset_ids(self, older_than_seconds: float) -> list[str]:
+        """Data sets that have files here, last changed at least so long ago."""
+        folders = self._folders("datasets")
+        return [it.name for it in folders if is_id(it.name, "ds") and _age(it) > older_than_seconds]
+
+    def run_dir(self, run_id: str) -> Path:
+        """Everything of a run."""
+        return self.root / "runs" / _checked(run_id, "run")
+
+    def journal(self, run_id: str) -> Path:
+        """The trainers' own account of a run, one for all its attempts."""
+        return self.run_dir(run_id) / "journal.jsonl"
+
+    def attempt_dir(self, run_id: str, attempt: int) -> Path:
+        """What one attempt writes, and no other."""
+        return self.run_dir(run_id) / f"a{attempt}"
+
+    def checkpoint_dir(self, run_id: str, attempt: int, step: int) -> Path:
+        """A checkpoint; it exists only when it is whole."""
+        return self.attempt_dir(run_id, attempt) / f"checkpoint-{step}"
+
+    def output_dir(self, run_id: str, attempt: int) -> Path:
+        """The fine-tuned model and what belongs to it."""
+        return self.attempt_dir(run_id, attempt) / "output"
+
+    @staticmethod
+    def resolve_below(root: Path, relative: str) -> Path:
+        """The path of `relative` below `root`.
+
+        Raises `OutsideStorage` for `..`, absolute paths, NUL, backslashes and for anything that is, or lies
+        behind, a symbolic link. The file itself need not exist.
+        """
+        parts = relative.split("/")
+        if "\0" in relative or "\\" in relative or any(part in ("", ".", "..") for part in parts):
+            raise OutsideStorage(f"not a path below the folder: {relative!r}")
+        path = root
+        for part in parts:
+            path = path / part
+            if path.is_symlink():
+                raise OutsideStorage(f"a symbolic link: {relative!r}")
+        return path
+
+    def _dataset_dir(self, dataset_id: str) -> Path:
+        return self.root / "datasets" / _checked(dataset_id, "ds")
+
+    def _folders(self, name: str) -> list[Path]:
+        parent = self.root / name
+        return [it for it in parent.iterdir() if it.is_dir()] if parent.is_dir() else []
+
+
+def fsync(path: Path) -> None:
+    """Bring a file, or the entries of a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _checked(id: str, prefix: str) -> str:
+    if not is_id(id, prefix):
+        raise OutsideStorage(f"not an id of the form {prefix}_…: {id!r}")
+    return id
+
+
+def _age(path: Path) -> float:
+    try:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
