@@ -1,6 +1,5 @@
 """Bringing the database to the schema of this version."""
 
-from datetime import UTC, datetime
 from pathlib import Path
 
 import alembic.command
@@ -10,6 +9,7 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, text
 
 import migrations
+from app.clock import utc_now
 from app.config import Settings
 from app.db import sync_engine
 from app.events.partitions import ensure_partitions
@@ -50,7 +50,7 @@ def upgrade(settings: Settings) -> tuple[str, str]:
             config = alembic_config()
             config.attributes["connection"] = connection
             alembic.command.upgrade(config, "head")
-            ensure_partitions(connection, datetime.now(UTC))
+            ensure_partitions(connection, utc_now())
             return before, head()
     finally:
         engine.dispose()

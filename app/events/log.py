@@ -1,0 +1,145 @@
+"""The event log: appended to under the run's row lock, read after a cursor.
+
+Every writer raises `runs.event_seq` first and inserts after, in one transaction: the row lock makes the order of the
+sequence numbers the order of the commits, so a reader that has seen `seq` never finds a smaller one later.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import Connection, Select, Text, cast, select, text
+from sqlalchemy.exc import DataError
+
+from app.events.models import RunEvent
+
+
+class Fenced(Exception):
+    """The run belongs to somebody else by now (or has ended): write nothing more, kill the trainer."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewEvent:
+    """An event that has no `seq` yet. `data` is its payload as one line of JSON, an object."""
+
+    type: str
+    ts: datetime
+    data: str
+
+    @classmethod
+    def of(cls, kind: str, ts: float, payload: dict[str, Any]) -> "NewEvent":
+        """From a payload of plain values and the time in seconds since 1970."""
+        body = json.dumps(payload, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return cls(kind, datetime.fromtimestamp(ts, UTC), body)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the trainer is, stored on the run together with the events that tell of it."""
+
+    step: int
+    epoch: float
+    total_steps: int | None
+    best_loss: float | None
+
+
+_RESERVE = text(
+    """
+    UPDATE runs SET event_seq = event_seq + :n, src_hwm = src_hwm + :n,
+        current_step = coalesce(:step, current_step), current_epoch = coalesce(:passes, current_epoch),
+        total_steps = coalesce(:total, total_steps), best_loss = least(best_loss, :best)
+    WHERE id = :id AND epoch = :epoch AND status IN ('initializing', 'running', 'checkpointing')
+        AND src_hwm = :first - 1
+    RETURNING event_seq - :n, attempt
+    """
+)
+_WHERE_STORED = text(
+    "SELECT src_hwm FROM runs WHERE id = :id AND epoch = :epoch "
+    "AND status IN ('initializing', 'running', 'checkpointing')"
+)
+_COPY = "COPY run_events (run_id, seq, type, attempt, ts, data) FROM STDIN"
+
+
+def append(
+    connection: Connection,
+    run_id: str,
+    epoch: int,
+    first: int,
+    new: Sequence[NewEvent],
+    progress: Progress | None = None,
+) -> None:
+    """Store the trainer's events number `first`, `first` + 1, … of this attempt, inside the caller's transaction.
+
+    Sending again what was stored already, wholly or in part, stores each event once: so a caller that does not know
+    whether its commit happened sends the same again, with more behind it if it likes.
+
+    Raises:
+        Fenced: another epoch, or the run has ended.
+    """
+    reserved = _reserve(connection, run_id, epoch, first, len(new), progress)
+    if reserved is None:
+        stored = connection.scalar(_WHERE_STORED, {"id": run_id, "epoch": epoch})
+        if stored is None:
+            raise Fenced(run_id)
+        if stored < first - 1:
+            raise RuntimeError(f"{run_id}: event {first} of the attempt came, {stored} are stored")
+        new = new[stored - first + 1 :]
+        if not new:
+            return
+        reserved = _reserve(connection, run_id, epoch, stored + 1, len(new), progress)
+        if reserved is None:
+            raise Fenced(run_id)
+    base, attempt = reserved
+    driver = connection.connection.driver_connection
+    assert driver is not None  # noqa: S101 - a connection in use has one
+    with driver.cursor() as cursor, cursor.copy(_COPY) as copy:
+        for offset, event in enumerate(new, 1):
+            copy.write_row((run_id, base + offset, event.type, attempt, event.ts, event.data))
+
+
+def _reserve(
+    connection: Connection, run_id: str, epoch: int, first: int, count: int, progress: Progress | None
+) -> tuple[int, int] | None:
+    values = {
+        "id": run_id,
+        "epoch": epoch,
+        "first": first,
+        "n": count,
+        "step": progress.step if progress else None,
+        "passes": progress.epoch if progress else None,
+        "total": progress.total_steps if progress else None,
+        "best": progress.best_loss if progress else None,
+    }
+    row = connection.execute(_RESERVE, values).one_or_none()
+    return (row[0], row[1]) if row else None
+
+
+def is_refused_data(error: Exception) -> bool:
+    """Whether Postgres refused what an event holds (and not the connection or the fence)."""
+    import psycopg
+
+    return isinstance(error, DataError | psycopg.DataError)
+
+
+def read_after(run_id: str, after: int, limit: int) -> Select[int, str, datetime, str]:
+    """The events behind the cursor `after`, at most `limit`: rows of seq, type, ts, data (text)."""
+    return (
+        select(RunEvent.seq, RunEvent.type, RunEvent.ts, cast(RunEvent.data, Text))
+        .where(RunEvent.run_id == run_id, RunEvent.seq > after)
+        .order_by(RunEvent.seq)
+        .limit(limit)
+    )
+
+
+def payload(run_id: str, seq: int, ts: datetime, data: str) -> str:
+    """The whole JSON object of an event, as it goes over the wire."""
+    head = f'{{"run_id":"{run_id}","seq":{seq},"ts":"{timestamp(ts)}"'
+    body = data.lstrip()[1:]
+    return f"{head},{body}" if body.lstrip() != "}" else head + "}"
+
+
+def timestamp(moment: datetime) -> str:
+    """RFC 3339 in UTC with milliseconds."""
+    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.") + f"{moment.microsecond // 1000:03d}Z"

@@ -1,0 +1,385 @@
+"""The state machine of a run, and the only writer of `runs.status`.
+
+    pending ──claim──▶ initializing ──begin──▶ running ◀──saved── checkpointing
+     ▲  │  │                │                   │  └────saving───────▲
+     │  │  └─reject─▶ failed│                   │
+     │  └─request_stop─▶ cancelled              │
+     └───── hand_back · retry · reap ◀──────────┤   (cancelled when a stop was asked, failed past max_restarts)
+                                                └──▶ complete · fail · cancel
+
+Each function returns one SQLAlchemy statement that async and sync sessions both execute: a guarded UPDATE, the
+events that tell of it (`status`, before an end also `error`, and `end`), the attempt's end and the devices' release
+together. Its rows are the runs that moved, with the columns of `Run` and `from_status`; no row means that the caller
+is stale and must yield.
+"""
+
+from typing import Any
+
+from sqlalchemy import (
+    ColumnElement,
+    Executable,
+    Integer,
+    Select,
+    and_,
+    case,
+    cast,
+    func,
+    insert,
+    literal,
+    null,
+    or_,
+    select,
+    text,
+    union_all,
+    update,
+)
+from sqlalchemy.dialects.postgresql import JSON
+from sqlalchemy.sql.selectable import CTE
+
+from app.events.models import RunEvent
+from app.runs.models import LIVE, TERMINAL, Attempt, Run
+from app.workers.models import Device
+
+runs: Any = Run.__table__
+attempts: Any = Attempt.__table__
+devices: Any = Device.__table__
+events: Any = RunEvent.__table__
+
+_EVENT_COLUMNS = ["run_id", "seq", "type", "attempt", "ts", "data"]
+
+
+def seconds(value: float) -> ColumnElement[Any]:
+    """An interval; all leases and delays are counted by the database's clock."""
+    return func.make_interval(0, 0, 0, 0, 0, 0, literal(value))
+
+
+def _json(**fields: Any) -> ColumnElement[Any]:
+    pairs = [part for name, value in fields.items() for part in (text(f"'{name}'"), value)]
+    return cast(func.json_build_object(*pairs), JSON)
+
+
+def create(values: dict[str, Any], reason: str = "created") -> Executable:
+    """Insert a pending run and its first event."""
+    made = insert(runs).values(**values, status="pending", event_seq=1).returning(*runs.c).cte("made")
+    first = select(
+        made.c.id,
+        literal(1),
+        literal("status"),
+        literal(0),
+        func.clock_timestamp(),
+        _json(**{"from": null(), "to": made.c.status, "reason": literal(reason), "attempt": literal(0)}),
+    )
+    logged = insert(events).from_select(_EVENT_COLUMNS, first).returning(events.c.seq).cte("logged")
+    return select(made).add_cte(logged)
+
+
+def claim(worker_id: str, backends: list[str], lease_seconds: float, kind: str, memory_mb: int | None) -> Executable:
+    """Take the best pending run that fits the devices that are free on this worker, and those devices.
+
+    The row adds `device_indexes`. A hint's run does not matter: priority does, then age.
+    """
+    # Plain FOR UPDATE: a second thread of this worker waits and then sees what is left, instead of nothing.
+    free = (
+        select(devices.c.index)
+        .where(devices.c.worker_id == worker_id, devices.c.run_id.is_(None))
+        .order_by(devices.c.index)
+        .with_for_update()
+        .cte("free")
+    )
+    room = select(func.count()).select_from(free).scalar_subquery()
+    picked = (
+        select(runs.c.id, runs.c.status.label("from_status"))
+        .where(
+            runs.c.status == "pending",
+            runs.c.stop_requested_at.is_(None),
+            runs.c.not_before <= func.clock_timestamp(),
+            runs.c.backend.in_(backends),
+            runs.c.devices_needed <= room,
+            func.coalesce(runs.c.requirements["kind"].astext, kind) == kind,
+            func.coalesce(cast(runs.c.requirements["memory_mb"].astext, Integer), 0) <= (memory_mb or 0),
+        )
+        .order_by(runs.c.priority.desc(), runs.c.id)
+        .limit(1)
+        .with_for_update(of=runs, skip_locked=True)
+        .cte("picked")
+    )
+    moved, parts = _move(
+        picked,
+        literal("initializing"),
+        reason=func.concat("claimed by ", worker_id),
+        epoch=runs.c.epoch + 1,
+        attempt=runs.c.attempt + 1,
+        src_hwm=0,
+        lease_owner=worker_id,
+        worker_id=worker_id,
+        lease_expires_at=func.clock_timestamp() + seconds(lease_seconds),
+        started_at=func.coalesce(runs.c.started_at, func.now()),
+    )
+    chosen = select(free.c.index).order_by(free.c.index).limit(select(moved.c.devices_needed).scalar_subquery())
+    taken = (
+        update(devices)
+        .where(devices.c.worker_id == worker_id, devices.c.index.in_(chosen), moved.c.id.is_not(None))
+        .values(run_id=moved.c.id, run_epoch=moved.c.epoch)
+        .returning(devices.c.index)
+        .cte("taken")
+    )
+    opened = (
+        insert(attempts)
+        .from_select(
+            ["run_id", "attempt", "epoch", "worker_id"],
+            select(moved.c.id, moved.c.attempt, moved.c.epoch, literal(worker_id)),
+        )
+        .returning(attempts.c.attempt)
+        .cte("opened")
+    )
+    indexes = select(func.array_agg(taken.c.index)).scalar_subquery().label("device_indexes")
+    return select(moved, indexes).add_cte(*parts, opened)
+
+
+def begin(run_id: str, epoch: int, start_step: int, total_steps: int | None, best_loss: float | None) -> Executable:
+    """The first optimizer step is about to run; what an earlier attempt had reached beyond it rolls back."""
+    progress = {"current_step": start_step, "best_loss": best_loss, "total_steps": total_steps}
+    return _guarded(run_id, epoch, ("initializing",), "running", "training", **progress)
+
+
+def saving(run_id: str, epoch: int) -> Executable:
+    """A checkpoint is being written."""
+    return _guarded(run_id, epoch, ("running",), "checkpointing", "saving a checkpoint")
+
+
+def saved(run_id: str, epoch: int) -> Executable:
+    """The checkpoint is written, training goes on."""
+    return _guarded(run_id, epoch, ("checkpointing",), "running", "training")
+
+
+def complete(run_id: str, epoch: int, output_attempt: int | None, reason: str) -> Executable:
+    """Training is over and its output lies in the attempt's folder."""
+    return _guarded(run_id, epoch, LIVE, "completed", reason, output_attempt=output_attempt)
+
+
+def fail(run_id: str, epoch: int, code: str, message: str) -> Executable:
+    """The run ends with a classified error."""
+    return _guarded(run_id, epoch, LIVE, "failed", code, error_code=code, error_message=message)
+
+
+def cancel(run_id: str, epoch: int) -> Executable:
+    """The run ends because a stop was asked for; without such a request the row refuses."""
+    return _guarded(run_id, epoch, LIVE, "cancelled", "stopped on request")
+
+
+def hand_back(run_id: str, epoch: int, reason: str) -> Executable:
+    """The worker gives the run back in good order (drain): it waits again, and this is no loss."""
+    return _requeue(_live(run_id, epoch), reason, "handed_back", counted=False, delay_seconds=0.0)
+
+
+def retry(run_id: str, epoch: int, reason: str, delay_seconds: float) -> Executable:
+    """The trainer was lost for a cause outside the run: it waits again, after a pause, so many times."""
+    return _requeue(_live(run_id, epoch), reason, "retried", counted=True, delay_seconds=delay_seconds)
+
+
+def reap(lease_seconds: float) -> Executable:
+    """Take back every run whose lease has expired, unless Postgres itself has only just come up.
+
+    The pause covers the rest of a lease: a trainer that nobody reaches any more is dead before another starts.
+    """
+    up_long_enough = func.pg_postmaster_start_time() < func.clock_timestamp() - seconds(lease_seconds)
+    expired = and_(runs.c.status.in_(LIVE), runs.c.lease_expires_at < func.clock_timestamp(), up_long_enough)
+    return _requeue(
+        expired,
+        "worker lost: its lease ran out",
+        "lost",
+        counted=True,
+        delay_seconds=lease_seconds / 3,
+        skip_locked=True,
+    )
+
+
+def reap_dead(worker_ids: list[str]) -> Executable:
+    """Take back the runs of workers whose process is known to be gone; no lease has to run out for that."""
+    owned = and_(runs.c.status.in_(LIVE), runs.c.lease_owner.in_(worker_ids))
+    return _requeue(
+        owned, "worker lost: its process is gone", "lost", counted=True, delay_seconds=0.0, skip_locked=True
+    )
+
+
+def reject(run_id: str, code: str, message: str) -> Executable:
+    """A waiting run that can never start ends before it was claimed."""
+    waiting = and_(runs.c.id == run_id, runs.c.status == "pending")
+    return _statement(_pick(waiting), literal("failed"), code, error_code=code, error_message=message)
+
+
+def request_stop(run_id: str, save_checkpoint: bool) -> Executable:
+    """Ask a run to stop; one that waits ends at once, so no claim can slip in between. No row: it has ended."""
+    unfinished = and_(runs.c.id == run_id, runs.c.status.not_in(TERMINAL))
+    return _statement(
+        _pick(unfinished),
+        case((runs.c.status == "pending", "cancelled"), else_=runs.c.status),
+        "stopped on request",
+        stop_requested_at=func.coalesce(runs.c.stop_requested_at, func.now()),
+        stop_save_checkpoint=case(
+            (runs.c.stop_requested_at.is_(None), save_checkpoint),
+            else_=and_(runs.c.stop_save_checkpoint, literal(save_checkpoint)),
+        ),
+    )
+
+
+def renew(run_id: str, epoch: int, lease_seconds: float) -> Executable:
+    """Keep the lease. The row tells whether a stop was asked for; no row: the run belongs to somebody else."""
+    return (
+        update(runs)
+        .where(runs.c.id == run_id, runs.c.epoch == epoch, runs.c.lease_owner.is_not(None))
+        .values(lease_expires_at=func.clock_timestamp() + seconds(lease_seconds))
+        .returning(runs.c.stop_requested_at, runs.c.stop_save_checkpoint)
+    )
+
+
+def hint_due(limit: int) -> Executable:
+    """Mark the waiting runs that no worker has been told of for 30 s; a row per hint to send."""
+    due = (
+        select(runs.c.id)
+        .where(
+            runs.c.status == "pending",
+            runs.c.not_before <= func.clock_timestamp(),
+            or_(
+                runs.c.hinted_at.is_(None),
+                runs.c.hinted_at < func.clock_timestamp() - text("interval '30 s'"),
+            ),
+        )
+        .order_by(runs.c.priority.desc(), runs.c.id)
+        .limit(limit)
+        .with_for_update(skip_locked=True)
+        .scalar_subquery()
+    )
+    return update(runs).where(runs.c.id.in_(due)).values(hinted_at=func.clock_timestamp()).returning(runs.c.id)
+
+
+def _live(run_id: str, epoch: int) -> ColumnElement[bool]:
+    return and_(runs.c.id == run_id, runs.c.epoch == epoch, runs.c.status.in_(LIVE))
+
+
+def _pick(where: ColumnElement[bool], skip_locked: bool = False) -> CTE:
+    chosen: Select[Any] = select(runs.c.id, runs.c.status.label("from_status")).where(where)
+    return chosen.with_for_update(skip_locked=skip_locked).cte("picked")
+
+
+def _guarded(run_id: str, epoch: int, sources: tuple[str, ...], target: str, reason: str, **values: Any) -> Executable:
+    where = and_(runs.c.id == run_id, runs.c.epoch == epoch, runs.c.status.in_(sources))
+    return _statement(_pick(where), literal(target), reason, **values)
+
+
+def _requeue(
+    where: ColumnElement[bool],
+    reason: str,
+    outcome: str,
+    *,
+    counted: bool,
+    delay_seconds: float,
+    skip_locked: bool = False,
+) -> Executable:
+    exhausted = and_(literal(counted), runs.c.lost_count >= runs.c.max_restarts)
+    target = case((runs.c.stop_requested_at.is_not(None), "cancelled"), (exhausted, "failed"), else_="pending")
+    fails = and_(runs.c.stop_requested_at.is_(None), exhausted)
+    gave_up = func.concat(
+        reason, " (", runs.c.lost_count + 1, " times without a new checkpoint, max_restarts is ", runs.c.max_restarts,
+        "): see the last log lines, then resume the run",
+    )  # fmt: skip
+    return _statement(
+        _pick(where, skip_locked),
+        target,
+        reason,
+        outcome=outcome,
+        epoch=runs.c.epoch + 1,
+        lost_count=runs.c.lost_count + int(counted),
+        hinted_at=None,
+        # Twice the pause after each further loss, so that a run that kills its workers does not do it in a loop.
+        not_before=func.clock_timestamp() + seconds(delay_seconds) * func.power(2, runs.c.lost_count),
+        error_code=case((fails, "worker_lost"), else_=None),
+        error_message=case((fails, gave_up), else_=None),
+    )
+
+
+def _statement(
+    picked: CTE, target: ColumnElement[Any], reason: str, outcome: str | None = None, **values: Any
+) -> Executable:
+    moved, parts = _move(picked, target, literal(reason), outcome=outcome, **values)
+    return select(moved).add_cte(*parts)
+
+
+def _move(
+    picked: CTE, target: ColumnElement[Any], reason: Any, outcome: str | None = None, **values: Any
+) -> tuple[CTE, list[CTE]]:
+    """The guarded UPDATE as a CTE, and the statements that belong to it."""
+    changed = target != runs.c.status
+    ends = and_(changed, target.in_(TERMINAL))
+    fails = and_(changed, target == "failed")
+    leaves = target.in_((*TERMINAL, "pending"))
+    values.setdefault("lease_owner", case((leaves, None), else_=runs.c.lease_owner))
+    values.setdefault("lease_expires_at", case((leaves, None), else_=runs.c.lease_expires_at))
+    moved = (
+        update(runs)
+        .where(runs.c.id == picked.c.id)
+        .values(
+            **values,
+            status=target,
+            finished_at=case((ends, func.now()), else_=runs.c.finished_at),
+            event_seq=runs.c.event_seq + cast(changed, Integer) + cast(ends, Integer) + cast(fails, Integer),
+        )
+        .returning(*runs.c, picked.c.from_status)
+        .cte("moved")
+    )
+    return moved, [_logged(moved, reason), _closed(moved, outcome), _released(moved)]
+
+
+def _logged(moved: CTE, reason: Any) -> CTE:
+    """Insert `error`, `status` and `end`, in this order, as far as the move calls for them."""
+    row = moved.c
+    now = func.clock_timestamp()
+    has_moved = row.status != row.from_status
+    has_ended = and_(has_moved, row.status.in_(TERMINAL))
+    status = {"from": row.from_status, "to": row.status, "reason": reason, "attempt": row.attempt}
+    error = {"code": row.error_code, "message": row.error_message}
+    told = union_all(
+        select(row.id, row.event_seq - 2, literal("error"), row.attempt, now, _json(**error)).where(
+            has_moved, row.status == "failed"
+        ),
+        select(
+            row.id,
+            row.event_seq - cast(has_ended, Integer),
+            literal("status"),
+            row.attempt,
+            now,
+            _json(**status),
+        ).where(has_moved),
+        select(row.id, row.event_seq, literal("end"), row.attempt, now, _json(status=row.status)).where(has_ended),
+    )
+    return insert(events).from_select(_EVENT_COLUMNS, told).returning(events.c.seq).cte("logged")
+
+
+def _closed(moved: CTE, outcome: str | None) -> CTE:
+    """End the attempt that the move ended."""
+    return (
+        update(attempts)
+        .where(
+            attempts.c.run_id == moved.c.id,
+            attempts.c.attempt == moved.c.attempt,
+            attempts.c.ended_at.is_(None),
+            moved.c.lease_owner.is_(None),
+        )
+        .values(
+            ended_at=func.clock_timestamp(),
+            outcome=case((moved.c.status == "pending", outcome or "requeued"), else_=moved.c.status),
+        )
+        .returning(attempts.c.attempt)
+        .cte("closed")
+    )
+
+
+def _released(moved: CTE) -> CTE:
+    """Free the devices of a run that nobody trains any more."""
+    return (
+        update(devices)
+        .where(devices.c.run_id == moved.c.id, moved.c.lease_owner.is_(None))
+        .values(run_id=None, run_epoch=None)
+        .returning(devices.c.index)
+        .cte("released")
+    )
