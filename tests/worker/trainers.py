@@ -1,0 +1,148 @@
+"""Small training processes for the tests of launching; each takes `[job, --report-fd, n, --control-fd, m]`."""
+
+import ctypes
+import json
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from worker.training.report import Control, Report, parse_args
+
+libc = ctypes.CDLL(None)
+
+
+def start(arguments: list[str]) -> tuple[dict[str, Any], Report, Control]:
+    job, report_fd, control_fd = parse_args(arguments)
+    return job, Report.open(report_fd), Control.start(control_fd)
+
+
+def quick(arguments: list[str]) -> int:
+    job, report, _ = start(arguments)
+    report.message("hello")
+    return int(job.get("code", 0))
+
+
+def about(arguments: list[str]) -> int:
+    """Tell what a training process sees of the world."""
+    _, report, _ = start(arguments)
+    report.send(
+        "about",
+        pid=os.getpid(),
+        session=os.getsid(0),
+        folder=str(Path.cwd()),
+        environment=dict(os.environ),
+        descriptors=sorted(int(name) for name in os.listdir("/proc/self/fd")),
+        stdin=os.read(0, 10).decode(),
+        oom_score_adj=int(Path("/proc/self/oom_score_adj").read_text()),
+        modules=[name for name in ("torch", "json") if name in sys.modules],
+    )
+    return 0
+
+
+def chatty(arguments: list[str]) -> int:
+    """Say numbered things by every way there is, one after another."""
+    _, report, _ = start(arguments)
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
+    warnings.simplefilter("always")
+    ways = [
+        lambda n: print(f"{n} print"),
+        lambda n: print(f"{n} stderr", file=sys.stderr),
+        lambda n: logging.info("%d logging", n),
+        lambda n: warnings.warn(f"{n} warning", stacklevel=1),
+        lambda n: libc.printf(b"%d printf\n", n),
+        lambda n: libc.puts(b"%d puts" % n),
+        lambda n: os.write(1, b"%d write\n" % n),
+        lambda n: subprocess.run([sys.executable, "-c", f"print('{n} subprocess')"], check=True),
+        lambda n: report.message(f"{n} record"),
+        lambda n: print(f"{n} partial", end=""),
+        lambda n: libc.puts(b" %d continued" % n),
+    ]
+    for n in range(3 * len(ways)):
+        ways[n % len(ways)](n)
+    return 0
+
+
+def big(arguments: list[str]) -> int:
+    """One line of a megabyte, and one record that is too large."""
+    start(arguments)[1].message("x" * 1_000_000)
+    print("y" * 1_000_000)
+    print("z", file=sys.stderr)
+    return 0
+
+
+def die(arguments: list[str]) -> int:
+    """Say a last line on every way and die as the job says."""
+    job, report, _ = start(arguments)
+    print("last print")
+    libc.puts(b"last puts")
+    report.message("last record")
+    print("half a line", end="")
+    match job["how"]:
+        case "segv":
+            ctypes.string_at(0)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "exit":
+            os._exit(7)
+        case "exception":
+            raise RuntimeError("on purpose")
+        case "system exit":
+            sys.exit("a reason")
+    return 0
+
+
+def wait_for_stop(arguments: list[str]) -> int:
+    """Wait for a stop request and tell it."""
+    _, report, control = start(arguments)
+    control.stop_on_sigterm()
+    reading, writing = os.pipe()
+    control.on_stop(lambda _request: os.write(writing, b"!"))
+    report.message("waiting")
+    select.select([reading], [], [])
+    request = control.stop_requested
+    assert request is not None
+    report.send("stopped", save=request.save, why=request.why)
+    return 0
+
+
+def hang(arguments: list[str]) -> int:
+    """Hold the interpreter for ever, as a stuck C call does, with children in the session."""
+    job, report, _ = start(arguments)
+    children = [os.fork() for _ in range(job.get("children", 0))]
+    if 0 in children:
+        signal.pause()
+    report.send("hanging", children=children)
+    ctypes.PyDLL(None).pause()  # keeps the interpreter lock
+    return 0
+
+
+def late_child(arguments: list[str]) -> int:
+    """End, leaving a child that goes on writing."""
+    _, report, _ = start(arguments)
+    if os.fork() == 0:
+        while True:
+            os.write(1, b"still here\n")
+            select.select([], [], [], 0.01)
+    report.message("parent ends")
+    return 0
+
+
+def count_threads(arguments: list[str]) -> int:
+    """Tell how many threads the kernel sees in the parent."""
+    _, report, _ = start(arguments)
+    report.send("threads", parent=len(os.listdir(f"/proc/{os.getppid()}/task")))
+    return 0
+
+
+def write_job(folder: Path, **job: Any) -> Path:
+    """A job file in a folder of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "job.json"
+    path.write_text(json.dumps(job))
+    return path

@@ -1,0 +1,108 @@
+"""Everything that a training process says, received in the exact order in which it said it.
+
+Standard output, standard error and the records are three datagram sockets connected to one receiver, so the
+kernel keeps one queue for all of them: what was written before a SIGKILL is still there afterwards, and no
+pipe overtakes another. The receiver learns from the sender's address which of the three it was.
+
+Bounds: the kernel queues `net.unix.max_dgram_qlen` (10) datagrams, after which writers wait; one write is
+at most the send buffer (208 KiB or more), beyond which a program that does not split its writes gets
+EMSGSIZE (`worker.child` splits those of Python). A socket cannot be opened through /dev/stdout.
+"""
+
+import json
+import select
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+Source = Literal["report", "stdout", "stderr"]
+SOURCES: tuple[Source, ...] = ("report", "stdout", "stderr")
+
+_WANTED_BUFFER = 4 * 1024 * 1024
+_MOST_AT_ONCE = 512
+
+
+class Channel:
+    """The supervisor's end: a receiver of output and records, and the control socket to the trainer."""
+
+    def __init__(self) -> None:
+        folder = Path(tempfile.mkdtemp(prefix="anneal-"))  # 0700, and gone before anyone else could connect
+        self._receiver = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._senders: list[socket.socket] = []
+        self._source_of: dict[str, Source] = {}
+        try:
+            self._receiver.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _WANTED_BUFFER)
+            self._receiver.bind(str(folder / "receiver"))
+            largest = 0
+            for source in SOURCES:
+                sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+                self._senders.append(sender)
+                sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _WANTED_BUFFER)
+                sender.bind(str(folder / source))
+                sender.connect(str(folder / "receiver"))
+                self._source_of[str(folder / source)] = source
+                largest = max(largest, sender.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF))
+        finally:
+            shutil.rmtree(folder)
+        self._buffer = bytearray(largest)  # zero pages until a datagram of that size really comes
+        self._control, self._trainer_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.setblocking(False)
+
+    def fileno(self) -> int:
+        """Readable when something was said."""
+        return self._receiver.fileno()
+
+    @property
+    def trainer_fds(self) -> list[int]:
+        """Descriptors to hand to the trainer: report, stdout, stderr, control."""
+        return [*(sender.fileno() for sender in self._senders), self._trainer_control.fileno()]
+
+    def release(self) -> None:
+        """Close this process's copies of the trainer's descriptors, once it has its own."""
+        for end in [*self._senders, self._trainer_control]:
+            end.close()
+
+    def receive(self, timeout: float | None = 0.0) -> list[tuple[Source, bytes]]:
+        """What was said, in order; waits up to `timeout` seconds for a first piece (None: for ever)."""
+        pieces = self._read()
+        if pieces or timeout == 0.0:
+            return pieces
+        waiting = select.poll()
+        waiting.register(self._receiver, select.POLLIN)
+        waiting.poll(None if timeout is None else timeout * 1000)
+        return self._read()
+
+    def drain(self) -> list[tuple[Source, bytes]]:
+        """Everything that is queued now: the rest, once the process has ended."""
+        everything = []
+        while pieces := self._read():
+            everything.extend(pieces)
+        return everything
+
+    def send(self, message: dict[str, Any]) -> bool:
+        """Send a request to the trainer without waiting; False when it is gone or does not listen."""
+        try:
+            self._control.send(json.dumps(message).encode())
+        except (BlockingIOError, BrokenPipeError, ConnectionError):
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close everything; a trainer that still lives ends itself."""
+        self.release()
+        self._control.close()
+        self._receiver.close()
+
+    def _read(self) -> list[tuple[Source, bytes]]:
+        pieces: list[tuple[Source, bytes]] = []
+        while len(pieces) < _MOST_AT_ONCE:
+            try:
+                size, address = self._receiver.recvfrom_into(self._buffer, 0, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                break
+            source = self._source_of.get(address)
+            if source is not None and size:
+                pieces.append((source, bytes(memoryview(self._buffer)[:size])))
+        return pieces

@@ -1,0 +1,320 @@
+"""Starts training processes: forked from the zygote when that is warm, cold otherwise.
+
+Both are children of the keeper thread's doing: the kernel's parent-death signal follows the *thread* that
+started a process, so a thread that lives as long as the worker starts the zygote and every cold process.
+"""
+
+import importlib.util
+import json
+import os
+import queue
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from app.config import Settings
+from worker import session
+from worker.channel import Channel
+from worker.child import Start
+from worker.process import ColdFate, TrainingProcess, ZygoteFate
+
+Mode = Literal["zygote", "cold"]
+
+_READY_SECONDS = 120.0
+_FORK_SECONDS = 20.0
+_LONGEST_WAIT_FOR_RESTART = 2.0
+_LARGEST_BACKOFF = 30.0
+_HEALTHY_SECONDS = 60.0
+_MOST_EARLY_DEATHS = 3
+_CODE_ROOT = Path(__file__).resolve().parent.parent
+
+
+class LaunchError(RuntimeError):
+    """A training process could not be started; the message says why."""
+
+
+class Launcher:
+    """Keeps a zygote and starts training processes; every method may be called from any thread."""
+
+    def __init__(self, settings: Settings, preload: Sequence[str] | None = None) -> None:
+        """`preload` names the modules that the zygote imports; by default those of training, if installed."""
+        self._settings = settings
+        self._preload = list(preload) if preload is not None else _default_preload()
+        self._environment = settings.trainer_environment()
+        self._folder = settings.home / "run" / "trainers"
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._zygote: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._ready = False
+        self._backing_off = False
+        self._cold_because = "ANNEAL_LAUNCH=cold" if settings.launch == "cold" else ""
+        self._early_deaths = 0
+        self._work: queue.SimpleQueue[_ColdStart] = queue.SimpleQueue()
+        self._wake_reading, self._wake_writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._keeper = threading.Thread(target=self._keep, name="launcher", daemon=True)
+
+    def start(self) -> list[int]:
+        """Sweep what an earlier worker left, then bring up the zygote (returns before it is ready).
+
+        Returns the process ids that the sweep has ended.
+        """
+        swept = session.sweep(self._folder)
+        self._keeper.start()
+        return swept
+
+    @property
+    def mode(self) -> Mode:
+        """How the next process starts; `zygote` also while one is still loading."""
+        return "cold" if self._cold_because else "zygote"
+
+    @property
+    def reason(self) -> str:
+        """Why the mode is `cold`; empty for `zygote`."""
+        return self._cold_because
+
+    @property
+    def zygote_pid(self) -> int | None:
+        """Process id of a zygote that is ready."""
+        with self._changed:
+            return self._zygote.pid if self._zygote is not None and self._ready else None
+
+    def wait_ready(self, timeout: float) -> bool:
+        """Wait until a launch would not wait: a ready zygote, or the decision to start cold."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._ready or bool(self._cold_because), timeout)
+
+    def launch(
+        self,
+        entry: str,
+        job_path: Path,
+        device: dict[str, Any],
+        lock_paths: Sequence[Path] = (),
+        *,
+        renew_until: float | None = None,
+    ) -> TrainingProcess:
+        """Start `entry` (`module:function`) on a job file; the job's folder becomes the working directory.
+
+        The process holds `lock_paths` for life (it waits for them). `renew_until` (CLOCK_MONOTONIC seconds)
+        is its first deadline, in force before its first line of Python in the warm case. While the zygote
+        loads this waits for it: a cold start would import the same and not be sooner.
+
+        Raises LaunchError when no process could be started.
+        """
+        start = Start(
+            entry=entry,
+            arguments=[str(job_path)],
+            folder=str(job_path.parent),
+            device=device,
+            lock_paths=[str(path) for path in lock_paths],
+            deadline=renew_until,
+            user=self._settings.trainer_user,
+        )
+        warm = self._ready_socket()
+        process = self._fork(start, warm) if warm is not None else None
+        if process is None:
+            if self._settings.launch == "zygote":
+                raise LaunchError(self._cold_because or "the zygote is not available, and ANNEAL_LAUNCH=zygote")
+            process = self._start_cold(start)
+        try:
+            process.remember(session.record(self._folder, process.identity))
+        except OSError as problem:
+            process.close()
+            raise LaunchError(f"the training process could not be written down: {problem}") from problem
+        return process
+
+    def stop(self) -> None:
+        """End the zygote, and with it every process forked from it."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._wake()
+        self._keeper.join()
+
+    # Launching, in the caller's thread
+
+    def _ready_socket(self) -> socket.socket | None:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._ready or bool(self._cold_because) or self._backing_off or self._stopping,
+                _READY_SECONDS,
+            )
+            # A copy, so that the keeper may close its own at any time.
+            return self._socket.dup() if self._ready and self._socket is not None else None
+
+    def _fork(self, start: Start, zygote: socket.socket) -> TrainingProcess | None:
+        """Have the zygote fork; None when it died before it told of a child (which then dies with it)."""
+        channel = Channel()
+        status, zygote_status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        status.settimeout(_FORK_SECONDS)
+        try:
+            with zygote, zygote_status:
+                fds = [*channel.trainer_fds, zygote_status.fileno()]
+                socket.send_fds(zygote, [start.to_json().encode()], fds)
+            channel.release()
+            packet, pidfds, _flags, _address = socket.recv_fds(status, 1024, 1)
+        except (ConnectionError, TimeoutError):
+            packet = b""
+        if not packet:
+            # A child of a frozen zygote, forked later, finds its control socket closed and ends.
+            channel.close()
+            status.close()
+            return None
+        born = json.loads(packet)
+        identity = session.Identity.of(born["pid"], born["start_time"])
+        return TrainingProcess(identity, pidfds[0], channel, ZygoteFate(status, pidfds[0]))
+
+    def _start_cold(self, start: Start) -> TrainingProcess:
+        request = _ColdStart(start)
+        self._work.put(request)
+        self._wake()
+        with self._changed:
+            self._changed.wait_for(lambda: request.outcome is not None or self._stopping, _READY_SECONDS)
+        if isinstance(request.outcome, TrainingProcess):
+            return request.outcome
+        raise LaunchError(f"no training process could be started: {request.outcome or 'the launcher stops'}")
+
+    # Keeping, in the keeper's thread
+
+    def _keep(self) -> None:
+        """Start the zygote, again after each death, and start cold processes when asked to."""
+        start_at, started, backoff = 0.0, 0.0, 0.1
+        while not self._stopping:
+            now = time.monotonic()
+            if self._zygote is None and not self._cold_because and now >= start_at:
+                self._spawn_zygote()
+                started = now
+            if self._zygote is None:
+                due = None if self._cold_because else start_at
+            else:
+                due = None if self._ready else started + _READY_SECONDS
+            readable = self._wait(due)
+            if self._zygote is not None:
+                if readable or (due is not None and time.monotonic() >= due):
+                    self._hear_zygote(timed_out=not readable)
+                if self._zygote is None:
+                    lived = time.monotonic() - started
+                    backoff = 0.1 if lived > _HEALTHY_SECONDS else min(backoff * 2, _LARGEST_BACKOFF)
+                    start_at = time.monotonic() + backoff
+                    self._backing_off = backoff > _LONGEST_WAIT_FOR_RESTART
+            while not self._work.empty():
+                self._spawn_cold(self._work.get())
+        self._close_zygote()
+
+    def _spawn_zygote(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = ["-m", "worker.zygote", "--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
+        with theirs:
+            zygote = subprocess.Popen(
+                [sys.executable, *command, *self._preload],
+                pass_fds=[theirs.fileno()],
+                env=self._environment,
+                cwd=_CODE_ROOT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the worker, which saves first
+            )
+        with self._changed:
+            self._zygote, self._socket = zygote, ours
+            self._backing_off = False
+
+    def _wait(self, due: float | None) -> bool:
+        """Wait for the zygote, a call from another thread or the moment `due`; whether the zygote spoke."""
+        waiting = select.poll()
+        waiting.register(self._wake_reading, select.POLLIN)
+        if self._socket is not None:
+            waiting.register(self._socket, select.POLLIN)
+        pause = None if due is None else max(due - time.monotonic(), 0.0) * 1000
+        readable = {descriptor for descriptor, _ in waiting.poll(pause)}
+        if self._wake_reading in readable:
+            os.read(self._wake_reading, 4096)
+        return self._socket is not None and self._socket.fileno() in readable
+
+    def _hear_zygote(self, timed_out: bool) -> None:
+        """Take what the zygote says; forget it when that is its end."""
+        if self._socket is None:
+            return
+        try:
+            packet = b"" if timed_out else self._socket.recv(4096)
+        except ConnectionError:
+            packet = b""
+        message = json.loads(packet) if packet else {}
+        if message.get("ready"):
+            with self._changed:
+                self._ready, self._early_deaths = True, 0
+                self._changed.notify_all()
+            return
+        was_ready = self._ready
+        self._close_zygote()
+        with self._changed:
+            self._early_deaths += not was_ready
+            if "failed" in message:
+                self._cold_because = f"the zygote cannot run here: {message['failed']}"
+            elif timed_out:
+                self._cold_because = f"the zygote was not ready within {_READY_SECONDS:.0f} s"
+            elif self._early_deaths >= _MOST_EARLY_DEATHS:
+                self._cold_because = f"the zygote died {self._early_deaths} times before it was ready"
+            self._changed.notify_all()
+
+    def _close_zygote(self) -> None:
+        with self._changed:
+            zygote, self._zygote = self._zygote, None
+            end, self._socket = self._socket, None
+            self._ready = False
+            self._changed.notify_all()
+        if end is not None:
+            end.close()
+        if zygote is not None:
+            zygote.kill()
+            zygote.wait()
+
+    def _spawn_cold(self, request: "_ColdStart") -> None:
+        outcome: TrainingProcess | OSError
+        channel = Channel()
+        fds = channel.trainer_fds
+        arguments = [request.start.to_json(), *map(str, fds), str(os.getpid())]
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "worker.child", *arguments],
+                pass_fds=fds,
+                env=self._environment,
+                cwd=_CODE_ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=fds[1],
+                stderr=fds[2],
+            )
+        except OSError as problem:
+            channel.close()
+            outcome = problem
+        else:
+            channel.release()
+            identity = session.Identity.of(process.pid, session.start_time(process.pid))
+            pidfd = os.pidfd_open(process.pid)
+            outcome = TrainingProcess(identity, pidfd, channel, ColdFate(process, pidfd))
+        with self._changed:
+            request.outcome = outcome
+            self._changed.notify_all()
+
+    def _wake(self) -> None:
+        try:
+            os.write(self._wake_writing, b"!")
+        except BlockingIOError:
+            pass  # it is awake already
+
+
+class _ColdStart:
+    """A cold start that the keeper is asked for, and what came of it."""
+
+    def __init__(self, start: Start) -> None:
+        self.start = start
+        self.outcome: TrainingProcess | OSError | None = None
+
+
+def _default_preload() -> list[str]:
+    torch = importlib.util.find_spec("torch") is not None
+    return ["worker.training.__main__", "worker.fake"] if torch else ["worker.fake"]

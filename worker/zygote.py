@@ -1,0 +1,187 @@
+"""The process that training processes fork from: everything imported, nothing touched.
+
+It runs no thread, opens no device and does no arithmetic, since a fork of any of these is broken. It learns
+what to start from a packet with the new process's descriptors, forks, and tells the fate of each child on
+that child's own status socket, so that the threads waiting for them never meet. It ends with its worker, and
+its children end with it.
+
+Talks over a SOCK_SEQPACKET pair: it sends `{"ready": true}` or `{"failed": reason}` once, then receives one
+`worker.child.Start` a packet with five descriptors (report, stdout, stderr, control, status).
+"""
+
+import argparse
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from worker import child, devices, session
+
+_PROBE_SECONDS = 120
+_LARGEST_REQUEST = 64 * 1024
+_FDS_PER_REQUEST = 5
+
+
+def main(arguments: Sequence[str]) -> None:
+    """`python -m worker.zygote --fd N --parent PID [module …]`: preload the modules, then serve for life."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("modules", nargs="*")
+    given = parser.parse_args(list(arguments))
+    child.die_with_parent(given.parent)
+    # A service manager signals every process of the service: the trainers then save, and must not lose their
+    # parent meanwhile. The zygote ends when its worker does.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    worker = socket.socket(fileno=given.fd)
+    try:
+        preload(given.modules)
+        probe_gpu()
+    except Exception as problem:
+        worker.send(json.dumps({"failed": f"{type(problem).__name__}: {problem}"[:2000]}).encode())
+        raise SystemExit(1) from problem
+    gc.collect()
+    gc.freeze()  # the collector would write to, and so copy, every page that the children share
+    worker.send(b'{"ready": true}')
+    serve(worker)
+
+
+def preload(modules: Sequence[str]) -> None:
+    """Import `modules`; raises when one of them started a thread or touched the GPU."""
+    with capability_from_nvml():
+        for module in modules:
+            importlib.import_module(module)
+    if threading.active_count() > 1:
+        raise RuntimeError(
+            f"the imports started threads: {[thread.name for thread in threading.enumerate()]}"
+        )
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise RuntimeError("the imports initialised CUDA, which no fork of this process could use")
+
+
+@contextmanager
+def capability_from_nvml() -> Iterator[None]:
+    """Answer `torch.cuda.get_device_capability` from NVML while modules are imported.
+
+    bitsandbytes asks for it at import. The real function creates a CUDA context, and no fork of a process
+    with a context can use the GPU.
+    """
+    if not devices.has_gpu():
+        yield
+        return
+    import torch
+
+    real = torch.cuda.get_device_capability
+    torch.cuda.get_device_capability = lambda device=None: devices.capability(_index(device))
+    try:
+        yield
+    finally:
+        torch.cuda.get_device_capability = real
+
+
+def _index(device: Any) -> int:
+    index = getattr(device, "index", device)
+    if isinstance(index, str):
+        index = index.rpartition(":")[2]
+    return int(index) if str(index).isdigit() else 0
+
+
+def probe_gpu() -> None:
+    """Have a child really use the GPU, on a machine that has one; raises when it cannot."""
+    if "torch" not in sys.modules or not devices.has_gpu():
+        return
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        _probe_in_child(writing)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as answer:
+        said = answer.read().decode(errors="replace")
+    _, status = os.waitpid(pid, 0)
+    if status != 0:
+        code = os.waitstatus_to_exitcode(status)
+        raise RuntimeError(f"a forked process cannot use the GPU (exit {code}): {said or 'it said nothing'}")
+
+
+def _probe_in_child(writing: int) -> None:
+    code = 1
+    try:
+        signal.alarm(_PROBE_SECONDS)
+        import bitsandbytes.functional
+        import torch
+
+        ones = torch.ones(64, 64, device="cuda", dtype=torch.bfloat16)
+        packed, state = bitsandbytes.functional.quantize_4bit(ones, quant_type="nf4")
+        back = bitsandbytes.functional.dequantize_4bit(packed, state)
+        if float((back @ ones).sum()) != 64.0**3:
+            raise RuntimeError("a product of NF4 ones is wrong")
+        code = 0
+    except BaseException as problem:
+        os.write(writing, f"{type(problem).__name__}: {problem}"[:2000].encode())
+    finally:
+        os._exit(code)
+
+
+def serve(worker: socket.socket) -> None:
+    """Fork on request and tell how each child ended, until the worker is gone."""
+    children: dict[int, tuple[int, socket.socket]] = {}  # pidfd → process id, status socket
+    waiting = select.poll()
+    waiting.register(worker, select.POLLIN)
+    while True:
+        for descriptor, _event in waiting.poll():
+            if descriptor == worker.fileno():
+                packet, fds, _flags, _address = socket.recv_fds(worker, _LARGEST_REQUEST, _FDS_PER_REQUEST)
+                if not packet:
+                    return
+                pidfd, pid, status = _fork(child.Start.from_json(packet), fds)
+                children[pidfd] = (pid, status)
+                waiting.register(pidfd, select.POLLIN)
+            else:
+                waiting.unregister(descriptor)
+                _tell_end(descriptor, *children.pop(descriptor))
+
+
+def _fork(start: child.Start, fds: list[int]) -> tuple[int, int, socket.socket]:
+    *trainer_fds, status_fd = fds
+    status = socket.socket(fileno=status_fd)
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        child.run(start, trainer_fds, parent)
+    for descriptor in trainer_fds:
+        os.close(descriptor)
+    pidfd = os.pidfd_open(pid)
+    # Taken before the child can be reaped, these mean that child and no other, for ever.
+    born = {"pid": pid, "start_time": session.start_time(pid)}
+    _tell(lambda: socket.send_fds(status, [json.dumps(born).encode()], [pidfd]))
+    return pidfd, pid, status
+
+
+def _tell_end(pidfd: int, pid: int, status: socket.socket) -> None:
+    _, raw = os.waitpid(pid, 0)
+    code = os.waitstatus_to_exitcode(raw)
+    end = {"code": code} if code >= 0 else {"signal": -code}
+    _tell(lambda: status.send(json.dumps(end).encode()))
+    status.close()
+    os.close(pidfd)
+
+
+def _tell(send: Callable[[], object]) -> None:
+    try:
+        send()
+    except (BrokenPipeError, ConnectionError):
+        pass  # whoever launched it no longer listens; the child's own control socket has ended it
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
