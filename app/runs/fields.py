@@ -1,4 +1,4 @@
-"""Every field of a training configuration: name, type, bounds, default. What fields mean together: `config.py`."""
+"""Every field of a training configuration: name, type, bounds, default. Together: `config.py`."""
 
 from enum import StrEnum
 from typing import Annotated, Any, Literal
@@ -40,16 +40,25 @@ ModuleName = Annotated[str, StringConstraints(min_length=1, max_length=200, patt
 ModelName = Annotated[
     str,
     StringConstraints(
-        min_length=1, max_length=300, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@=+-]*(/[A-Za-z0-9_][A-Za-z0-9_.@=+-]*)*$"
+        min_length=1,
+        max_length=300,
+        pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@=+-]*(/[A-Za-z0-9_][A-Za-z0-9_.@=+-]*)*$",
     ),
 ]
 DType = Literal["bfloat16", "float16", "float32"]
 Optimizer = Literal[
     "paged_adamw_8bit", "paged_adamw_32bit", "paged_lion_8bit", "paged_lion_32bit",
-    "adamw_torch", "adamw_torch_fused", "adamw_8bit", "lion_8bit", "lion_32bit", "adafactor", "sgd", "rmsprop",
+    "adamw_torch", "adamw_torch_fused", "adamw_8bit", "lion_8bit", "lion_32bit",
+    "adafactor", "sgd", "rmsprop",
 ]  # fmt: skip
 Scheduler = Literal[
-    "cosine", "linear", "constant", "constant_with_warmup", "cosine_with_restarts", "polynomial", "inverse_sqrt"
+    "cosine",
+    "linear",
+    "constant",
+    "constant_with_warmup",
+    "cosine_with_restarts",
+    "polynomial",
+    "inverse_sqrt",
 ]
 Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3"]
 
@@ -68,7 +77,9 @@ class Reward(Strict):
 
     type: Literal["exact_match", "numeric_match", "regex", "json_schema", "length", "format", "model"]
     weight: float = Field(default=1.0, ge=-1000, le=1000)
-    model: str | None = Field(default=None, max_length=300, description="A reward model trained here: `run_…`.")
+    model: str | None = Field(
+        default=None, max_length=300, description="A reward model trained here: `run_…`."
+    )
 
 
 class RlhfOptions(Strict):
@@ -85,7 +96,9 @@ class RlhfOptions(Strict):
 class TrainerOptions(Strict):
     """What `extra` may hold: options of the trainer that few runs need."""
 
-    max_grad_norm: float = Field(default=1.0, ge=0, le=1e6, description="Clip gradients to this norm; 0: never.")
+    max_grad_norm: float = Field(
+        default=1.0, ge=0, le=1e6, description="Clip gradients to this norm; 0: never."
+    )
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)
     adam_epsilon: float = Field(default=1e-8, gt=0, le=1)
@@ -110,17 +123,23 @@ class TrainingConfig(Strict):
     )  # fmt: skip
 
     base_model: ModelName = Field(
-        description="A folder below the operator's models root, a hub name, or `run_…` to build on a finished run."
+        description="A folder below the models root, a hub name, or `run_…` to build on a finished run."
     )
     method: Annotated[TrainingMethod, Field(strict=False)] = Field(
-        default=TrainingMethod.qlora, description="Objective and adapter: which weights train, and towards what."
+        default=TrainingMethod.qlora,
+        description="Objective and adapter: which weights train, and towards what.",
     )
 
-    lora_r: int | None = Field(default=16, ge=1, le=4096, description="Rank of the adapter; None: every weight.")
+    lora_r: int | None = Field(
+        default=16, ge=1, le=4096, description="Rank of the adapter; None: every weight."
+    )
     lora_alpha: int = Field(default=32, ge=1, le=65_536, description="Scale of the adapter, over its rank.")
     lora_dropout: float = Field(default=0.05, ge=0, lt=1, description="Dropout before the adapter.")
     target_modules: list[ModuleName] | None = Field(
-        default=None, min_length=1, max_length=200, description="Layers that get an adapter; None: all linear ones."
+        default=None,
+        min_length=1,
+        max_length=200,
+        description="Layers that get an adapter; None: all linear ones.",
     )
     use_rslora: bool = Field(default=False, description="Scale by alpha over the root of the rank.")
     use_dora: bool = Field(default=False, description="Train magnitude and direction apart (DoRA).")
@@ -133,7 +152,9 @@ class TrainingConfig(Strict):
     gradient_accumulation_steps: int = Field(default=4, ge=1, le=65_536, description="Micro-batches a step.")
     epochs: float = Field(default=3, gt=0, le=10_000, description="Passes over the data; may be a fraction.")
     max_steps: Steps | None = Field(default=None, description="Optimizer steps in all; wins over `epochs`.")
-    min_steps: Steps | None = Field(default=None, description="Repeat the data until at least this many steps.")
+    min_steps: Steps | None = Field(
+        default=None, description="Repeat the data until at least this many steps."
+    )
     warmup_ratio: float = Field(default=0.03, ge=0, lt=1, description="Part of the steps with a rising rate.")
     weight_decay: float = Field(default=0.01, ge=0, le=10, description="Decay of weights that are not norms.")
     optim: Optimizer = Field(default="paged_adamw_8bit", description="Optimizer.")
@@ -145,8 +166,12 @@ class TrainingConfig(Strict):
         description="4-bit base; unset it is false for `full`, `lora`, without adapter and beside 8-bit.",
     )
     load_in_8bit: bool = Field(default=False, description="8-bit base.")
-    bnb_4bit_compute_dtype: DType = Field(default="bfloat16", description="Type that 4-bit layers compute in.")
-    bnb_4bit_quant_type: Literal["nf4", "fp4"] = Field(default="nf4", description="Form of the 4-bit numbers.")
+    bnb_4bit_compute_dtype: DType = Field(
+        default="bfloat16", description="Type that 4-bit layers compute in."
+    )
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = Field(
+        default="nf4", description="Form of the 4-bit numbers."
+    )
 
     gradient_checkpointing: bool | Literal["auto"] = Field(
         default=True, description="Recompute activations in the backward pass: less memory, more time."
@@ -156,7 +181,10 @@ class TrainingConfig(Strict):
     torch_compile: bool = Field(default=False, description="Compile the model before training.")
 
     max_seq_length: int | None = Field(
-        default=2048, ge=2, le=10_000_000, description="Tokens a sequence is cut to; None: the model's own limit."
+        default=2048,
+        ge=2,
+        le=10_000_000,
+        description="Tokens a sequence is cut to; None: the model's own limit.",
     )
     packing: bool = Field(default=False, description="Put several documents in one sequence.")
     truncation_mode: Literal["keep_start", "keep_end"] = Field(
@@ -164,16 +192,22 @@ class TrainingConfig(Strict):
     )
     loss_on: Literal["all", "completion", "assistant"] = Field(
         default="all",
-        description="Tokens that are learned: all; the completion (of a chat: its last answer); every answer.",
+        description="Tokens that are learnt: all; the completion (a chat: its last answer); every answer.",
     )
     overfit_first_batch: bool = Field(default=False, description="Train on the first batch only, as a check.")
-    seed: int = Field(default=42, ge=0, le=2**32 - 1, description="Seed of python, numpy, torch and the data order.")
+    seed: int = Field(
+        default=42, ge=0, le=2**32 - 1, description="Seed of python, numpy, torch and the data order."
+    )
 
     save_steps: Steps = Field(default=100, description="Steps between two checkpoints.")
-    save_total_limit: int | None = Field(default=3, ge=1, le=10_000, description="Checkpoints kept; None: all.")
+    save_total_limit: int | None = Field(
+        default=3, ge=1, le=10_000, description="Checkpoints kept; None: all."
+    )
     logging_steps: Steps = Field(default=10, description="Steps between two metrics.")
     eval_steps: Steps | None = Field(default=None, description="Steps between two evaluations.")
-    eval_split: float = Field(default=0.0, ge=0, lt=1, description="Part of the data held out for evaluation.")
+    eval_split: float = Field(
+        default=0.0, ge=0, lt=1, description="Part of the data held out for evaluation."
+    )
 
     time_limit_seconds: float | None = Field(
         default=None, gt=0, le=31_536_000, description="Save and stop after this long in training."
@@ -182,8 +216,12 @@ class TrainingConfig(Strict):
     early_stopping_patience: int | None = Field(
         default=None, ge=1, le=10_000, description="Stop after so many evaluations without a better loss."
     )
-    on_non_finite: Literal["stop", "rewind"] = Field(default="stop", description="When the loss is NaN or Inf.")
-    on_spike: Literal["ignore", "stop", "rewind"] = Field(default="ignore", description="When the loss leaps.")
+    on_non_finite: Literal["stop", "rewind"] = Field(
+        default="stop", description="When the loss is NaN or Inf."
+    )
+    on_spike: Literal["ignore", "stop", "rewind"] = Field(
+        default="ignore", description="When the loss leaps."
+    )
 
     revision: str | None = Field(
         default=None, min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./-]*$",
@@ -192,7 +230,9 @@ class TrainingConfig(Strict):
     report_to: list[Literal["wandb", "mlflow", "tensorboard"]] = Field(
         default_factory=list, description="Experiment trackers that get the metrics too."
     )
-    push_to_hub: str | None = Field(default=None, min_length=1, max_length=300, description="Hub name to push to.")
+    push_to_hub: str | None = Field(
+        default=None, min_length=1, max_length=300, description="Hub name to push to."
+    )
     dpo: DpoOptions = Field(default_factory=DpoOptions, description="Options of method `dpo`.")
     rlhf: RlhfOptions = Field(default_factory=RlhfOptions, description="Options of method `rlhf`.")
     extra: dict[str, Any] = Field(

@@ -1,0 +1,297 @@
+"""What a training configuration accepts, refuses by name, and resolves to on a machine."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from app.runs.config import (
+    CHANGEABLE_ON_RESUME,
+    Machine,
+    TrainingConfig,
+    TrainingMethod,
+    TrainingStatus,
+    given_fields,
+    problems,
+    resolve,
+    resume_problems,
+)
+
+CPU = Machine(kind="cpu", bf16=True)
+GPU = Machine(kind="cuda", bf16=True, flash_attention=False)
+OLD_GPU = Machine(kind="cuda", bf16=False)
+
+
+def codes(config: Any, **data: Any) -> set[tuple[str, str]]:
+    facts = {"has_eval_dataset": False, "dataset_format": None, "machine": None} | data
+    if isinstance(config, dict):
+        config = {"base_model": "tiny", **config}
+    return {(problem.field, problem.code) for problem in problems(config, **facts)}
+
+
+def effective(machine: Machine | None = CPU, **fields: Any) -> Any:
+    given = {"base_model": "tiny", **fields}
+    return resolve(TrainingConfig.model_validate(given), given_fields(given), machine)
+
+
+class TestFieldsAndDefaults:
+    def test_every_default_is_the_contracts(self) -> None:
+        config = TrainingConfig(base_model="tiny").model_dump(mode="json")
+        contract = {
+            "method": "qlora", "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "target_modules": None,
+            "learning_rate": 2e-4, "batch_size": 4, "gradient_accumulation_steps": 4, "epochs": 3,
+            "max_steps": None, "warmup_ratio": 0.03, "weight_decay": 0.01, "load_in_4bit": True,
+            "load_in_8bit": False, "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_type": "nf4",
+            "optim": "paged_adamw_8bit", "lr_scheduler_type": "cosine", "gradient_checkpointing": True,
+            "save_steps": 100, "save_total_limit": 3, "logging_steps": 10, "max_seq_length": 2048,
+            "packing": False, "seed": 42, "extra": {}, "eval_steps": None, "eval_split": 0.0, "loss_on": "all",
+            "truncation_mode": "keep_start", "time_limit_seconds": None, "stop_at_step": None, "min_steps": None,
+            "early_stopping_patience": None, "on_non_finite": "stop", "on_spike": "ignore",
+            "overfit_first_batch": False, "attn_implementation": None, "torch_compile": False,
+            "activation_offload": False, "use_rslora": False, "use_dora": False, "modules_to_save": None,
+            "neftune_noise_alpha": None, "revision": None, "report_to": [], "push_to_hub": None,
+            "dpo": {"beta": 0.1, "loss_type": "sigmoid"},
+            "rlhf": {"algorithm": "grpo", "rewards": [], "num_generations": 8, "max_completion_length": 256,
+                     "temperature": 1.0, "beta": 0.0},
+        }  # fmt: skip
+        assert config == {"base_model": "tiny", **contract}
+
+    def test_methods_and_statuses_are_the_contracts(self) -> None:
+        assert {*TrainingMethod} == {"full", "lora", "qlora", "dpo", "rlhf", "sft"}
+        assert [*TrainingStatus] == [
+            "pending", "initializing", "running", "checkpointing", "completed", "failed", "cancelled",
+        ]  # fmt: skip
+
+    def test_it_survives_json(self) -> None:
+        config = TrainingConfig(base_model="owner/model", method=TrainingMethod.lora, target_modules=["q_proj"])
+        assert TrainingConfig.model_validate(json.loads(json.dumps(config.model_dump(mode="json")))) == config
+
+    def test_every_field_has_a_description_and_the_model_an_example(self) -> None:
+        schema = TrainingConfig.model_json_schema()
+        assert all(schema["properties"][name].get("description") for name in TrainingConfig.model_fields)
+        assert codes(schema["example"]) == set()
+
+    def test_importing_it_imports_no_torch(self) -> None:
+        program = "import sys, app.runs.config; sys.exit(any(m in sys.modules for m in ('torch', 'fastapi')))"
+        assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+class TestEachFieldIsChecked:
+    @pytest.mark.parametrize(
+        ("fields", "field", "code"),
+        [
+            ({"learning_rate": -1e-4}, "learning_rate", "out_of_range"),
+            ({"learning_rate": 0}, "learning_rate", "out_of_range"),
+            ({"learning_rate": 1e9}, "learning_rate", "out_of_range"),
+            ({"learning_rate": float("nan")}, "learning_rate", "not_finite"),
+            ({"learning_rate": float("inf")}, "learning_rate", "not_finite"),
+            ({"learning_rate": True}, "learning_rate", "wrong_type"),
+            ({"learning_rate": "1e-4"}, "learning_rate", "wrong_type"),
+            ({"batch_size": True}, "batch_size", "wrong_type"),
+            ({"batch_size": 0}, "batch_size", "out_of_range"),
+            ({"batch_size": 10**30}, "batch_size", "out_of_range"),
+            ({"batch_size": "4"}, "batch_size", "wrong_type"),
+            ({"batch_size": 4.5}, "batch_size", "wrong_type"),
+            ({"batch_size": None}, "batch_size", "wrong_type"),
+            ({"epochs": 0}, "epochs", "out_of_range"),
+            ({"lora_dropout": 1.0}, "lora_dropout", "out_of_range"),
+            ({"lora_r": 0}, "lora_r", "out_of_range"),
+            ({"eval_split": 1.0}, "eval_split", "out_of_range"),
+            ({"seed": -1}, "seed", "out_of_range"),
+            ({"method": "magic"}, "method", "unknown_value"),
+            ({"method": 3}, "method", "unknown_value"),
+            ({"optim": "adam"}, "optim", "unknown_value"),
+            ({"loss_on": "prompt"}, "loss_on", "unknown_value"),
+            ({"gradient_checkpointing": "yes"}, "gradient_checkpointing", "wrong_type"),
+            ({"target_modules": []}, "target_modules", "out_of_range"),
+            ({"target_modules": ["a b"]}, "target_modules.0", "invalid_name"),
+            ({"rlhf": {"rewards": [{"type": "x"}]}}, "rlhf.rewards.0.type", "unknown_value"),
+            ({"dpo": {"gamma": 1}}, "dpo.gamma", "unknown_field"),
+            ({"learning_rte": 1e-4}, "learning_rte", "unknown_field"),
+            ({"lone \ud800": 1}, "lone ?", "unknown_field"),
+            ({"extra": {"zero": 1}}, "extra.zero", "unknown_field"),
+            ({"extra": {"max_grad_norm": "1"}}, "extra.max_grad_norm", "wrong_type"),
+            ({"base_model": ""}, "base_model", "out_of_range"),
+        ],
+    )
+    def test_a_bad_value_is_refused_by_name(self, fields: dict[str, Any], field: str, code: str) -> None:
+        assert codes(fields) == {(field, code)}
+
+    @pytest.mark.parametrize(
+        "name", ["../secret", "a/../../b", "/etc", "a//b", "~/m", "a\\b", "a\0b", "a/.", ".hidden", "a\n", "%2e%2e/x"]
+    )
+    def test_a_base_model_cannot_leave_the_models_root(self, name: str) -> None:
+        assert codes({"base_model": name}) == {("base_model", "invalid_name")}
+
+    @pytest.mark.parametrize("name", ["tiny", "owner/model-1.5B", "run_01k0000000000000000000000a", "a/b/c", "a..b"])
+    def test_folders_hub_names_and_runs_are_names(self, name: str) -> None:
+        assert codes({"base_model": name}) == set()
+
+    def test_a_missing_base_model_is_said(self) -> None:
+        assert ("base_model", "missing") in {(p.field, p.code) for p in problems({}, has_eval_dataset=False)}
+
+    @pytest.mark.parametrize("config", [None, [], "x", 3])
+    def test_something_that_is_no_object_is_refused(self, config: Any) -> None:
+        assert codes(config) == {("config", "wrong_type")}
+
+    def test_a_near_miss_names_the_field_that_was_meant(self) -> None:
+        (problem,) = problems({"base_model": "m", "learning_rat": 1}, has_eval_dataset=False)
+        assert "`learning_rate`" in problem.message
+
+    def test_all_problems_come_at_once_conflicts_included(self) -> None:
+        config = {"method": "full", "load_in_4bit": True, "batch_size": -1, "nonsense": 1, "extra": {"no": 1},
+                  "report_to": ["wandb"], "eval_steps": 5}  # fmt: skip
+        assert codes(config) == {
+            ("batch_size", "out_of_range"), ("nonsense", "unknown_field"), ("extra.no", "unknown_field"),
+            ("load_in_4bit", "conflict"), ("report_to", "not_available_yet"), ("eval_steps", "needs_eval_data"),
+        }  # fmt: skip
+
+
+class TestConflicts:
+    @pytest.mark.parametrize(
+        ("fields", "field"),
+        [
+            ({"method": "full", "load_in_4bit": True}, "load_in_4bit"),
+            ({"method": "full", "load_in_8bit": True}, "load_in_8bit"),
+            ({"method": "full", "lora_r": 8}, "lora_r"),
+            ({"method": "full", "use_dora": True}, "use_dora"),
+            ({"method": "full", "bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type"),
+            ({"method": "lora", "load_in_4bit": True}, "load_in_4bit"),
+            ({"method": "lora", "lora_r": None}, "lora_r"),
+            ({"method": "qlora", "load_in_4bit": False}, "load_in_4bit"),
+            ({"method": "qlora", "load_in_4bit": True, "load_in_8bit": True}, "load_in_8bit"),
+            ({"method": "sft", "lora_r": None, "load_in_4bit": True}, "load_in_4bit"),
+            ({"method": "sft", "lora_r": None, "lora_dropout": 0.1}, "lora_dropout"),
+            ({"load_in_8bit": True, "bnb_4bit_quant_type": "nf4"}, "bnb_4bit_quant_type"),
+            ({"target_modules": ["lm_head"]}, "target_modules"),
+            ({"dpo": {"beta": 0.2}}, "dpo"),
+            ({"rlhf": {"beta": 0.2}}, "rlhf"),
+            ({"lr_scheduler_type": "constant", "warmup_ratio": 0.1}, "warmup_ratio"),
+            ({"max_steps": 5, "min_steps": 6}, "min_steps"),
+            ({"base_model": "run_1", "revision": "main"}, "revision"),
+            ({"packing": True, "max_seq_length": None}, "packing"),
+            ({"extra": {"packing_strategy": "bfd"}}, "extra.packing_strategy"),
+            (
+                {"packing": True, "extra": {"packing_strategy": "wrapped"}, "truncation_mode": "keep_end"},
+                "truncation_mode",
+            ),
+        ],
+    )
+    def test_fields_that_contradict_each_other_are_refused(self, fields: dict[str, Any], field: str) -> None:
+        assert codes(fields) == {(field, "conflict")}
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"method": "full"}, {"method": "full", "lora_r": None}, {"method": "lora"}, {"method": "qlora"},
+            {"method": "sft"}, {"method": "sft", "lora_r": None}, {"method": "sft", "load_in_4bit": False},
+            {"method": "qlora", "load_in_8bit": True}, {"method": "qlora", "load_in_4bit": False, "load_in_8bit": True},
+            {"extra": {"max_grad_norm": 0.5}}, {"packing": True, "extra": {"packing_strategy": "wrapped"}},
+            {"lr_scheduler_type": "constant"},
+        ],
+    )  # fmt: skip
+    def test_fields_that_go_together_are_accepted(self, fields: dict[str, Any]) -> None:
+        assert codes(fields) == set()
+
+    def test_evaluation_needs_both_data_and_an_interval(self) -> None:
+        assert codes({"eval_steps": 5}) == {("eval_steps", "needs_eval_data")}
+        assert codes({"eval_split": 0.1}) == {("eval_steps", "needs_eval_steps")}
+        assert codes({}, has_eval_dataset=True) == {("eval_steps", "needs_eval_steps")}
+        assert codes({"early_stopping_patience": 2}) == {("early_stopping_patience", "needs_eval_steps")}
+        assert codes({"eval_steps": 5, "eval_split": 0.1}, has_eval_dataset=True) == {("eval_split", "conflict")}
+        assert codes({"eval_steps": 5, "eval_split": 0.1}) == set()
+        assert codes({"eval_steps": 5, "early_stopping_patience": 1}, has_eval_dataset=True) == set()
+
+    def test_what_is_learnt_must_exist_in_the_data(self) -> None:
+        assert codes({"loss_on": "assistant"}, dataset_format="text") == {("loss_on", "conflict")}
+        assert codes({"loss_on": "assistant"}, dataset_format="prompt_completion") == {("loss_on", "conflict")}
+        assert codes({"loss_on": "completion"}, dataset_format="text") == {("loss_on", "conflict")}
+        assert codes({"loss_on": "completion"}, dataset_format="chat") == set()
+        assert codes({"loss_on": "assistant"}, dataset_format="chat") == set()
+
+    @pytest.mark.parametrize(
+        ("fields", "field"),
+        [
+            ({"method": "dpo"}, "method"), ({"method": "rlhf"}, "method"), ({"torch_compile": True}, "torch_compile"),
+            ({"activation_offload": True}, "activation_offload"), ({"on_spike": "stop"}, "on_spike"),
+            ({"on_non_finite": "rewind"}, "on_non_finite"), ({"push_to_hub": "me/model"}, "push_to_hub"),
+            ({"report_to": ["mlflow"]}, "report_to"), ({"gradient_checkpointing": "auto"}, "gradient_checkpointing"),
+        ],
+    )  # fmt: skip
+    def test_what_does_not_work_yet_is_refused_by_name(self, fields: dict[str, Any], field: str) -> None:
+        assert codes(fields) == {(field, "not_available_yet")}
+
+    def test_a_given_value_that_the_machine_cannot_honour_is_refused(self) -> None:
+        refused = ("not_on_this_machine",)
+        assert codes({"optim": "paged_adamw_8bit"}, machine=CPU) == {("optim", *refused)}
+        assert codes({"attn_implementation": "flash_attention_2"}, machine=GPU) == {("attn_implementation", *refused)}
+        assert codes({"bnb_4bit_compute_dtype": "bfloat16"}, machine=OLD_GPU) == {("bnb_4bit_compute_dtype", *refused)}
+        assert codes({"bnb_4bit_compute_dtype": "float16"}, machine=CPU) == {("bnb_4bit_compute_dtype", *refused)}
+        assert codes({"optim": "paged_adamw_8bit"}, machine=GPU) == set()
+        assert codes({}, machine=CPU) == set()
+
+
+class TestResolve:
+    @pytest.mark.parametrize(
+        ("fields", "four_bit", "rank"),
+        [
+            ({"method": "full"}, False, None),
+            ({"method": "lora"}, False, 16),
+            ({"method": "qlora"}, True, 16),
+            ({"method": "qlora", "load_in_8bit": True}, False, 16),
+            ({"method": "sft"}, True, 16),
+            ({"method": "sft", "lora_r": None}, False, None),
+            ({"method": "sft", "load_in_4bit": False}, False, 16),
+        ],
+    )
+    def test_the_base_is_quantised_as_the_method_says(
+        self, fields: dict[str, Any], four_bit: bool, rank: int | None
+    ) -> None:
+        made = effective(**fields)
+        assert (made.config.load_in_4bit, made.config.lora_r) == (four_bit, rank)
+        assert made.problems == []
+
+    def test_defaults_that_a_cpu_cannot_honour_are_replaced_and_told(self) -> None:
+        made = effective(CPU)
+        assert {r.field: (r.requested, r.used) for r in made.replaced} == {
+            "optim": ("paged_adamw_8bit", "adamw_8bit"),
+            "gradient_checkpointing": (True, False),
+            "bnb_4bit_compute_dtype": ("bfloat16", "float32"),
+        }
+        assert all(r.reason for r in made.replaced)
+        assert made.config.optim == "adamw_8bit"
+
+    def test_what_the_user_gave_is_never_replaced(self) -> None:
+        made = effective(CPU, gradient_checkpointing=True, bnb_4bit_compute_dtype="bfloat16", optim="adamw_torch")
+        assert made.replaced == []
+        assert made.config.gradient_checkpointing is True
+        assert [p.code for p in effective(CPU, optim="paged_adamw_8bit").problems] == ["not_on_this_machine"]
+
+    def test_a_gpu_keeps_the_defaults_unless_it_lacks_bfloat16(self) -> None:
+        assert effective(GPU).replaced == []
+        assert [(r.field, r.used) for r in effective(OLD_GPU).replaced] == [("bnb_4bit_compute_dtype", "float16")]
+
+    def test_an_unknown_machine_replaces_nothing(self) -> None:
+        assert effective(None).config.optim == "paged_adamw_8bit"
+
+    def test_it_is_pure_and_settles_at_once(self) -> None:
+        config = TrainingConfig(base_model="tiny")
+        once = resolve(config, {"base_model"}, CPU)
+        assert config == TrainingConfig(base_model="tiny")
+        assert resolve(once.config, {"base_model"}, CPU).config == once.config
+
+
+class TestResume:
+    def test_lengths_limits_and_rates_may_change_and_nothing_else(self) -> None:
+        parent = TrainingConfig(base_model="tiny").model_dump(mode="json")
+        for name, field in TrainingConfig.model_fields.items():
+            refused = resume_problems(parent, {name: object()})
+            assert (refused == []) == (name in CHANGEABLE_ON_RESUME), field
+        assert resume_problems(parent, {"seed": 42, "max_steps": 7}) == []
+        assert [p.code for p in resume_problems(parent, {"lora_r": 8})] == ["not_changeable_on_resume"]
+
+    def test_given_fields_are_dotted_in_groups(self) -> None:
+        config = {"seed": 1, "extra": {"max_grad_norm": 1}, "dpo": {"beta": 1}, "rlhf": {}}
+        assert given_fields(config) == {"seed", "extra.max_grad_norm", "dpo.beta"}
