@@ -1,0 +1,310 @@
+"""The trainer of the `fake` backend: a real training process in all but the training, without torch.
+
+Its loss runs through a state that lives in the checkpoint, so a resume from the wrong place shows in every
+later loss, and its samples come from a seeded order of the data set's rows.
+"""
+
+import contextlib
+import ctypes
+import errno
+import hashlib
+import json
+import math
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from app.backends.fake_options import FakeOptions
+from app.runs.config import TrainingConfig
+from worker.training import manifest
+from worker.training.report import Control, Journal, Report, parse_args
+
+_ROWS_WITHOUT_DATASET = 1000
+
+
+class _Failure(Exception):
+    """A failure with a stable code."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass
+class _State:
+    """Everything that a checkpoint has to hold."""
+
+    step: int
+    chain: str
+    """A digest over all steps so far; the next loss depends on it."""
+    best_loss: float | None = None
+
+
+def main(argv: list[str]) -> int:
+    """Run one job; returns the exit code: 0 when completed or stopped, 1 when failed."""
+    job, report_fd, control_fd = parse_args(argv)
+    report = Report.open(report_fd)
+    control = Control.start(control_fd)
+    control.stop_on_sigterm()
+    journal = Journal(job["journal"], job["attempt"])
+    journal.start()
+    training = _Training(job, report, control, journal)
+    try:
+        result = training.run()
+    except Exception as problem:
+        traceback.print_exc()
+        code = _classify(problem)
+        journal.stop("failed")
+        report.result(
+            "failed",
+            step=training.state.step,
+            error={"code": code, "message": str(problem) or type(problem).__name__},
+        )
+        return 1
+    journal.stop(result["outcome"])
+    report.result(**result)
+    return 0
+
+
+class _Training:
+    def __init__(self, job: dict[str, Any], report: Report, control: Control, journal: Journal) -> None:
+        self.job = job
+        self.report = report
+        self.control = control
+        self.journal = journal
+        self.folder = Path(job["output_dir"])
+        self.config = TrainingConfig.model_validate(job["config"])
+        self.options = FakeOptions.model_validate(self.config.extra)
+        self.rows = int((job.get("dataset") or {}).get("rows") or _ROWS_WITHOUT_DATASET)
+        self.per_step = self.config.batch_size * self.config.gradient_accumulation_steps
+        self.total = self._total_steps()
+        self.faulty = job["attempt"] <= (self.options.faults_until_attempt or job["attempt"])
+        self.state = _State(0, hashlib.sha256(str(self.config.seed).encode()).hexdigest())
+        self.saved_step = 0
+        self.loss = math.nan
+        self.asked = threading.Event()
+        if not self.options.ignore_stop:
+            control.on_stop(lambda _request: self.asked.set())
+
+    def run(self) -> dict[str, Any]:
+        """Load, train, save and export; returns the fields of the result record."""
+        began = time.monotonic()
+        self.report.phase("loading")
+        self.asked.wait(self.options.load_seconds)
+        self._resume()
+        self.report.config(
+            effective=self.config.model_dump(mode="json"),
+            replaced=[],
+            facts={
+                "parameters_total": self.options.checkpoint_bytes // 4,
+                "parameters_trainable": self.options.checkpoint_bytes // 4,
+                "device": self.job["device"]["id"],
+                "versions": {"python": sys.version.split()[0]},
+                "fidelity": "exact",
+            },
+        )
+        self.report.phase("training", start_step=self.state.step, total_steps=self.total)
+        why = self._stop_reason(began)
+        while why is None and self.state.step < self.total:
+            self._step()
+            if self.state.step % self.config.save_steps == 0 and self.state.step < self.total:
+                self._save("periodic")
+                self.report.phase("training", start_step=self.state.step, total_steps=self.total)
+            why = self._stop_reason(began)
+        if why is not None and self.state.step < self.total:
+            request = self.control.stop_requested
+            if request is None or request.save:
+                self._save("stop")
+            return {"outcome": "stopped", "why": why, "step": self.state.step, "epoch": self._epoch()}
+        self._save("final")
+        self._export()
+        return {
+            "outcome": "completed",
+            "step": self.state.step,
+            "epoch": self._epoch(),
+            "output": "output",
+            "metrics": {"loss": self.loss, "best_loss": self.state.best_loss},
+        }
+
+    def _total_steps(self) -> int:
+        if self.config.max_steps is not None:
+            return self.config.max_steps
+        given = self.job.get("given", [])
+        if "epochs" in given and "extra.steps" not in given and self.job.get("dataset"):
+            return max(1, math.ceil(self.config.epochs * self.rows / self.per_step))
+        return self.options.steps
+
+    def _stop_reason(self, began: float) -> str | None:
+        request = self.control.stop_requested
+        if request is not None and not self.options.ignore_stop:
+            return request.why
+        if self.config.stop_at_step is not None and self.state.step >= self.config.stop_at_step:
+            return "stop_at_step"
+        limit = self.config.time_limit_seconds
+        return "time_limit" if limit is not None and time.monotonic() - began >= limit else None
+
+    def _epoch(self) -> float:
+        return self.state.step * self.per_step / self.rows
+
+    # One step
+
+    def _step(self) -> None:
+        step = self.state.step + 1
+        began = time.monotonic()
+        if self.faulty:
+            self._go_wrong(step)
+        self.asked.wait(self.options.step_seconds)
+        samples = self._samples(step)
+        chain = hashlib.sha256(f"{self.state.chain} {step} {samples}".encode()).hexdigest()
+        self.loss = 1 + 7 / (1 + step / 5) + int(chain[:13], 16) / 16**13 / 10
+        if self.faulty and step == self.options.non_finite_at_step:
+            self.loss = math.nan
+        else:
+            self.state.best_loss = min(self.loss, self.state.best_loss or math.inf)
+        self.state.step, self.state.chain = step, chain
+        self.journal.step(step, self.loss.hex(), samples)
+        line = self.options.log_line.replace("{step}", str(step)).replace("{loss}", f"{self.loss:.4f}")
+        for _ in range(self.options.log_lines_per_step):
+            print(line)  # noqa: T201
+        if step % self.config.logging_steps == 0 or step == self.total or not math.isfinite(self.loss):
+            self._measure(time.monotonic() - began)
+        if not math.isfinite(self.loss):
+            raise _Failure("non_finite_loss", f"the loss of step {step} is {self.loss}")
+        if self.config.eval_steps is not None and step % self.config.eval_steps == 0:
+            self.report.phase("evaluating")
+            self.report.eval(step, {"eval_loss": self.loss + 0.1}, epoch=self._epoch())
+            self.report.phase("training", start_step=step, total_steps=self.total)
+
+    def _samples(self, step: int) -> list[int]:
+        first = (step - 1) * self.per_step
+        return [self._row(position) for position in range(first, first + self.per_step)]
+
+    def _row(self, position: int) -> int:
+        epoch, place = divmod(position, self.rows)
+        if getattr(self, "_order_epoch", None) != epoch:
+            self._order_epoch = epoch
+            self._order = list(range(self.rows))
+            random.Random(f"{self.config.seed} {epoch}").shuffle(self._order)
+        return self._order[place]
+
+    def _measure(self, seconds: float) -> None:
+        self.report.metric(
+            self.state.step,
+            epoch=self._epoch(),
+            loss=self.loss,
+            learning_rate=self.config.learning_rate * (1 - self.state.step / (self.total + 1)),
+            grad_norm=self.loss / 10,
+            samples_per_second=self.per_step / max(seconds, 1e-6),
+            total_steps=self.total,
+        )
+
+    def _go_wrong(self, step: int) -> None:
+        options = self.options
+        if step == options.fail_at_step:
+            raise _Failure(options.fail_code, f"step {step} was asked to fail")
+        if step == options.hang_at_step:
+            while True:
+                signal.pause()
+        if step == options.crash_at_step:
+            _crash(options.crash)
+
+    # Checkpoints
+
+    def _save(self, kind: str) -> None:
+        if self.state.step == self.saved_step:
+            return
+        self.report.phase("saving")
+        name = f"checkpoint-{self.state.step}"
+        with _staging(self.folder / f".{name}.tmp") as staging:
+            (staging / "state.json").write_text(json.dumps(asdict(self.state)))
+            with (staging / "weights.bin").open("wb") as weights:
+                _fill(weights.fileno(), self.options.checkpoint_bytes, self.state.chain)
+            sha256 = manifest.write_manifest(staging, self.state.step, {"backend": "fake"})
+            time.sleep(self.options.save_seconds)
+            size = sum(file.stat().st_size for file in staging.iterdir())
+            manifest.commit(staging, self.folder / name)
+        self.saved_step = self.state.step
+        self.journal.save(self.state.step)
+        self.report.checkpoint(
+            name,
+            step=self.state.step,
+            kind=kind,
+            bytes=size,
+            manifest_sha256=sha256,
+            epoch=self._epoch(),
+            metrics={"loss": self.loss, "best_loss": self.state.best_loss},
+        )
+
+    def _resume(self) -> None:
+        source = self.job.get("resume_from")
+        if source is None:
+            return
+        folder = Path(source["path"])
+        wrong = manifest.verify(folder, source["manifest_sha256"])
+        if wrong:
+            raise _Failure("internal", f"checkpoint {folder.name} is not whole: {'; '.join(wrong)}")
+        self.state = _State(**json.loads((folder / "state.json").read_text()))
+        self.saved_step = self.state.step
+
+    def _export(self) -> None:
+        self.report.phase("exporting")
+        with _staging(self.folder / ".output.tmp") as staging:
+            facts = {"base_model": self.config.base_model, "step": self.state.step, "chain": self.state.chain}
+            (staging / "fake_model.json").write_text(json.dumps(facts))
+            point = {"step": self.state.step, "loss": self.loss, "best_loss": self.state.best_loss}
+            (staging / "metrics.jsonl").write_text(json.dumps(point) + "\n")
+            manifest.commit(staging, self.folder / "output")
+
+
+@contextlib.contextmanager
+def _staging(folder: Path) -> Any:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _fill(descriptor: int, size: int, seed: str) -> None:
+    block = random.Random(seed).randbytes(min(size, 1 << 20))
+    while size > 0:
+        size -= os.write(descriptor, block[:size])
+
+
+def _crash(how: str) -> None:
+    match how:
+        case "exception":
+            raise RuntimeError("this step was asked to raise")
+        case "segv":
+            ctypes.string_at(0)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "exit":
+            os._exit(3)
+        case "memory":
+            resource.setrlimit(resource.RLIMIT_AS, (1 << 32, resource.RLIM_INFINITY))
+            bytearray(1 << 33)
+
+
+def _classify(problem: Exception) -> str:
+    if isinstance(problem, _Failure):
+        return problem.code
+    if isinstance(problem, MemoryError):
+        return "out_of_memory"
+    if isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "disk_full"
+    return "internal"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
