@@ -1,0 +1,125 @@
+"""The embedded default: PostgreSQL and Valkey below ANNEAL_HOME, for everybody who brings no servers."""
+
+import secrets
+from pathlib import Path
+
+from app.config import Settings
+from app.embedded_postgres import Postgres
+from app.embedded_valkey import Valkey
+from app.home import HomeError, HomeLock, make_private_folder, read_json, write_private_json
+
+
+class EmbeddedServers:
+    """Both servers on one home. The caller holds the home's lock and calls from its main thread.
+
+    `durable=False` trades safety against power loss for speed (tests); a kill -9 loses nothing either way.
+    """
+
+    def __init__(
+        self,
+        home: Path,
+        *,
+        postgres: bool = True,
+        valkey: bool = True,
+        durable: bool = True,
+        redis_databases: int = 16,
+    ) -> None:
+        self.home = make_private_folder(home)
+        logs = make_private_folder(home / "logs")
+        kept = _secrets(home)
+        ports = read_json(home / "embedded.json") or {}
+        self.postgres = (
+            Postgres(
+                home / "postgres",
+                logs / "postgres.log",
+                admin_password=kept["postgres_admin"],
+                password=kept["postgres"],
+                durable=durable,
+            )
+            if postgres
+            else None
+        )
+        self.valkey = (
+            Valkey(home / "valkey", logs / "valkey.log", password=kept["valkey"], databases=redis_databases)
+            if valkey
+            else None
+        )
+        for server in self.servers:
+            server.port = ports.get(f"{server.name}_port")
+
+    @property
+    def servers(self) -> list[Postgres | Valkey]:
+        """The servers that are ours to run, in the order in which to start them."""
+        return [server for server in (self.postgres, self.valkey) if server is not None]
+
+    @property
+    def database_url(self) -> str | None:
+        """URL of the embedded database; None when the user brings one."""
+        return self.postgres.url if self.postgres else None
+
+    @property
+    def redis_url(self) -> str | None:
+        """URL of the embedded Valkey; None when the user brings one."""
+        return self.valkey.url if self.valkey else None
+
+    def start(self) -> None:
+        """Start both at once, wait until both answer, and tell commands on this home where they are."""
+        try:
+            for server in self.servers:
+                server.start()
+            for server in self.servers:
+                server.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        self.publish()
+
+    def publish(self) -> None:
+        """Write `embedded.json`, from which `resolve_urls` reads."""
+        found: dict[str, object] = {}
+        if self.postgres:
+            found |= {"database_url": self.postgres.url, "postgres_port": self.postgres.port}
+        if self.valkey:
+            found |= {"redis_url": self.valkey.url, "valkey_port": self.valkey.port}
+        write_private_json(self.home / "embedded.json", found)
+
+    def stop(self) -> None:
+        """End both, the database last."""
+        for server in reversed(self.servers):
+            server.stop()
+
+
+def resolve_urls(settings: Settings) -> Settings:
+    """The settings with both URLs filled in, from the embedded servers of this home where none are set.
+
+    Raises HomeError when neither is there.
+    """
+    if settings.database_url and settings.redis_url:
+        return settings
+    found = read_json(settings.home / "embedded.json") or {}
+    database_url = settings.database_url or found.get("database_url")
+    redis_url = settings.redis_url or found.get("redis_url")
+    if not database_url or not redis_url:
+        missing = "ANNEAL_DATABASE_URL" if not database_url else "ANNEAL_REDIS_URL"
+        raise HomeError(f"No server is known for {settings.home}: start `anneal up` first or set {missing}.")
+    return settings.model_copy(update={"database_url": database_url, "redis_url": redis_url})
+
+
+def _secrets(home: Path) -> dict[str, str]:
+    """The servers' passwords, made once per home."""
+    path = home / "secrets.json"
+    found = read_json(path)
+    names = ("postgres_admin", "postgres", "valkey")
+    if found is not None and all(isinstance(found.get(name), str) for name in names):
+        return {name: str(found[name]) for name in names}
+    if (home / "postgres" / "data").exists():
+        raise HomeError(
+            f"{path} with the passwords of the database in {home / 'postgres'} is gone or unreadable: put it back, "
+            "or set ANNEAL_HOME to a new folder."
+        )
+    made = {name: secrets.token_urlsafe(24) for name in names}
+    write_private_json(path, dict(made))
+    return made
+
+
+__all__ = ["EmbeddedServers", "HomeError", "HomeLock", "resolve_urls"]

