@@ -13,7 +13,7 @@ def driver_url(url: str) -> URL:
     return make_url(url).set(drivername="postgresql+psycopg")
 
 
-def _arguments(name: str) -> dict[str, Any]:
+def _arguments(name: str, statement_seconds: float = 30.0) -> dict[str, Any]:
     return {
         "application_name": name,
         "connect_timeout": 5,
@@ -22,7 +22,8 @@ def _arguments(name: str) -> dict[str, Any]:
         "keepalives_interval": 5,
         "keepalives_count": 3,
         "tcp_user_timeout": 15000,
-        "options": "-c timezone=UTC -c statement_timeout=30s -c idle_in_transaction_session_timeout=60s",
+        "options": f"-c timezone=UTC -c statement_timeout={int(statement_seconds * 1000)} "
+        "-c idle_in_transaction_session_timeout=60000",
     }
 
 
@@ -38,17 +39,20 @@ def async_engine(url: str, pool_size: int = 10) -> AsyncEngine:
     )
 
 
-def sync_engine(url: str, pool_size: int = 4, name: str = "anneal-worker") -> Engine:
+def sync_engine(
+    url: str, pool_size: int = 4, name: str = "anneal-worker", statement_seconds: float = 30.0
+) -> Engine:
     """Engine of a worker or a command; `pool_size=0` opens a connection for each use."""
+    arguments = _arguments(name, statement_seconds)
     if pool_size == 0:
-        return create_engine(driver_url(url), poolclass=NullPool, connect_args=_arguments(name))
+        return create_engine(driver_url(url), poolclass=NullPool, connect_args=arguments)
     return create_engine(
         driver_url(url),
         pool_size=pool_size,
         max_overflow=pool_size * 2,
         pool_timeout=5,
         pool_pre_ping=True,
-        connect_args=_arguments(name),
+        connect_args=arguments,
     )
 
 

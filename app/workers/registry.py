@@ -1,0 +1,50 @@
+"""Statements by which a worker makes itself known."""
+
+from typing import Any
+
+from sqlalchemy import Executable, delete, func, select, update
+from sqlalchemy.dialects.postgresql import insert
+
+from app.workers.models import Device, Worker
+
+
+def register(values: dict[str, Any]) -> Executable:
+    """Write the worker's row; again after retention or an operator has removed it."""
+    return (
+        insert(Worker)
+        .values(**values, state="online")
+        .on_conflict_do_update(index_elements=["id"], set_={"heartbeat_at": func.clock_timestamp()})
+    )
+
+
+def offer(devices: list[dict[str, Any]]) -> Executable:
+    """Write the devices of a worker; what it has offered already keeps its run."""
+    return insert(Device).values(devices).on_conflict_do_nothing()
+
+
+def beat(worker_id: str, state: str, launch_mode: str, launch_reason: str) -> Executable:
+    """The worker lives; no row when it is not registered (any more)."""
+    return (
+        update(Worker)
+        .where(Worker.id == worker_id)
+        .values(heartbeat_at=func.clock_timestamp(), state=state, launch_mode=launch_mode, launch_reason=launch_reason)
+        .returning(Worker.id)
+    )
+
+
+def on_host(host: str) -> Executable:
+    """Workers of a host that count as alive: id, pid, boot id, start of the process."""
+    return select(Worker.id, Worker.pid, Worker.boot_id, Worker.process_started).where(
+        Worker.host == host, Worker.state != "offline"
+    )
+
+
+def gone(worker_ids: list[str]) -> Executable:
+    """These workers have ended."""
+    return update(Worker).where(Worker.id.in_(worker_ids)).values(state="offline")
+
+
+def forget(older_than_days: int) -> Executable:
+    """Remove workers that ended long ago; their runs keep the id."""
+    old = func.clock_timestamp() - func.make_interval(0, 0, 0, older_than_days)
+    return delete(Worker).where(Worker.state == "offline", Worker.heartbeat_at < old)

@@ -1,0 +1,189 @@
+"""One worker process: its identity, its connections, its heartbeat, and the leases that its threads hold."""
+
+import importlib.util
+import logging
+import os
+import socket
+import threading
+import time
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from redis import Redis
+from redis.exceptions import RedisError
+from sqlalchemy import Connection
+from sqlalchemy.exc import SQLAlchemyError
+
+from app.config import Settings
+from app.db import sync_engine
+from app.ids import new_id
+from app.queue import CONTROL_CHANNEL, events_channel
+from app.runs import lifecycle
+from app.storage import Storage
+from app.workers import registry
+from worker import devices, session
+from worker.launcher import Launcher
+
+if TYPE_CHECKING:
+    from worker.lease import Lease
+
+log = logging.getLogger(__name__)
+
+_REDIS_PAUSE = 2.0
+
+
+class Host:
+    """What the supervisors of this process share."""
+
+    def __init__(self, settings: Settings) -> None:
+        if settings.database_url is None or settings.redis_url is None:
+            raise ValueError("no database or Redis URL: start `anneal up` first, or set both ANNEAL_…_URL variables")
+        self.settings = settings
+        self.id = new_id("wrk")
+        self.name = socket.gethostname()
+        self.storage = Storage(settings)
+        self.machine = devices.find(settings)
+        self.kind = self.machine.devices[0].kind
+        self.launcher = Launcher(settings)
+        can_train = importlib.util.find_spec("torch") is not None
+        self.backends = ["celery", "fake"] if can_train else ["fake"]
+        self.engine = sync_engine(settings.database_url, pool_size=self.machine.slots + 1)
+        # Renewals must not queue behind a large append, nor hang with it: their own connections, short time-outs.
+        self.lease_engine = sync_engine(
+            settings.database_url,
+            pool_size=self.machine.slots + 1,
+            name="anneal-lease",
+            statement_seconds=max(settings.renew_seconds, 0.5),
+        )
+        self.redis: Redis = Redis.from_url(
+            settings.redis_url, socket_connect_timeout=1, socket_timeout=1, decode_responses=True
+        )
+        self.draining = threading.Event()
+        self._leases: dict[str, Lease] = {}
+        self._redis_again = 0.0
+        self._ended = threading.Event()
+
+    def start(self) -> None:
+        """Clear away what a dead predecessor left, register, and begin to beat and to listen."""
+        self.launcher.start()
+        with self.engine.begin() as connection:
+            self._bury_dead(connection)
+            connection.execute(registry.forget(older_than_days=30))
+            self._register(connection)
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        threading.Thread(target=self._listen, name="control", daemon=True).start()
+        log.info(
+            "worker %s on %s: %d slot(s) of %s", self.id, self.name, self.machine.slots, self.machine.devices[0].name
+        )
+
+    def drain(self) -> None:
+        """Take no more runs; those at work save and are handed back."""
+        self.draining.set()
+
+    def close(self) -> None:
+        """Sign off and end what is left."""
+        self._ended.set()
+        self.launcher.stop()
+        try:
+            with self.engine.begin() as connection:
+                connection.execute(registry.gone([self.id]))
+        except SQLAlchemyError as error:
+            log.warning("could not sign off, the missing heartbeat will tell: %s", error)
+        self.engine.dispose()
+        self.lease_engine.dispose()
+
+    def hold(self, lease: "Lease") -> None:
+        """A lease that control messages may concern."""
+        self._leases[lease.run_id] = lease
+
+    def release(self, lease: "Lease") -> None:
+        """The lease is over."""
+        self._leases.pop(lease.run_id, None)
+
+    def wake(self, run_id: str) -> None:
+        """Tell streams of new events; without Redis they poll."""
+        if time.monotonic() < self._redis_again:
+            return
+        try:
+            self.redis.publish(events_channel(run_id), "")
+        except (RedisError, OSError) as error:
+            self._redis_again = time.monotonic() + _REDIS_PAUSE
+            log.info("no wake-ups for a while: %s", error)
+
+    def _bury_dead(self, connection: Connection) -> None:
+        """Take back at once what workers of this machine had whose process is gone."""
+        here = session.Identity.of(os.getpid(), 0)
+        dead = [
+            row.id
+            for row in connection.execute(registry.on_host(self.name))
+            if row.boot_id == _place(here) and not session.Identity.of(row.pid, row.process_started).exists
+        ]
+        if dead:
+            moved = connection.execute(lifecycle.reap_dead(dead)).mappings().all()
+            connection.execute(registry.gone(dead))
+            log.warning("%d dead worker(s) of this machine found, %d run(s) taken back", len(dead), len(moved))
+
+    def _register(self, connection: Connection) -> None:
+        me = session.Identity.of(os.getpid(), session.start_time(os.getpid()))
+        connection.execute(
+            registry.register(
+                {
+                    "id": self.id,
+                    "host": self.name,
+                    "pid": me.pid,
+                    "boot_id": _place(me),
+                    "process_started": me.start_time,
+                    "version": version("anneal"),
+                    "slots": self.machine.slots,
+                    "backends": self.backends,
+                    "launch_mode": self.launcher.mode,
+                    "launch_reason": self.launcher.reason,
+                }
+            )
+        )
+        connection.execute(
+            registry.offer(
+                [
+                    {
+                        "worker_id": self.id,
+                        "index": device.index,
+                        "uid": device.id,
+                        "kind": device.kind,
+                        "name": device.name,
+                        "memory_mb": device.memory_bytes // 2**20,
+                    }
+                    for device in self.machine.devices
+                ]
+            )
+        )
+
+    def _beat(self) -> None:
+        while not self._ended.wait(self.settings.renew_seconds):
+            state = "draining" if self.draining.is_set() else "online"
+            try:
+                with self.lease_engine.begin() as connection:
+                    alive = registry.beat(self.id, state, self.launcher.mode, self.launcher.reason)
+                    if connection.execute(alive).one_or_none() is None:
+                        self._register(connection)
+            except SQLAlchemyError as error:
+                log.info("heartbeat missed: %s", error)
+
+    def _listen(self) -> None:
+        """Requests to stop, sooner than the next renewal would bring them."""
+        while not self._ended.is_set():
+            try:
+                with self.redis.pubsub(ignore_subscribe_messages=True) as pubsub:  # type: ignore[no-untyped-call]
+                    pubsub.subscribe(CONTROL_CHANNEL)
+                    while not self._ended.is_set():
+                        message = pubsub.get_message(timeout=0.5)
+                        lease = self._leases.get(message["data"]) if message else None
+                        if lease:
+                            lease.renew_now()
+            except (RedisError, OSError) as error:
+                log.info("control messages are away, renewals bring requests to stop: %s", error)
+                self._ended.wait(_REDIS_PAUSE)
+
+
+def _place(identity: session.Identity) -> str:
+    """Boot and pid namespace: where a process id means one process."""
+    return f"{identity.boot_id}/{identity.namespace}"

@@ -1,0 +1,165 @@
+"""What a training process is told: resolved from a claimed run, written as a file into its attempt's folder."""
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Engine, select
+
+from app.checkpoints import retention
+from app.checkpoints.models import Checkpoint
+from app.datasets.models import Dataset
+from app.runs import base_models
+from app.runs.models import Run
+from worker.host import Host
+from worker.training import manifest
+
+log = logging.getLogger(__name__)
+
+
+class JobError(Exception):
+    """The run cannot start: a stable code, and a sentence with what to do next."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job file, and what the supervisor has to know of it."""
+
+    path: Path
+    start_step: int
+    best_loss: float | None
+    remarks: list[str]
+    """What the user should read in the log: checkpoints that were passed over, and why."""
+
+
+def prepare(host: Host, run: Any, device: dict[str, Any]) -> Job:
+    """Resolve data, base model and checkpoint of a claimed run and write its job file.
+
+    Raises:
+        JobError: something that the run needs is not there.
+    """
+    folder = host.storage.attempt_dir(run.id, run.attempt)
+    folder.mkdir(parents=True, exist_ok=True)
+    remarks: list[str] = []
+    checkpoint = _newest_good(host, run, remarks)
+    with host.engine.connect() as connection:
+        job = {
+            "run_id": run.id,
+            "attempt": run.attempt,
+            "backend": run.backend,
+            "config": run.config,
+            "given": run.given,
+            "dataset": _dataset(host, connection, run.dataset_id),
+            "eval_dataset": _dataset(host, connection, run.eval_dataset_id) if run.eval_dataset_id else None,
+            "base_model": _base_model(host, connection, run),
+            "output_dir": str(folder),
+            "resume_from": _resume(host, checkpoint, run),
+            "journal": str(host.storage.journal(run.id)),
+            "device": device,
+            "trust_remote_code": host.settings.trust_remote_code,
+            "offline": not host.settings.allow_hub,
+            "worker": {"id": host.id, "host": host.name},
+        }
+    path = folder / "job.json"
+    path.write_text(json.dumps(job, indent=1))
+    return Job(
+        path=path,
+        start_step=checkpoint.step if checkpoint else 0,
+        best_loss=checkpoint.metrics.get("best_loss") if checkpoint else None,
+        remarks=remarks,
+    )
+
+
+def _dataset(host: Host, connection: Connection, dataset_id: str) -> dict[str, Any]:
+    row = connection.execute(select(Dataset.__table__).where(Dataset.id == dataset_id)).one()
+    path = host.storage.dataset_file(row.id, row.extension)
+    if not path.is_file():
+        raise JobError(
+            "bad_data",
+            f"the file of data set {row.id} is not in this worker's storage ({host.storage.root}): "
+            "give API and workers the same ANNEAL_STORAGE",
+        )
+    return {"id": row.id, "path": str(path), "format": row.format, "rows": row.rows, "sha256": row.sha256}
+
+
+def _base_model(host: Host, connection: Connection, run: Any) -> dict[str, Any]:
+    output_attempt = None
+    if run.base_run_id:
+        output_attempt = connection.scalar(select(Run.output_attempt).where(Run.id == run.base_run_id))
+    try:
+        place = base_models.locate(host.settings, host.storage, run.config["base_model"], output_attempt)
+    except ValueError as error:
+        raise JobError("model_not_found", str(error)) from error
+    return {**place, "revision": run.config.get("revision")}
+
+
+def _resume(host: Host, checkpoint: Any, run: Any) -> dict[str, Any] | None:
+    if checkpoint is None:
+        return None
+    return {
+        "path": str(host.storage.attempt_dir(checkpoint.run_id, checkpoint.attempt) / checkpoint.name),
+        "step": checkpoint.step,
+        "manifest_sha256": checkpoint.manifest_sha256,
+        "same_config": checkpoint.run_id == run.id,
+    }
+
+
+def _newest_good(host: Host, run: Any, remarks: list[str]) -> Any:
+    """The furthest checkpoint whose files all have the hashes of its manifest; None starts from the beginning."""
+    for checkpoint in _candidates(host.engine, run):
+        place = host.storage.attempt_dir(checkpoint.run_id, checkpoint.attempt) / checkpoint.name
+        wrong = manifest.verify(place, checkpoint.manifest_sha256)
+        if not wrong:
+            return checkpoint
+        reason = f"checkpoint {checkpoint.id} (step {checkpoint.step}) cannot be resumed from: {'; '.join(wrong[:3])}"
+        log.warning("%s: %s", run.id, reason)
+        remarks.append(reason + "; taking the one before it")
+        with host.engine.begin() as connection:
+            connection.execute(retention.mark_bad(checkpoint.id, "; ".join(wrong[:3])))
+    if run.resume_checkpoint_id:
+        raise JobError(
+            "config_error",
+            'no checkpoint of the parent run is whole any more: resume it with {"from": "start"} to train anew',
+        )
+    return None
+
+
+def _candidates(engine: Engine, run: Any) -> Iterator[Any]:
+    """This run's checkpoints, then the one it was created to resume, then earlier ones of the same parent."""
+    table = Checkpoint.__table__
+    with engine.connect() as connection:
+        yield from connection.execute(retention.good(run.id).with_only_columns(*table.c)).all()  # type: ignore[attr-defined]
+        if not run.resume_checkpoint_id:
+            return
+        chosen = connection.execute(select(table).where(table.c.id == run.resume_checkpoint_id)).one_or_none()
+        if chosen is None:
+            return
+        if chosen.deleted_at is None and chosen.bad_reason is None:
+            yield chosen
+        earlier = retention.good(chosen.run_id, below_step=chosen.step).with_only_columns(*table.c)  # type: ignore[attr-defined]
+        yield from connection.execute(earlier).all()
+
+
+def remove_folders(host: Host, run_id: str, retired: list[tuple[int, str]]) -> None:
+    """Remove the folders of checkpoints whose rows are marked as deleted."""
+    for attempt, name in retired:
+        folder = host.storage.attempt_dir(run_id, attempt) / name
+        # Renamed first: a kill in the middle of the removal must not leave half a checkpoint under its name.
+        going = folder.with_name(f".deleted-{name}")
+        try:
+            folder.rename(going)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            log.warning("%s: %s could not be removed: %s", run_id, name, error)
+            continue
+        shutil.rmtree(going, ignore_errors=True)

@@ -1,0 +1,103 @@
+"""The lease on a run: renewed from a thread of its own, which also brings requests to stop."""
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from app.runs import lifecycle
+from worker.host import Host
+from worker.process import TrainingProcess
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StopAsked:
+    """Somebody wants the run to end."""
+
+    save: bool
+
+
+class Lease:
+    """A run is ours as long as Postgres hears of us in time; the trainer's own timer counts from the same moment.
+
+    The clock is this machine's monotonic one, and a renewal counts from when it was *sent*: however long the answer
+    took, the trainer is dead before the lease, which the database counts from later, can have run out.
+    """
+
+    def __init__(self, host: Host, run_id: str, epoch: int, sent: float) -> None:
+        self.run_id = run_id
+        self.epoch = epoch
+        self.stop: StopAsked | None = None
+        self.fenced = False
+        """The run belongs to somebody else."""
+        self._host = host
+        self._sent = sent
+        self._process: TrainingProcess | None = None
+        self._now = threading.Event()
+        self._over = False
+        self._thread = threading.Thread(target=self._keep, name=f"lease {run_id}", daemon=True)
+
+    def __enter__(self) -> "Lease":
+        self._host.hold(self)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over = True
+        self._now.set()
+        self._thread.join()
+        self._host.release(self)
+
+    @property
+    def kill_at(self) -> float:
+        """Monotonic time at which the trainer has to be dead unless a renewal succeeds before."""
+        return self._sent + self._host.settings.kill_after_seconds
+
+    @property
+    def expired(self) -> bool:
+        """Whether too long ago anything was heard from the database."""
+        return time.monotonic() >= self.kill_at
+
+    def guard(self, process: TrainingProcess) -> None:
+        """Hand the trainer its deadline, now and with every renewal."""
+        self._process = process
+        process.send({"renew_until": self.kill_at})
+
+    def renew_now(self) -> None:
+        """Renew at once: there may be something to hear."""
+        self._now.set()
+
+    def _keep(self) -> None:
+        settings = self._host.settings
+        pause = settings.renew_seconds
+        while not self.fenced:
+            self._now.wait(pause)
+            self._now.clear()
+            if self._over:
+                return
+            # After a failure sooner, so that a short absence of the database costs no run.
+            pause = settings.renew_seconds if self._renew() else settings.renew_seconds / 4
+
+    def _renew(self) -> bool:
+        sent = time.monotonic()
+        try:
+            with self._host.lease_engine.begin() as connection:
+                renewal = lifecycle.renew(self.run_id, self.epoch, self._host.settings.lease_seconds)
+                row = connection.execute(renewal).one_or_none()
+        except SQLAlchemyError as error:
+            log.info("%s: renewal failed, %.1f s left: %s", self.run_id, self.kill_at - sent, error)
+            return False
+        if row is None:
+            self.fenced = True
+            log.warning("%s: another worker has the run, or it has ended", self.run_id)
+            return True
+        self._sent = sent
+        if row.stop_requested_at is not None:
+            self.stop = StopAsked(save=row.stop_save_checkpoint)
+        if self._process:
+            self._process.send({"renew_until": self.kill_at})
+        return True
