@@ -1,0 +1,102 @@
+"""What every test may ask for: real servers for the session, a database of its own for each test."""
+
+import os
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import psycopg
+import pytest
+import redis
+from psycopg import sql
+from sqlalchemy.engine import make_url
+
+from app import migrate
+from app.config import Settings
+from app.embedded import EmbeddedServers, HomeLock
+
+_REDIS_DATABASES = 512
+
+# The tests are about the code, not about what the shell that runs them has set.
+for _name in [name for name in os.environ if name.startswith("ANNEAL_")]:
+    del os.environ[_name]
+
+
+@dataclass(frozen=True)
+class Services:
+    """The servers of a test session; `database_url` is migrated and belongs to nobody in particular."""
+
+    home: Path
+    database_url: str
+    redis_url: str
+    template: str
+    redis_databases: "count[int]"
+
+    def admin(self) -> psycopg.Connection:
+        """A connection that may create and drop databases; close it."""
+        return psycopg.connect(self.database_url, autocommit=True)
+
+    def create_database(self, template: str | None = None) -> str:
+        """A fresh database, migrated unless another template is named; answers its URL."""
+        name = f"test_{secrets.token_hex(6)}"
+        statement = sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(
+            sql.Identifier(name), sql.Identifier(template or self.template)
+        )
+        with self.admin() as connection:
+            connection.execute(statement)
+        return _with_database(self.database_url, name)
+
+    def drop_database(self, url: str) -> None:
+        """Drop a database of `create_database`, whoever is still connected."""
+        name = make_url(url).database or ""
+        with self.admin() as connection:
+            connection.execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
+
+    def fresh_redis(self) -> str:
+        """URL of an empty Redis database. Publish/subscribe is shared by all of them: that is Redis."""
+        number = next(self.redis_databases) % (_REDIS_DATABASES - 1) + 1
+        url = self.redis_url.removesuffix("/0") + f"/{number}"
+        with redis.Redis.from_url(url) as client:
+            client.flushdb()
+        return url
+
+
+@pytest.fixture(scope="session")
+def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
+    """Embedded PostgreSQL and Valkey, as in the product but for fsync."""
+    home = tmp_path_factory.mktemp("anneal")
+    with HomeLock(home):
+        servers = EmbeddedServers(home, durable=False, redis_databases=_REDIS_DATABASES)
+        servers.start()
+        assert servers.database_url and servers.redis_url
+        try:
+            template = _with_database(servers.database_url, "anneal_template")
+            with psycopg.connect(servers.database_url, autocommit=True) as connection:
+                connection.execute("CREATE DATABASE anneal_template")
+            for url in (template, servers.database_url):
+                migrate.upgrade(Settings(home=home, database_url=url, redis_url=servers.redis_url))
+            yield Services(home, servers.database_url, servers.redis_url, "anneal_template", count())
+        finally:
+            servers.stop()
+
+
+@pytest.fixture
+def settings(services: Services, tmp_path: Path) -> Iterator[Settings]:
+    """Settings on a fresh, migrated database and an empty Redis, with a lease that tests can wait for."""
+    url = services.create_database()
+    yield Settings(
+        home=tmp_path / "home",
+        storage=tmp_path / "storage",
+        database_url=url,
+        redis_url=services.fresh_redis(),
+        host="127.0.0.1",
+        port=0,
+        lease_seconds=3,
+    )
+    services.drop_database(url)
+
+
+def _with_database(url: str, name: str) -> str:
+    return make_url(url).set(database=name).render_as_string(hide_password=False)
