@@ -37,7 +37,7 @@ def about(arguments: list[str]) -> int:
         session=os.getsid(0),
         folder=str(Path.cwd()),
         environment=dict(os.environ),
-        descriptors=sorted(int(name) for name in os.listdir("/proc/self/fd")),
+        descriptors=sorted(int(path.name) for path in Path("/proc/self/fd").iterdir()),
         stdin=os.read(0, 10).decode(),
         oom_score_adj=int(Path("/proc/self/oom_score_adj").read_text()),
         modules=[name for name in ("torch", "json") if name in sys.modules],
@@ -136,7 +136,7 @@ def late_child(arguments: list[str]) -> int:
 def count_threads(arguments: list[str]) -> int:
     """Tell how many threads the kernel sees in the parent."""
     _, report, _ = start(arguments)
-    report.send("threads", parent=len(os.listdir(f"/proc/{os.getppid()}/task")))
+    report.send("threads", parent=len(list(Path(f"/proc/{os.getppid()}/task").iterdir())))
     return 0
 
 

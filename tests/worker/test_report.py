@@ -1,0 +1,226 @@
+"""A training process reports, hears its supervisor and keeps its own journal."""
+
+import json
+import math
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from worker.training.report import (
+    MAX_RECORD_BYTES,
+    Control,
+    Journal,
+    Report,
+    StopRequest,
+    boot_id,
+    parse_args,
+    read_journal,
+)
+
+
+class Number:
+    """As numpy's and torch's scalars do."""
+
+    def item(self) -> float:
+        return 1.5
+
+
+@pytest.fixture
+def pair() -> Any:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with ours, theirs:
+        yield Report.open(theirs.fileno()), lambda: json.loads(ours.recv(1 << 20))
+
+
+class TestReport:
+    def test_a_record_carries_type_time_and_fields(self, pair: Any) -> None:
+        report, received = pair
+        report.phase("training", start_step=3, total_steps=9)
+        record = received()
+        assert record.pop("ts") == pytest.approx(time.time(), abs=5)
+        assert record == {"type": "phase", "name": "training", "start_step": 3, "total_steps": 9}
+
+    def test_scalars_of_array_libraries_become_numbers(self, pair: Any) -> None:
+        report, received = pair
+        report.metric(1, loss=Number(), extra={"folder": Path("/x")})  # type: ignore[arg-type]
+        record = received()
+        assert (record["loss"], record["extra"]) == (1.5, {"folder": "/x"})
+
+    def test_non_finite_numbers_reach_the_supervisor_which_cleans_them(self, pair: Any) -> None:
+        report, received = pair
+        report.metric(1, loss=math.nan)
+        assert math.isnan(received()["loss"])
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"line": "x" * 1_000_000},
+            {"rows": [["y" * 100] * 1000] * 100},
+            {"map": {str(n): n for n in range(100_000)}},
+            {"line": "\ud800" * 100_000},
+        ],
+    )
+    def test_an_oversized_record_is_cut_and_says_so(self, pair: Any, fields: dict[str, Any]) -> None:
+        report, received = pair
+        report.send("message", **fields)
+        record = received()
+        assert record["type"] == "message"
+        assert record["truncated"] is True
+        assert len(json.dumps(record)) <= MAX_RECORD_BYTES
+
+    def test_by_hand_records_are_lines_on_standard_output(self) -> None:
+        code = "from worker.training.report import Report; Report.open(None).result('completed', step=2)"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert json.loads(done.stdout)["outcome"] == "completed"
+
+    def test_a_process_whose_supervisor_is_gone_ends_at_its_next_record(self) -> None:
+        code = (
+            "import socket; from worker.training.report import Report\n"
+            "ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM); ours.close()\n"
+            "Report.open(theirs.fileno()).message('x'); print('still here')"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (1, "")
+
+    def test_it_imports_nothing_heavy(self) -> None:
+        code = "import sys, worker.training.report; print(*sys.modules)"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert not {"torch", "numpy", "pydantic", "sqlalchemy", "app"} & set(done.stdout.split())
+
+
+class TestArguments:
+    def test_a_launched_process_gets_job_and_descriptors(self, tmp_path: Path) -> None:
+        (tmp_path / "job.json").write_text('{"attempt": 2}')
+        arguments = [str(tmp_path / "job.json"), "--report-fd", "5", "--control-fd", "6"]
+        assert parse_args(arguments) == ({"attempt": 2}, 5, 6)
+
+    def test_by_hand_there_are_no_descriptors(self, tmp_path: Path) -> None:
+        (tmp_path / "run.json").write_text("{}")
+        assert parse_args([str(tmp_path / "run.json")]) == ({}, None, None)
+
+    def test_a_job_that_is_no_object_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "run.json").write_text("[]")
+        with pytest.raises(SystemExit):
+            parse_args([str(tmp_path / "run.json")])
+
+
+class TestControl:
+    def test_without_a_supervisor_nothing_is_asked_for(self) -> None:
+        assert Control.start(None).stop_requested is None
+
+    def test_a_stop_reaches_flag_and_callback(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        control = Control.start(theirs.detach())
+        heard = threading.Event()
+        control.on_stop(lambda _request: heard.set())
+        ours.send(json.dumps({"stop": {"save": True, "why": "stop"}}).encode())
+        assert heard.wait(10)
+        assert control.stop_requested == StopRequest(save=True, why="stop")
+        _keep_open.append(ours)
+
+    def test_a_callback_that_comes_late_is_told_at_once(self) -> None:
+        control = Control.start(None)
+        control.request_stop(save=False, why="drain")
+        heard: list[StopRequest] = []
+        control.on_stop(heard.append)
+        assert heard == [StopRequest(save=False, why="drain")]
+
+    @pytest.mark.parametrize("requests", [("drain", "stop"), ("stop", "drain")])
+    def test_a_users_stop_outranks_a_drain_in_any_order(self, requests: tuple[Any, Any]) -> None:
+        control = Control.start(None)
+        for why in requests:
+            control.request_stop(save=True, why=why)
+        assert control.stop_requested == StopRequest(save=True, why="stop")
+
+    def test_a_stop_without_saving_outranks_one_with(self) -> None:
+        control = Control.start(None)
+        control.request_stop(save=False, why="stop")
+        control.request_stop(save=True, why="stop")
+        assert control.stop_requested == StopRequest(save=False, why="stop")
+
+    def test_a_process_whose_supervisor_is_gone_ends_though_it_never_looks(self) -> None:
+        child, ours = _child_with_control("signal.pause()")
+        ours.close()
+        assert child.wait(10) == 1
+
+    def test_a_process_that_is_not_renewed_is_ended_by_the_kernel(self) -> None:
+        # Once a first renewal is in force, it holds the interpreter lock for ever, as a stuck C call does.
+        child, ours = _child_with_control(_ARMED + "ctypes.PyDLL(None).pause()")
+        ours.send(json.dumps({"renew_until": time.monotonic() + 0.5}).encode())
+        assert child.wait(10) == -signal.SIGALRM
+        ours.close()
+
+    def test_a_renewal_moves_the_deadline(self) -> None:
+        child, ours = _child_with_control("signal.pause()")
+        now = time.monotonic()
+        ours.send(json.dumps({"renew_until": now + 0.5}).encode())
+        ours.send(json.dumps({"renew_until": now + 3600}).encode())
+        pidfd = os.pidfd_open(child.pid)
+        ended, _, _ = select.select([pidfd], [], [], 1.0)
+        os.close(pidfd)
+        assert not ended
+        ours.close()
+        assert child.wait(10) == 1
+
+    def test_sigterm_means_save_and_hand_back(self) -> None:
+        code = "control.stop_on_sigterm(); os.kill(os.getpid(), 15); print(control.stop_requested); os._exit(0)"
+        child, ours = _child_with_control(code)
+        said, _ = child.communicate(timeout=10)
+        assert said.decode().strip().endswith("StopRequest(save=True, why='drain')")
+        ours.close()
+
+
+_ARMED = "list(iter(lambda: signal.getitimer(signal.ITIMER_REAL)[0] > 0, True)); "
+_keep_open: list[socket.socket] = []  # the end of a control socket ends the process that listens
+
+
+def _child_with_control(code: str) -> tuple["subprocess.Popen[bytes]", socket.socket]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    program = (
+        "import ctypes, os, signal; from worker.training.report import Control\n"
+        f"control = Control.start({theirs.fileno()}); print('ready', flush=True); {code}"
+    )
+    with theirs:
+        child = subprocess.Popen([sys.executable, "-c", program], pass_fds=[theirs.fileno()], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"ready\n"
+    return child, ours
+
+
+class TestJournal:
+    def test_what_was_written_is_read_back_in_order(self, tmp_path: Path) -> None:
+        journal = Journal(tmp_path / "journal.jsonl", attempt=3)
+        journal.start()
+        journal.step(1, (0.1).hex(), [4, 5])
+        journal.save(1)
+        journal.stop("completed")
+        events = read_journal(tmp_path / "journal.jsonl")
+        assert [event["event"] for event in events] == ["start", "step", "save", "stop"]
+        assert events[1]["loss_hex"] == (0.1).hex()
+        assert events[1]["samples"] == [4, 5]
+        assert {(event["attempt"], event["pid"], event["boot_id"]) for event in events} == {(3, os.getpid(), boot_id())}
+        assert [event["t"] for event in events] == sorted(event["t"] for event in events)
+
+    def test_attempts_share_one_file(self, tmp_path: Path) -> None:
+        for attempt in (1, 2):
+            Journal(tmp_path / "j", attempt).start()
+        assert [event["attempt"] for event in read_journal(tmp_path / "j")] == [1, 2]
+
+    def test_a_line_torn_by_a_power_cut_hides_nothing_else(self, tmp_path: Path) -> None:
+        Journal(tmp_path / "j", 1).start()
+        with (tmp_path / "j").open("ab") as file:
+            file.write(b'{"event": "st')
+        Journal(tmp_path / "j", 2).start()
+        assert [event["attempt"] for event in read_journal(tmp_path / "j")] == [1, 2]
+
+    def test_a_journal_that_was_never_written_is_empty(self, tmp_path: Path) -> None:
+        assert read_journal(tmp_path / "none") == []
