@@ -1,92 +1,91 @@
-"""What makes a checkpoint whole: a list of its files with sizes and hashes, and a commit in one rename.
+"""Folders that are whole or not there: what a checkpoint or an output is written with, and checked by.
 
-A folder with a missing or changed file resumes silently wrong, with exit code 0; only the manifest tells.
+Order: files → fsync each → `manifest.json` (size and SHA-256 of each file) → fsync → rename → fsync the parent.
+Imports nothing heavy: the supervisor checks checkpoints with it before it offers one for a resume.
 """
 
 import hashlib
 import json
 import os
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-NAME = "manifest.json"
-_VERSION = 1
-_BLOCK = 1 << 20
+MANIFEST = "manifest.json"
+_FORMAT = 1
 
 
-def write_manifest(folder: Path, step: int, extra: dict[str, Any]) -> str:
-    """Write `manifest.json` over every file below `folder`, all of them flushed to disk.
+def write_manifest(folder: Path, step: int, facts: Mapping[str, Any]) -> str:
+    """Bring every file of `folder` to the disk and describe it; returns the SHA-256 of the manifest itself.
 
-    `extra` is kept beside step and files (versions, sampler position). Returns the SHA-256 of the manifest,
-    which the database keeps: it vouches for every byte of the checkpoint. Raises OSError on a full disk.
+    Raises:
+        OSError: the disk refused (full, read-only).
     """
     files = {}
     for path in _files(folder):
-        size, digest = _hash(path, sync=True)
-        files[path.relative_to(folder).as_posix()] = {"bytes": size, "sha256": digest}
-    about = {"version": _VERSION, "step": step, "files": files, "extra": extra}
-    text = json.dumps(about, indent=1, sort_keys=True).encode()
-    path = folder / NAME
+        _sync(path)
+        files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
+    text = json.dumps({"format": _FORMAT, "step": step, "files": files, **facts}, indent=1).encode()
+    path = folder / MANIFEST
     path.write_bytes(text)
     _sync(path)
     return hashlib.sha256(text).hexdigest()
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint: version, step, files, extra. Verify it first."""
-    manifest: dict[str, Any] = json.loads((folder / NAME).read_text())
-    return manifest
-
-
-def verify(folder: Path, manifest_sha256: str) -> list[str]:
-    """Everything wrong with a checkpoint, one sentence each; empty: it is byte for byte what was saved."""
-    try:
-        text = (folder / NAME).read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        return [f"{NAME} is missing"]
-    if hashlib.sha256(text).hexdigest() != manifest_sha256:
-        return [f"{NAME} is not the one that was recorded"]
-    files: dict[str, dict[str, Any]] = json.loads(text)["files"]
-    wrong = []
-    present = {path.relative_to(folder).as_posix(): path for path in _files(folder)}
-    for name, noted in sorted(files.items()):
-        path = present.pop(name, None)
-        if path is None:
-            wrong.append(f"{name} is missing")
-        elif path.stat().st_size != noted["bytes"]:
-            wrong.append(f"{name} has {path.stat().st_size} bytes instead of {noted['bytes']}")
-        elif _hash(path, sync=False)[1] != noted["sha256"]:
-            wrong.append(f"{name} has changed")
-    return wrong + [f"{name} is not in the manifest" for name in sorted(present)]
-
-
-def commit(temp: Path, final: Path) -> None:
-    """Make the complete folder `temp` appear as `final`, durably: before the rename nothing, after it all.
-
-    Raises OSError when `final` holds files already.
-    """
-    for folder, _, _ in os.walk(temp):
-        _sync(Path(folder))
-    temp.rename(final)
+def commit(staging: Path, final: Path) -> None:
+    """Let the folder `staging` become `final`, durably and at one moment; one that is there already goes."""
+    for path in _files(staging):
+        # safetensors writes 0600, which neither the API's user nor an operator's group could read.
+        path.chmod(0o644)
+        _sync(path)
+    for folder in {staging, *(path.parent for path in _files(staging))}:
+        _sync(folder)
+    if final.exists():
+        old = final.with_name(f".{final.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+        staging.rename(final)
+        shutil.rmtree(old)
+    else:
+        staging.rename(final)
     _sync(final.parent)
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(
-        path for path in folder.rglob("*") if (path.is_symlink() or not path.is_dir()) and path != folder / NAME
-    )
+def verify(folder: Path, manifest_sha256: str) -> list[str]:
+    """What is wrong with a checkpoint, in sentences; empty when every byte is as it was written."""
+    try:
+        text = (folder / MANIFEST).read_bytes()
+    except OSError as error:
+        return [f"{MANIFEST} cannot be read: {error.strerror}"]
+    if hashlib.sha256(text).hexdigest() != manifest_sha256:
+        return [f"{MANIFEST} is not the one that was written with this checkpoint"]
+    expected = json.loads(text)["files"]
+    present = {path.relative_to(folder).as_posix(): path for path in _files(folder)}
+    problems = [f"{name} is not part of it" for name in present.keys() - expected.keys() - {MANIFEST}]
+    for name, facts in expected.items():
+        path = present.get(name)
+        if path is None:
+            problems.append(f"{name} is missing")
+        elif path.stat().st_size != facts["bytes"]:
+            problems.append(f"{name} has {path.stat().st_size} bytes instead of {facts['bytes']}")
+        elif _digest(path) != facts["sha256"]:
+            problems.append(f"{name} has other contents than were written")
+    return problems
 
 
-def _hash(path: Path, *, sync: bool) -> tuple[int, str]:
-    digest = hashlib.sha256()
-    size = 0
+def size_of(folder: Path) -> int:
+    """Bytes of all files below `folder`."""
+    return sum(path.stat().st_size for path in _files(folder))
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink())
+
+
+def _digest(path: Path) -> str:
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-            size += len(block)
-        if sync:
-            os.fsync(file.fileno())
-    return size, digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync(path: Path) -> None:

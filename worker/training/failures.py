@@ -1,0 +1,51 @@
+"""How training ends early: a failure with a stable code, or a stop outside the training loop."""
+
+import errno
+from collections.abc import Iterator
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FULL_WORDS = ("no space left on device", "os error 28", "disk quota exceeded", "file too large", "os error 27")
+_MEMORY_WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory")
+
+
+class TrainingFailure(Exception):
+    """A failure with a stable code and a sentence that says what to do next."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+class Stopped(Exception):
+    """A stop was asked for where no checkpoint can be saved: while loading, tokenising or evaluating."""
+
+
+def classify(error: BaseException) -> TrainingFailure:
+    """The failure that an exception means; anything unforeseen is `internal`."""
+    for cause in _chain(error):
+        text = str(cause).lower()
+        if isinstance(cause, TrainingFailure):
+            return cause
+        if isinstance(cause, OSError) and cause.errno in _FULL or any(word in text for word in _FULL_WORDS):
+            return TrainingFailure(
+                "disk_full", f"The disk is full: {cause}. Free some space and resume the run."
+            )
+        # torch.OutOfMemoryError is a RuntimeError, and so is what the CPU allocator raises.
+        if isinstance(cause, MemoryError) or (
+            isinstance(cause, RuntimeError) and any(word in text for word in _MEMORY_WORDS)
+        ):
+            return TrainingFailure(
+                "out_of_memory",
+                f"Out of memory: {str(cause)[:500]}. Lower `batch_size` (and raise "
+                "`gradient_accumulation_steps`) or `max_seq_length`.",
+            )
+    return TrainingFailure("internal", f"{type(error).__name__}: {str(error)[:2000]}")
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
