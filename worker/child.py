@@ -24,6 +24,7 @@ from typing import Any
 from worker.training.report import Control, arm_deadline
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
 _IONBF = 2
 _LARGEST_WRITE = 64 * 1024
 _OOM_SCORE_ADJ = "500"
@@ -75,6 +76,9 @@ def run(start: Start, fds: Sequence[int], parent: int) -> None:
         # The first renewals have to arrive during imports that may take longer than the lease.
         Control.start(control)
         _take_locks(start.lock_paths)
+        if start.user is not None:
+            _become(start.user)
+            die_with_parent(parent)  # which the kernel forgets when a process changes its user
         arguments = [*start.arguments, "--report-fd", str(report), "--control-fd", str(control)]
         sys.argv = [start.entry, *arguments]
         code = _load(start.entry)(arguments)
@@ -94,9 +98,6 @@ def _prepare(start: Start, fds: Sequence[int], parent: int) -> None:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         arm_deadline(start.deadline)
     os.setsid()
-    # The boundary comes before the death signal, which the kernel forgets when a process changes its user.
-    if start.user is not None:
-        _become(start.user)
     die_with_parent(parent)
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     os.dup2(stdout, 1)
@@ -118,6 +119,8 @@ def _become(user: str) -> None:
     os.initgroups(account.pw_name, account.pw_gid)
     os.setgid(account.pw_gid)
     os.setuid(account.pw_uid)
+    # A process of that user like any other: without this it could not read its own /proc/self.
+    _libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
     os.environ.update(HOME=account.pw_dir, USER=account.pw_name, LOGNAME=account.pw_name)
 
 

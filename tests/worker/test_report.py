@@ -172,10 +172,11 @@ class TestControl:
         assert child.wait(10) == 1
 
     def test_sigterm_means_save_and_hand_back(self) -> None:
-        code = "control.stop_on_sigterm(); os.kill(os.getpid(), 15); print(control.stop_requested); os._exit(0)"
-        child, ours = _child_with_control(code)
-        said, _ = child.communicate(timeout=10)
-        assert said.decode().strip().endswith("StopRequest(save=True, why='drain')")
+        child, ours = _child_with_control(
+            "control.stop_on_sigterm(); os.kill(os.getpid(), 15); print(control.stop_requested)"
+        )
+        assert child.stdout is not None
+        assert child.stdout.read() == b"StopRequest(save=True, why='drain')\n"
         ours.close()
 
 

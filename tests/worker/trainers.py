@@ -114,9 +114,11 @@ def wait_for_stop(arguments: list[str]) -> int:
 def hang(arguments: list[str]) -> int:
     """Hold the interpreter for ever, as a stuck C call does, with children in the session."""
     job, report, _ = start(arguments)
-    children = [os.fork() for _ in range(job.get("children", 0))]
-    if 0 in children:
-        signal.pause()
+    children: list[int] = []
+    while len(children) < job.get("children", 0):
+        children.append(os.fork())
+        if children[-1] == 0:
+            signal.pause()
     report.send("hanging", children=children)
     ctypes.PyDLL(None).pause()  # keeps the interpreter lock
     return 0
