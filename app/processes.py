@@ -24,12 +24,13 @@ def start_child(
     log: Path | None = None,
     environment: Mapping[str, str] | None = None,
     folder: Path | None = None,
+    descriptors: Sequence[int] = (),
     death_signal: signal.Signals = signal.SIGKILL,
 ) -> subprocess.Popen[bytes]:
     """Start a process in its own group (a Ctrl-C reaches only us) that gets `death_signal` when we die.
 
     Call it from the main thread: the kernel sends the signal when the *thread* that started the child ends.
-    Both output streams are appended to `log`; without one they are the caller's.
+    Both output streams are appended to `log`; without one they are the caller's. `descriptors` stay open in it.
     """
     parent = os.getpid()
 
@@ -48,6 +49,7 @@ def start_child(
             stderr=output,
             env=None if environment is None else dict(environment),
             cwd=folder,
+            pass_fds=descriptors,
             start_new_session=True,
             preexec_fn=before_exec,
         )

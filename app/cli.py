@@ -1,0 +1,193 @@
+"""The command line: `anneal up | api | worker | migrate | keys | demo`."""
+
+import importlib
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Annotated
+
+import typer
+from pydantic import ValidationError
+
+from app.config import Settings, get_settings
+from app.home import HomeError
+
+cli = typer.Typer(
+    help="Fine-tune language models on your own machines. Start with `anneal up`.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+keys = typer.Typer(help="API keys. Example: `anneal keys create laptop --scope write`.", no_args_is_help=True)
+cli.add_typer(keys, name="keys")
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """What a user can cause or mend is told in a sentence, with exit code 1; a traceback is a bug of ours."""
+    from sqlalchemy.exc import OperationalError
+
+    try:
+        yield
+    except (HomeError, ValueError) as error:
+        sentence = _setting_error(error) if isinstance(error, ValidationError) else str(error)
+    except OperationalError as error:
+        reason = " ".join(str(error.orig).split())
+        sentence = f"The database does not answer ({reason}); start it, or correct ANNEAL_DATABASE_URL."
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    else:
+        return
+    typer.echo(f"anneal: {sentence}", err=True)
+    raise typer.Exit(1)
+
+
+def _setting_error(error: ValidationError) -> str:
+    return " ".join(
+        f"ANNEAL_{'_'.join(str(part) for part in item['loc']).upper()}: {item['msg']}." for item in error.errors()
+    )
+
+
+def _settings() -> Settings:
+    """Settings with URLs, of the running `anneal up` where none are set."""
+    from app.embedded import resolve_urls
+
+    return resolve_urls(get_settings())
+
+
+@cli.command()
+def up() -> None:
+    """Run everything on this machine: PostgreSQL, Valkey, API and a worker.
+
+    Example: `ANNEAL_PORT=8800 anneal up`. With ANNEAL_DATABASE_URL or ANNEAL_REDIS_URL set, it uses those servers
+    and starts none of its own.
+    """
+    from app.up import Up
+
+    with _plain_errors():
+        raise typer.Exit(Up(get_settings(), typer.echo).run())
+
+
+@cli.command()
+def api(
+    port: Annotated[int | None, typer.Option(help="Instead of ANNEAL_PORT; 0 takes any free one.")] = None,
+    fd: Annotated[int | None, typer.Option(help="Serve on this inherited listening socket.", hidden=True)] = None,
+) -> None:
+    """Run the API alone, on the servers of a running `anneal up` or on yours.
+
+    Example: `ANNEAL_DATABASE_URL=postgresql://… ANNEAL_REDIS_URL=redis://… anneal api --port 8800`
+    """
+    from app.serve import base_url, listen, serve
+
+    with _plain_errors():
+        settings = _settings()
+        if port is not None:
+            settings = settings.model_copy(update={"port": port})
+        with socket.socket(fileno=fd) if fd is not None else listen(settings) as listener:
+            typer.echo(f"API on {base_url(listener)}")
+            serve(settings, listener)
+
+
+@cli.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def worker(context: typer.Context) -> None:
+    """Run a worker alone: as many runs at a time as this machine has GPUs (ANNEAL_SLOTS sets another number).
+
+    Example: `ANNEAL_DATABASE_URL=postgresql://… ANNEAL_REDIS_URL=redis://… anneal worker`
+    """
+    with _plain_errors():
+        _settings()  # a missing URL is told here, in a sentence
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "worker.main", *context.args])
+
+
+@cli.command()
+def migrate() -> None:
+    """Bring the database to the schema of this version; harmless at any time, from any number of machines.
+
+    Example: `ANNEAL_DATABASE_URL=postgresql://… anneal migrate`
+    """
+    from app.embedded import resolve_urls
+    from app.migrate import upgrade
+
+    with _plain_errors():
+        settings = get_settings()
+        before, after = upgrade(settings if settings.database_url else resolve_urls(settings))
+    typer.echo(f"Already at revision {after}." if before == after else f"From {before or 'nothing'} to {after}.")
+
+
+@keys.command("create")
+def create_key(
+    name: Annotated[str, typer.Argument(help="What you will recognise it by.")],
+    scope: Annotated[
+        list[str] | None, typer.Option(help="read, write or admin; repeat for several. [default: read write]")
+    ] = None,
+    expires_days: Annotated[float | None, typer.Option(min=0.001, help="Days until it ends; unset: never.")] = None,
+) -> None:
+    """Make a key and print it; it cannot be shown again.
+
+    Example: `anneal keys create laptop --scope read --scope write --expires-days 90`
+    """
+    from app.auth import create_key_sync
+
+    with _plain_errors():
+        lasts = None if expires_days is None else timedelta(days=expires_days)
+        typer.echo(create_key_sync(_settings(), name, scope or ["read", "write"], lasts))
+
+
+@keys.command("list")
+def list_keys() -> None:
+    """List all keys by id, first characters, scopes and state.
+
+    Example: `anneal keys list`
+    """
+    from app.auth import list_keys_sync
+
+    with _plain_errors():
+        for key in list_keys_sync(_settings()):
+            if key.revoked_at:
+                state = f"revoked {key.revoked_at:%Y-%m-%d}"
+            elif key.expires_at:
+                state = f"expires {key.expires_at:%Y-%m-%d}"
+            else:
+                state = f"last used {key.last_used_at:%Y-%m-%d}" if key.last_used_at else "never used"
+            typer.echo(f"{key.id}  {key.prefix}…  {','.join(key.scopes):<16}  {state:<20}  {key.name}")
+
+
+@keys.command("revoke")
+def revoke_key(key_id: Annotated[str, typer.Argument(help="The id that `anneal keys list` shows.")]) -> None:
+    """End a key: within 30 seconds nobody gets in with it.
+
+    Example: `anneal keys revoke key_01k…`
+    """
+    from app.auth import revoke_key_sync
+
+    with _plain_errors():
+        if not revoke_key_sync(_settings(), key_id):
+            raise HomeError(f"There is no key {key_id}; `anneal keys list` shows what there is.")
+    typer.echo(f"{key_id} is revoked.")
+
+
+@cli.command()
+def demo(
+    model: Annotated[str | None, typer.Option(help="A model of the hub to tune; unset: one trained here.")] = None,
+    keep: Annotated[bool, typer.Option(help="Leave the service and its data in place.")] = False,
+) -> None:
+    """Fine-tune a model through the API, from nothing to an adapter, and watch.
+
+    Example: `anneal demo --model Qwen/Qwen3-0.6B`
+    """
+    with _plain_errors():
+        raise typer.Exit(importlib.import_module("app.demo.run").main(model, keep))
+
+
+def main() -> None:
+    """Entry point of the `anneal` command."""
+    cli()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,316 @@
+"""`anneal up`: everything on this machine, kept running until it is told to end."""
+
+import http.client
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from subprocess import Popen
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from sqlalchemy import select as select_rows
+from sqlalchemy.exc import SQLAlchemyError
+
+from app import auth, migrate
+from app.config import Settings
+from app.db import sync_engine
+from app.embedded import EmbeddedServers
+from app.home import HomeLock, make_private_folder, read_json, write_private_json
+from app.logs import ChildLog
+from app.processes import start_child, stop_child
+from app.serve import base_url, listen
+from app.workers.models import Worker
+
+_STEADY_SECONDS = 30.0  # who lived this long before dying is started again at once
+_LONGEST_BACKOFF_SECONDS = 30.0
+_PATIENCE_SECONDS = 60.0  # after which a start that is not ready yet is worth a word
+_TICK_SECONDS = 0.2
+_API_GRACE_SECONDS = 10.0
+
+Say = Callable[[str], None]
+
+
+class Startable(Protocol):
+    """What can be supervised: the embedded servers and our own programs alike."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def process(self) -> Popen[bytes] | None: ...
+
+    def start(self) -> None: ...
+
+
+class Program:
+    """One of our own processes."""
+
+    def __init__(self, name: str, arguments: list[str], log: Path, environment: Callable[[], dict[str, str]]) -> None:
+        self.name = name
+        self.process: Popen[bytes] | None = None
+        self.descriptors: tuple[int, ...] = ()
+        # -P: a folder called `app` where the user happens to be must not be taken for ours.
+        self._arguments = [sys.executable, "-P", "-m", *arguments]
+        self._log = log
+        self._environment = environment
+
+    def start(self) -> None:
+        self.process = start_child(
+            self._arguments, log=self._log, environment=self._environment(), descriptors=self.descriptors
+        )
+
+    def stop(self, grace: float) -> bool:
+        """End with SIGTERM; False when that took longer than `grace` seconds and SIGKILL did it."""
+        return self.process is None or stop_child(self.process, grace)
+
+
+class Supervised:
+    """Keeps one process running: starts it again when it dies, less eagerly each time."""
+
+    def __init__(self, target: Startable, say: Say) -> None:
+        self.target = target
+        self._say = say
+        self._running = target.process is not None
+        self._since = self._due = time.monotonic()
+        self._failures = 0
+
+    @property
+    def pid(self) -> int | None:
+        """The process id while it runs."""
+        return self.target.process.pid if self._running and self.target.process is not None else None
+
+    def tend(self) -> bool:
+        """Look after it; True when it died or was started since the last look."""
+        now = time.monotonic()
+        if self._running:
+            code = self.target.process.poll() if self.target.process is not None else 0
+            if code is None:
+                return False
+            self._running = False
+            self._failures = 0 if now - self._since > _STEADY_SECONDS else self._failures + 1
+            self._back_off(now, f"{self.target.name} {_ending(code)}")
+            return True
+        if now < self._due:
+            return False
+        try:
+            self.target.start()
+        except Exception as error:
+            # Whatever keeps it from starting, the others go on, and so do the attempts.
+            self._failures += 1
+            self._back_off(now, f"{self.target.name} does not start: {error}")
+            return False
+        self._running, self._since = True, now
+        if self._failures or self._due > 0:
+            self._say(f"{self.target.name} runs (process {self.pid})")
+        return True
+
+    def _back_off(self, now: float, what: str) -> None:
+        delay = 0.0 if self._failures <= 1 else min(_LONGEST_BACKOFF_SECONDS, 0.5 * 2 ** (self._failures - 2))
+        self._due = now + delay
+        self._say(f"{what}; starting it again" + (f" in {delay:g} s" if delay else ""))
+
+
+class Up:
+    """One `anneal up`; `run` returns the exit code, or raises HomeError before anything was started."""
+
+    def __init__(self, settings: Settings, say: Say) -> None:
+        self.settings = settings
+        self._say = say
+        self._home = settings.home
+        self._stopping = False
+        self._ready = False
+        self._key = ""
+        self._url = ""
+        self._started = time.monotonic()
+        self._supervised: list[Supervised] = []
+
+    def run(self) -> int:
+        """Start everything, keep it running until SIGINT or SIGTERM, end everything."""
+        with HomeLock(self._home), self._signals() as wake, closing(listen(self.settings)) as listener:
+            self._url = base_url(listener)
+            logs = make_private_folder(self._home / "logs")
+            self._logs = [ChildLog(logs / f"{name}.log") for name in ("postgres", "valkey", "api", "worker")]
+            self._servers = EmbeddedServers(
+                self._home, postgres=self.settings.database_url is None, valkey=self.settings.redis_url is None
+            )
+            self._api = Program("api", ["app.cli", "api", "--fd", str(listener.fileno())], logs / "api.log", self._env)
+            self._api.descriptors = (listener.fileno(),)
+            self._worker = Program("worker", ["worker.main"], logs / "worker.log", self._env)
+            try:
+                self._start()
+                while not self._stopping:
+                    self._tend()
+                    _wait(wake)
+                self._end_gently()
+            finally:
+                self._end_at_once()
+        return 0
+
+    def _start(self) -> None:
+        if self._servers.servers:
+            self._say(f"Starting {' and '.join(server.name for server in self._servers.servers)} in {self._home} …")
+        self._servers.start()
+        settings = self._resolved()
+        before, after = migrate.upgrade(settings)
+        if before != after:
+            self._say(f"Database brought to revision {after}.")
+        self._key = str((read_json(self.settings.connection_file) or {}).get("api_key") or "")
+        if not self._key:
+            self._make_key()
+        self._say("Starting the API and a worker …")
+        self._api.start()
+        self._worker.start()
+        targets: list[Startable] = [*self._servers.servers, self._api, self._worker]
+        self._supervised = [Supervised(target, self._say) for target in targets]
+        self._publish()
+
+    def _tend(self) -> None:
+        ports = [server.port for server in self._servers.servers]
+        changed = [supervised for supervised in self._supervised if supervised.tend()]
+        if [server.port for server in self._servers.servers] != ports:
+            # Its old port was taken while it was down: those who use it start again, knowing the new one.
+            self._servers.publish()
+            self._api.stop(_API_GRACE_SECONDS)
+            self._worker.stop(self.settings.save_grace_seconds)
+        if changed:
+            self._publish()
+        for log in self._logs:
+            for line in log.important_lines():
+                self._say(f"{log.name}: {line}")
+        if not self._ready and self._is_ready():
+            self._ready = True
+            self._announce()
+
+    def _is_ready(self) -> bool:
+        waited = time.monotonic() - self._started
+        if waited > _PATIENCE_SECONDS:
+            self._started = time.monotonic()
+            self._say(f"Not ready yet; {self._home / 'logs'} tells what api and worker are doing.")
+        status = _get(self._url + "/readyz", self._key)
+        if status == 401:
+            # Kept from another database, or revoked.
+            self._make_key()
+            self._publish()
+        return status == 200 and self._worker_registered()
+
+    def _worker_registered(self) -> bool:
+        process = self._worker.process
+        if process is None:
+            return False
+        query = select_rows(Worker.id).where(
+            Worker.host == socket.gethostname(), Worker.pid == process.pid, Worker.state == "online"
+        )
+        engine = sync_engine(self._resolved().database_url or "", pool_size=0, name="anneal-up")
+        try:
+            with engine.connect() as connection:
+                return connection.execute(query).first() is not None
+        except SQLAlchemyError:
+            return False
+
+    def _announce(self) -> None:
+        self._say(
+            "\nAnneal is ready.\n\n"
+            f"  URL   {self._url}\n"
+            f"  key   {self._key}\n"
+            f"  docs  {self._url}/docs\n\n"
+            f'  curl -H "Authorization: Bearer {self._key}" {self._url}/v1/workers\n\n'
+            f"The same is in {self.settings.connection_file}.\n"
+            "Ctrl-C ends it; runs are saved then, and go on at the next start."
+        )
+
+    def _make_key(self) -> None:
+        self._key = auth.create_key_sync(self._resolved(), "anneal up", ["admin"])
+
+    def _publish(self) -> None:
+        pids = {supervised.target.name: supervised.pid for supervised in self._supervised if supervised.pid}
+        write_private_json(
+            self.settings.connection_file,
+            {"url": self._url, "api_key": self._key, "pids": {"up": os.getpid(), **pids}},
+        )
+
+    def _resolved(self) -> Settings:
+        return self.settings.model_copy(
+            update={
+                "database_url": self.settings.database_url or self._servers.database_url,
+                "redis_url": self.settings.redis_url or self._servers.redis_url,
+            }
+        )
+
+    def _env(self) -> dict[str, str]:
+        return self._resolved().child_environment() | {"PYTHONUNBUFFERED": "1"}
+
+    def _end_gently(self) -> None:
+        """The worker first: its trainers save, and what they say must still find a database."""
+        self._say("Ending: runs save and are handed back (Ctrl-C again ends at once) …")
+        if not self._worker.stop(self.settings.save_grace_seconds):
+            self._say("The worker did not end in time and was killed; its runs go on from their last checkpoint.")
+        self._api.stop(_API_GRACE_SECONDS)
+        self._servers.stop()
+
+    def _end_at_once(self) -> None:
+        """Nothing may be left behind, however `run` ends; after a gentle end there is nothing left to do."""
+        for program in (self._worker, self._api):
+            program.stop(0)
+        self._servers.stop()
+        if self._supervised:
+            self._supervised = []
+            write_private_json(self.settings.connection_file, {"url": self._url, "api_key": self._key, "pids": {}})
+            self._say("Ended.")
+
+    @contextmanager
+    def _signals(self) -> Iterator[int]:
+        """Yields a descriptor that becomes readable when a signal came: an ending of a child wakes us as well."""
+        wake, poke = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+        def stop(number: int, _: object) -> None:
+            if self._stopping and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self._stopping = True
+
+        handlers: dict[signal.Signals, Callable[[int, object], None]] = {
+            signal.SIGINT: stop,
+            signal.SIGTERM: stop,
+            signal.SIGHUP: stop,
+            signal.SIGCHLD: lambda *_: None,
+        }
+        previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        previous_descriptor = signal.set_wakeup_fd(poke, warn_on_full_buffer=False)
+        try:
+            yield wake
+        finally:
+            signal.set_wakeup_fd(previous_descriptor)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+            os.close(wake)
+            os.close(poke)
+
+
+def _wait(wake: int) -> None:
+    """Until a signal comes, or until it is time to look around anyway."""
+    if select.select([wake], [], [], _TICK_SECONDS)[0]:
+        os.read(wake, 4096)
+
+
+def _get(url: str, key: str) -> int:
+    """Status of a GET; 0 when there is no answer."""
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=2)
+    try:
+        connection.request("GET", parts.path, headers={"Authorization": f"Bearer {key}"})
+        return connection.getresponse().status
+    except (OSError, http.client.HTTPException):
+        return 0
+    finally:
+        connection.close()
+
+
+def _ending(code: int) -> str:
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
