@@ -90,9 +90,7 @@ def conflict(code: str, detail: str) -> ApiError:
     return ApiError(409, code, detail)
 
 
-def invalid(
-    errors: Sequence[FieldError], detail: str | None = None, code: str = "invalid_request"
-) -> ApiError:
+def invalid(errors: Sequence[FieldError], detail: str | None = None, code: str = "invalid_request") -> ApiError:
     """422 with every problem at once."""
     return ApiError(422, code, detail or _summary(errors), errors)
 

@@ -36,9 +36,7 @@ def _paging(
     after: Annotated[str | None, Query(description="Id of the last item seen; answers older ones.")] = None,
 ) -> Paging:
     if after is not None and _ID.fullmatch(after) is None:
-        raise invalid(
-            [FieldError(field="after", code="not_an_id", message="must be the id of an item of this list")]
-        )
+        raise invalid([FieldError(field="after", code="not_an_id", message="must be the id of an item of this list")])
     return Paging(limit, after)
 
 
@@ -47,7 +45,7 @@ PageQuery = Annotated[Paging, Depends(_paging)]
 
 async def fetch(
     session: AsyncSession,
-    query: Select[tuple[T]],
+    query: Select[T],
     id: InstrumentedAttribute[str] | ColumnElement[str],
     paging: Paging,
 ) -> tuple[list[T], bool]:

@@ -16,6 +16,7 @@ from sqlalchemy.engine import make_url
 from app import migrate
 from app.config import Settings
 from app.embedded import EmbeddedServers, HomeLock
+from tests.server import ApiServer, ThreadServer
 
 _REDIS_DATABASES = 512
 
@@ -96,6 +97,13 @@ def settings(services: Services, tmp_path: Path) -> Iterator[Settings]:
         lease_seconds=3,
     )
     services.drop_database(url)
+
+
+@pytest.fixture
+def api(settings: Settings) -> Iterator[ApiServer]:
+    """The API on a real socket: `.url`, `.key` (scope admin) and `.client` (httpx)."""
+    with ThreadServer(settings) as server:
+        yield server
 
 
 def _with_database(url: str, name: str) -> str:

@@ -1,0 +1,32 @@
+"""Artifacts on the wire."""
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Artifact(BaseModel):
+    """One file of a run's output."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"path": "adapter_model.safetensors", "bytes": 1048576}})
+
+    path: str
+    """Below the output, with `/` between folders: what `GET …/artifacts/{path}` takes."""
+    bytes: int
+
+
+class Artifacts(BaseModel):
+    """All files of a run's output, by path."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "data": [
+                    {"path": "README.md", "bytes": 2048},
+                    {"path": "adapter_model.safetensors", "bytes": 1048576},
+                ],
+                "has_more": False,
+            }
+        }
+    )
+
+    data: list[Artifact]
+    has_more: bool = False

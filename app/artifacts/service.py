@@ -1,0 +1,61 @@
+"""What can be done with the files that a run leaves."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.artifacts.schemas import Artifact
+from app.errors import ApiError, clean, not_found
+from app.runs.models import TERMINAL, Run
+from app.storage import OutsideStorage, Storage
+
+
+async def output_folder(session: AsyncSession, storage: Storage, run_id: str) -> Path:
+    """The folder of the run's output; 404 with the reason where there is none."""
+    query = select(Run.status, Run.output_attempt).where(Run.id == run_id)
+    run = (await session.execute(query)).one_or_none()
+    if run is None:
+        raise not_found("run", run_id)
+    if run.output_attempt is None:
+        reason = (
+            f"it ended as {run.status} without one; resume it to finish it"
+            if run.status in TERMINAL
+            else f"it is {run.status}; follow /v1/runs/{run_id}/events until it ends"
+        )
+        raise ApiError(404, "no_artifacts", f"Run {run_id} has no output yet: {reason}.")
+    return storage.output_dir(run_id, run.output_attempt)
+
+
+def listed(folder: Path) -> list[Artifact]:
+    """All files below `folder` by path; links are not followed and not shown."""
+    files = (Artifact(path=path.relative_to(folder).as_posix(), bytes=size) for path, size in _files(folder))
+    return sorted(files, key=lambda file: file.path)
+
+
+def find(storage: Storage, folder: Path, path: str) -> Path:
+    """The file at `path` below `folder`; 404 for everything that is not a plain file inside it."""
+    try:
+        file = storage.resolve_below(folder, path)
+        if file.is_file():
+            return file
+    except (OutsideStorage, OSError):
+        pass  # what lies outside does not exist here, and the answer must not tell the two apart
+    raise ApiError(
+        404,
+        "artifact_not_found",
+        f"There is no artifact {clean(path, 100)}; the list of this run's artifacts has their paths.",
+    )
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, int]]:
+    pending = [folder]
+    while pending:
+        with os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(Path(entry.path))
+                elif entry.is_file(follow_symlinks=False):
+                    yield Path(entry.path), entry.stat(follow_symlinks=False).st_size

@@ -1,0 +1,281 @@
+"""API keys, and the middleware that asks for one before a byte of the body is read."""
+
+import hashlib
+import hmac
+import ipaddress
+import re
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Annotated, TypeVar
+
+from fastapi import Depends, Request
+from sqlalchemy import ColumnElement, and_, func, or_, select, update
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
+from sqlalchemy.orm import Session
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from app.auth_models import ApiKey
+from app.config import Settings
+from app.db import sync_engine
+from app.errors import ApiError, as_api_error, is_database_away, problem
+from app.ids import new_id
+
+T = TypeVar("T")
+
+SCOPES = ("read", "write", "admin")
+PUBLIC = {"/healthz"}
+CACHE_SECONDS = 10.0
+_CACHED_KEYS = 1000
+_KEY = re.compile(r"anneal_[A-Za-z0-9_-]{43}")
+_SHOWN = len("anneal_") + 6
+_FAILURES = 20
+_FAILURE_SECONDS = 3.0
+_ADDRESSES = 10_000
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who makes a request: the key, and what it may do."""
+
+    key_id: str
+    scopes: frozenset[str]
+
+    def may(self, scope: str) -> bool:
+        """Whether the key has this scope; `admin` has all of them."""
+        return scope in self.scopes or "admin" in self.scopes
+
+
+def _caller(request: Request) -> Caller:
+    caller: Caller = request.state.caller
+    return caller
+
+
+CurrentCaller = Annotated[Caller, Depends(_caller)]
+
+
+class FailureLimit:
+    """How many wrong keys an address may try: 20 at once, then one every 3 seconds."""
+
+    def __init__(self) -> None:
+        self._spent: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def exhausted(self, address: str) -> bool:
+        """Whether this address has to wait."""
+        return self._level(address) > _FAILURES - 1
+
+    def count(self, address: str) -> None:
+        """One more wrong key from this address."""
+        level = self._level(address) + 1
+        self._spent[address] = (level, time.monotonic())
+        self._spent.move_to_end(address)
+        while len(self._spent) > _ADDRESSES:
+            self._spent.popitem(last=False)
+
+    def _level(self, address: str) -> float:
+        level, since = self._spent.get(address, (0.0, 0.0))
+        return max(0.0, level - (time.monotonic() - since) / _FAILURE_SECONDS)
+
+
+class Auth:
+    """Verifies keys against the database, and remembers the verdict for ten seconds."""
+
+    def __init__(self, sessions: async_sessionmaker[AsyncSession]) -> None:
+        self._sessions = sessions
+        self._callers: OrderedDict[str, tuple[Caller, float]] = OrderedDict()
+        self._alive: OrderedDict[str, tuple[bool, float]] = OrderedDict()
+        self.failures = FailureLimit()
+
+    def remembered(self, key: str) -> Caller | None:
+        """The caller of a key that was verified a moment ago."""
+        caller, until = self._callers.get(_digest(key), (None, 0.0))
+        return caller if time.monotonic() < until else None
+
+    async def verify(self, key: str) -> Caller | None:
+        """The caller of this key; None when it is unknown, expired or revoked."""
+        digest = _digest(key)
+        idle = func.coalesce(ApiKey.last_used_at < func.now() - timedelta(minutes=1), True)
+        remaining = func.extract("epoch", ApiKey.expires_at - func.now())
+        async with self._sessions() as session, session.begin():
+            query = select(ApiKey.id, ApiKey.digest, ApiKey.scopes, idle, remaining)
+            row = (await session.execute(query.where(ApiKey.digest == digest, _valid()))).one_or_none()
+            if row is None or not hmac.compare_digest(row[1], digest):
+                self._callers.pop(digest, None)
+                return None
+            if row[3]:
+                await session.execute(update(ApiKey).where(ApiKey.id == row[0]).values(last_used_at=func.now()))
+        caller = Caller(row[0], frozenset(row[2]))
+        lasts = CACHE_SECONDS if row[4] is None else min(CACHE_SECONDS, float(row[4]))
+        _remember(self._callers, digest, (caller, time.monotonic() + lasts))
+        return caller
+
+    async def still_valid(self, key_id: str) -> bool:
+        """Whether a stream that this key opened may go on; asks the database at most every ten seconds.
+
+        While the database is away the last verdict stands: a stream has nothing to tell then either.
+        """
+        verdict, until = self._alive.get(key_id, (True, 0.0))
+        if time.monotonic() < until:
+            return verdict
+        try:
+            async with self._sessions() as session:
+                found = await session.scalar(select(ApiKey.id).where(ApiKey.id == key_id, _valid()))
+        except Exception as error:
+            if not is_database_away(error):
+                raise
+        else:
+            verdict = found is not None
+        _remember(self._alive, key_id, (verdict, time.monotonic() + CACHE_SECONDS))
+        return verdict
+
+
+class Authentication:
+    """Middleware: denies everything that is mounted but `PUBLIC`, and puts the `Caller` into the state."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        if scope["type"] == "http" and scope["path"] not in PUBLIC:
+            try:
+                scope.setdefault("state", {})["caller"] = await _authenticate(scope)
+            except ApiError as error:
+                await problem(scope, error)(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+
+async def _authenticate(scope: Scope) -> Caller:
+    auth: Auth = scope["app"].state.auth
+    sent = Headers(scope=scope).getlist("authorization")
+    if not sent:
+        raise _unauthorized("missing_key", "Send your key as `Authorization: Bearer <key>`")
+    kind, _, key = sent[0].partition(" ")
+    caller = auth.remembered(key)
+    if caller is None:
+        address = _address(scope)
+        if auth.failures.exhausted(address):
+            raise ApiError(
+                429,
+                "too_many_failures",
+                "Too many wrong keys came from your address; wait a few seconds and use a valid key.",
+                headers={"Retry-After": str(int(_FAILURE_SECONDS))},
+            )
+        if len(sent) == 1 and kind.lower() == "bearer" and _KEY.fullmatch(key):
+            caller = await _verified(auth, key)
+        if caller is None:
+            auth.failures.count(address)
+            raise _unauthorized("invalid_key", "This key is unknown, expired or revoked")
+    needed = "read" if scope["method"] in ("GET", "HEAD", "OPTIONS") else "write"
+    if not caller.may(needed):
+        raise ApiError(
+            403,
+            "scope_missing",
+            f"This key has the scopes {', '.join(sorted(caller.scopes))}; this call needs `{needed}`: "
+            f"use a key made with `anneal keys create --scope {needed}`.",
+        )
+    return caller
+
+
+async def _verified(auth: Auth, key: str) -> Caller | None:
+    try:
+        return await auth.verify(key)
+    except Exception as error:
+        answer = as_api_error(error)
+        if answer is None:
+            raise
+        raise answer from error
+
+
+def _unauthorized(code: str, what: str) -> ApiError:
+    detail = f"{what}; `anneal keys create` on the server makes one."
+    return ApiError(401, code, detail, headers={"WWW-Authenticate": 'Bearer realm="anneal"'})
+
+
+def _address(scope: Scope) -> str:
+    """What failures are counted by: an IPv4 address, or the /64 that an IPv6 client has to itself."""
+    client = scope.get("client")
+    try:
+        address = ipaddress.ip_address(client[0] if client else "")
+    except ValueError:
+        return "unknown"
+    if address.version == 6:
+        return str(ipaddress.ip_network((address, 64), strict=False))
+    return str(address)
+
+
+def _remember(cache: OrderedDict[str, T], name: str, value: T) -> None:
+    cache[name] = value
+    cache.move_to_end(name)
+    while len(cache) > _CACHED_KEYS:
+        cache.popitem(last=False)
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode(errors="replace")).hexdigest()
+
+
+def _valid() -> ColumnElement[bool]:
+    return and_(ApiKey.revoked_at.is_(None), or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > func.now()))
+
+
+@dataclass(frozen=True)
+class KeyView:
+    """What can be told of a key: never the key itself."""
+
+    id: str
+    name: str
+    prefix: str
+    scopes: list[str]
+    created_at: datetime
+    expires_at: datetime | None
+    last_used_at: datetime | None
+    revoked_at: datetime | None
+
+
+def create_key_sync(settings: Settings, name: str, scopes: Iterable[str], expires_in: timedelta | None = None) -> str:
+    """Make a key and answer it: the only time that it can be seen. Raises `ValueError` for unknown scopes."""
+    wanted = sorted(set(scopes))
+    if not wanted or not set(wanted) <= set(SCOPES):
+        raise ValueError(f"scopes are one or more of {', '.join(SCOPES)}, not {', '.join(wanted) or 'none'}")
+    key = "anneal_" + secrets.token_urlsafe(32)
+    row = ApiKey(
+        id=new_id("key"),
+        name=name,
+        prefix=key[:_SHOWN],
+        digest=_digest(key),
+        scopes=wanted,
+        expires_at=None if expires_in is None else func.now() + expires_in,
+    )
+    with _sync_session(settings) as session, session.begin():
+        session.add(row)
+    return key
+
+
+def list_keys_sync(settings: Settings) -> list[KeyView]:
+    """All keys, newest first, revoked and expired ones too."""
+    with _sync_session(settings) as session:
+        rows = session.scalars(select(ApiKey).order_by(ApiKey.id.desc())).all()
+        names = KeyView.__dataclass_fields__
+        return [KeyView(**{name: getattr(row, name) for name in names}) for row in rows]
+
+
+def revoke_key_sync(settings: Settings, key_id: str) -> bool:
+    """Revoke a key; within 30 seconds nobody gets in with it, and its streams end. False: no such key."""
+    revoked = update(ApiKey).where(ApiKey.id == key_id).returning(ApiKey.id)
+    with _sync_session(settings) as session, session.begin():
+        at = func.coalesce(ApiKey.revoked_at, func.now())
+        return session.scalar(revoked.values(revoked_at=at)) is not None
+
+
+def _sync_session(settings: Settings) -> Session:
+    if settings.database_url is None:
+        raise ValueError("no database URL: start `anneal up` first or set ANNEAL_DATABASE_URL")
+    return Session(sync_engine(settings.database_url, pool_size=0, name="anneal-keys"))

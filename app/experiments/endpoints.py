@@ -1,0 +1,43 @@
+"""`/v1/experiments`."""
+
+from fastapi import APIRouter, Response
+
+from app.auth import CurrentCaller
+from app.dependencies import Session
+from app.experiments import service
+from app.experiments.schemas import ExperimentCreate, ExperimentSummary, ExperimentView
+from app.pagination import Page, PageQuery
+
+router = APIRouter(prefix="/experiments", tags=["experiments"])
+
+
+@router.post("", status_code=201)
+async def create_experiment(
+    body: ExperimentCreate, session: Session, caller: CurrentCaller, response: Response
+) -> ExperimentView:
+    """Make a group to compare runs in."""
+    experiment = await service.create(session, body, caller.key_id)
+    response.headers["Location"] = f"/v1/experiments/{experiment.id}"
+    return await _view(session, experiment.id)
+
+
+@router.get("")
+async def list_experiments(session: Session, paging: PageQuery) -> Page[ExperimentSummary]:
+    """Experiments, newest first."""
+    rows, has_more = await service.page(session, paging)
+    return Page(data=[ExperimentSummary.model_validate(row) for row in rows], has_more=has_more)
+
+
+@router.get("/{experiment_id}")
+async def get_experiment(experiment_id: str, session: Session) -> ExperimentView:
+    """One experiment: how its runs stand, and which is best."""
+    return await _view(session, experiment_id)
+
+
+async def _view(session: Session, experiment_id: str) -> ExperimentView:
+    experiment = await service.get(session, experiment_id)
+    return ExperimentView(
+        **ExperimentSummary.model_validate(experiment).model_dump(),
+        runs=await service.count_runs(session, experiment_id),
+        best_run=await service.best_run(session, experiment_id),
+    )

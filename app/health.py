@@ -1,0 +1,92 @@
+"""Whether the service is alive, and whether it can work."""
+
+import asyncio
+from typing import Literal
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from app import migrate
+from app.errors import RETRY_SECONDS, ApiError, FieldError, as_api_error
+from app.queue import Queue
+
+router = APIRouter(tags=["health"])
+_CHECK_SECONDS = 5.0
+
+
+class Alive(BaseModel):
+    """The process answers."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"status": "ok"}})
+
+    status: Literal["ok"] = "ok"
+
+
+class Ready(BaseModel):
+    """Everything that a run needs of this process is there."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"database": "ok", "migrations": "0001", "broker": "ok"}})
+
+    database: Literal["ok"] = "ok"
+    migrations: str
+    broker: Literal["ok"] = "ok"
+
+
+@router.get("/healthz")
+async def healthz() -> Alive:
+    """Alive; the one call that needs no key."""
+    return Alive()
+
+
+@router.get("/readyz", responses={503: {"description": "Names what is missing."}})
+async def readyz(request: Request) -> Ready:
+    """Database reachable, schema at the version of this code, broker reachable."""
+    state = request.app.state
+    missing = [
+        found for found in await asyncio.gather(_database(state.engine), _broker(state.queue)) if found is not None
+    ]
+    if missing:
+        raise ApiError(
+            503,
+            "not_ready",
+            " ".join(item.message for item in missing),
+            errors=missing,
+            headers={"Retry-After": str(RETRY_SECONDS)},
+        )
+    return Ready(migrations=migrate.head())
+
+
+async def _database(engine: AsyncEngine) -> FieldError | None:
+    try:
+        async with asyncio.timeout(_CHECK_SECONDS), engine.connect() as connection:
+            revision = await connection.run_sync(migrate.current)
+    except Exception as error:
+        if as_api_error(error) is None and not isinstance(error, TimeoutError):
+            raise
+        return FieldError(
+            field="database", code="unreachable", message="The database does not answer; start it and try again."
+        )
+    head = migrate.head()
+    if revision == head:
+        return None
+    return FieldError(
+        field="migrations",
+        code="not_at_head",
+        message=f"The database is at revision {revision or 'none'}, this version needs {head}: run `anneal migrate`.",
+    )
+
+
+async def _broker(queue: Queue) -> FieldError | None:
+    try:
+        async with asyncio.timeout(_CHECK_SECONDS):
+            reached = await queue.ping()
+    except TimeoutError:
+        reached = False
+    if reached:
+        return None
+    return FieldError(
+        field="broker",
+        code="unreachable",
+        message="Redis does not answer; runs are accepted and start when it is back.",
+    )

@@ -1,0 +1,72 @@
+"""Which names this server answers to, and which pages may write to it: the guard against DNS rebinding and CSRF."""
+
+import ipaddress
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from app.config import Settings
+from app.errors import ApiError, clean, problem
+
+_LOOPBACK = {"localhost", "127.0.0.1", "::1"}
+_SAFE = {"GET", "HEAD", "OPTIONS"}
+
+
+class Hosts:
+    """Middleware: refuses unknown `Host` headers, and writes from the pages of another origin."""
+
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self.app = app
+        extra = {name.strip().lower() for name in settings.allowed_hosts.split(",") if name.strip()}
+        self.allowed = _LOOPBACK | {settings.host.lower()} | extra
+        self.any_address = settings.host in ("0.0.0.0", "::")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Probes come with the address of the container as Host, and /healthz tells nothing.
+        if scope["type"] == "http" and scope["path"] != "/healthz":
+            refused = self._refuse(scope)
+            if refused is not None:
+                await problem(scope, refused)(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+    def _refuse(self, scope: Scope) -> ApiError | None:
+        headers = Headers(scope=scope)
+        hosts = headers.getlist("host")
+        if len(hosts) != 1 or not self._known(_name(hosts[0])):
+            shown = clean(hosts[0], 80) if hosts else "(none)"
+            return ApiError(
+                400,
+                "host_not_allowed",
+                f"This server does not answer to the host {shown}; "
+                "name it in ANNEAL_ALLOWED_HOSTS on the server if it should.",
+            )
+        origin = headers.get("origin")
+        if origin is None or scope["method"] in _SAFE:
+            return None
+        if origin.lower() == f"{scope['scheme']}://{hosts[0]}".lower():
+            return None
+        return ApiError(
+            403,
+            "origin_not_allowed",
+            f"Pages of {clean(origin, 80)} may not change anything here; open the page from this server.",
+        )
+
+    def _known(self, name: str) -> bool:
+        if name in self.allowed:
+            return True
+        if not self.any_address:
+            return False
+        # Bound to every address of the machine: a literal address cannot be rebound, a name can.
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+
+def _name(host: str) -> str:
+    """The host without its port; `[::1]:80` is `::1`."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].lower()

@@ -1,0 +1,115 @@
+"""What every request must look like before an endpoint sees it: size, text, well-formed JSON."""
+
+import asyncio
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app import strict_json
+from app.config import Settings
+from app.errors import ApiError, FieldError, invalid, problem, too_large
+
+STREAMED = {("POST", "/v1/datasets")}
+"""Calls that read their body piece by piece, up to `max_upload_bytes`; all others are JSON of modest size."""
+_MULTIPART_OVERHEAD = 64 * 1024
+_PARSE_IN_THREAD = 64 * 1024
+
+
+class Intake:
+    """Middleware behind authentication: caps bodies with and without a length, and refuses unfit text."""
+
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self.app = app
+        self.settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        try:
+            checked = await self._check(scope, receive)
+        except ApiError as error:
+            await problem(scope, error)(scope, receive, send)
+            return
+        if checked is not None:
+            await self.app(scope, checked, send)
+
+    async def _check(self, scope: Scope, receive: Receive) -> Receive | None:
+        """The `receive` to go on with; None when the client has gone."""
+        if "\0" in scope["path"] or b"%00" in scope["query_string"]:
+            raise _unfit("nul_in_text", "the address has a NUL character (%00); remove it")
+        headers = Headers(scope=scope)
+        length = _length(headers)
+        if (scope["method"], scope["path"]) in STREAMED:
+            limit = self.settings.max_upload_bytes
+            if length > limit + _MULTIPART_OVERHEAD:
+                raise too_large("An upload", limit)
+            return _counted(receive, limit)
+        if length == 0 and "transfer-encoding" not in headers:
+            return receive
+        limit = self.settings.max_json_bytes
+        if length > limit:
+            raise too_large("The body of this call", limit)
+        body = await _read(receive, limit)
+        if body is None:
+            return None
+        if "json" in headers.get("content-type", "").lower():
+            await _check_json(body)
+        return _replay(body, receive)
+
+
+def _length(headers: Headers) -> int:
+    text = headers.get("content-length", "0")
+    if not (text.isascii() and text.isdigit() and len(text) < 20):
+        raise ApiError(400, "bad_request", "Content-Length is not a number; leave it to your HTTP client.")
+    return int(text)
+
+
+async def _read(receive: Receive, limit: int) -> bytes | None:
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        body += message.get("body", b"")
+        if len(body) > limit:
+            raise too_large("The body of this call", limit)
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+async def _check_json(body: bytes) -> None:
+    try:
+        if len(body) > _PARSE_IN_THREAD:
+            await asyncio.to_thread(strict_json.parse, body)
+        elif body:
+            strict_json.parse(body)
+    except strict_json.BadJson as error:
+        raise _unfit(error.code, error.message) from None
+
+
+def _unfit(code: str, message: str) -> ApiError:
+    return invalid([FieldError(field="", code=code, message=message)])
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replayed() -> Message:
+        return pending.pop() if pending else await receive()
+
+    return replayed
+
+
+def _counted(receive: Receive, limit: int) -> Receive:
+    total = 0
+
+    async def counted() -> Message:
+        nonlocal total
+        message = await receive()
+        total += len(message.get("body", b""))
+        if total > limit + _MULTIPART_OVERHEAD:
+            raise too_large("An upload", limit)
+        return message
+
+    return counted

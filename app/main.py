@@ -1,0 +1,102 @@
+"""The API process."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.middleware import Middleware
+
+import app.artifacts.endpoints
+import app.backends.endpoints
+import app.checkpoints.endpoints
+import app.datasets.endpoints
+import app.datasets.service
+import app.events.endpoints
+import app.experiments.endpoints
+import app.health
+import app.runs.endpoints
+import app.runs.log_endpoints
+import app.workers.endpoints
+from app import embedded, errors, openapi
+from app.auth import Auth, Authentication
+from app.config import Settings, get_settings
+from app.db import async_engine, session_maker
+from app.events.stream import Streams
+from app.hosts import Hosts
+from app.intake import Intake
+from app.queue import Queue
+from app.runs.dispatcher import Dispatcher
+from app.storage import Storage
+
+DESCRIPTION = "Fine-tune language models on your own machines: durable runs, live event streams, exact resume."
+
+
+class Anneal(FastAPI):
+    """FastAPI, with errors and keys described once for every call."""
+
+    def openapi(self) -> dict[str, Any]:
+        return openapi.describe(self)
+
+
+def create_app(settings: Settings | None = None) -> FastAPI:
+    """The application; without settings it reads the environment, without URLs it uses the embedded servers."""
+    settings = embedded.resolve_urls(settings or get_settings())
+    api = Anneal(
+        title="Anneal",
+        version=version("anneal"),
+        description=DESCRIPTION,
+        lifespan=_lifespan,
+        redoc_url=None,
+        # A redirect to the path with its slash would send the key a second time, perhaps elsewhere.
+        redirect_slashes=False,
+        # From the outside in: an id for everything, then who may ask, then what may be asked.
+        middleware=[
+            Middleware(errors.RequestIds),
+            Middleware(Hosts, settings=settings),
+            Middleware(Authentication),
+            Middleware(Intake, settings=settings),
+        ],
+    )
+    api.state.settings = settings
+    errors.install(api)
+    api.include_router(app.health.router)
+    for resource in (
+        app.experiments.endpoints,
+        app.datasets.endpoints,
+        app.runs.endpoints,
+        app.runs.log_endpoints,
+        app.events.endpoints,
+        app.checkpoints.endpoints,
+        app.artifacts.endpoints,
+        app.backends.endpoints,
+        app.workers.endpoints,
+    ):
+        api.include_router(resource.router, prefix="/v1")
+    return api
+
+
+@asynccontextmanager
+async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
+    """What lives as long as the process; nothing here waits for a server that may be away."""
+    settings: Settings = api.state.settings
+    engine = async_engine(settings.database_url or "")
+    sessions = session_maker(engine)
+    storage = Storage(settings)
+    queue = Queue(settings)
+    dispatcher = Dispatcher(engine, queue, settings)
+    streams = Streams(engine, queue)
+    api.state.engine, api.state.sessions, api.state.storage = engine, sessions, storage
+    api.state.auth, api.state.queue, api.state.streams = Auth(sessions), queue, streams
+    await queue.start()
+    await dispatcher.start()
+    sweeping = app.datasets.service.sweep_in_background(sessions, storage)
+    try:
+        yield
+    finally:
+        sweeping.cancel()
+        await dispatcher.stop()
+        await streams.close()
+        await queue.close()
+        await engine.dispose()

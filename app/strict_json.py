@@ -1,0 +1,95 @@
+"""JSON as we take it: finite, shallow, with one value per key, and only text that Postgres can keep."""
+
+import json
+import math
+import re
+from typing import Any, NoReturn
+
+MAX_DEPTH = 32
+_ESCAPED_TROUBLE = re.compile(rb"\\u(?:0000|[dD][89a-fA-F])")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class BadJson(ValueError):
+    """Why a text is refused: a stable code, and a sentence."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+def parse(raw: bytes) -> Any:
+    """The value of `raw`, which is UTF-8; raises `BadJson`."""
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        raise BadJson("not_utf8", f"byte {error.start} is not UTF-8") from None
+    try:
+        value = _DECODER.decode(text)
+    except RecursionError:
+        raise _too_deep() from None
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
+        raise BadJson("invalid_json", f"not JSON: {error.msg} at {place}") from None
+    except BadJson:
+        raise
+    except ValueError:
+        raise BadJson("number_too_long", "a number has more digits than can be kept") from None
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH or _ESCAPED_TROUBLE.search(raw):
+        _look_through(value)
+    return value
+
+
+def _look_through(value: Any) -> None:
+    """Depth and text of everything in `value`, level by level: recursion is what deep input attacks."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, str):
+                _check_text(item)
+            elif isinstance(item, dict):
+                for key in item:
+                    _check_text(key)
+                below.extend(item.values())
+            elif isinstance(item, list):
+                below.extend(item)
+        if not below:
+            return
+        level = below
+    raise _too_deep()
+
+
+def _check_text(text: str) -> None:
+    if "\0" in text:
+        raise BadJson("nul_in_text", "text has a NUL character (\\u0000), which cannot be kept; remove it")
+    if _SURROGATE.search(text):
+        raise BadJson("lone_surrogate", "text has half of a character (a lone surrogate such as \\ud800)")
+
+
+def _too_deep() -> BadJson:
+    return BadJson("too_deep", f"nested more than {MAX_DEPTH} levels deep")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise BadJson("duplicate_key", f"the key {twice[:60]!r} is there twice")
+    return found
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise BadJson("not_finite", f"the number {digits[:30]} is too large")
+    return number
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise BadJson("not_finite", f"{name} is not a JSON value; use null or a number")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite, parse_constant=_no_constant)

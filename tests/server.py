@@ -1,0 +1,115 @@
+"""A real uvicorn server on a real socket: in a thread where it should start fast, in a process to be killed."""
+
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable
+from types import TracebackType
+
+import httpx
+import uvicorn
+
+from app.auth import create_key_sync
+from app.config import Settings
+from app.main import create_app
+from tests.waiting import eventually
+
+
+class ApiServer:
+    """What tests talk to: `url`, a `key` that may do everything, and a `client` that sends it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.port = _free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.key = create_key_sync(settings, "test", ["admin"])
+        self.client = self.client_with(self.key)
+
+    def client_with(self, key: str | None) -> httpx.Client:
+        """A client that sends this key, or none."""
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False)
+
+    def key_with(self, scopes: Iterable[str]) -> str:
+        """A further key."""
+        return create_key_sync(self.settings, "further", scopes)
+
+    def start(self) -> None:
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        raise NotImplementedError
+
+    def wait_until_up(self) -> None:
+        """Return once the server answers."""
+        eventually(self._answers, timeout=30, what="GET /healthz")
+
+    def _answers(self) -> bool:
+        try:
+            return self.client.get("/healthz").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def __enter__(self) -> "ApiServer":
+        self.start()
+        self.wait_until_up()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.client.close()
+        self.stop()
+
+
+class ThreadServer(ApiServer):
+    """In a thread of the test process."""
+
+    def start(self) -> None:
+        config = uvicorn.Config(
+            create_app(self.settings),
+            host="127.0.0.1",
+            port=self.port,
+            log_level="warning",
+            lifespan="on",
+            timeout_graceful_shutdown=1,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, name="api")
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(timeout=30)
+        assert not self._thread.is_alive(), "the server did not stop"
+
+
+class ProcessServer(ApiServer):
+    """In a process of its own, which can be killed and started again on the same port."""
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "uvicorn", "--factory", "app.main:create_app", "--host", "127.0.0.1"]
+        self.process = subprocess.Popen(
+            [*command, "--port", str(self.port), "--log-level", "warning", "--timeout-graceful-shutdown", "2"],
+            env=self.settings.child_environment(),
+        )
+
+    def kill(self) -> None:
+        """As a power cut would."""
+        self.process.kill()
+        self.process.wait(timeout=30)
+
+    def stop(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(timeout=15)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
