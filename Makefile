@@ -1,0 +1,34 @@
+# On a bare machine with Python 3.11 or newer: `make demo`, `make test`. Each creates what it needs, in .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: demo up test lint bench venv
+
+demo: $(READY)  ## fine-tune a small model through the service and watch; MODEL=<hub name> for another
+	@$(BIN)/anneal demo $(if $(MODEL),--model '$(MODEL)')
+
+up: $(READY)  ## run the service until Ctrl-C
+	@exec $(BIN)/anneal up
+
+test: lint  ## everything that has to hold; ARGS='-k stream' for a part
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)  ## style, types, and who may import whom
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
+
+bench: $(READY)  ## all benchmarks; ONLY=C8 for one
+	@$(BIN)/python -m benchmarks $(ONLY)
+
+venv: $(READY)
+
+# --no-compile halves the time: Python compiles what is really imported, when it is.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "Anneal needs Python 3.11 or newer: install it, or name it: make PYTHON=python3.12"; exit 1; }
+	@echo "Creating the virtual environment .venv …"
+	@$(PYTHON) -m venv .venv || { echo "Python has no venv here: install it (Debian: apt install python3-venv)."; exit 1; }
+	@echo "Installing PyTorch, transformers and the rest into it; about a minute, more on a slow line …"
+	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -e '.[worker,dev]' -c constraints.txt
+	@touch $(READY)
+	@echo "Installed."
