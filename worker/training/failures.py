@@ -27,10 +27,8 @@ def classify(error: BaseException) -> TrainingFailure:
         text = str(cause).lower()
         if isinstance(cause, TrainingFailure):
             return cause
-        if isinstance(cause, OSError) and cause.errno in _FULL or any(word in text for word in _FULL_WORDS):
-            return TrainingFailure(
-                "disk_full", f"The disk is full: {cause}. Free some space and resume the run."
-            )
+        if (isinstance(cause, OSError) and cause.errno in _FULL) or any(word in text for word in _FULL_WORDS):
+            return TrainingFailure("disk_full", f"The disk is full: {cause}. Free some space and resume the run.")
         # torch.OutOfMemoryError is a RuntimeError, and so is what the CPU allocator raises.
         if isinstance(cause, MemoryError) or (
             isinstance(cause, RuntimeError) and any(word in text for word in _MEMORY_WORDS)

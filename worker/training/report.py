@@ -71,7 +71,7 @@ class Report:
     def config(
         self, effective: dict[str, Any], replaced: list[dict[str, Any]], facts: dict[str, Any]
     ) -> None:
-        """The configuration in force, replaced defaults ({field, requested, used, reason}) and first facts."""
+        """The configuration in force, replaced defaults (field, requested, used, reason), first facts."""
         self.send("config", effective=effective, replaced=replaced, facts=facts)
 
     def phase(self, name: str, *, start_step: int | None = None, total_steps: int | None = None) -> None:

@@ -1,0 +1,205 @@
+"""Models small enough to train in a second, data for them, and runs of the training process on both."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from worker.training.manifest import verify
+from worker.training.report import read_journal
+
+_WORDS = ["a", "the", "model", "learns", "from", "rows", "of", "text", "and", "tells", "what", "it", "saw", "one", "two", "three", "four", "five", "six"]
+CORPUS = [" ".join(_WORDS[(i * j + j) % len(_WORDS)] for j in range(1, 25)) for i in range(40)]
+
+
+def make_tiny_model(
+    folder: Path | str, *, seed: int = 0, hidden: int = 32, layers: int = 2, chat_template: str | None = None
+) -> Path:
+    """Write a Llama with random weights and a byte-level BPE tokenizer trained on the spot into `folder`.
+
+    Its vocabulary has about 300 tokens, `<|end|>` ends a text, and it takes at most 256 tokens.
+    """
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = Path(folder)
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|end|>", "<|pad|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(CORPUS, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<|end|>", pad_token="<|pad|>", model_max_length=256
+    )
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=hidden * 2,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        attn_implementation="sdpa",
+    )
+    torch.manual_seed(seed)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def make_chat_dataset(path: Path | str, rows: int) -> Path:
+    """Write `rows` short chats of one question and one answer as JSONL."""
+    return write_rows(
+        path,
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": f"what is row {row}"},
+                    {"role": "assistant", "content": CORPUS[row % len(CORPUS)][: 20 + row % 50]},
+                ]
+            }
+            for row in range(rows)
+        ),
+    )
+
+
+def write_rows(path: Path | str, rows: Iterable[Any]) -> Path:
+    """Write rows as JSONL."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def make_job(
+    folder: Path | str,
+    model: Path | str,
+    data: Path | str,
+    *,
+    run_id: str = "run_test",
+    attempt: int = 1,
+    data_format: str = "chat",
+    eval_data: Path | str | None = None,
+    resume_from: dict[str, Any] | None = None,
+    **config: Any,
+) -> dict[str, Any]:
+    """A job as the supervisor writes it; `config` holds what the user gave beside `base_model`."""
+    folder = Path(folder)
+    output = folder / f"a{attempt}"
+    output.mkdir(parents=True, exist_ok=True)
+
+    def described(path: Path | str) -> dict[str, Any]:
+        return {"id": "ds_test", "path": str(path), "format": data_format, "rows": None, "sha256": None}
+
+    return {
+        "run_id": run_id,
+        "attempt": attempt,
+        "backend": "celery",
+        "config": {"base_model": "tiny", **config},
+        "given": ["base_model", *config],
+        "dataset": described(data),
+        "eval_dataset": described(eval_data) if eval_data else None,
+        "base_model": {"name": "tiny", "path": str(model), "hub": None, "revision": None},
+        "output_dir": str(output),
+        "resume_from": resume_from,
+        "journal": str(folder / "journal.jsonl"),
+        "device": {"kind": "cpu", "index": 0, "id": "cpu"},
+        "trust_remote_code": False,
+        "offline": True,
+        "worker": {"id": "wrk_test", "host": "here"},
+    }
+
+
+@dataclass
+class Outcome:
+    """What a training process said and left behind."""
+
+    code: int
+    records: list[dict[str, Any]]
+    job: dict[str, Any]
+    stderr: str = ""
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """The records of one type, in order."""
+        return [record for record in self.records if record["type"] == kind]
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """The result record."""
+        results = self.of("result")
+        assert len(results) == 1, (self.records[-3:], self.stderr[-3000:])
+        return results[0]
+
+    @property
+    def folder(self) -> Path:
+        """The attempt's folder."""
+        return Path(self.job["output_dir"])
+
+    @property
+    def output(self) -> Path:
+        """The exported model."""
+        return self.folder / "output"
+
+    @property
+    def steps(self) -> dict[int, tuple[str, list[int]]]:
+        """Exact loss and row numbers of each step of this attempt, from the journal."""
+        return {
+            event["step"]: (event["loss_hex"], event["samples"])
+            for event in read_journal(self.job["journal"])
+            if event["event"] == "step" and event["attempt"] == self.job["attempt"]
+        }
+
+    def checkpoint(self, step: int) -> dict[str, Any]:
+        """The checkpoint of `step` as `resume_from` of another job; checked to be whole."""
+        (record,) = (record for record in self.of("checkpoint") if record["step"] == step)
+        path = self.folder / record["name"]
+        assert verify(path, record["manifest_sha256"]) == []
+        return {
+            "path": str(path),
+            "step": step,
+            "manifest_sha256": record["manifest_sha256"],
+            "same_config": True,
+        }
+
+
+def parse_records(text: str) -> list[dict[str, Any]]:
+    """The records among the lines that a training process printed."""
+    records = []
+    for line in text.splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and "type" in record:
+            records.append(record)
+    return records
+
+
+def run_cold(job: dict[str, Any], arguments: Sequence[str] = (), timeout: float = 120) -> Outcome:
+    """Run `python -m worker.training job.json` in a process of its own and wait for its end."""
+    path = Path(job["output_dir"]) / "job.json"
+    path.write_text(json.dumps(job))
+    done = subprocess.run(
+        [sys.executable, "-m", "worker.training", str(path), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        check=False,
+    )
+    return Outcome(done.returncode, parse_records(done.stdout), job, done.stderr)

@@ -1,0 +1,82 @@
+"""The training process: `python -m worker.training run.json`, or forked from the zygote with the same arguments.
+
+Everything heavy is imported here at the top, and nothing is computed: the zygote imports this module once and
+forks from it, and an OpenMP thread or a CUDA context in it would break its children.
+"""
+
+import signal
+import sys
+import traceback
+import warnings
+from typing import Any
+
+import datasets
+import transformers
+from pydantic import ValidationError
+
+from app.runs.config import TrainingConfig, problems, resolve
+from worker.training.failures import Stopped, TrainingFailure, classify
+from worker.training.model import machine_of
+from worker.training.recipes import supervised
+from worker.training.report import Control, Journal, Report, parse_args
+from worker.training.run import Run
+
+_RECIPES = {"sft": supervised.train, "full": supervised.train, "lora": supervised.train, "qlora": supervised.train}
+
+
+def main(argv: list[str]) -> int:
+    """Run one job; returns the exit code: 0 when completed or stopped, 1 when failed."""
+    job, report_fd, control_fd = parse_args(argv)
+    report = Report.open(report_fd)
+    control = Control.start(control_fd)
+    control.stop_on_sigterm()
+    journal = Journal(job["journal"], job["attempt"])
+    journal.start()
+    _quiet_libraries()
+    try:
+        result = _train(job, report, control, journal)
+    except Stopped:
+        request = control.stop_requested
+        result = {"outcome": "stopped", "why": request.why if request else "stop"}
+    except Exception as error:
+        failure = classify(error)
+        if failure.code == "internal":
+            traceback.print_exc()
+        result = {"outcome": "failed", "error": {"code": failure.code, "message": failure.message}}
+    # What is told last is the result: a late stop must not cut the goodbye short.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    journal.stop(result["outcome"])
+    report.result(**result)
+    return 1 if result["outcome"] == "failed" else 0
+
+
+def _train(job: dict[str, Any], report: Report, control: Control, journal: Journal) -> dict[str, Any]:
+    machine = machine_of(job.get("device"))
+    given = set(job.get("given", ()))
+    try:
+        asked = TrainingConfig.model_validate(job["config"])
+    except ValidationError as error:
+        found = problems(job["config"], has_eval_dataset=job.get("eval_dataset") is not None)
+        text = " ".join(problem.message for problem in found) or str(error)
+        raise TrainingFailure("config_error", text) from error
+    effective = resolve(asked, given, machine)
+    if effective.problems:
+        raise TrainingFailure("config_error", " ".join(problem.message for problem in effective.problems))
+    recipe = _RECIPES.get(asked.method)
+    if recipe is None:
+        raise TrainingFailure("config_error", f"Method `{asked.method}` is not available yet.")
+    run = Run(job, effective.config, given, machine, report, control, journal)
+    run.state.run_id = str(job["run_id"])
+    return recipe(run, list(effective.replaced))
+
+
+def _quiet_libraries() -> None:
+    """Progress is told in records; bars on standard error would only be log lines."""
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_warning()
+    warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

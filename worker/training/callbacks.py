@@ -1,0 +1,152 @@
+"""What happens between two optimizer steps: the journal, metrics, limits and stop requests."""
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from worker.training.run import Run
+
+if TYPE_CHECKING:
+    from worker.training.trainer import SupervisedTrainer
+
+
+class StepWatcher(TrainerCallback):  # type: ignore[misc]
+    """Decides after every step what follows it; the one place where training is ended early."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.trainer: SupervisedTrainer | None = None
+        self._start_step = 0
+        self._step_began = 0.0
+        self._seconds = 0.0
+        """Time in steps since the last metric: checkpoints and evaluations left out."""
+        self._samples = 0
+        self._tokens = 0
+
+    def watch(self, trainer: "SupervisedTrainer") -> None:
+        """Attach to the trainer whose steps this sees."""
+        self.trainer = trainer
+        trainer.add_callback(self)
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._start_step = state.global_step
+        self._tokens = self._trained_tokens()
+        self.run.report.phase("training", start_step=state.global_step, total_steps=state.max_steps)
+        if self.run.stop_requested is not None:
+            self._end(control, self.run.stop_requested.why, save=False)
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._step_began = time.monotonic()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        assert self.trainer is not None  # noqa: S101 - watch() comes first
+        run, step = self.run, state.global_step
+        loss, rows = self.trainer.take_step()
+        run.journal.step(step, loss.hex(), rows)
+        took = time.monotonic() - self._step_began
+        self.trainer.last_loss = loss
+        run.state.losses.append(loss)
+        run.state.samples += len(rows)
+        run.state.seconds += took
+        self._seconds += took
+        self._samples += len(rows)
+
+        if step >= state.max_steps:  # a stop that comes now finds the run complete
+            control.should_log = control.should_save = True
+            run.save_kind = "final"
+            return
+        if step % run.config.save_steps == 0:
+            control.should_save = True
+            run.save_kind = "periodic"
+        limit, at = run.config.time_limit_seconds, run.config.stop_at_step
+        if run.stop_requested is not None:
+            self._end(control, run.stop_requested.why, save=run.stop_requested.save)
+        elif limit is not None and run.state.seconds >= limit:
+            self._end(control, "time_limit", save=True)
+        elif at is not None and self._start_step < at <= step:
+            self._end(control, "stop_at_step", save=True)
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, float],
+        **_: Any,
+    ) -> None:
+        run = self.run
+        loss = metrics.get("eval_loss")
+        if loss is None:
+            return
+        if run.state.best_eval_loss is None or loss < run.state.best_eval_loss:
+            run.state.best_eval_loss = loss
+            run.state.evals_without_gain = 0
+            if not control.should_save:
+                control.should_save = True
+                run.save_kind = "best"
+            return
+        run.state.evals_without_gain += 1
+        patience = run.config.early_stopping_patience
+        patient = patience is None or run.state.evals_without_gain < patience
+        if not patient and state.global_step < state.max_steps:
+            self._end(control, "early_stopping", save=True)
+            run.save_kind = "final"
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any],
+        **_: Any,
+    ) -> None:
+        run = self.run
+        if "loss" not in logs or not run.state.losses:
+            return
+        # The mean of exact losses, not the trainer's running sum, which starts anew after a resume.
+        loss = sum(run.state.losses) / len(run.state.losses)
+        run.state.losses.clear()
+        if run.state.best_loss is None or loss < run.state.best_loss:
+            run.state.best_loss = loss
+        tokens = self._trained_tokens()
+        seconds = max(self._seconds, 1e-9)
+        point = {
+            "step": state.global_step,
+            "epoch": state.epoch,
+            "loss": loss,
+            "learning_rate": logs.get("learning_rate"),
+            "grad_norm": logs.get("grad_norm"),
+            "gpu_memory_mb": _gpu_memory_mb(),
+            "samples_per_second": self._samples / seconds,
+        }
+        extra = {
+            "tokens_per_second": (tokens - self._tokens) / seconds,
+            "token_accuracy": logs.get("mean_token_accuracy"),
+            "entropy": logs.get("entropy"),
+            "tokens": tokens,
+            "step_seconds": seconds,
+        }
+        self._tokens, self._seconds, self._samples = tokens, 0.0, 0
+        run.report.metric(**point, total_steps=state.max_steps, extra=extra)
+        run.state.history.append({**point, "extra": extra})
+
+    def _end(self, control: TrainerControl, why: str, save: bool) -> None:
+        self.run.ended_by = why
+        self.run.save_kind = "stop"
+        control.should_training_stop = True
+        control.should_save = save
+        if control.should_evaluate:
+            # Asked to go: the evaluation that is due is left to the resumed run, which does it first.
+            control.should_evaluate = False
+            self.run.state.eval_pending = True
+
+    def _trained_tokens(self) -> int:
+        return int(getattr(self.trainer, "_total_train_tokens", 0))
+
+
+def _gpu_memory_mb() -> float | None:
+    if not torch.cuda.is_available():
+        return None
+    return float(round(torch.cuda.max_memory_allocated() / 2**20, 1))

@@ -1,0 +1,95 @@
+"""The model card of an output: where it comes from, how it was made, how to load it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from app.runs.config import TrainingConfig
+from worker.training.state import RunState
+
+
+def model_card(
+    job: dict[str, Any],
+    config: TrainingConfig,
+    facts: dict[str, Any],
+    versions: dict[str, str],
+    state: RunState,
+    folder: Path,
+) -> str:
+    """The text of `README.md`: YAML front matter for hubs, then prose for people."""
+    adapter = config.lora_r is not None
+    name = job["base_model"]["name"]
+    data, held_out = job["dataset"], job.get("eval_dataset")
+    last: dict[str, Any] = next((point for point in reversed(state.history) if "loss" in point), {})
+    evaluated: dict[str, Any] = next((point for point in reversed(state.history) if "eval_loss" in point), {})
+    figures = {
+        "steps": last.get("step"),
+        "epochs": last.get("epoch"),
+        "training loss (last)": last.get("loss"),
+        "training loss (best)": state.best_loss,
+        "evaluation loss (last)": evaluated.get("eval_loss"),
+        "evaluation loss (best)": state.best_eval_loss,
+        "tokens trained on": state.tokens,
+        "seconds in training": round(state.seconds, 1),
+    }
+    lines = [
+        "---",
+        f"base_model: {json.dumps(job['base_model'].get('hub') or name)}",
+        f"library_name: {'peft' if adapter else 'transformers'}",
+        "pipeline_tag: text-generation",
+        f"tags: [anneal, {config.method}]",
+        "---",
+        "",
+        f"# {name}, fine-tuned ({config.method})",
+        "",
+        f"Made by Anneal in run `{job['run_id']}`, attempt {job['attempt']}: "
+        + (f"a LoRA adapter on `{name}`." if adapter else f"every weight of `{name}` trained."),
+        "",
+        "## How to load it",
+        "",
+        "```python",
+        *_loading(adapter, folder),
+        "```",
+        "",
+        "## Data",
+        "",
+        f"- training: `{data.get('id', Path(data['path']).name)}`, format {data['format']}, {data.get('rows')} rows, "
+        f"sha256 `{data.get('sha256')}`",
+    ]
+    if held_out:
+        lines.append(f"- evaluation: `{held_out.get('id')}`, {held_out.get('rows')} rows")
+    elif config.eval_split:
+        lines.append(f"- evaluation: {config.eval_split:.1%} of the rows, held out by seed {config.seed}")
+    lines += ["", "## Figures", "", "| figure | value |", "|---|---|"]
+    lines += [f"| {what} | {_number(value)} |" for what, value in figures.items() if value is not None]
+    lines += ["", "## Configuration in force", "", "```json"]
+    lines += [json.dumps(config.model_dump(mode="json"), indent=1), "```", "", "## Environment", ""]
+    lines += [f"- {library} {version}" for library, version in versions.items()]
+    lines += [
+        f"- device: {facts.get('device_name', facts.get('device'))}",
+        f"- parameters: {facts.get('parameters_total'):,} in all, {facts.get('parameters_trainable'):,} trained",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _loading(adapter: bool, folder: Path) -> list[str]:
+    where = json.dumps(str(folder))
+    if adapter:
+        return [
+            "from peft import AutoPeftModelForCausalLM",
+            "from transformers import AutoTokenizer",
+            "",
+            f"model = AutoPeftModelForCausalLM.from_pretrained({where})",
+            f"tokenizer = AutoTokenizer.from_pretrained({where})",
+        ]
+    return [
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        f"model = AutoModelForCausalLM.from_pretrained({where})",
+        f"tokenizer = AutoTokenizer.from_pretrained({where})",
+    ]
+
+
+def _number(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

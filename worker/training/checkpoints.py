@@ -1,0 +1,127 @@
+"""Checkpoints of a trainer: written whole or not at all, and restored so that training goes on exactly."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+
+from worker.training import manifest
+from worker.training.failures import TrainingFailure, classify
+from worker.training.model import versions
+
+if TYPE_CHECKING:
+    from worker.training.trainer import SupervisedTrainer
+
+_ROOM_BYTES = 64 * 2**20
+
+
+def save(trainer: "SupervisedTrainer") -> None:
+    """Write `checkpoint-<step>` into the attempt's folder and report it once it is on disk for good.
+
+    Raises:
+        TrainingFailure: `disk_full`; nothing half-written stays.
+    """
+    run, step = trainer.run, trainer.state.global_step
+    run.report.phase("saving")
+    name = f"checkpoint-{step}"
+    staging = run.folder / f".{name}.tmp"
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        staging.mkdir(parents=True)
+        _write(trainer, staging)
+        facts = {
+            "run_id": run.job["run_id"],
+            "attempt": run.job["attempt"],
+            "versions": versions(),
+            "sampler": {"epoch": trainer.state.epoch, "samples": run.state.samples, "seed": run.config.seed},
+        }
+        sha256 = manifest.write_manifest(staging, step, facts)
+        size = manifest.size_of(staging)
+        manifest.commit(staging, run.folder / name)
+    except Exception as error:
+        failure = _disk_full(error, run.folder)
+        shutil.rmtree(staging, ignore_errors=True)
+        raise failure or error from error
+    run.journal.save(step)
+    run.report.checkpoint(
+        name,
+        step=step,
+        kind=run.save_kind,
+        bytes=size,
+        manifest_sha256=sha256,
+        epoch=trainer.state.epoch,
+        metrics={
+            "loss": trainer.last_loss,
+            "best_loss": run.state.best_loss,
+            "eval_loss": trainer.last_eval_loss,
+            "best_eval_loss": run.state.best_eval_loss,
+        },
+    )
+    trainer.saved_step = step
+
+
+def check(path: Path, manifest_sha256: str) -> None:
+    """Refuse a checkpoint of which a single byte is not as it was written."""
+    problems = manifest.verify(path, manifest_sha256)
+    if problems:
+        raise TrainingFailure("internal", f"{path.name} cannot be resumed: {'; '.join(problems[:5])}")
+
+
+def restore_dtypes(model: torch.nn.Module, dtypes: dict[str, torch.dtype]) -> None:
+    """Give the trained parameters back the types they had: a loaded adapter always arrives in 32 bits.
+
+    Without this a resumed QLoRA run would train its adapter with another rounding than before.
+    """
+    for name, parameter in model.named_parameters():
+        if name in dtypes and parameter.dtype != dtypes[name]:
+            parameter.data = parameter.data.to(dtypes[name])
+
+
+def trained_dtypes(model: torch.nn.Module) -> dict[str, torch.dtype]:
+    """Types of the parameters that train, by name."""
+    return {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
+
+
+def reapply_rates(trainer: Any, weight_decays: list[float]) -> None:
+    """Let the configuration's learning rate and weight decay hold after a load, not the checkpoint's.
+
+    `weight_decays` are those of the optimizer's groups before the load. With unchanged values this computes the
+    same floats that the checkpoint holds.
+    """
+    scheduler = trainer.lr_scheduler
+    rate = trainer.args.learning_rate
+    scheduler.base_lrs = [rate] * len(scheduler.base_lrs)
+    rates = []
+    for group, decay, factor in zip(trainer.optimizer.param_groups, weight_decays, scheduler.lr_lambdas, strict=True):
+        group["weight_decay"] = decay
+        group["initial_lr"] = rate
+        group["lr"] = rate * factor(scheduler.last_epoch)
+        rates.append(group["lr"])
+    scheduler._last_lr = rates
+
+
+def _write(trainer: "SupervisedTrainer", folder: Path) -> None:
+    trainer.store_flos()
+    trainer.save_model(str(folder), _internal_call=True)
+    trainer._save_optimizer_and_scheduler(str(folder))
+    trainer._save_scaler(str(folder))
+    trainer._save_rng_state(str(folder))
+    trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+    trainer.remember_averages()
+    trainer.run.state.save(folder)
+    # A pickle of arguments that nothing here reads; none is to be loaded by anyone else either.
+    (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
+
+
+def _disk_full(error: Exception, folder: Path) -> TrainingFailure | None:
+    failure = classify(error)
+    if failure.code == "disk_full":
+        return failure
+    # torch's writer hides the reason of a failed write, so ask the disk itself.
+    status = os.statvfs(folder)
+    if isinstance(error, OSError | RuntimeError) and status.f_bavail * status.f_frsize < _ROOM_BYTES:
+        return TrainingFailure("disk_full", f"The disk is full: {error}. Free some space and resume the run.")
+    return None

@@ -1,0 +1,52 @@
+"""The output of a run: adapter or model in Hugging Face format, tokenizer, model card, metrics."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from worker.training import manifest
+from worker.training.card import model_card
+from worker.training.failures import classify
+from worker.training.model import ADAPTER_CONFIG, Base, versions
+from worker.training.trainer import SupervisedTrainer
+
+OUTPUT = "output"
+
+
+def export(trainer: SupervisedTrainer, base: Base, facts: dict[str, Any]) -> str:
+    """Write `output/` in the attempt's folder, whole or not at all; returns its name below that folder.
+
+    Raises:
+        TrainingFailure: `disk_full`.
+    """
+    run = trainer.run
+    run.report.phase("exporting")
+    final = run.folder / OUTPUT
+    staging = run.folder / f".{OUTPUT}.tmp"
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    try:
+        trainer.model.save_pretrained(staging)
+        trainer.processing_class.save_pretrained(staging)
+        if base.merged is not None and (staging / ADAPTER_CONFIG).is_file():
+            # The adapter means nothing without the very weights it was trained on, which exist only here.
+            shutil.copytree(base.merged, staging / "base_model")
+            _name_base(staging, final / "base_model")
+        run.state.write_history(staging)
+        card = model_card(run.job, run.config, facts, versions(), run.state, final)
+        (staging / "README.md").write_text(card)
+        manifest.commit(staging, final)
+    except Exception as error:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise classify(error) from error
+    if base.merged is not None:
+        shutil.rmtree(base.merged, ignore_errors=True)
+    return OUTPUT
+
+
+def _name_base(folder: Path, base: Path) -> None:
+    path = folder / ADAPTER_CONFIG
+    described = json.loads(path.read_text())
+    described["base_model_name_or_path"] = str(base)
+    path.write_text(json.dumps(described, indent=2, sort_keys=True))

@@ -1,0 +1,62 @@
+"""One run as its training process sees it: the job, the way to the supervisor, and what it remembers."""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from app.runs.config import Machine, TrainingConfig
+from worker.training.failures import Stopped
+from worker.training.report import Control, Journal, Report, StopRequest
+from worker.training.state import RunState
+
+_SECONDS_BETWEEN_PROGRESS = 0.5
+
+
+@dataclass
+class Run:
+    """Everything that the parts of a recipe share."""
+
+    job: dict[str, Any]
+    config: TrainingConfig
+    """In force: every default resolved for this machine, model and data."""
+    given: set[str]
+    machine: Machine
+    report: Report
+    control: Control
+    journal: Journal
+    state: RunState = field(default_factory=RunState)
+    ended_by: str | None = None
+    """Why training ends before its last step: stop, drain, time_limit, stop_at_step, early_stopping."""
+    save_kind: str = "periodic"
+    """What the checkpoint that is due is for."""
+    _told: float = 0.0
+
+    @property
+    def folder(self) -> Path:
+        """The attempt's own folder, for checkpoints and output."""
+        return Path(self.job["output_dir"])
+
+    @property
+    def resume_from(self) -> dict[str, Any] | None:
+        """The checkpoint to go on from: path, step and hash of its manifest."""
+        resume: dict[str, Any] | None = self.job.get("resume_from")
+        return resume
+
+    @property
+    def stop_requested(self) -> StopRequest | None:
+        """A stop that the supervisor or a signal asked for."""
+        return self.control.stop_requested
+
+    def heed_stop(self) -> None:
+        """Leave, where there is nothing to save: while loading, tokenising or exporting."""
+        if self.stop_requested is not None:
+            raise Stopped
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        """Tell how far a phase is, at most twice a second and at its end; heeds a stop."""
+        self.heed_stop()
+        now = time.monotonic()
+        if done >= total or now - self._told > _SECONDS_BETWEEN_PROGRESS:
+            self._told = now
+            self.report.progress(phase, done, total)

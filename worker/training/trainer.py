@@ -1,0 +1,174 @@
+"""TRL's supervised trainer with what a service needs of it: exact losses, stops, checkpoints that hold."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import TrainerState
+from trl import SFTTrainer
+
+from worker.training import checkpoints
+from worker.training.data import WithRows
+from worker.training.failures import Stopped, TrainingFailure
+from worker.training.run import Run
+from worker.training.state import RunState
+
+_EVAL_NAMES = {
+    "eval_loss": "eval_loss",
+    "eval_mean_token_accuracy": "eval_token_accuracy",
+    "eval_entropy": "eval_entropy",
+    "eval_runtime": "eval_seconds",
+    "eval_samples_per_second": "eval_samples_per_second",
+}
+
+
+class SupervisedTrainer(SFTTrainer):  # type: ignore[misc]
+    """An `SFTTrainer` on tokenised data; its losses, data order and updates are SFTTrainer's own."""
+
+    def __init__(self, run: Run, **options: Any) -> None:
+        self.run = run
+        self.step_rows: list[int] = []
+        """Numbers of the rows in the present optimizer step."""
+        self.last_loss: float | None = None
+        self.last_eval_loss: float | None = None
+        self.saved_step = -1
+        self._eval_batches = 0
+        self._micro_losses: list[torch.Tensor] = []
+        self._step_loss = 0.0
+        super().__init__(**options)
+        self.data_collator: Any = WithRows(self.data_collator)
+
+    # Steps
+
+    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
+        self.step_rows += inputs.pop("rows")
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._micro_losses.append(loss.detach())
+        return loss
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        # The last moment before the optimizer: a step that would spoil the weights is never taken.
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        self._close_step(norm)
+        return norm
+
+    def take_step(self) -> tuple[float, list[int]]:
+        """Exact loss and row numbers of the step just done; call once a step."""
+        rows, self.step_rows = self.step_rows, []
+        return self._step_loss, rows
+
+    def _close_step(self, norm: Any) -> None:
+        self._step_loss = float(torch.stack(self._micro_losses).sum().item())
+        self._micro_losses.clear()
+        step = self.state.global_step + 1
+        if not math.isfinite(self._step_loss):
+            raise TrainingFailure(
+                "non_finite_loss",
+                f"The loss became {self._step_loss} at step {step}. Lower `learning_rate`, or look at the rows of "
+                "this step; earlier checkpoints are sound.",
+            )
+        if norm is not None and not self.args.fp16 and not math.isfinite(float(norm)):
+            raise TrainingFailure(
+                "non_finite_loss",
+                f"The gradients became {float(norm)} at step {step} (loss {self._step_loss:.4g}). Lower "
+                "`learning_rate`; earlier checkpoints are sound.",
+            )
+
+    # Evaluation
+
+    def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
+        """Evaluate on the held-out data; a stop request ends it early and leaves it for the resume."""
+        run = self.run
+        run.report.phase("evaluating")
+        random_state = torch.random.get_rng_state()
+        self._eval_batches = 0
+        try:
+            metrics = super().evaluate(*args, **options)
+        except Stopped:
+            torch.random.set_rng_state(random_state)
+            self._metrics["eval"].clear()
+            run.state.eval_pending = True
+            request = run.stop_requested
+            run.ended_by = request.why if request else "stop"
+            run.save_kind = "stop"
+            self.control.should_save = bool(request and request.save)
+            self.control.should_training_stop = True
+            return {}
+        run.state.eval_pending = False
+        told = {ours: metrics[theirs] for theirs, ours in _EVAL_NAMES.items() if theirs in metrics}
+        told["eval_perplexity"] = math.exp(min(told["eval_loss"], 700.0))
+        self.last_eval_loss = told["eval_loss"]
+        run.report.eval(self.state.global_step, told, epoch=self.state.epoch)
+        run.state.history.append({"step": self.state.global_step, "epoch": self.state.epoch, **told})
+        if not self.control.should_training_stop:
+            run.report.phase("training")
+        return dict(metrics)
+
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> Any:
+        inputs.pop("rows", None)
+        self._eval_batches += 1
+        total = math.ceil(len(self.eval_dataset) / self.args.per_device_eval_batch_size)
+        # A drain or stop at the run's last step lets the evaluation finish: the run is about to complete.
+        if self.state.global_step < self.state.max_steps:
+            self.run.progress("evaluating", self._eval_batches, total)
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+    # Logs
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        super().log(logs, start_time)
+        # The state is written into every checkpoint, and the history is kept elsewhere.
+        self.state.log_history.clear()
+
+    def remember_averages(self) -> None:
+        """Copy the trainer's own running measures into the state that a checkpoint holds."""
+        self.run.state.averages = {name: list(values) for name, values in self._metrics["train"].items()}
+        self.run.state.tokens = int(self._total_train_tokens)
+
+    # Checkpoints
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        checkpoints.save(self)
+        if not self.control.should_training_stop:
+            self.run.report.phase("training")
+
+    def go_on_from(self, folder: Path) -> None:
+        """Take over what the run remembered at a checkpoint; call before `train(resume_from_checkpoint=…)`."""
+        self.run.state = RunState.load(folder, str(self.run.job["run_id"]))
+        self._total_train_tokens = self.run.state.tokens
+        self.saved_step = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)).global_step
+        for name, values in self.run.state.averages.items():
+            self._metrics["train"][name] = list(values)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        dtypes = checkpoints.trained_dtypes(self.model)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        checkpoints.restore_dtypes(self.model, dtypes)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        decays = [group["weight_decay"] for group in self.optimizer.param_groups]
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            checkpoints.reapply_rates(self, decays)
+
+    def _init_training_state(self, max_steps: int, *args: Any) -> Any:
+        place = super()._init_training_state(max_steps, *args)
+        # The checkpoint brings its own intervals along; those of this run's configuration hold.
+        self.state.compute_steps(self.args, max_steps)
+        return place
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if self.run.state.eval_pending and self.eval_dataset is not None:
+            # An uninterrupted run evaluated here, before its next step.
+            self.run.state.eval_pending = False
+            self.evaluate()
+
+    def restore_finished(self, folder: Path) -> None:
+        """Take over weights and position of a checkpoint after which no step is left."""
+        self._load_from_checkpoint(str(folder))
+        self.state = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
