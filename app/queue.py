@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
 from redis.exceptions import RedisError
 
+from app import background
 from app.config import Settings
 
 log = logging.getLogger(__name__)
@@ -90,8 +91,7 @@ class Queue:
         """Stop listening and close every connection."""
         self._closing = True  # the client's own time-out around a read may swallow the cancellation
         if self._listening:
-            self._listening.cancel()
-            await asyncio.gather(self._listening, return_exceptions=True)
+            await background.end(self._listening)
         await self._redis.aclose()
         await asyncio.to_thread(self._celery.close)
 

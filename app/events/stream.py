@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from app import background
 from app.events.log import payload, read_after
 from app.queue import Queue
 
@@ -19,6 +20,8 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 1.0
 """How often a tail looks when no wake-up comes (Redis away, a lost message)."""
 KEEP_ALIVE_SECONDS = 15.0
+RECHECK_SECONDS = 10.0
+"""How often it is asked whether the caller may still read."""
 _BATCH = 500
 _BUFFER_BYTES = 512 * 1024
 _READS_AT_A_TIME = 5
@@ -121,8 +124,7 @@ class Streams:
     async def close(self) -> None:
         """End every tail; their readers end with the server's shutdown."""
         for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+            await background.end(task)
 
     async def read(self, run_id: str, after: int) -> list[Frame]:
         """The next stored events behind a cursor, encoded."""
@@ -161,7 +163,7 @@ class Streams:
                 elif now - last_sent >= keep_alive:
                     last_sent = now
                     yield reader.position, []
-                if still_allowed and now - last_checked >= 10:
+                if still_allowed and now - last_checked >= RECHECK_SECONDS:
                     last_checked = now
                     if not await still_allowed():
                         return

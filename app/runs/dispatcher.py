@@ -9,6 +9,7 @@ from sqlalchemy import Connection, text, update
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from app import background
 from app.clock import utc_now
 from app.config import Settings
 from app.events.partitions import ensure_partitions
@@ -42,8 +43,7 @@ class Dispatcher:
     async def stop(self) -> None:
         """End the loop."""
         if self._task:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await background.end(self._task)
 
     async def _loop(self) -> None:
         while True:

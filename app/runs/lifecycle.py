@@ -118,7 +118,7 @@ def claim(worker_id: str, backends: list[str], lease_seconds: float, kind: str, 
     chosen = select(free.c.index).order_by(free.c.index).limit(select(moved.c.devices_needed).scalar_subquery())
     taken = (
         update(devices)
-        .where(devices.c.worker_id == worker_id, devices.c.index.in_(chosen), moved.c.id.is_not(None))
+        .where(devices.c.worker_id == moved.c.lease_owner, devices.c.index.in_(chosen))
         .values(run_id=moved.c.id, run_epoch=moved.c.epoch)
         .returning(devices.c.index)
         .cte("taken")

@@ -1,0 +1,274 @@
+"""The state machine: who may move a run where, and what is told of it."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+from sqlalchemy import Engine, text
+from sqlalchemy.exc import IntegrityError
+
+from app.config import Settings
+from app.db import sync_engine
+from app.runs import lifecycle
+from tests.rows import add_run, add_worker, claim, events_of, run_row
+
+
+@pytest.fixture
+def engine(settings: Settings) -> Iterator[Engine]:
+    engine = sync_engine(settings.database_url or "", pool_size=10)
+    yield engine
+    engine.dispose()
+
+
+def move(engine: Engine, statement):  # type: ignore[no-untyped-def]
+    with engine.begin() as connection:
+        return connection.execute(statement).mappings().all()
+
+
+def told(engine: Engine, run_id: str) -> list[tuple[str, str]]:
+    """(type, what it says) of every event, after checking that seq is 1, 2, 3 …"""
+    events = events_of(engine, run_id)
+    assert [event.seq for event in events] == list(range(1, len(events) + 1))
+    return [
+        (event.type, event.data.get("to") or event.data.get("code") or event.data.get("status")) for event in events
+    ]
+
+
+class TestClaim:
+    def test_takes_the_most_urgent_then_the_oldest_run(self, engine: Engine) -> None:
+        old, urgent, young = add_run(engine), add_run(engine, priority=5), add_run(engine)
+        worker = add_worker(engine, devices=3)
+        assert [claim(engine, worker).id for _ in range(3)] == [urgent.id, old.id, young.id]
+        assert claim(engine, worker) is None
+
+    def test_raises_epoch_and_attempt_and_takes_a_device(self, engine: Engine) -> None:
+        run, worker = add_run(engine), add_worker(engine)
+        claimed = claim(engine, worker)
+        assert (claimed.epoch, claimed.attempt, claimed.status, claimed.lease_owner) == (1, 1, "initializing", worker)
+        assert list(claimed.device_indexes) == [0]
+        with engine.connect() as connection:
+            device = connection.execute(text("SELECT run_id, run_epoch FROM devices")).one()
+            tries = connection.execute(text("SELECT attempt, outcome FROM run_attempts")).all()
+        assert tuple(device) == (run.id, 1)
+        assert [tuple(one) for one in tries] == [(1, None)]
+
+    def test_gives_a_run_only_to_a_worker_with_enough_free_devices(self, engine: Engine) -> None:
+        big, small = add_run(engine, devices_needed=2, priority=9), add_run(engine)
+        one, two = add_worker(engine, devices=1), add_worker(engine, devices=2)
+        assert claim(engine, one).id == small.id
+        assert claim(engine, one) is None
+        taken = claim(engine, two)
+        assert taken.id == big.id
+        assert sorted(taken.device_indexes) == [0, 1]
+
+    def test_heeds_backend_requirements_and_delay(self, engine: Engine) -> None:
+        add_run(engine, backend="celery")
+        add_run(engine, requirements={"kind": "cuda"})
+        add_run(engine, requirements={"memory_mb": 2000})
+        later = add_run(engine)
+        with engine.begin() as connection:
+            connection.execute(
+                text("UPDATE runs SET not_before = now() + interval '1 h' WHERE id = :id"), later._mapping
+            )
+        assert claim(engine, add_worker(engine)) is None
+
+    def test_never_gives_one_run_to_two_of_many_claimants(self, engine: Engine) -> None:
+        runs = {add_run(engine).id for _ in range(6)}
+        workers = [add_worker(engine, devices=2) for _ in range(6)]
+        got: list[str] = []
+
+        def take(worker: str) -> None:
+            while (claimed := claim(engine, worker)) is not None:
+                got.append(claimed.id)
+
+        threads = [threading.Thread(target=take, args=(worker,)) for worker in workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert sorted(got) == sorted(runs)
+
+    def test_a_second_thread_of_a_worker_sees_what_the_first_left(self, engine: Engine) -> None:
+        for _ in range(2):
+            add_run(engine)
+        worker = add_worker(engine, devices=2)
+        got: list[object] = []
+        threads = [threading.Thread(target=lambda: got.append(claim(engine, worker))) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert None not in got
+
+
+class TestTheWholeLife:
+    def test_is_told_in_one_order(self, engine: Engine) -> None:
+        run, worker = add_run(engine), add_worker(engine)
+        claim(engine, worker)
+        for statement in (
+            lifecycle.begin(run.id, 1, 0, 10, None),
+            lifecycle.saving(run.id, 1),
+            lifecycle.saved(run.id, 1),
+            lifecycle.complete(run.id, 1, 1, "training is complete"),
+        ):
+            assert len(move(engine, statement)) == 1
+        assert told(engine, run.id) == [
+            ("status", "pending"),
+            ("status", "initializing"),
+            ("status", "running"),
+            ("status", "checkpointing"),
+            ("status", "running"),
+            ("status", "completed"),
+            ("end", "completed"),
+        ]
+        row = run_row(engine, run.id)
+        assert row.finished_at is not None and row.lease_owner is None and row.output_attempt == 1
+
+    def test_frees_devices_and_closes_the_attempt_at_its_end(self, engine: Engine) -> None:
+        run, worker = add_run(engine), add_worker(engine)
+        claim(engine, worker)
+        move(engine, lifecycle.fail(run.id, 1, "bad_data", "row 3 is empty"))
+        assert told(engine, run.id)[-3:] == [("error", "bad_data"), ("status", "failed"), ("end", "failed")]
+        with engine.connect() as connection:
+            assert connection.execute(text("SELECT run_id FROM devices")).scalar() is None
+            assert connection.execute(text("SELECT outcome FROM run_attempts")).scalar() == "failed"
+
+    @pytest.mark.parametrize("verb", ["begin", "complete", "fail", "hand_back", "retry"])
+    def test_a_stale_worker_moves_nothing(self, engine: Engine, verb: str) -> None:
+        run, worker = add_run(engine), add_worker(engine)
+        claim(engine, worker)
+        move(engine, lifecycle.hand_back(run.id, 1, "drain"))
+        claim(engine, worker)
+        statement = {
+            "begin": lifecycle.begin(run.id, 1, 0, 10, None),
+            "complete": lifecycle.complete(run.id, 1, 1, "done"),
+            "fail": lifecycle.fail(run.id, 1, "internal", "x"),
+            "hand_back": lifecycle.hand_back(run.id, 1, "x"),
+            "retry": lifecycle.retry(run.id, 1, "x", 0),
+        }[verb]
+        before = events_of(engine, run.id)
+        assert move(engine, statement) == []
+        assert events_of(engine, run.id) == before
+        assert run_row(engine, run.id).status == "initializing"
+
+    def test_an_impossible_row_is_refused_by_the_database(self, engine: Engine) -> None:
+        run, worker = add_run(engine), add_worker(engine)
+        claim(engine, worker)
+        with pytest.raises(IntegrityError, match="cancelled_by_stop"):
+            move(engine, lifecycle.cancel(run.id, 1))
+
+
+class TestStop:
+    def test_ends_a_waiting_run_at_once(self, engine: Engine) -> None:
+        run, worker = add_run(engine), add_worker(engine)
+        (row,) = move(engine, lifecycle.request_stop(run.id, True))
+        assert row["status"] == "cancelled"
+        assert told(engine, run.id)[-2:] == [("status", "cancelled"), ("end", "cancelled")]
+        assert claim(engine, worker) is None
+
+    def test_marks_a_live_run_and_reaches_its_worker_with_the_renewal(self, engine: Engine) -> None:
+        run, worker = add_run(engine), add_worker(engine)
+        claim(engine, worker)
+        (row,) = move(engine, lifecycle.request_stop(run.id, True))
+        assert row["status"] == "initializing"
+        (renewed,) = move(engine, lifecycle.renew(run.id, 1, 60))
+        assert renewed["stop_requested_at"] is not None and renewed["stop_save_checkpoint"] is True
+        (row,) = move(engine, lifecycle.request_stop(run.id, False))
+        assert row["stop_save_checkpoint"] is False
+
+    @pytest.mark.parametrize("verb", ["hand_back", "retry", "reap_dead"])
+    def test_is_never_followed_by_another_attempt(self, engine: Engine, verb: str) -> None:
+        run, worker = add_run(engine), add_worker(engine)
+        claim(engine, worker)
+        move(engine, lifecycle.request_stop(run.id, True))
+        statement = {
+            "hand_back": lifecycle.hand_back(run.id, 1, "drain"),
+            "retry": lifecycle.retry(run.id, 1, "lost", 0),
+            "reap_dead": lifecycle.reap_dead([worker]),
+        }[verb]
+        (row,) = move(engine, statement)
+        assert row["status"] == "cancelled"
+        assert claim(engine, worker) is None
+
+    def test_changes_nothing_once_the_run_has_ended(self, engine: Engine) -> None:
+        run, worker = add_run(engine), add_worker(engine)
+        claim(engine, worker)
+        move(engine, lifecycle.complete(run.id, 1, 1, "done"))
+        assert move(engine, lifecycle.request_stop(run.id, True)) == []
+
+    def test_against_a_claim_strands_nobody(self, engine: Engine) -> None:
+        worker = add_worker(engine, devices=40)
+        for _ in range(20):
+            run = add_run(engine)
+            both = [
+                threading.Thread(target=lambda: claim(engine, worker)),
+                threading.Thread(target=lambda id=run.id: move(engine, lifecycle.request_stop(id, True))),
+            ]
+            for thread in both:
+                thread.start()
+            for thread in both:
+                thread.join(30)
+            row = run_row(engine, run.id)
+            assert row.stop_requested_at is not None
+            assert row.status in ("cancelled", "initializing")
+
+
+class TestLoss:
+    def expire(self, engine: Engine) -> None:
+        with engine.begin() as connection:
+            connection.execute(text("UPDATE runs SET lease_expires_at = clock_timestamp() - interval '1 s'"))
+
+    def test_an_expired_lease_gives_the_run_back_with_a_new_fence(self, engine: Engine) -> None:
+        run, worker = add_run(engine), add_worker(engine)
+        claim(engine, worker, lease=0.05)
+        self.expire(engine)
+        (row,) = move(engine, lifecycle.reap(0.01))
+        assert (row["status"], row["epoch"], row["lost_count"], row["from_status"]) == ("pending", 2, 1, "initializing")
+        assert move(engine, lifecycle.renew(run.id, 1, 60)) == []
+        assert move(engine, lifecycle.reap(0.01)) == []
+
+    def test_postgres_that_has_only_just_come_up_gives_a_lease_of_grace(self, engine: Engine) -> None:
+        add_run(engine)
+        claim(engine, add_worker(engine))
+        self.expire(engine)
+        assert move(engine, lifecycle.reap(3600 * 24)) == []
+
+    def test_a_run_that_is_lost_too_often_fails_and_says_so(self, engine: Engine) -> None:
+        run, worker = add_run(engine, max_restarts=1), add_worker(engine)
+        for _ in range(2):
+            claim(engine, worker)
+            move(engine, lifecycle.reap_dead([worker]))
+        row = run_row(engine, run.id)
+        assert (row.status, row.error_code) == ("failed", "worker_lost")
+        assert "max_restarts is 1" in row.error_message
+        assert told(engine, run.id)[-3:] == [("error", "worker_lost"), ("status", "failed"), ("end", "failed")]
+
+    def test_being_handed_back_is_no_loss(self, engine: Engine) -> None:
+        run, worker = add_run(engine, max_restarts=0), add_worker(engine)
+        for _ in range(3):
+            claim(engine, worker)
+            move(engine, lifecycle.hand_back(run.id, run_row(engine, run.id).epoch, "drain"))
+        row = run_row(engine, run.id)
+        assert (row.status, row.lost_count, row.attempt) == ("pending", 0, 3)
+
+    def test_each_further_loss_doubles_the_pause(self, engine: Engine) -> None:
+        run, worker = add_run(engine), add_worker(engine)
+        pauses = []
+        for _ in range(3):
+            with engine.begin() as connection:
+                connection.execute(text("UPDATE runs SET not_before = now()"))
+            claim(engine, worker)
+            move(engine, lifecycle.retry(run.id, run_row(engine, run.id).epoch, "lost", 10))
+            with engine.connect() as connection:
+                pauses.append(connection.scalar(text("SELECT extract(epoch FROM not_before - now()) FROM runs")))
+        assert [round(float(pause) / 10) for pause in pauses] == [1, 2, 4]
+
+
+class TestHints:
+    def test_are_due_once_and_again_after_a_while(self, engine: Engine) -> None:
+        run = add_run(engine)
+        assert [row["id"] for row in move(engine, lifecycle.hint_due(10))] == [run.id]
+        assert move(engine, lifecycle.hint_due(10)) == []
+        with engine.begin() as connection:
+            connection.execute(text("UPDATE runs SET hinted_at = now() - interval '31 s'"))
+        assert len(move(engine, lifecycle.hint_due(10))) == 1

@@ -1,0 +1,81 @@
+"""Rows put straight into a database, for tests below the API."""
+
+from typing import Any
+
+from sqlalchemy import Connection, Engine, insert, select
+
+from app.datasets.models import Dataset
+from app.events.models import RunEvent
+from app.experiments.models import Experiment
+from app.ids import new_id
+from app.runs import lifecycle
+from app.runs.models import Run
+from app.workers import registry
+
+
+def add_run(engine: Engine, **values: Any) -> Any:
+    """A pending run of the fake backend, with an experiment and a data set of its own."""
+    with engine.begin() as connection:
+        experiment, dataset = _parents(connection)
+        defaults = {
+            "id": new_id("run"),
+            "experiment_id": experiment,
+            "dataset_id": dataset,
+            "name": "a run",
+            "backend": "fake",
+            "config": {"base_model": "none", "extra": {}},
+            "given": ["base_model"],
+        }
+        return connection.execute(lifecycle.create({**defaults, **values})).one()
+
+
+def add_worker(engine: Engine, devices: int = 1, **values: Any) -> str:
+    """A registered worker with that many devices."""
+    worker_id = new_id("wrk")
+    defaults = {
+        "id": worker_id, "host": "test", "pid": 1, "boot_id": "boot", "process_started": 1, "version": "0",
+        "slots": devices, "backends": ["fake"], "launch_mode": "cold",
+    }  # fmt: skip
+    offered = [
+        {"worker_id": worker_id, "index": i, "uid": f"cpu-{i}", "kind": "cpu", "name": "cpu", "memory_mb": 1000}
+        for i in range(devices)
+    ]
+    with engine.begin() as connection:
+        connection.execute(registry.register({**defaults, **values}))
+        connection.execute(registry.offer(offered))
+    return worker_id
+
+
+def claim(engine: Engine, worker_id: str, lease: float = 60.0, backends: tuple[str, ...] = ("fake",)) -> Any:
+    """What the worker gets, or None."""
+    with engine.begin() as connection:
+        return connection.execute(lifecycle.claim(worker_id, list(backends), lease, "cpu", 1000)).one_or_none()
+
+
+def run_row(engine: Engine, run_id: str) -> Any:
+    """The run as it is now."""
+    with engine.connect() as connection:
+        return connection.execute(select(Run.__table__).where(Run.id == run_id)).one()
+
+
+def events_of(engine: Engine, run_id: str) -> list[Any]:
+    """(seq, type, attempt, data) of all its events."""
+    with engine.connect() as connection:
+        rows = connection.execute(
+            select(RunEvent.seq, RunEvent.type, RunEvent.attempt, RunEvent.data)
+            .where(RunEvent.run_id == run_id)
+            .order_by(RunEvent.seq)
+        )
+        return list(rows.all())
+
+
+def _parents(connection: Connection) -> tuple[str, str]:
+    experiment, dataset = new_id("exp"), new_id("ds")
+    connection.execute(insert(Experiment).values(id=experiment, name="an experiment"))
+    connection.execute(
+        insert(Dataset).values(
+            id=dataset, name="data", format="text", extension="jsonl", rows=1, bytes=1, sha256="0" * 64,
+            columns=["text"], preview=[],
+        )
+    )  # fmt: skip
+    return experiment, dataset
