@@ -8,6 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from app.home import HomeError, make_private_folder, write_private
 from app.processes import end_leftovers, free_port, last_lines, start_child, stop_child
@@ -56,7 +58,7 @@ class Valkey:
         """Wait until the server answers."""
         deadline = time.monotonic() + _READY_SECONDS
         set_aside = False
-        with redis.Redis.from_url(self.url, socket_timeout=5) as client:
+        with redis.Redis.from_url(self.url, socket_timeout=5, retry=Retry(NoBackoff(), 0)) as client:
             while True:
                 try:
                     client.ping()
