@@ -32,6 +32,7 @@ _LONGEST_WAIT_FOR_RESTART = 2.0
 _LARGEST_BACKOFF = 30.0
 _HEALTHY_SECONDS = 60.0
 _MOST_EARLY_DEATHS = 3
+_MOST_FORKS = 3
 _CODE_ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -116,8 +117,7 @@ class Launcher:
             deadline=renew_until,
             user=self._settings.trainer_user,
         )
-        warm = self._ready_socket()
-        process = self._fork(start, warm) if warm is not None else None
+        process = self._fork(start)
         if process is None:
             if self._settings.launch == "zygote":
                 raise LaunchError(self._cold_because or "the zygote is not available, and ANNEAL_LAUNCH=zygote")
@@ -139,36 +139,30 @@ class Launcher:
 
     # Launching, in the caller's thread
 
-    def _ready_socket(self) -> socket.socket | None:
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._ready or bool(self._cold_because) or self._backing_off or self._stopping,
-                _READY_SECONDS,
-            )
-            # A copy, so that the keeper may close its own at any time.
-            return self._socket.dup() if self._ready and self._socket is not None else None
-
-    def _fork(self, start: Start, zygote: socket.socket) -> TrainingProcess | None:
-        """Have the zygote fork; None when it died before it told of a child (which then dies with it)."""
-        channel = Channel()
-        status, zygote_status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        status.settimeout(_FORK_SECONDS)
-        try:
-            with zygote, zygote_status:
-                fds = [*channel.trainer_fds, zygote_status.fileno()]
-                socket.send_fds(zygote, [start.to_json().encode()], fds)
-            channel.release()
-            packet, pidfds, _flags, _address = socket.recv_fds(status, 1024, 1)
-        except (ConnectionError, TimeoutError):
-            packet = b""
-        if not packet:
-            # A child of a frozen zygote, forked later, finds its control socket closed and ends.
-            channel.close()
-            status.close()
-            return None
-        born = json.loads(packet)
-        identity = session.Identity.of(born["pid"], born["start_time"])
-        return TrainingProcess(identity, pidfds[0], channel, ZygoteFate(status, pidfds[0]))
+    def _fork(self, start: Start) -> TrainingProcess | None:
+        """Have the zygote fork, the next one if this one dies meanwhile; None when it is better to start cold."""
+        for _ in range(_MOST_FORKS):
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._ready or bool(self._cold_because) or self._backing_off or self._stopping,
+                    _READY_SECONDS,
+                )
+                if not self._ready or self._socket is None:
+                    return None
+                asked = self._socket
+                copy = asked.dup()  # the keeper may close its own at any time
+            with copy:
+                try:
+                    return _ask_to_fork(start, copy)
+                except TimeoutError:
+                    return None
+                except ConnectionError:
+                    pass
+            with self._changed:
+                deadline = time.monotonic() + _FORK_SECONDS
+                while self._socket is asked and time.monotonic() < deadline:
+                    self._changed.wait(_FORK_SECONDS)  # until the keeper has noticed as well
+        return None
 
     def _start_cold(self, start: Start) -> TrainingProcess:
         request = _ColdStart(start)
@@ -305,6 +299,31 @@ class Launcher:
             os.write(self._wake_writing, b"!")
         except BlockingIOError:
             pass  # it is awake already
+
+
+def _ask_to_fork(start: Start, zygote: socket.socket) -> TrainingProcess:
+    """The process that the zygote forks; raises ConnectionError when it is gone, TimeoutError when frozen.
+
+    Then a child that exists, or that comes late, ends by itself: its parent or its control socket is gone.
+    """
+    channel = Channel()
+    status, zygote_status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    status.settimeout(_FORK_SECONDS)
+    try:
+        with zygote_status:
+            fds = [*channel.trainer_fds, zygote_status.fileno()]
+            socket.send_fds(zygote, [start.to_json().encode()], fds)
+        channel.release()
+        packet, pidfds, _flags, _address = socket.recv_fds(status, 1024, 1)
+        if not packet:
+            raise ConnectionError("the zygote is gone")
+    except OSError:
+        channel.close()
+        status.close()
+        raise
+    born = json.loads(packet)
+    identity = session.Identity.of(born["pid"], born["start_time"])
+    return TrainingProcess(identity, pidfds[0], channel, ZygoteFate(status, pidfds[0]))
 
 
 class _ColdStart:

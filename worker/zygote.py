@@ -18,9 +18,9 @@ import select
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from worker import child, devices, session
@@ -60,13 +60,18 @@ def preload(modules: Sequence[str]) -> None:
     with capability_from_nvml():
         for module in modules:
             importlib.import_module(module)
-    if threading.active_count() > 1:
-        raise RuntimeError(
-            f"the imports started threads: {[thread.name for thread in threading.enumerate()]}"
-        )
+    threads = _threads()
+    if len(threads) > 1:
+        raise RuntimeError(f"the imports started threads, which no fork would have: {threads}")
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         raise RuntimeError("the imports initialised CUDA, which no fork of this process could use")
+
+
+def _threads() -> list[str]:
+    """Names of this process's threads, of Python and of C; jemalloc (in pyarrow) renews its own after a fork."""
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return [name for name in names if name != "jemalloc_bg_thd"]
 
 
 @contextmanager

@@ -142,6 +142,13 @@ def count_threads(arguments: list[str]) -> int:
     return 0
 
 
+def loaded(arguments: list[str]) -> int:
+    """Tell whether a module is imported already."""
+    job, report, _ = start(arguments)
+    report.send("loaded", loaded=job["module"] in sys.modules)
+    return 0
+
+
 def write_job(folder: Path, **job: Any) -> Path:
     """A job file in a folder of its own."""
     folder.mkdir(parents=True, exist_ok=True)

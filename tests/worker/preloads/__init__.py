@@ -1,0 +1,1 @@
+"""Modules for zygotes to preload in tests, each with one property of a real library."""
