@@ -12,12 +12,35 @@ from typing import Any
 from worker.training.manifest import verify
 from worker.training.report import read_journal
 
-_WORDS = ["a", "the", "model", "learns", "from", "rows", "of", "text", "and", "tells", "what", "it", "saw", "one", "two", "three", "four", "five", "six"]
+_WORDS = (
+    "a",
+    "the",
+    "model",
+    "learns",
+    "from",
+    "rows",
+    "of",
+    "text",
+    "and",
+    "tells",
+    "what",
+    "it",
+    "saw",
+    "one",
+    "two",
+)
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 CORPUS = [" ".join(_WORDS[(i * j + j) % len(_WORDS)] for j in range(1, 25)) for i in range(40)]
 
 
 def make_tiny_model(
-    folder: Path | str, *, seed: int = 0, hidden: int = 32, layers: int = 2, chat_template: str | None = None
+    folder: Path | str,
+    *,
+    seed: int = 0,
+    hidden: int = 32,
+    layers: int = 2,
+    dropout: float = 0.0,
+    chat_template: str | None = None,
 ) -> Path:
     """Write a Llama with random weights and a byte-level BPE tokenizer trained on the spot into `folder`.
 
@@ -55,6 +78,7 @@ def make_tiny_model(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
+        attention_dropout=dropout,
         attn_implementation="sdpa",
     )
     torch.manual_seed(seed)
@@ -192,14 +216,67 @@ def parse_records(text: str) -> list[dict[str, Any]]:
 
 def run_cold(job: dict[str, Any], arguments: Sequence[str] = (), timeout: float = 120) -> Outcome:
     """Run `python -m worker.training job.json` in a process of its own and wait for its end."""
-    path = Path(job["output_dir"]) / "job.json"
-    path.write_text(json.dumps(job))
     done = subprocess.run(
-        [sys.executable, "-m", "worker.training", str(path), *arguments],
+        [sys.executable, "-m", "worker.training", str(write_job(job)), *arguments],
         capture_output=True,
         text=True,
         timeout=timeout,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        env=ENVIRONMENT,
         check=False,
     )
     return Outcome(done.returncode, parse_records(done.stdout), job, done.stderr)
+
+
+def write_job(job: dict[str, Any]) -> Path:
+    """Write the job file into the attempt's folder."""
+    path = Path(job["output_dir"]) / "job.json"
+    path.write_text(json.dumps(job))
+    return path
+
+
+class Forks:
+    """A process that has imported the training code and forks one child for each job: a fresh process, fast."""
+
+    def __init__(self) -> None:
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tests.worker.training.forks"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=ENVIRONMENT,
+        )
+        self._running: tuple[dict[str, Any], Path] | None = None
+
+    def run(self, job: dict[str, Any], **limits: int) -> Outcome:
+        """Run a job to its end; `file_bytes` limits the size of any file that it writes."""
+        self.start(job, **limits)
+        return self.wait()
+
+    def start(self, job: dict[str, Any], **limits: int) -> int:
+        """Start a job; returns its process id."""
+        out = Path(job["output_dir"])
+        assert self._server.stdin is not None and self._server.stdout is not None
+        request = {"job": str(write_job(job)), "stdout": str(out / "stdout"), "stderr": str(out / "stderr"), **limits}
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        self._running = job, out
+        return int(json.loads(self._server.stdout.readline())["pid"])
+
+    def said(self) -> list[dict[str, Any]]:
+        """The records of the running job so far."""
+        assert self._running is not None
+        path = self._running[1] / "stdout"
+        return parse_records(path.read_text()) if path.exists() else []
+
+    def wait(self) -> Outcome:
+        """Wait for the end of the running job."""
+        assert self._running is not None and self._server.stdout is not None
+        code = int(json.loads(self._server.stdout.readline())["code"])
+        job, out = self._running
+        return Outcome(code, parse_records((out / "stdout").read_text()), job, (out / "stderr").read_text())
+
+    def close(self) -> None:
+        """End the server."""
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        self._server.wait(timeout=30)

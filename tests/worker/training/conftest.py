@@ -1,0 +1,28 @@
+"""Models and a warm process, shared by the tests of training."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.worker.training.tiny import Forks, make_chat_dataset, make_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with attention dropout."""
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", dropout=0.1)
+
+
+@pytest.fixture(scope="session")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty short chats."""
+    return make_chat_dataset(tmp_path_factory.mktemp("data") / "chats.jsonl", 40)
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """Fresh training processes without the cost of their imports."""
+    server = Forks()
+    yield server
+    server.close()

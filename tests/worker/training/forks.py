@@ -1,0 +1,32 @@
+"""The server behind `tiny.Forks`: reads jobs from standard input, forks a child for each, tells its end."""
+
+import json
+import os
+import resource
+import sys
+
+from worker.training.__main__ import main
+
+
+def _child(request: dict[str, object]) -> None:
+    code = 70
+    try:
+        for descriptor, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(os.open(str(request[name]), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644), descriptor)
+        if "file_bytes" in request:
+            limit = int(str(request["file_bytes"]))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        code = main([str(request["job"])])
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        _child(json.loads(line))
+    print(json.dumps({"pid": child}), flush=True)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print(json.dumps({"code": status}), flush=True)
