@@ -1,0 +1,129 @@
+"""Runs on our own workers, on this machine or on any that shares database, broker and storage."""
+
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
+
+from app.backends.base import BackendCapabilities, Rules, TrainingBackend
+from app.checkpoints.models import Checkpoint
+from app.config import Settings
+from app.errors import FieldError, invalid
+from app.events.stream import Streams
+from app.ids import is_id
+from app.queue import Queue
+from app.runs import logs, service, views
+from app.runs.checks import config_problems, online_machines
+from app.runs.config import Problem, TrainingMethod
+from app.runs.models import Run
+from app.runs.resume import resume
+from app.runs.schemas import RunCreate, RunRead, RunResume, TrainingRun
+from app.storage import Storage
+
+_SUPERVISED = (TrainingMethod.full, TrainingMethod.lora, TrainingMethod.qlora, TrainingMethod.sft)
+
+
+class CeleryBackend(TrainingBackend):
+    """A pending row is the whole launch: a worker claims it, told by a hint or by the next round of hints."""
+
+    rules = Rules(
+        capabilities=BackendCapabilities(
+            name="celery",
+            supports_local=True,
+            supports_remote=True,
+            supports_distributed=False,
+            supported_methods=_SUPERVISED,
+            max_model_size_b=None,
+            supported_quantization=("4bit", "8bit"),
+            supports_streaming_logs=True,
+        ),
+        options=None,
+        machine_matters=True,
+        loads_model=True,
+    )
+
+    def __init__(
+        self,
+        sessions: async_sessionmaker[AsyncSession],
+        settings: Settings,
+        storage: Storage,
+        queue: Queue,
+        streams: Streams,
+    ) -> None:
+        self._sessions = sessions
+        self._storage = storage
+        self._queue = queue
+        self._streams = streams
+        self._around = service.Surroundings(settings, storage, {self.capabilities.name: self.rules})
+
+    async def validate_config(self, config: Mapping[str, Any]) -> list[Problem]:
+        """Problems of the configuration alone and with the devices of the workers that are online now."""
+        name = self.capabilities.name
+        async with self._sessions() as session:
+            machines = await online_machines(session, self._around.settings, name, self.rules)
+        problems, _ = config_problems(self.rules, config, machines=machines)
+        return problems
+
+    async def launch(self, run: TrainingRun, dataset_path: Path, output_dir: Path) -> str:
+        """Insert the run; 422 for a data set or folder that is not the storage's own."""
+        request = RunCreate(
+            experiment_id=run.experiment_id,
+            backend=self.capabilities.name,
+            dataset_id=self._dataset_id(dataset_path),
+            config=run.config,
+        )
+        if not is_id(run.run_id, "run") or output_dir != self._storage.run_dir(run.run_id):
+            message = f"must be the run's own folder below {self._storage.root}, and its id of the form run_…"
+            raise invalid([FieldError(field="output_dir", code="outside_storage", message=message)])
+        async with self._sessions() as session, session.begin():
+            known = await session.scalar(select(Run.id).where(Run.id == run.run_id))
+            if known is None:
+                await service.create(session, self._around, request, created_by=None, run_id=run.run_id)
+        await self._queue.hint()
+        return run.run_id
+
+    async def get_status(self, run_id: str) -> RunRead:
+        """The run with its newest metrics."""
+        async with self._sessions() as session:
+            return await views.one(session, self._storage, await service.get(session, run_id))
+
+    async def stream_logs(self, run_id: str) -> AsyncIterator[str]:
+        """Stored lines, then new ones until the run has ended."""
+        async with self._sessions() as session:
+            run = await service.get(session, run_id)
+        async for line in logs.lines(self._streams.batches(run_id, run.first_seq - 1), grep=None):
+            yield line
+
+    async def stop(self, run_id: str, save_checkpoint: bool = True) -> None:
+        """Ask for a stop; 409 when the run has ended by itself."""
+        async with self._sessions() as session, session.begin():
+            await service.stop(session, run_id, save_checkpoint)
+        await self._queue.stop(run_id)
+        await self._queue.wake(run_id)
+
+    async def resume(self, run_id: str, checkpoint_path: Path | None = None) -> str:
+        """A new run that goes on from the checkpoint in that folder, or from the newest good one."""
+        async with self._sessions() as session, session.begin():
+            wanted = await self._checkpoint_id(session, checkpoint_path) if checkpoint_path else None
+            request = RunResume(checkpoint_id=wanted)
+            child = await resume(session, self._around, run_id, request, created_by=None)
+        await self._queue.hint()
+        return child.id
+
+    def _dataset_id(self, path: Path) -> str:
+        dataset_id, extension = path.parent.name, path.suffix.removeprefix(".")
+        if is_id(dataset_id, "ds") and path == self._storage.dataset_file(dataset_id, extension):
+            return dataset_id
+        message = f"must be a file of a stored data set below {self._storage.root}; upload it first"
+        raise invalid([FieldError(field="dataset_path", code="outside_storage", message=message)])
+
+    async def _checkpoint_id(self, session: AsyncSession, path: Path) -> str:
+        run_id = path.parent.parent.name
+        query = select(Checkpoint).where(Checkpoint.run_id == run_id, Checkpoint.name == path.name)
+        for saved in (await session.scalars(query.order_by(Checkpoint.id.desc()))).all():
+            if path == self._storage.checkpoint_dir(run_id, saved.attempt, saved.step):
+                return saved.id
+        message = "is not the folder of a checkpoint; GET …/checkpoints lists those there are"
+        raise invalid([FieldError(field="checkpoint_path", code="checkpoint_not_found", message=message)])

@@ -1,0 +1,26 @@
+"""`/v1/backends`."""
+
+from fastapi import APIRouter
+
+from app.backends import registry
+from app.backends.base import Rules
+from app.backends.schemas import BackendRead
+from app.pagination import Page
+
+router = APIRouter(prefix="/backends", tags=["backends"])
+
+
+@router.get("")
+async def list_backends() -> Page[BackendRead]:
+    """Where runs can execute."""
+    return Page(data=[_read(rules) for rules in registry.RULES.values()], has_more=False)
+
+
+@router.get("/{name}")
+async def get_backend(name: str) -> BackendRead:
+    """What one backend can run."""
+    return _read(registry.rules(name))
+
+
+def _read(rules: Rules) -> BackendRead:
+    return BackendRead(id=rules.capabilities.name, **rules.capabilities.model_dump())

@@ -1,0 +1,31 @@
+"""Runs that train nothing: real processes with real events, for tests and for trying the API without torch."""
+
+from app.backends.base import BackendCapabilities, Rules
+from app.backends.celery import CeleryBackend
+from app.backends.fake_options import FakeOptions
+from app.runs.config import TrainingMethod
+
+
+class FakeBackend(CeleryBackend):
+    """The same workers with another trainer: any name is a model, and `extra` says what is to happen."""
+
+    rules = Rules(
+        capabilities=BackendCapabilities(
+            name="fake",
+            supports_local=True,
+            supports_remote=True,
+            supports_distributed=False,
+            supported_methods=(
+                TrainingMethod.full,
+                TrainingMethod.lora,
+                TrainingMethod.qlora,
+                TrainingMethod.sft,
+            ),
+            max_model_size_b=None,
+            supported_quantization=("4bit", "8bit"),
+            supports_streaming_logs=True,
+        ),
+        options=FakeOptions,
+        machine_matters=False,
+        loads_model=False,
+    )

@@ -1,0 +1,26 @@
+"""`/v1/runs/{id}/checkpoints`."""
+
+from fastapi import APIRouter
+
+from app.checkpoints import service
+from app.checkpoints.schemas import CheckpointRead
+from app.dependencies import Session
+from app.pagination import Page, PageQuery
+from app.runs.service import get as get_run
+
+router = APIRouter(prefix="/runs/{run_id}/checkpoints", tags=["checkpoints"])
+
+
+@router.get("")
+async def list_checkpoints(run_id: str, session: Session, paging: PageQuery) -> Page[CheckpointRead]:
+    """Checkpoints whose files are there, newest first."""
+    run = await get_run(session, run_id)
+    rows, has_more = await service.page(session, run.id, paging)
+    return Page(data=[CheckpointRead.model_validate(row) for row in rows], has_more=has_more)
+
+
+@router.get("/{checkpoint_id}")
+async def get_checkpoint(run_id: str, checkpoint_id: str, session: Session) -> CheckpointRead:
+    """One checkpoint."""
+    run = await get_run(session, run_id)
+    return CheckpointRead.model_validate(await service.get(session, run.id, checkpoint_id))

@@ -1,0 +1,46 @@
+"""Checkpoints on the wire."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from app.runs.schemas import Moment
+
+
+class CheckpointRead(BaseModel):
+    """A saved state."""
+
+    model_config = ConfigDict(
+        from_attributes=True,
+        json_schema_extra={
+            "example": {
+                "id": "ckpt_01k3x9m6q2v8s4t0w7y5z1a3b8",
+                "run_id": "run_01k3x9m6q2v8s4t0w7y5z1a3b6",
+                "attempt": 1,
+                "name": "checkpoint-40",
+                "step": 40,
+                "epoch": 0.2,
+                "kind": "periodic",
+                "bytes": 1048576,
+                "manifest_sha256": "0f" * 32,
+                "metrics": {"loss": 2.31},
+                "pinned": False,
+                "bad_reason": None,
+                "created_at": "2026-01-02T03:04:05.678Z",
+            }
+        },
+    )
+
+    id: str
+    run_id: str
+    attempt: int
+    name: str
+    step: int
+    epoch: float
+    kind: Literal["periodic", "stop", "best", "final"]
+    bytes: int
+    manifest_sha256: str
+    metrics: dict[str, Any]
+    pinned: bool
+    bad_reason: str | None = Field(description="Why it cannot be resumed, when it was found damaged.")
+    created_at: Moment

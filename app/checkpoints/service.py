@@ -1,0 +1,54 @@
+"""What can be done with checkpoints."""
+
+from collections.abc import Sequence
+
+from sqlalchemy import Select, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.checkpoints.models import Checkpoint
+from app.errors import ApiError
+from app.ids import is_id
+from app.pagination import Paging, fetch
+
+
+def _good() -> Select[Checkpoint]:
+    return select(Checkpoint).where(Checkpoint.deleted_at.is_(None), Checkpoint.bad_reason.is_(None))
+
+
+async def page(session: AsyncSession, run_id: str, paging: Paging) -> tuple[list[Checkpoint], bool]:
+    """Checkpoints of a run whose files are there, newest first."""
+    query = select(Checkpoint).where(Checkpoint.run_id == run_id, Checkpoint.deleted_at.is_(None))
+    return await fetch(session, query, Checkpoint.id, paging)
+
+
+async def get(session: AsyncSession, run_id: str, checkpoint_id: str) -> Checkpoint:
+    """A checkpoint of this run whose files are there; `checkpoint_not_found` otherwise."""
+    found = await session.get(Checkpoint, checkpoint_id) if is_id(checkpoint_id, "ckpt") else None
+    if found is None or found.run_id != run_id or found.deleted_at is not None:
+        raise ApiError(
+            404,
+            "checkpoint_not_found",
+            f"Run {run_id} has no checkpoint {checkpoint_id[:60]}; GET /v1/runs/{run_id}/checkpoints lists "
+            "those it has.",
+        )
+    return found
+
+
+async def newest_good(session: AsyncSession, run_ids: Sequence[str]) -> dict[str, Checkpoint]:
+    """The newest checkpoint that can be resumed from, for each of the runs that has one."""
+    query = (
+        _good()
+        .where(Checkpoint.run_id.in_(run_ids))
+        .distinct(Checkpoint.run_id)
+        .order_by(Checkpoint.run_id, Checkpoint.id.desc())
+    )
+    return {row.run_id: row for row in (await session.scalars(query)).all()}
+
+
+async def newest_good_until(session: AsyncSession, run_id: str, last_id: str | None = None) -> Checkpoint | None:
+    """The newest checkpoint of one run that can be resumed from, not newer than the one named `last_id`."""
+    query = _good().where(Checkpoint.run_id == run_id)
+    if last_id is not None:
+        query = query.where(Checkpoint.id <= last_id)
+    found: Checkpoint | None = await session.scalar(query.order_by(Checkpoint.id.desc()).limit(1))
+    return found

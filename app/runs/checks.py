@@ -1,0 +1,295 @@
+"""What is wrong with a request for a run: all of it at once, before anything is written."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+from sqlalchemy import func, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.backends.base import Rules
+from app.config import Settings
+from app.datasets.models import Dataset
+from app.errors import ApiError, FieldError, invalid
+from app.experiments.models import Experiment
+from app.runs import base_models
+from app.runs.config import Machine, Problem, TrainingConfig, TrainingMethod, given_fields, problems, resolve
+from app.runs.lifecycle import seconds
+from app.runs.models import Run
+from app.runs.schemas import RunCreate
+from app.storage import Storage
+from app.workers.models import Device, Worker
+from app.workers.service import FRESH_LEASES
+
+_FORMATS = {
+    TrainingMethod.sft: ("chat", "prompt_completion", "text"),
+    TrainingMethod.full: ("chat", "prompt_completion", "text"),
+    TrainingMethod.lora: ("chat", "prompt_completion", "text"),
+    TrainingMethod.qlora: ("chat", "prompt_completion", "text"),
+    TrainingMethod.dpo: ("preference",),
+    TrainingMethod.rlhf: ("prompt",),
+}
+
+
+@dataclass
+class Examined:
+    """A request with everything that was found out about it; `config` is there when it has no errors."""
+
+    errors: list[FieldError] = field(default_factory=list)
+    warnings: list[FieldError] = field(default_factory=list)
+    config: TrainingConfig | None = None
+    given: list[str] = field(default_factory=list)
+    effective: TrainingConfig | None = None
+    base_run_id: str | None = None
+
+    def refuse(self, name: str, code: str, message: str) -> None:
+        """One more thing that is wrong."""
+        self.errors.append(FieldError(field=name, code=code, message=message))
+
+
+def refusal(errors: list[FieldError]) -> ApiError:
+    """422 with every error; its code is theirs when they all have the same."""
+    codes = {error.code for error in errors}
+    return invalid(errors, code=codes.pop() if len(codes) == 1 else "invalid_request")
+
+
+async def examine(
+    session: AsyncSession,
+    settings: Settings,
+    storage: Storage,
+    known: Mapping[str, Rules],
+    request: RunCreate,
+) -> Examined:
+    """Check a request as a whole; rows that it refers to stay locked against deletion until the commit."""
+    found = Examined()
+    rules = known.get(request.backend)
+    if rules is None:
+        names = ", ".join(f"`{name}`" for name in sorted(known))
+        found.refuse("backend", "unknown_backend", f"there is no such backend; there are {names}")
+    if request.experiment_id is not None:
+        await _check_experiment(session, request.experiment_id, found)
+    dataset = await _dataset(session, "dataset_id", request.dataset_id, found)
+    evaluation = None
+    if request.eval_dataset_id is not None:
+        evaluation = await _dataset(session, "eval_dataset_id", request.eval_dataset_id, found)
+    for name, item in (("dataset_id", dataset), ("eval_dataset_id", evaluation)):
+        _check_format(request.config, name, item, found)
+    machines = await online_machines(session, settings, request.backend, rules)
+    data_format = dataset.format if dataset else None
+    wrong, machine = config_problems(rules, request.config, request.eval_dataset_id is not None, data_format, machines)
+    found.errors += [_about_config(problem) for problem in wrong]
+    loads_model = rules is None or rules.loads_model
+    await _check_base_model(session, settings, storage, request.config, loads_model, found)
+    if rules is not None and not await _worker_online(session, settings, request.backend):
+        found.warnings.append(
+            FieldError(
+                field="backend",
+                code="no_worker_online",
+                message=f"No worker of backend `{request.backend}` is online: the run waits until one starts, "
+                "and what depends on its device is checked then.",
+            )
+        )
+    if not found.errors:
+        _resolve(request.config, machine, found)
+    return found
+
+
+def config_problems(
+    rules: Rules | None,
+    config: Mapping[str, Any],
+    has_eval_dataset: bool = False,
+    dataset_format: str | None = None,
+    machines: Iterable[Machine] = (),
+) -> tuple[list[Problem], Machine | None]:
+    """What a backend finds wrong with a configuration, and the first machine that can honour it."""
+
+    def judge(machine: Machine | None) -> list[Problem]:
+        return problems(plain, has_eval_dataset=has_eval_dataset, dataset_format=dataset_format, machine=machine)
+
+    options = rules.options if rules else None
+    plain = config if options is None else {name: value for name, value in config.items() if name != "extra"}
+    found = judge(None)
+    fitting = None
+    refused: list[Problem] = []
+    for machine in machines:
+        only_here = [problem for problem in judge(machine) if problem not in found]
+        if not only_here:
+            fitting, refused = machine, []
+            break
+        refused = refused or only_here
+    found += refused
+    if options is not None:
+        found += _option_problems(options, config.get("extra", {}))
+    if rules is not None:
+        found += _capability_problems(rules, config)
+    return found, fitting
+
+
+def _option_problems(options: Any, extra: Any) -> list[Problem]:
+    try:
+        options.model_validate(extra)
+    except ValidationError as error:
+        known = ", ".join(options.model_fields)
+        found = []
+        for item in error.errors(include_url=False, include_input=False):
+            name = ".".join(["extra", *(str(part) for part in item["loc"])])[:200]
+            unknown = item["type"] == "extra_forbidden"
+            reason = f"is not an option of this backend; it knows {known}" if unknown else item["msg"]
+            code = "unknown_field" if unknown else "invalid"
+            found.append(Problem(field=name, code=code, message=f"`{name}`: {reason}."))
+        return found
+    return []
+
+
+def _capability_problems(rules: Rules, config: Mapping[str, Any]) -> list[Problem]:
+    found = []
+    can = rules.capabilities
+    method = config.get("method", TrainingMethod.qlora)
+    if method in list(TrainingMethod) and method not in can.supported_methods:
+        methods = ", ".join(f"`{name}`" for name in can.supported_methods)
+        found.append(
+            Problem(
+                field="method",
+                code="not_supported_by_backend",
+                message=f"Backend `{can.name}` does not train with `{method}`; it has {methods}.",
+            )
+        )
+    return found
+
+
+def requirements(rules: Rules, config: TrainingConfig, given: Iterable[str]) -> dict[str, Any]:
+    """What a worker must offer, as far as the configuration itself says so."""
+    wanted = set(given)
+    needs_gpu = (
+        ("optim" in wanted and config.optim.startswith("paged_"))
+        or (config.attn_implementation or "").startswith("flash_attention")
+        or ("bnb_4bit_compute_dtype" in wanted and config.bnb_4bit_compute_dtype == "float16")
+    )
+    return {"kind": "cuda"} if rules.machine_matters and needs_gpu else {}
+
+
+async def _check_experiment(session: AsyncSession, experiment_id: str, found: Examined) -> None:
+    query = select(Experiment.id).where(Experiment.id == experiment_id)
+    if await session.scalar(query.with_for_update(read=True, key_share=True)) is None:
+        found.refuse(
+            "experiment_id",
+            "experiment_not_found",
+            "there is no such experiment; POST /v1/experiments makes one, and without the field the default "
+            "one is used",
+        )
+
+
+async def _dataset(session: AsyncSession, name: str, dataset_id: str, found: Examined) -> Dataset | None:
+    query = select(Dataset).where(Dataset.id == dataset_id).with_for_update(read=True, key_share=True)
+    dataset = await session.scalar(query)
+    if dataset is None:
+        found.refuse(
+            name,
+            "dataset_not_found",
+            f"there is no data set {dataset_id[:60]!r}; upload one with POST /v1/datasets",
+        )
+    return dataset
+
+
+def _check_format(config: Mapping[str, Any], name: str, dataset: Dataset | None, found: Examined) -> None:
+    method = config.get("method", TrainingMethod.qlora)
+    formats = _FORMATS[TrainingMethod(method)] if method in list(TrainingMethod) else ()
+    if dataset is not None and formats and dataset.format not in formats:
+        wanted = ", ".join(f"`{item}`" for item in formats)
+        found.refuse(
+            name,
+            "wrong_dataset_format",
+            f"method `{method}` trains on {wanted}, and this data set is `{dataset.format}`; upload the rows "
+            "in that format, or choose another method",
+        )
+
+
+async def _check_base_model(
+    session: AsyncSession,
+    settings: Settings,
+    storage: Storage,
+    config: Mapping[str, Any],
+    loads_model: bool,
+    found: Examined,
+) -> None:
+    name = config.get("base_model")
+    if not isinstance(name, str) or any(error.field == "config.base_model" for error in found.errors):
+        return
+    if not loads_model and not base_models.is_run(name):
+        return
+    try:
+        output_attempt = await _output_attempt(session, name) if base_models.is_run(name) else None
+        base_models.locate(settings, storage, name, output_attempt)
+    except base_models.BaseModelError as error:
+        found.refuse("config.base_model", error.code, error.message)
+        return
+    if base_models.is_run(name):
+        found.base_run_id = name
+
+
+async def _output_attempt(session: AsyncSession, run_id: str) -> int | None:
+    query = select(Run.status, Run.output_attempt).where(Run.id == run_id)
+    run = (await session.execute(query.with_for_update(read=True, key_share=True))).one_or_none()
+    if run is None:
+        raise base_models.BaseModelError(
+            "base_run_not_found", f"There is no run {run_id}; GET /v1/runs?status=completed lists those to build on."
+        )
+    if run.status != "completed":
+        raise base_models.BaseModelError(
+            "base_run_not_completed",
+            f"Run {run_id} is {run.status}, not completed; "
+            + ("resume it, or" if run.status in ("failed", "cancelled") else "wait until it is, or")
+            + " name another base model.",
+        )
+    attempt: int | None = run.output_attempt
+    return attempt
+
+
+async def online_machines(
+    session: AsyncSession, settings: Settings, backend: str, rules: Rules | None
+) -> list[Machine]:
+    """The kinds of devices that workers of a backend offer now, best first; none where they do not matter."""
+    if rules is None or not rules.machine_matters:
+        return []
+    query = select(Device.kind).distinct().join(Worker, Worker.id == Device.worker_id)
+    kinds = (await session.scalars(query.where(*_online(settings, backend)))).all()
+    # What a GPU can do beyond being one is seen on its worker: here it gets the benefit of the doubt.
+    return [
+        Machine(kind="cuda", bf16=True, flash_attention=True) if kind == "cuda" else Machine(kind="cpu")
+        for kind in sorted(kinds, reverse=True)
+    ]
+
+
+async def _worker_online(session: AsyncSession, settings: Settings, backend: str) -> bool:
+    return await session.scalar(select(Worker.id).where(*_online(settings, backend)).limit(1)) is not None
+
+
+def _online(settings: Settings, backend: str) -> tuple[Any, ...]:
+    fresh = func.clock_timestamp() - seconds(settings.lease_seconds * FRESH_LEASES)
+    return (Worker.state == "online", Worker.heartbeat_at > fresh, Worker.backends.contains([backend]))
+
+
+def _resolve(config: Mapping[str, Any], machine: Machine | None, found: Examined) -> None:
+    given = given_fields(config)
+    found.config = TrainingConfig.model_validate(dict(config))
+    found.given = sorted(given)
+    effective = resolve(found.config, given, machine)
+    found.effective = effective.config
+    found.warnings += [
+        FieldError(
+            field=f"config.{item.field}",
+            code="replaced",
+            message=f"`{item.field}` will be {_shown(item.used)} in place of {_shown(item.requested)}: {item.reason}",
+        )
+        for item in effective.replaced
+    ]
+
+
+def _shown(value: Any) -> str:
+    return f"`{value}`" if isinstance(value, str) else str(value).lower()
+
+
+def _about_config(problem: Problem) -> FieldError:
+    name = "config" if problem.field == "config" else f"config.{problem.field}"
+    return FieldError(field=name, code=problem.code, message=problem.message)

@@ -1,0 +1,141 @@
+"""`/v1/runs`: only translation between the wire and `service`, `resume`, `metrics` and `logs`."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, BackgroundTasks, Header, Query, Request, Response
+
+from app.auth import CurrentCaller
+from app.backends.registry import RULES
+from app.dependencies import CurrentSettings, CurrentStorage, Session
+from app.pagination import Page, PageQuery
+from app.queue import Queue
+from app.runs import metrics, service, views
+from app.runs.config import TrainingStatus
+from app.runs.resume import resume
+from app.runs.schemas import RunCheck, RunCreate, RunMetrics, RunRead, RunResume, RunStop, RunSummary
+
+router = APIRouter(prefix="/runs", tags=["runs"])
+
+IdempotencyKey = Annotated[
+    str | None,
+    Header(
+        description="The same key with the same request answers the same run, so that a call can be repeated.",
+        examples=["6f1c0a52-6d0e-4d5c-8a53-0f8c7a8f1b6e"],
+    ),
+]
+
+
+@router.post("", status_code=202)
+async def create_run(
+    body: RunCreate,
+    request: Request,
+    response: Response,
+    session: Session,
+    settings: CurrentSettings,
+    storage: CurrentStorage,
+    caller: CurrentCaller,
+    after_commit: BackgroundTasks,
+    idempotency_key: IdempotencyKey = None,
+) -> RunRead:
+    """Accept a run: it waits until a worker is free, and survives any restart."""
+    idempotency = service.Idempotency.of(idempotency_key, "/v1/runs", await request.body())
+    around = service.Surroundings(settings, storage, RULES)
+    run = await service.create(session, around, body, caller.key_id, idempotency)
+    after_commit.add_task(_queue(request).hint)
+    response.headers["Location"] = f"/v1/runs/{run.id}"
+    return await views.one(session, storage, run)
+
+
+@router.post("/validate")
+async def validate_run(
+    body: RunCreate, session: Session, settings: CurrentSettings, storage: CurrentStorage
+) -> RunCheck:
+    """Say what is wrong with a run and what would be trained, without making it."""
+    return await service.check(session, service.Surroundings(settings, storage, RULES), body)
+
+
+@router.get("")
+async def list_runs(
+    session: Session,
+    storage: CurrentStorage,
+    paging: PageQuery,
+    experiment_id: Annotated[str | None, Query(max_length=100)] = None,
+    status: Annotated[list[TrainingStatus] | None, Query(description="Any of these.")] = None,
+    tag: Annotated[str | None, Query(max_length=200)] = None,
+    parent_run_id: Annotated[str | None, Query(max_length=100)] = None,
+    base_model: Annotated[str | None, Query(max_length=300)] = None,
+) -> Page[RunSummary]:
+    """Runs, newest first."""
+    filters = service.Filters(experiment_id, tuple(status or ()), tag, parent_run_id, base_model)
+    runs, has_more = await service.page(session, filters, paging)
+    return Page(data=await views.many(session, storage, runs), has_more=has_more)
+
+
+@router.get("/{run_id}")
+async def get_run(run_id: str, session: Session, storage: CurrentStorage) -> RunRead:
+    """One run, with its newest metrics."""
+    return await views.one(session, storage, await service.get(session, run_id))
+
+
+@router.post("/{run_id}/stop", status_code=202)
+async def stop_run(
+    run_id: str,
+    request: Request,
+    session: Session,
+    storage: CurrentStorage,
+    after_commit: BackgroundTasks,
+    body: RunStop | None = None,
+) -> RunRead:
+    """Stop a run. One that waits ends at once, one that trains within the grace; asking again changes nothing."""
+    save_checkpoint = body.save_checkpoint if body else True
+    run = await service.stop(session, run_id, save_checkpoint)
+    after_commit.add_task(_queue(request).stop, run_id)
+    after_commit.add_task(_queue(request).wake, run_id)
+    return await views.one(session, storage, run)
+
+
+@router.post("/{run_id}/resume", status_code=202)
+async def resume_run(
+    run_id: str,
+    request: Request,
+    response: Response,
+    session: Session,
+    settings: CurrentSettings,
+    storage: CurrentStorage,
+    caller: CurrentCaller,
+    after_commit: BackgroundTasks,
+    body: RunResume | None = None,
+    idempotency_key: IdempotencyKey = None,
+) -> RunRead:
+    """Go on with a run that has ended: answers the new run, which names this one as its parent."""
+    call = f"/v1/runs/{run_id}/resume"
+    idempotency = service.Idempotency.of(idempotency_key, call, await request.body())
+    around = service.Surroundings(settings, storage, RULES)
+    run = await resume(session, around, run_id, body or RunResume(), caller.key_id, idempotency)
+    after_commit.add_task(_queue(request).hint)
+    response.headers["Location"] = f"/v1/runs/{run.id}"
+    return await views.one(session, storage, run)
+
+
+@router.get("/{run_id}/metrics")
+async def get_metrics(
+    run_id: str,
+    session: Session,
+    names: Annotated[
+        str | None,
+        Query(max_length=2000, description="Series, comma-separated.", examples=["loss,extra.tokens_per_second"]),
+    ] = None,
+    max_points: Annotated[int, Query(ge=4, le=100_000, description="Most points of a series.")] = 1000,
+    from_step: Annotated[int, Query(ge=0, le=2**53)] = 0,
+    to_step: Annotated[int | None, Query(ge=0, le=2**53)] = None,
+) -> RunMetrics:
+    """The curves of a run; thinned ones keep every extreme."""
+    await service.get(session, run_id)
+    wanted = [name.strip() for name in names.split(",") if name.strip()] if names else None
+    found = await metrics.curves(session, run_id, wanted, from_step, to_step, max_points)
+    return RunMetrics(run_id=run_id, series=found)
+
+
+def _queue(request: Request) -> Queue:
+    queue: Queue = request.app.state.queue
+    return queue

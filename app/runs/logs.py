@@ -1,0 +1,63 @@
+"""The log lines of a run, for people: the `log` events of its stream, as plain text or as server-sent events."""
+
+import json
+from collections.abc import AsyncIterator
+
+from sqlalchemy import func, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.events.models import RunEvent
+from app.events.stream import Frame
+from app.runs.models import Run
+
+Batches = AsyncIterator[tuple[int, list[Frame]]]
+
+
+async def cursor(session: AsyncSession, run: Run, tail: int | None, grep: str | None) -> int:
+    """The `seq` after which the last `tail` lines (None: all) that contain `grep` begin."""
+    if tail == 0:
+        return run.event_seq
+    if tail is None:
+        return run.first_seq - 1
+    query = select(RunEvent.seq).where(RunEvent.run_id == run.id, RunEvent.type == "log", RunEvent.seq <= run.event_seq)
+    if grep:
+        query = query.where(func.strpos(RunEvent.__table__.c.data["line"].astext, grep) > 0)
+    newest = query.order_by(RunEvent.seq.desc()).limit(tail).subquery()
+    first, count = (await session.execute(select(func.min(newest.c.seq), func.count()))).one()
+    if count == 0:
+        return run.event_seq
+    return int(first) - 1 if count == tail else run.first_seq - 1
+
+
+async def lines(batches: Batches, grep: str | None) -> AsyncIterator[str]:
+    """Lines as they come, without line ends."""
+    async for _, frames in batches:
+        for frame in frames:
+            if (line := _line(frame, grep)) is not None:
+                yield line
+
+
+async def as_text(batches: Batches, grep: str | None) -> AsyncIterator[bytes]:
+    """Lines as they come, as a body of `text/plain`."""
+    async for _, frames in batches:
+        found = [line for frame in frames if (line := _line(frame, grep)) is not None]
+        if found:
+            yield ("\n".join(found) + "\n").encode()
+
+
+async def as_sse(batches: Batches, grep: str | None) -> AsyncIterator[bytes]:
+    """`log` events and the `end`, as a body of `text/event-stream` with the cursors of the event stream."""
+    yield b"retry: 2000\n\n"
+    async for reached, frames in batches:
+        found = [frame for frame in frames if frame.type == "end" or _line(frame, grep) is not None]
+        if found:
+            yield b"".join(frame.sse for frame in found)
+        elif not frames:
+            yield b": keep-alive\nid: %d\n\n" % reached
+
+
+def _line(frame: Frame, grep: str | None) -> str | None:
+    if frame.type != "log":
+        return None
+    line: str = json.loads(frame.json).get("line", "")
+    return line if not grep or grep in line else None

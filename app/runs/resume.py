@@ -1,0 +1,178 @@
+"""Going on with a run that has ended, as a new run."""
+
+import math
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.checkpoints.models import Checkpoint
+from app.checkpoints.service import newest_good_until
+from app.errors import ApiError, FieldError, conflict, invalid
+from app.ids import new_id
+from app.runs import service
+from app.runs.checks import config_problems, refusal, requirements
+from app.runs.config import TrainingConfig, given_fields, resume_problems
+from app.runs.models import TERMINAL, Run
+from app.runs.schemas import RunResume
+
+_GROUPS = ("dpo", "rlhf", "extra")
+
+
+async def resume(
+    session: AsyncSession,
+    around: service.Surroundings,
+    run_id: str,
+    request: RunResume,
+    created_by: str | None,
+    idempotency: service.Idempotency | None = None,
+) -> Run:
+    """A new run that goes on where `run_id` has a checkpoint; the same idempotency key answers the same run.
+
+    Raises 409 while the run is live (`run_is_live`) or without a checkpoint (`no_checkpoint`), 422 for changes that
+    cannot be made (`not_changeable_on_resume`) and when no step is left (`nothing_left_to_train`).
+    """
+    if earlier := await service.replayed(session, created_by, idempotency):
+        return earlier
+    parent = await _ended(session, run_id)
+    config, given = _configuration(around, parent, request)
+    if request.from_ == "start":
+        if request.checkpoint_id is not None:
+            message = 'cannot be given together with `"from": "start"`; choose one'
+            raise invalid([FieldError(field="checkpoint_id", code="conflict", message=message)])
+        checkpoint = None
+    else:
+        checkpoint = await _checkpoint(session, parent, request.checkpoint_id)
+        _refuse_if_done(parent, config, given, checkpoint)
+    values = {
+        "id": new_id("run"),
+        "experiment_id": parent.experiment_id,
+        "name": parent.name,
+        "tags": parent.tags,
+        "backend": parent.backend,
+        "dataset_id": parent.dataset_id,
+        "eval_dataset_id": parent.eval_dataset_id,
+        "config": config.model_dump(mode="json"),
+        "given": given,
+        "base_run_id": parent.base_run_id,
+        "devices_needed": parent.devices_needed,
+        "requirements": requirements(around.rules[parent.backend], config, given),
+        "priority": parent.priority,
+        "max_restarts": parent.max_restarts,
+        "parent_run_id": parent.id,
+        "resume_checkpoint_id": checkpoint.id if checkpoint else None,
+        "current_step": checkpoint.step if checkpoint else 0,
+        "current_epoch": checkpoint.epoch if checkpoint else 0.0,
+    }
+    reason = f"resumes {parent.id} " + (f"from step {checkpoint.step}" if checkpoint else "from the start")
+    return await service.insert(session, values, created_by, idempotency, reason)
+
+
+async def _ended(session: AsyncSession, run_id: str) -> Run:
+    run = await service.get(session, run_id)
+    # Locked, so that a clean-up that deletes the run or its checkpoints waits for the child, or we for it.
+    await session.refresh(run, with_for_update={"read": True, "key_share": True})
+    if run.status not in TERMINAL:
+        raise conflict(
+            "run_is_live",
+            f"Run {run_id} is {run.status}; only a run that has ended can be resumed: wait, or stop it first.",
+        )
+    return run
+
+
+def _configuration(around: service.Surroundings, parent: Run, request: RunResume) -> tuple[TrainingConfig, list[str]]:
+    """The parent's configuration with the overrides, and the names of all fields that a user set."""
+    refused = resume_problems(parent.config, request.config)
+    merged: dict[str, Any] = {**parent.config, **request.config}
+    given = set(parent.given) | given_fields(request.config)
+    asked = _as_asked(merged, given)
+    wrong, _ = config_problems(around.rules.get(parent.backend), asked, parent.eval_dataset_id is not None)
+    told = {problem.field for problem in refused}
+    problems = refused + [problem for problem in wrong if problem.field.split(".")[0] not in told]
+    if problems:
+        raise refusal(
+            [
+                FieldError(field=f"config.{problem.field}", code=problem.code, message=problem.message)
+                for problem in problems
+            ]
+        )
+    return TrainingConfig.model_validate(merged), sorted(given)
+
+
+def _as_asked(config: dict[str, Any], given: set[str]) -> dict[str, Any]:
+    """The configuration as a user would write it: defaults left out, so that they conflict with nothing."""
+    asked: dict[str, Any] = {}
+    for name, value in config.items():
+        if name in _GROUPS and isinstance(value, dict):
+            members = {member: item for member, item in value.items() if f"{name}.{member}" in given}
+            if members:
+                asked[name] = members
+        elif name in given:
+            asked[name] = value
+    return asked
+
+
+async def _checkpoint(session: AsyncSession, parent: Run, wanted: str | None) -> Checkpoint:
+    """The checkpoint asked for, or the newest good one of the run and of those that it came from."""
+    run: Run | None = parent
+    newest: str | None = None
+    while run is not None:
+        if wanted is None:
+            found = await newest_good_until(session, run.id, newest)
+            if found is not None:
+                return found
+        else:
+            found = await session.get(Checkpoint, wanted)
+            if found is not None and found.run_id == run.id:
+                return _usable(found)
+        # A run that has saved nothing yet still has what it started from, and what lies before that.
+        source = await session.get(Checkpoint, run.resume_checkpoint_id) if run.resume_checkpoint_id else None
+        newest = source.id if source else None
+        run = await session.scalar(select(Run).where(Run.id == source.run_id)) if source else None
+    if wanted is not None:
+        message = f"run {parent.id} and the runs it resumed have no such checkpoint; GET …/checkpoints lists them"
+        raise invalid(
+            [FieldError(field="checkpoint_id", code="checkpoint_not_found", message=message)],
+            code="checkpoint_not_found",
+        )
+    raise conflict(
+        "no_checkpoint",
+        f"Run {parent.id} is {parent.status} and has no checkpoint that can be resumed; send "
+        '{"from": "start"} to train it again from the first step.',
+    )
+
+
+def _usable(checkpoint: Checkpoint) -> Checkpoint:
+    if checkpoint.deleted_at is None and checkpoint.bad_reason is None:
+        return checkpoint
+    why = "was deleted" if checkpoint.deleted_at else f"is damaged ({checkpoint.bad_reason})"
+    message = f"this checkpoint {why}; leave the field out to go on from the newest good one"
+    raise invalid(
+        [FieldError(field="checkpoint_id", code="checkpoint_unusable", message=message)], code="checkpoint_unusable"
+    )
+
+
+def _refuse_if_done(parent: Run, config: TrainingConfig, given: list[str], checkpoint: Checkpoint) -> None:
+    last = _last_step(parent, config)
+    if parent.status != "completed" or last is None or checkpoint.step < last:
+        return
+    raise ApiError(
+        422,
+        "nothing_left_to_train",
+        f"Run {parent.id} is completed and its checkpoint at step {checkpoint.step} is at the end, step {last}; "
+        "raise `max_steps`, `epochs` or `stop_at_step` in `config`, or name an earlier checkpoint.",
+    )
+
+
+def _last_step(parent: Run, config: TrainingConfig) -> int | None:
+    """The step at which the new run would end; None when that is not known."""
+    if config.max_steps is not None:
+        total: int | None = config.max_steps
+    elif parent.config.get("max_steps") is None and parent.total_steps is not None:
+        total = math.ceil(parent.total_steps * config.epochs / parent.config["epochs"])
+    else:
+        total = None
+    if config.min_steps is not None and total is not None:
+        total = max(total, config.min_steps)
+    limits = [limit for limit in (total, config.stop_at_step) if limit is not None]
+    return min(limits, default=None)

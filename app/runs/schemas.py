@@ -1,0 +1,243 @@
+"""What goes over the wire about runs."""
+
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    PlainSerializer,
+    StringConstraints,
+)
+from pydantic.config import JsonDict
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from app.errors import FieldError
+from app.events.log import timestamp
+from app.runs.config import TrainingConfig, TrainingStatus
+
+RUN_ID = "run_01k3x9m6q2v8s4t0w7y5z1a3b6"
+_DATASET_ID = "ds_01k3x9m6q2v8s4t0w7y5z1a3b7"
+_CHECKPOINT_ID = "ckpt_01k3x9m6q2v8s4t0w7y5z1a3b8"
+_EXPERIMENT_ID = "exp_01k3x9m6q2v8s4t0w7y5z1a3b9"
+_CONFIG: JsonDict = {"base_model": "my-model", "method": "qlora", "lora_r": 16, "epochs": 1}
+
+Moment = Annotated[datetime, PlainSerializer(timestamp, return_type=str, when_used="json")]
+"""RFC 3339 in UTC with milliseconds."""
+
+
+Label = Annotated[str, StringConstraints(min_length=1, max_length=200)]
+"""A name or tag."""
+
+
+class _DocumentedAs:
+    """Shows the schema of `model` for a value that the service checks itself, to tell all its problems at once."""
+
+    def __init__(self, model: type[BaseModel]) -> None:
+        self._model = model
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return handler(self._model.__pydantic_core_schema__)
+
+
+Config = Annotated[dict[str, Any], _DocumentedAs(TrainingConfig)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class RunCreate(_Body):
+    """A run to be made."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "name": "docstrings", "dataset_id": _DATASET_ID, "backend": "celery", "config": _CONFIG,
+                "tags": ["demo"],
+            }
+        }
+    )  # fmt: skip
+
+    experiment_id: str | None = Field(default=None, max_length=100, description="None: the experiment `default`.")
+    name: Label | None = Field(default=None, description="None: method and base model.")
+    backend: str = Field(default="celery", max_length=100, description="GET /v1/backends lists them.")
+    dataset_id: str = Field(max_length=100, description="What to train on.")
+    eval_dataset_id: str | None = Field(
+        default=None, max_length=100, description="What to evaluate on, every `eval_steps`."
+    )
+    config: Config = Field(description="What to train and how.")
+    priority: int = Field(default=0, ge=-1000, le=1000, description="Higher runs start first.")
+    max_restarts: int = Field(
+        default=3, ge=0, le=100, description="Restarts after losses, counted since the last new checkpoint."
+    )
+    tags: list[Label] = Field(default_factory=list, max_length=50)
+
+
+class RunStop(_Body):
+    """How to stop."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"save_checkpoint": True}})
+
+    save_checkpoint: bool = Field(default=True, description="Save the state first, so that it can be resumed.")
+
+
+class RunResume(_Body):
+    """Where to go on, and what to change."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"config": {"epochs": 2}}}, populate_by_name=True)
+
+    checkpoint_id: str | None = Field(
+        default=None, max_length=100, description="None: the newest good one.", examples=[_CHECKPOINT_ID]
+    )
+    from_: Literal["start"] | None = Field(
+        default=None, alias="from", description="`start`: from the first step, without any checkpoint."
+    )
+    config: dict[str, Any] = Field(
+        default_factory=dict, description="Fields that change; the others stay as they were."
+    )
+
+
+class RunCheck(BaseModel):
+    """What `POST /v1/runs` would say, and what the trainer would use."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "valid": True,
+                "errors": [],
+                "warnings": [
+                    {
+                        "field": "config.optim",
+                        "code": "replaced",
+                        "message": "`optim` will be `adamw_8bit`: Paging optimizer state needs a GPU.",
+                    }
+                ],
+                "effective_config": {**_CONFIG, "load_in_4bit": True, "optim": "adamw_8bit"},
+            }
+        }
+    )
+
+    valid: bool
+    errors: list[FieldError]
+    warnings: list[FieldError]
+    effective_config: Config | None = Field(description="Null while there are errors.")
+
+
+class TrainingMetrics(BaseModel):
+    """One point of the curves."""
+
+    step: int
+    epoch: float | None = None
+    loss: float | None = None
+    learning_rate: float | None = None
+    grad_norm: float | None = None
+    gpu_memory_mb: float | None = None
+    samples_per_second: float | None = None
+    extra: dict[str, Any] = Field(default_factory=dict)
+
+
+class TrainingRun(BaseModel):
+    """A run as every backend knows it."""
+
+    run_id: str
+    experiment_id: str
+    config: Config = Field(description="As it was asked for, defaults included.")
+    status: TrainingStatus = TrainingStatus.pending
+    current_step: int = 0
+    total_steps: int | None = None
+    current_epoch: float = 0.0
+    best_loss: float | None = None
+    checkpoint_path: str | None = Field(
+        default=None, description="Folder of the newest good checkpoint, on the storage of API and workers."
+    )
+    error_message: str | None = None
+
+
+class RunSummary(TrainingRun):
+    """A run in a list."""
+
+    id: str
+    name: str
+    tags: list[str]
+    backend: str
+    dataset_id: str
+    eval_dataset_id: str | None
+    effective_config: dict[str, Any] | None = Field(
+        description="What the trainer really uses, told by it at its start."
+    )
+    priority: int
+    max_restarts: int
+    parent_run_id: str | None = Field(description="The run that this one resumes.")
+    resume_checkpoint_id: str | None
+    base_run_id: str | None = Field(description="The run whose output is the base model.")
+    attempt: int = Field(description="Tries so far; a lost worker costs one.")
+    worker_id: str | None = Field(description="The worker that has it, or had it last.")
+    error_code: str | None
+    fine_tuned_model: str | None = Field(
+        description="Folder of the adapter or model, on the storage of API and workers. "
+        "As `base_model` of another run, name this run's id."
+    )
+    last_seq: int = Field(description="Newest event of the run.")
+    created_by: str | None
+    created_at: Moment
+    started_at: Moment | None
+    finished_at: Moment | None
+    stop_requested_at: Moment | None
+
+
+class RunRead(RunSummary):
+    """A run with its newest metrics."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "id": RUN_ID, "run_id": RUN_ID, "experiment_id": _EXPERIMENT_ID, "name": "docstrings",
+                "tags": ["demo"], "backend": "celery", "dataset_id": _DATASET_ID, "eval_dataset_id": None,
+                "config": _CONFIG, "effective_config": None, "status": "running", "priority": 0,
+                "max_restarts": 3, "parent_run_id": None, "resume_checkpoint_id": None, "base_run_id": None,
+                "attempt": 1, "worker_id": "wrk_01k3x9m6q2v8s4t0w7y5z1a3c0", "current_step": 40,
+                "total_steps": 200, "current_epoch": 0.2, "best_loss": 2.31,
+                "checkpoint_path": f"/srv/anneal/runs/{RUN_ID}/a1/checkpoint-40", "error_code": None,
+                "error_message": None, "fine_tuned_model": None, "last_seq": 57, "created_by": None,
+                "created_at": "2026-01-02T03:04:05.678Z", "started_at": "2026-01-02T03:04:06.001Z",
+                "finished_at": None, "stop_requested_at": None,
+                "metrics_history": [
+                    {
+                        "step": 40, "epoch": 0.2, "loss": 2.31, "learning_rate": 0.0002, "grad_norm": 0.9,
+                        "gpu_memory_mb": None, "samples_per_second": 12.5, "extra": {},
+                    }
+                ],
+            }
+        }
+    )  # fmt: skip
+
+    metrics_history: list[TrainingMetrics] = Field(description="The last 100 points; GET …/metrics has all of them.")
+
+
+class Series(BaseModel):
+    """One curve, thinned to what was asked for; its extremes are those of all its points."""
+
+    steps: list[int]
+    values: list[float | None] = Field(description="Null where the value was not a finite number.")
+    min: float | None
+    max: float | None
+
+
+class RunMetrics(BaseModel):
+    """The curves of a run."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "run_id": RUN_ID,
+                "series": {"loss": {"steps": [10, 20], "values": [3.1, 2.31], "min": 2.31, "max": 3.1}},
+            }
+        }
+    )
+
+    run_id: str
+    series: dict[str, Series]

@@ -1,0 +1,196 @@
+"""What can be done with runs. Statuses are written by `lifecycle`, resuming is in `resume.py`."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.backends.base import Rules
+from app.config import Settings
+from app.errors import ApiError, FieldError, conflict, invalid, not_found
+from app.experiments.service import default as default_experiment
+from app.ids import is_id, new_id
+from app.pagination import Paging, fetch
+from app.runs import lifecycle
+from app.runs.checks import Examined, examine, refusal, requirements
+from app.runs.config import TrainingStatus
+from app.runs.models import Run
+from app.runs.schemas import RunCheck, RunCreate
+from app.storage import Storage
+
+_KEY_TAKEN = "uq_runs_created_by_idempotency_key"
+
+
+@dataclass(frozen=True)
+class Idempotency:
+    """The caller's key for a request, and what the request was."""
+
+    key: str
+    digest: str
+
+    @classmethod
+    def of(cls, key: str | None, call: str, body: bytes) -> "Idempotency | None":
+        """From the `Idempotency-Key` header, the call's path and the body as it came."""
+        if key is None:
+            return None
+        if not (0 < len(key) <= 255 and key.isascii() and key.isprintable()):
+            message = "must be 1 to 255 printable ASCII characters"
+            raise invalid([FieldError(field="Idempotency-Key", code="invalid", message=message)])
+        return cls(key, hashlib.sha256(call.encode() + b"\0" + body).hexdigest())
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a decision about a run rests on beside the database."""
+
+    settings: Settings
+    storage: Storage
+    rules: Mapping[str, Rules]
+    """Of every backend, by name."""
+
+
+async def create(
+    session: AsyncSession,
+    around: Surroundings,
+    request: RunCreate,
+    created_by: str | None,
+    idempotency: Idempotency | None = None,
+    run_id: str | None = None,
+) -> Run:
+    """Accept a run, or raise 422 with everything that is wrong; the same idempotency key answers the same run."""
+    if earlier := await replayed(session, created_by, idempotency):
+        return earlier
+    found = await examine(session, around.settings, around.storage, around.rules, request)
+    if found.errors or found.config is None:
+        raise refusal(found.errors)
+    if request.experiment_id is None:
+        experiment_id = (await default_experiment(session, created_by)).id
+    else:
+        experiment_id = request.experiment_id
+    values = {
+        "id": run_id or new_id("run"),
+        "experiment_id": experiment_id,
+        "name": request.name or f"{found.config.method} of {found.config.base_model}",
+        "tags": request.tags,
+        "backend": request.backend,
+        "dataset_id": request.dataset_id,
+        "eval_dataset_id": request.eval_dataset_id,
+        "config": found.config.model_dump(mode="json"),
+        "given": found.given,
+        "base_run_id": found.base_run_id,
+        "requirements": requirements(around.rules[request.backend], found.config, found.given),
+        "priority": request.priority,
+        "max_restarts": request.max_restarts,
+    }
+    return await insert(session, values, created_by, idempotency)
+
+
+async def check(session: AsyncSession, around: Surroundings, request: RunCreate) -> RunCheck:
+    """What `create` would say, without making anything."""
+    found: Examined = await examine(session, around.settings, around.storage, around.rules, request)
+    return RunCheck(
+        valid=not found.errors,
+        errors=found.errors,
+        warnings=found.warnings,
+        effective_config=found.effective.model_dump(mode="json") if found.effective else None,
+    )
+
+
+async def replayed(session: AsyncSession, created_by: str | None, idempotency: Idempotency | None) -> Run | None:
+    """The run that an earlier request with this key made; 422 when that request was another one."""
+    if idempotency is None:
+        return None
+    query = select(Run).where(Run.created_by == created_by, Run.idempotency_key == idempotency.key)
+    run = await session.scalar(query)
+    if run is not None and run.request_digest != idempotency.digest:
+        raise ApiError(
+            422,
+            "idempotency_key_reused",
+            f"This Idempotency-Key came with another request before, which made {run.id}; use a new key for a "
+            "new request.",
+        )
+    return run
+
+
+async def insert(
+    session: AsyncSession,
+    values: dict[str, Any],
+    created_by: str | None,
+    idempotency: Idempotency | None,
+    reason: str = "created",
+) -> Run:
+    """Insert a run and its first event, or find the one that a twin of this request has just made."""
+    values = {
+        **values,
+        "created_by": created_by,
+        "idempotency_key": idempotency.key if idempotency else None,
+        "request_digest": idempotency.digest if idempotency else None,
+    }
+    try:
+        # A savepoint, because the twin's row makes this insert fail and is then to be read.
+        async with session.begin_nested():
+            await session.execute(lifecycle.create(values, reason))
+    except IntegrityError as error:
+        if _constraint(error) != _KEY_TAKEN:
+            raise
+        twin = await replayed(session, created_by, idempotency)
+        if twin is None:
+            raise
+        return twin
+    return await get(session, values["id"])
+
+
+def _constraint(error: IntegrityError) -> str | None:
+    name: str | None = getattr(getattr(error.orig, "diag", None), "constraint_name", None)
+    return name
+
+
+async def get(session: AsyncSession, run_id: str) -> Run:
+    """The run; `run_not_found` where there is none."""
+    run = await session.get(Run, run_id) if is_id(run_id, "run") else None
+    if run is None:
+        raise not_found("run", run_id)
+    return run
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Which runs to list; None: any."""
+
+    experiment_id: str | None = None
+    status: tuple[TrainingStatus, ...] = ()
+    tag: str | None = None
+    parent_run_id: str | None = None
+    base_model: str | None = None
+
+
+async def page(session: AsyncSession, filters: Filters, paging: Paging) -> tuple[list[Run], bool]:
+    """Runs, newest first."""
+    query = select(Run)
+    if filters.experiment_id is not None:
+        query = query.where(Run.experiment_id == filters.experiment_id)
+    if filters.status:
+        query = query.where(Run.status.in_([status.value for status in filters.status]))
+    if filters.tag is not None:
+        query = query.where(Run.tags.contains([filters.tag]))
+    if filters.parent_run_id is not None:
+        query = query.where(Run.parent_run_id == filters.parent_run_id)
+    if filters.base_model is not None:
+        query = query.where(Run.config["base_model"].astext == filters.base_model)
+    return await fetch(session, query, Run.id, paging)
+
+
+async def stop(session: AsyncSession, run_id: str, save_checkpoint: bool) -> Run:
+    """Ask a run to stop; no error on one that a stop has ended, 409 on one that ended by itself."""
+    moved = (await session.execute(lifecycle.request_stop(run_id, save_checkpoint))).mappings().one_or_none()
+    run = await get(session, run_id)
+    await session.refresh(run)
+    if moved is None and run.status != "cancelled":
+        raise conflict(
+            "run_has_ended", f"Run {run_id} is {run.status}: it has ended by itself and cannot be stopped any more."
+        )
+    return run

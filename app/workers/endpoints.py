@@ -1,0 +1,36 @@
+"""`/v1/workers`."""
+
+from fastapi import APIRouter
+
+from app.dependencies import CurrentSettings, Session
+from app.pagination import Page, PageQuery
+from app.workers import service
+from app.workers.schemas import DeviceRead, WorkerRead
+
+router = APIRouter(prefix="/workers", tags=["workers"])
+
+
+@router.get("")
+async def list_workers(session: Session, settings: CurrentSettings, paging: PageQuery) -> Page[WorkerRead]:
+    """Workers with their devices and what each of them runs, newest first."""
+    found, has_more = await service.page(session, settings, paging)
+    return Page(data=[_read(presence) for presence in found], has_more=has_more)
+
+
+def _read(presence: service.Presence) -> WorkerRead:
+    worker = presence.worker
+    return WorkerRead(
+        id=worker.id,
+        host=worker.host,
+        pid=worker.pid,
+        version=worker.version,
+        state=presence.state,
+        slots=worker.slots,
+        backends=worker.backends,
+        launch_mode=worker.launch_mode,
+        launch_reason=worker.launch_reason,
+        started_at=worker.started_at,
+        heartbeat_at=worker.heartbeat_at,
+        devices=[DeviceRead.model_validate(device) for device in presence.devices],
+        runs=presence.runs,
+    )

@@ -1,0 +1,72 @@
+"""Workers on the wire."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from app.runs.schemas import RUN_ID, Moment
+
+
+class DeviceRead(BaseModel):
+    """What one training process at a time can have."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    index: int
+    uid: str = Field(description="The hardware's own id.")
+    kind: Literal["cpu", "cuda"]
+    name: str
+    memory_mb: int | None
+    run_id: str | None = Field(description="The run that has it now.")
+
+
+class WorkerRead(BaseModel):
+    """A worker process, from its start to its end."""
+
+    model_config = ConfigDict(
+        from_attributes=True,
+        json_schema_extra={
+            "example": {
+                "id": "wrk_01k3x9m6q2v8s4t0w7y5z1a3c0",
+                "host": "gpu-1",
+                "pid": 4711,
+                "version": "0.1.0",
+                "state": "online",
+                "slots": 1,
+                "backends": ["celery", "fake"],
+                "launch_mode": "zygote",
+                "launch_reason": "",
+                "started_at": "2026-01-02T03:04:05.678Z",
+                "heartbeat_at": "2026-01-02T04:04:05.678Z",
+                "devices": [
+                    {
+                        "index": 0,
+                        "uid": "GPU-6f1c0a52",
+                        "kind": "cuda",
+                        "name": "NVIDIA H100",
+                        "memory_mb": 81559,
+                        "run_id": RUN_ID,
+                    }
+                ],
+                "runs": [RUN_ID],
+            }
+        },
+    )
+
+    id: str
+    host: str
+    pid: int
+    version: str
+    state: Literal["online", "draining", "offline", "silent"] = Field(
+        description="`silent`: said nothing for three lease times, and never that it would go."
+    )
+    slots: int
+    backends: list[str]
+    launch_mode: Literal["zygote", "cold"] = Field(
+        description="How training processes start: forked from a warm process, or cold."
+    )
+    launch_reason: str = Field(description="Why they start cold, when they do.")
+    started_at: Moment
+    heartbeat_at: Moment
+    devices: list[DeviceRead]
+    runs: list[str] = Field(description="What it runs now.")

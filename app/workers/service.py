@@ -1,0 +1,52 @@
+"""What there is to know about workers."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from sqlalchemy import func, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.config import Settings
+from app.pagination import Paging, fetch
+from app.runs.lifecycle import seconds
+from app.runs.models import LIVE, Run
+from app.workers.models import Device, Worker
+
+FRESH_LEASES = 3
+"""A worker that has been silent for so many leases is not counted on any more."""
+
+
+@dataclass(frozen=True)
+class Presence:
+    """A worker with its devices and the runs that it holds now."""
+
+    worker: Worker
+    state: str
+    devices: list[Device]
+    runs: list[str]
+
+
+async def page(session: AsyncSession, settings: Settings, paging: Paging) -> tuple[list[Presence], bool]:
+    """Workers, newest first; those that have ended stay listed as `offline`."""
+    workers, has_more = await fetch(session, select(Worker), Worker.id, paging)
+    ids = [worker.id for worker in workers]
+    devices: dict[str, list[Device]] = defaultdict(list)
+    owned = select(Device).where(Device.worker_id.in_(ids)).order_by(Device.worker_id, Device.index)
+    for device in (await session.scalars(owned)).all():
+        devices[device.worker_id].append(device)
+    runs: dict[str | None, list[str]] = defaultdict(list)
+    held = select(Run.lease_owner, Run.id).where(Run.status.in_(LIVE), Run.lease_owner.in_(ids))
+    for owner, run_id in (await session.execute(held.order_by(Run.id))).all():
+        runs[owner].append(run_id)
+    since = func.clock_timestamp() - seconds(settings.lease_seconds * FRESH_LEASES)
+    stale = select(Worker.id).where(Worker.id.in_(ids), Worker.heartbeat_at <= since)
+    silent = set((await session.scalars(stale)).all())
+    return [
+        Presence(
+            worker,
+            "silent" if worker.state != "offline" and worker.id in silent else worker.state,
+            devices[worker.id],
+            runs[worker.id],
+        )
+        for worker in workers
+    ], has_more

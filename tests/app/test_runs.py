@@ -1,0 +1,256 @@
+"""Runs over the API: accepted once and for good, listed, read, stopped."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine
+
+from app.db import sync_engine
+from app.experiments.service import DEFAULT_ID
+from app.ids import is_id, new_id
+from app.runs.config import TrainingConfig
+from app.storage import Storage
+from tests.factories import Trainer, count_runs, make_dataset, make_experiment, make_run
+from tests.rows import events_of, run_row
+from tests.server import ApiServer
+
+
+@pytest.fixture
+def engine(api: ApiServer) -> Iterator[Engine]:
+    engine = sync_engine(api.settings.database_url or "", pool_size=10)
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def dataset(engine: Engine) -> str:
+    return make_dataset(engine)
+
+
+def body(dataset: str, **more: Any) -> dict[str, Any]:
+    return {"backend": "fake", "dataset_id": dataset, "config": {"base_model": "any"}, **more}
+
+
+class TestCreate:
+    def test_answers_202_with_the_run_and_where_it_is(self, api: ApiServer, dataset: str) -> None:
+        answer = api.client.post("/v1/runs", json=body(dataset, name="first", tags=["a"], priority=7))
+        run = answer.json()
+        assert answer.status_code == 202
+        assert answer.headers["location"] == f"/v1/runs/{run['id']}"
+        assert is_id(run["id"], "run") and run["run_id"] == run["id"]
+        assert (run["status"], run["attempt"], run["current_step"]) == ("pending", 0, 0)
+        assert (run["name"], run["tags"], run["priority"], run["max_restarts"]) == ("first", ["a"], 7, 3)
+        assert run["metrics_history"] == [] and run["checkpoint_path"] is None and run["fine_tuned_model"] is None
+        assert run["created_at"].endswith("Z") and len(run["created_at"]) == len("2026-01-02T03:04:05.678Z")
+
+    def test_keeps_every_field_of_the_configuration_and_which_were_given(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        run = make_run(api.client, dataset, config={"base_model": "any", "lora_r": 8, "extra": {"steps": 5}})
+        assert set(run["config"]) == set(TrainingConfig.model_fields)
+        assert (run["config"]["lora_r"], run["config"]["lora_alpha"]) == (8, 32)
+        row = run_row(engine, run["id"])
+        assert row.given == ["base_model", "extra.steps", "lora_r"]
+        assert row.requirements == {} and row.devices_needed == 1
+        assert run["created_by"].startswith("key_")
+
+    def test_writes_the_first_event_with_the_run(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+        run = make_run(api.client, dataset)
+        (event,) = events_of(engine, run["id"])
+        assert (event.seq, event.type, event.data["from"], event.data["to"]) == (1, "status", None, "pending")
+        assert run["last_seq"] == 1
+
+    def test_uses_the_default_experiment_unless_one_is_named(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        mine = make_experiment(engine)
+        assert make_run(api.client, dataset)["experiment_id"] == DEFAULT_ID
+        assert make_run(api.client, dataset, experiment_id=mine)["experiment_id"] == mine
+
+    def test_names_the_run_after_method_and_model_unless_it_has_a_name(self, api: ApiServer, dataset: str) -> None:
+        assert make_run(api.client, dataset)["name"] == "qlora of any"
+
+    def test_asks_for_a_gpu_only_when_the_configuration_does(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        plain = make_run(api.client, dataset, backend="celery", config={"base_model": "org/model"})
+        paged = make_run(
+            api.client, dataset, backend="celery", config={"base_model": "org/model", "optim": "paged_adamw_8bit"}
+        )
+        assert run_row(engine, plain["id"]).requirements == {}
+        assert run_row(engine, paged["id"]).requirements == {"kind": "cuda"}
+
+
+class TestIdempotency:
+    def test_the_same_key_with_the_same_body_answers_the_same_run(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        send = {"json": body(dataset), "headers": {"Idempotency-Key": "one"}}
+        first, second = (api.client.post("/v1/runs", **send) for _ in range(2))
+        assert first.status_code == second.status_code == 202
+        assert first.json()["id"] == second.json()["id"]
+        assert count_runs(engine) == 1
+        assert len(events_of(engine, first.json()["id"])) == 1
+
+    def test_the_same_key_with_another_body_is_refused(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+        headers = {"Idempotency-Key": "one"}
+        first = api.client.post("/v1/runs", json=body(dataset), headers=headers).json()
+        answer = api.client.post("/v1/runs", json=body(dataset, priority=1), headers=headers)
+        assert (answer.status_code, answer.json()["code"]) == (422, "idempotency_key_reused")
+        assert first["id"] in answer.json()["detail"]
+        assert count_runs(engine) == 1
+
+    def test_twenty_requests_at_once_with_one_key_make_one_run(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        answers: list[Any] = []
+
+        def send() -> None:
+            with api.client_with(api.key) as client:
+                answers.append(client.post("/v1/runs", json=body(dataset), headers={"Idempotency-Key": "raced"}))
+
+        threads = [threading.Thread(target=send) for _ in range(20)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert {answer.status_code for answer in answers} == {202}, [answer.text for answer in answers]
+        assert len({answer.json()["id"] for answer in answers}) == 1
+        assert count_runs(engine) == 1
+
+    def test_keys_of_two_callers_do_not_meet(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+        headers = {"Idempotency-Key": "one"}
+        mine = api.client.post("/v1/runs", json=body(dataset), headers=headers).json()
+        with api.client_with(api.key_with(["write", "read"])) as other:
+            theirs = other.post("/v1/runs", json=body(dataset), headers=headers).json()
+        assert mine["id"] != theirs["id"]
+
+    def test_a_key_that_is_no_plain_text_is_refused(self, api: ApiServer, dataset: str) -> None:
+        for key in ("", "x" * 256):
+            answer = api.client.post("/v1/runs", json=body(dataset), headers={"Idempotency-Key": key})
+            assert answer.status_code == 422
+            assert answer.json()["errors"][0]["field"] == "Idempotency-Key"
+
+
+class TestRead:
+    def test_an_unknown_run_is_a_404_that_says_where_to_look(self, api: ApiServer) -> None:
+        for run_id in (new_id("run"), "run_short", "../../etc/passwd", new_id("ds"), "x" * 5000):
+            answer = api.client.get(f"/v1/runs/{run_id}")
+            assert answer.status_code == 404
+        assert api.client.get(f"/v1/runs/{new_id('run')}").json()["code"] == "run_not_found"
+
+    def test_shows_progress_history_and_where_checkpoint_and_output_lie(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        run = make_run(api.client, dataset)
+        trainer = Trainer(engine, run["id"]).begin(total=60)
+        for step in range(10, 70, 10):
+            trainer.metric(step, loss=3 - step / 100, extra={"tokens_per_second": 100})
+        trainer.checkpoint(40)
+        newest = trainer.checkpoint(60, kind="final")
+        trainer.complete()
+        read = api.client.get(f"/v1/runs/{run['id']}").json()
+        storage = Storage(api.settings)
+        assert (read["status"], read["attempt"], read["total_steps"]) == ("completed", 1, 60)
+        assert read["worker_id"] == trainer.worker_id
+        assert [point["step"] for point in read["metrics_history"]] == [10, 20, 30, 40, 50, 60]
+        assert read["metrics_history"][-1]["loss"] == pytest.approx(2.4)
+        assert read["metrics_history"][-1]["extra"] == {"tokens_per_second": 100}
+        assert read["checkpoint_path"] == str(storage.checkpoint_dir(run["id"], 1, 60)), newest
+        assert read["fine_tuned_model"] == str(storage.output_dir(run["id"], 1))
+        assert read["started_at"] and read["finished_at"]
+
+    def test_shows_at_most_the_last_hundred_points(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+        run = make_run(api.client, dataset)
+        Trainer(engine, run["id"]).begin().events("metric", *({"step": step, "loss": 1.0} for step in range(1, 251)))
+        history = api.client.get(f"/v1/runs/{run['id']}").json()["metrics_history"]
+        assert [point["step"] for point in history] == list(range(151, 251))
+
+    def test_tells_why_a_run_failed(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+        run = make_run(api.client, dataset)
+        Trainer(engine, run["id"]).fail("out_of_memory", "too big")
+        read = api.client.get(f"/v1/runs/{run['id']}").json()
+        assert (read["status"], read["error_code"], read["error_message"]) == ("failed", "out_of_memory", "too big")
+
+
+class TestList:
+    def test_pages_through_all_runs_newest_first(self, api: ApiServer, dataset: str) -> None:
+        made = [make_run(api.client, dataset)["id"] for _ in range(5)]
+        seen: list[str] = []
+        page = api.client.get("/v1/runs", params={"limit": 2}).json()
+        seen += [run["id"] for run in page["data"]]
+        while page["has_more"]:
+            page = api.client.get("/v1/runs", params={"limit": 2, "after": seen[-1]}).json()
+            seen += [run["id"] for run in page["data"]]
+        assert seen == made[::-1]
+
+    def test_filters(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+        experiment = make_experiment(engine)
+        one = make_run(api.client, dataset, experiment_id=experiment, tags=["x", "y"])["id"]
+        two = make_run(api.client, dataset, config={"base_model": "other"})["id"]
+        api.client.post(f"/v1/runs/{two}/stop")
+
+        def ids(**filters: Any) -> list[str]:
+            return [run["id"] for run in api.client.get("/v1/runs", params=filters).json()["data"]]
+
+        assert ids() == [two, one]
+        assert ids(experiment_id=experiment) == ids(tag="y") == ids(base_model="any") == ids(status="pending") == [one]
+        assert ids(status="cancelled") == ids(base_model="other") == [two]
+        assert ids(status=["cancelled", "pending"]) == [two, one]
+        assert ids(tag="z") == ids(parent_run_id=one) == []
+
+    def test_an_unknown_status_is_refused(self, api: ApiServer) -> None:
+        answer = api.client.get("/v1/runs", params={"status": "sleeping"})
+        assert answer.status_code == 422
+        assert "pending" in answer.json()["detail"]
+
+
+class TestStop:
+    def test_ends_a_waiting_run_at_once(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+        run = make_run(api.client, dataset)
+        answer = api.client.post(f"/v1/runs/{run['id']}/stop", json={"save_checkpoint": False})
+        assert (answer.status_code, answer.json()["status"]) == (202, "cancelled")
+        assert answer.json()["stop_requested_at"] and answer.json()["finished_at"]
+        assert [event.type for event in events_of(engine, run["id"])] == ["status", "status", "end"]
+
+    def test_asks_a_training_run_and_remembers_whether_to_save(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        run = make_run(api.client, dataset)
+        Trainer(engine, run["id"]).begin()
+        answer = api.client.post(f"/v1/runs/{run['id']}/stop", json={"save_checkpoint": False})
+        assert (answer.status_code, answer.json()["status"]) == (202, "running")
+        assert answer.json()["stop_requested_at"]
+        assert run_row(engine, run["id"]).stop_save_checkpoint is False
+
+    def test_is_idempotent_also_on_a_run_that_a_stop_has_ended(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        run = make_run(api.client, dataset)
+        trainer = Trainer(engine, run["id"]).begin()
+        first, second = (api.client.post(f"/v1/runs/{run['id']}/stop") for _ in range(2))
+        trainer.cancel()
+        third = api.client.post(f"/v1/runs/{run['id']}/stop")
+        assert [first.status_code, second.status_code, third.status_code] == [202, 202, 202]
+        assert first.json()["stop_requested_at"] == third.json()["stop_requested_at"]
+        assert third.json()["status"] == "cancelled"
+
+    @pytest.mark.parametrize("end", ["completed", "failed"])
+    def test_a_run_that_ended_by_itself_is_a_conflict_that_names_the_state(
+        self, api: ApiServer, engine: Engine, dataset: str, end: str
+    ) -> None:
+        run = make_run(api.client, dataset)
+        trainer = Trainer(engine, run["id"]).begin()
+        trainer.complete() if end == "completed" else trainer.fail()
+        answer = api.client.post(f"/v1/runs/{run['id']}/stop")
+        assert (answer.status_code, answer.json()["code"]) == (409, "run_has_ended")
+        assert end in answer.json()["detail"]
+
+    def test_refuses_what_it_does_not_know(self, api: ApiServer, dataset: str) -> None:
+        run = make_run(api.client, dataset)
+        for wrong in ({"save_checkpoint": "yes"}, {"save": True}, []):
+            assert api.client.post(f"/v1/runs/{run['id']}/stop", json=wrong).status_code == 422
+        assert api.client.post(f"/v1/runs/{new_id('run')}/stop").status_code == 404
+        assert api.client.get(f"/v1/runs/{run['id']}").json()["status"] == "pending"
