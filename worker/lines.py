@@ -1,0 +1,241 @@
+"""From the bytes that a process prints, and the records that it sends, to what a database can hold.
+
+One NUL, lone surrogate or NaN makes PostgreSQL refuse a whole batch, and one runaway loop can print faster
+than anything can store, so everything is cleaned and bounded here, before it is queued anywhere.
+"""
+
+import codecs
+import json
+import math
+import re
+from collections import deque
+from typing import Any, Literal, TypedDict
+
+Stream = Literal["stdout", "stderr"]
+Level = Literal["info", "warning", "error"]
+
+MAX_LINE_BYTES = 8 * 1024
+_MAX_PENDING = 2 * MAX_LINE_BYTES
+_PROGRESS_SECONDS = 1.0
+_TAIL = 50
+
+_ANSI = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI: colours, cursor
+    r"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?"  # OSC: titles, links
+    r"|\x1b[PX^_][^\x1b]*(?:\x1b\\)?"  # strings for the terminal
+    r"|\x1b[ -/]*[0-~]?"
+)
+_VISIBLE = {code: chr(0x2400 + code) for code in range(0x20) if code != 0x09} | {0x7F: "\u2421"}
+# Eight-bit controls, and the marks that turn the reading direction and so hide what a line really says.
+_VISIBLE |= {code: f"\\x{code:02x}" for code in range(0x80, 0xA0)}
+_VISIBLE |= {code: f"\\u{code:04x}" for code in [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]}
+_VISIBLE |= dict.fromkeys(range(0xD800, 0xE000), "\ufffd")
+
+_ERROR = re.compile(r"\s*(\[?(ERROR|CRITICAL|FATAL)\b|Traceback \(most recent|Fatal Python error|[\w.]+Error: )")
+_WARNING = re.compile(r"\s*\[?WARN(ING)?\b")
+
+
+class LogLine(TypedDict):
+    """One line of output."""
+
+    line: str
+    stream: Stream
+    level: Level
+
+
+class LogLines:
+    """Turns what a process prints into lines; the streams are assembled apart, each in its own order.
+
+    A progress bar that redraws itself with carriage returns appears at most once a second, in its last state.
+    Lines beyond `burst`, refilled with `rate` a second, are dropped and counted; the last ones are kept for
+    the end, because those say why a process failed.
+    """
+
+    def __init__(self, burst: int = 2000, rate: float = 200.0) -> None:
+        self._streams: dict[Stream, _Stream] = {"stdout": _Stream(), "stderr": _Stream()}
+        self._burst = burst
+        self._rate = rate
+        self._tokens = float(burst)
+        self._refilled: float | None = None
+        self._dropped = 0
+        self._tail: deque[LogLine] = deque(maxlen=_TAIL)
+
+    def feed(self, source: Stream, data: bytes, now: float) -> list[LogLine]:
+        """Take bytes as they came, cut anywhere; returns the lines that are complete. `now`: any clock, seconds."""
+        lines = [_log_line(text, source) for text in self._streams[source].feed(data, now)]
+        return [kept for line in lines for kept in self._admit(line, now)]
+
+    def flush(self) -> list[LogLine]:
+        """What is left when the process has ended: unfinished lines, and the last of the dropped."""
+        rest: list[LogLine] = []
+        for source, stream in self._streams.items():
+            rest += [_log_line(text, source) for text in stream.flush()]
+        self._tail.extend(rest)
+        if not self._dropped:
+            return rest
+        last = list(self._tail)[-(self._dropped + len(rest)) :]
+        self._dropped -= len(last) - len(rest)
+        return [*self._drop_note(), *last]
+
+    @property
+    def tail(self) -> list[str]:
+        """The last lines, dropped ones included."""
+        return [line["line"] for line in self._tail]
+
+    def _admit(self, line: LogLine, now: float) -> list[LogLine]:
+        self._tail.append(line)
+        if self._refilled is not None:
+            self._tokens = min(self._burst, self._tokens + max(now - self._refilled, 0.0) * self._rate)
+        self._refilled = now
+        # A flood resumes with a second's worth of lines, not one by one with a note before each.
+        if self._tokens < (min(self._burst, max(self._rate, 1.0)) if self._dropped else 1.0):
+            self._dropped += 1
+            return []
+        self._tokens -= 1
+        return [*self._drop_note(), line]
+
+    def _drop_note(self) -> list[LogLine]:
+        dropped, self._dropped = self._dropped, 0
+        if not dropped:
+            return []
+        text = f"… {dropped} lines dropped: more than {self._rate:g} a second"
+        return [LogLine(line=text, stream="stderr", level="warning")]
+
+
+class _Stream:
+    """One stream's unfinished line; bounded, however long that line grows."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._pending = ""
+        self._cut = 0  # characters of the unfinished line that were not kept
+        self._returned = False  # the last character was a carriage return, which may begin a line end
+        self._state: str | None = None  # of a progress bar, not shown yet
+        self._shown = -math.inf
+
+    def feed(self, data: bytes, now: float) -> list[str]:
+        lines: list[str] = []
+        for piece in re.split(r"([\r\n])", self._decoder.decode(data)):
+            if piece == "\n":
+                lines.append(self._take())
+                self._returned, self._state = False, None
+            elif piece:
+                if self._returned:
+                    lines += self._redraw(now)
+                if piece == "\r":
+                    self._returned = True
+                else:
+                    self._append(piece)
+        return lines
+
+    def flush(self) -> list[str]:
+        self._append(self._decoder.decode(b"", final=True))
+        if self._pending or self._cut:
+            self._state = None
+            return [self._take()]
+        state, self._state = self._state, None
+        return [] if state is None else [state]
+
+    def _redraw(self, now: float) -> list[str]:
+        """The text before a carriage return is one state of a progress bar, and the next one replaces it."""
+        self._returned = False
+        if self._pending or self._cut:
+            self._state = self._take()
+        if self._state is None or now - self._shown < _PROGRESS_SECONDS:
+            return []
+        self._shown = now
+        state, self._state = self._state, None
+        return [state]
+
+    def _append(self, text: str) -> None:
+        room = _MAX_PENDING - len(self._pending)
+        self._pending += text[:room]
+        self._cut += max(len(text) - room, 0)
+
+    def _take(self) -> str:
+        text, cut = self._pending, self._cut
+        self._pending, self._cut = "", 0
+        return _visible(text, cut)
+
+
+def _visible(text: str, cut: int) -> str:
+    shown = _ANSI.sub("", text).translate(_VISIBLE)
+    encoded = shown.encode()
+    if not cut and len(encoded) <= MAX_LINE_BYTES:
+        return shown
+    return encoded[:MAX_LINE_BYTES].decode(errors="ignore") + f" … (cut; {len(text) + cut} characters in all)"
+
+
+def _log_line(text: str, stream: Stream) -> LogLine:
+    level: Level = "info"
+    if stream == "stderr":
+        if _ERROR.match(text):
+            level = "error"
+        elif _WARNING.match(text) or "Warning: " in text:
+            level = "warning"
+    return LogLine(line=text, stream=stream, level=level)
+
+
+_MAX_DEPTH = 12
+_MAX_ITEMS = 10_000
+_MAX_TEXT = 64 * 1024
+_LARGEST_INT = 2**63 - 1
+
+
+def parse_record(data: bytes) -> dict[str, Any] | None:
+    """A record as a trainer sent it, cleaned; None when it is not an object with a `type`."""
+    try:
+        record = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("type"), str):
+        return None
+    cleaned: dict[str, Any] = clean_record(record)
+    return cleaned
+
+
+def clean_record(record: Any) -> Any:
+    """`record` in a form that PostgreSQL and JSON can hold.
+
+    Non-finite numbers become None, and an object names them (dotted) in `non_finite`; NULs and lone surrogates
+    are replaced; texts, lists and nesting are bounded.
+    """
+    non_finite: list[str] = []
+    cleaned = _clean(record, "", 0, non_finite)
+    if non_finite and isinstance(cleaned, dict):
+        cleaned["non_finite"] = non_finite
+    return cleaned
+
+
+def _clean(value: Any, name: str, depth: int, non_finite: list[str]) -> Any:
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, int):
+        return value if -_LARGEST_INT <= value <= _LARGEST_INT else _clean(_as_float(value), name, depth, non_finite)
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        non_finite.append(name)
+        return None
+    if depth >= _MAX_DEPTH and isinstance(value, dict | list | tuple):
+        return "…"
+    if isinstance(value, dict):
+        items = list(value.items())[:_MAX_ITEMS]
+        below = f"{name}." if name else ""
+        return {(key := _text(str(raw))): _clean(item, f"{below}{key}", depth + 1, non_finite) for raw, item in items}
+    if isinstance(value, list | tuple):
+        return [_clean(item, f"{name}.{n}", depth + 1, non_finite) for n, item in enumerate(value[:_MAX_ITEMS])]
+    return _text(str(value))
+
+
+def _as_float(value: int) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _text(value: str) -> str:
+    if len(value) > _MAX_TEXT:
+        value = value[:_MAX_TEXT] + "…"
+    return value.replace("\0", "\ufffd").encode(errors="surrogatepass").decode(errors="replace")
