@@ -1,0 +1,244 @@
+"""Promises about everything that is not a success."""
+
+import errno
+import json
+from typing import Any
+
+import psycopg
+import pytest
+import sqlalchemy.exc
+
+from app import errors
+from app.config import Settings
+from app.errors import ApiError, FieldError
+from app.ids import new_id
+from app.main import create_app
+from tests.server import ApiServer, ThreadServer
+
+FIELDS = {"type", "title", "status", "detail", "code", "request_id"}
+
+
+def _check(answer: Any, status: int, code: str) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/problem+json"
+    body: dict[str, Any] = answer.json()
+    assert body.keys() - {"errors"} == FIELDS
+    assert body["code"] == code
+    assert body["status"] == status
+    assert body["request_id"] == answer.headers["x-request-id"]
+    assert body["detail"].endswith((".", "!"))
+    return body
+
+
+def test_an_unknown_path_is_a_problem(api: ApiServer) -> None:
+    body = _check(api.client.get("/v1/nowhere"), 404, "not_found")
+    assert body["title"] == "Not Found"
+
+
+def test_what_is_due_later_answers_404_or_405(api: ApiServer) -> None:
+    _check(api.client.patch(f"/v1/experiments/{new_id('exp')}", json={}), 405, "method_not_allowed")
+    _check(api.client.get(f"/v1/datasets/{new_id('ds')}/content"), 404, "not_found")
+    _check(api.client.get("/metrics"), 404, "not_found")
+
+
+def test_a_wrong_method_says_which_are_right(api: ApiServer) -> None:
+    answer = api.client.put("/v1/experiments", json={})
+    _check(answer, 405, "method_not_allowed")
+    assert answer.headers["allow"]
+
+
+def test_an_unknown_id_is_named_with_a_way_on(api: ApiServer) -> None:
+    id = new_id("exp")
+    body = _check(api.client.get(f"/v1/experiments/{id}"), 404, "experiment_not_found")
+    assert id in body["detail"] and "GET /v1/experiments" in body["detail"]
+
+
+def test_every_wrong_field_is_named_at_once(api: ApiServer) -> None:
+    answer = api.client.post("/v1/experiments", json={"name": 7, "tags": ["ok", 3], "surprise": True})
+    body = _check(answer, 422, "invalid_request")
+    assert {item["field"] for item in body["errors"]} == {"name", "tags.1", "surprise"}
+    assert all(item["code"] and item["message"] for item in body["errors"])
+
+
+def test_a_wrong_query_is_named(api: ApiServer) -> None:
+    for query, field in (("limit=0", "limit"), ("limit=201", "limit"), ("limit=x", "limit"), ("after=1", "after")):
+        body = _check(api.client.get(f"/v1/experiments?{query}"), 422, "invalid_request")
+        assert [item["field"] for item in body["errors"]] == [field]
+
+
+def test_huge_input_is_never_sent_back(api: ApiServer) -> None:
+    huge = "x" * 900_000
+    for body in ({"name": huge}, {huge: 1}, {"name": "x", "tags": [huge]}, {"name": [huge]}):
+        answer = api.client.post("/v1/experiments", json=body)
+        assert answer.status_code == 422
+        assert len(answer.content) < 5000
+    many = api.client.post("/v1/experiments", json={f"field{number}": 1 for number in range(20_000)})
+    assert many.status_code == 422 and len(many.json()["errors"]) <= 100
+
+
+@pytest.mark.parametrize(
+    ("raw", "code"),
+    [
+        (b'{"name": "a\\u0000b"}', "nul_in_text"),
+        (b'{"name": "a\\ud800b"}', "lone_surrogate"),
+        (b'{"na\\u0000me": "ab"}', "nul_in_text"),
+        (b'{"name": "a\x00b"}', "invalid_json"),
+        (b'{"name": "\xed\xa0\x80"}', "not_utf8"),
+        (b'{"name": "\xff"}', "not_utf8"),
+        (b'{"name": "x", "name": "y"}', "duplicate_key"),
+        (b'{"name": NaN}', "not_finite"),
+        (b'{"name": 1e999}', "not_finite"),
+        (b'{"name": ' + b"9" * 5000 + b"}", "number_too_long"),
+        (b'{"name": ' + b"[" * 33 + b"]" * 33 + b"}", "too_deep"),
+        (b"[" * 400_000, "too_deep"),
+        (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "too_deep"),
+        (b"{", "invalid_json"),
+        (b"nonsense", "invalid_json"),
+    ],
+)
+def test_text_that_cannot_be_kept_and_malformed_json_are_422(api: ApiServer, raw: bytes, code: str) -> None:
+    answer = api.client.post("/v1/experiments", content=raw, headers={"Content-Type": "application/json"})
+    body = _check(answer, 422, "invalid_request")
+    assert body["errors"][0]["code"] == code
+
+
+def test_whole_characters_beyond_the_basic_plane_are_kept(api: ApiServer) -> None:
+    raw = b'{"name": "\\ud83d\\ude00 \xf0\x9f\x98\x80", "description": "a\\tb"}'
+    answer = api.client.post("/v1/experiments", content=raw, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 201
+    assert answer.json()["name"] == "😀 😀"
+
+
+@pytest.mark.parametrize("path", ["/v1/experiments/%00", "/v1/experiments?after=%00", "/v1/datasets/a%00b"])
+def test_nul_in_an_address_is_422(api: ApiServer, path: str) -> None:
+    _check(api.client.get(path), 422, "invalid_request")
+
+
+@pytest.mark.parametrize("path", ["/v1/experiments/%ff%fe", "/v1/experiments/%ed%a0%80", "/v1/datasets/" + "x" * 5000])
+def test_an_odd_id_is_404(api: ApiServer, path: str) -> None:
+    answer = api.client.get(path)
+    assert answer.status_code == 404
+    assert len(answer.content) < 1000
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "application/octet-stream", ""])
+def test_a_body_of_another_kind_is_422(api: ApiServer, kind: str) -> None:
+    answer = api.client.post("/v1/experiments", content=b"name=x", headers={"Content-Type": kind})
+    _check(answer, 422, "invalid_request")
+
+
+def test_a_body_over_the_cap_is_413(settings: Settings) -> None:
+    with ThreadServer(settings.model_copy(update={"max_json_bytes": 10_000})) as api:
+        good = {"name": "x", "description": "y" * 9_000}
+        assert api.client.post("/v1/experiments", json=good).status_code == 201
+        _check(api.client.post("/v1/experiments", json={"name": "x" * 10_000}), 413, "body_too_large")
+
+
+def test_a_body_over_the_cap_is_413_without_a_length_too(settings: Settings) -> None:
+    def chunks() -> Any:
+        for _ in range(100):
+            yield b" " * 1000
+
+    with ThreadServer(settings.model_copy(update={"max_json_bytes": 10_000})) as api:
+        answer = api.client.post("/v1/experiments", content=chunks(), headers={"Content-Type": "application/json"})
+        _check(answer, 413, "body_too_large")
+        assert "10,000 bytes" in answer.json()["detail"]
+
+
+def test_a_database_that_goes_away_is_503_and_comes_back(api: ApiServer, settings: Settings) -> None:
+    assert api.client.get("/v1/experiments").status_code == 200
+    assert settings.database_url
+    name = settings.database_url.rsplit("/", 1)[1].split("?")[0]
+    admin = settings.database_url.replace(name, "postgres")
+    with psycopg.connect(admin, autocommit=True) as connection:
+        connection.execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS false")
+        connection.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", [name])
+        answer = api.client.get("/v1/experiments")
+        body = _check(answer, 503, "database_unavailable")
+        assert int(answer.headers["retry-after"]) > 0
+        assert name not in json.dumps(body)
+        connection.execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS true")
+    assert api.client.get("/v1/experiments").status_code == 200
+
+
+def test_a_mistake_of_ours_is_500_without_its_traceback(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
+    server = ThreadServer(settings)
+
+    def create_broken(chosen: Settings) -> Any:
+        app = create_app(chosen)
+
+        @app.get("/broken")
+        async def broken() -> None:
+            raise RuntimeError("secret detail")
+
+        return app
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.server.create_app", create_broken)
+        with server:
+            answer = server.client.get("/broken")
+    body = _check(answer, 500, "internal")
+    assert "secret detail" not in answer.text and "Traceback" not in answer.text
+    assert body["request_id"] in caplog.text and "secret detail" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), 507, "disk_full"),
+        (OSError(errno.EDQUOT, "Quota exceeded"), 507, "disk_full"),
+        (psycopg.OperationalError("gone"), 503, "database_unavailable"),
+        (psycopg.InterfaceError("closed"), 503, "database_unavailable"),
+        (sqlalchemy.exc.TimeoutError("pool"), 503, "database_unavailable"),
+        (sqlalchemy.exc.OperationalError("x", {}, psycopg.errors.AdminShutdown()), 503, "database_unavailable"),
+        (sqlalchemy.exc.OperationalError("x", {}, psycopg.errors.DiskFull()), 507, "disk_full"),
+    ],
+)
+def test_failures_of_what_we_stand_on_have_their_own_answer(error: Exception, status: int, code: str) -> None:
+    answer = errors.as_api_error(error)
+    assert answer is not None and (answer.status, answer.code) == (status, code)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EACCES, "x"),
+        ValueError(),
+        sqlalchemy.exc.IntegrityError("x", {}, psycopg.errors.UniqueViolation()),
+    ],
+)
+def test_other_failures_are_not_mistaken_for_those(error: Exception) -> None:
+    assert errors.as_api_error(error) is None
+
+
+def test_what_comes_from_outside_is_cleaned_before_it_is_sent_back() -> None:
+    error = ApiError(422, "x", "a\x1b[31mb\ud800", [FieldError(field="f\n" * 500, code="c", message="m" * 5000)])
+    body = json.loads(bytes(errors.problem({"type": "http"}, error).body))
+    assert body["detail"] == "a�[31mb�"
+    assert len(body["errors"][0]["field"]) <= 200
+    assert len(body["errors"][0]["message"]) <= 500
+
+
+def test_openapi_describes_every_error_as_a_problem_and_every_body_by_example(api: ApiServer) -> None:
+    document = api.client.get("/openapi.json").json()
+    for path, item in document["paths"].items():
+        for method, operation in item.items():
+            for status, response in operation["responses"].items():
+                if status >= "400":
+                    assert list(response["content"]) == ["application/problem+json"], (method, path, status)
+            assert ("401" in operation["responses"]) == (path != "/healthz")
+            for content in operation.get("requestBody", {}).get("content", {}).values():
+                assert _has_example(document, content), (method, path)
+            for status, response in operation["responses"].items():
+                for kind, content in response.get("content", {}).items():
+                    if "json" in kind and "ndjson" not in kind:
+                        assert _has_example(document, content), (method, path, status)
+    assert "HTTPValidationError" not in document["components"]["schemas"]
+
+
+def _has_example(document: dict[str, Any], content: dict[str, Any]) -> bool:
+    if "example" in content or "examples" in content:
+        return True
+    schema = content["schema"]
+    name = schema.get("$ref", "").removeprefix("#/components/schemas/")
+    return "example" in document["components"]["schemas"].get(name, schema)

@@ -1,0 +1,48 @@
+"""Promises about lists."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+from tests.server import ApiServer
+
+
+def _make(api: ApiServer, count: int) -> list[str]:
+    return [api.client.post("/v1/experiments", json={"name": f"e{n}"}).json()["id"] for n in range(count)]
+
+
+def test_pages_are_newest_first_and_join_without_gap_or_overlap(api: ApiServer) -> None:
+    made = _make(api, 7)
+    seen: list[str] = []
+    query = "limit=3"
+    while True:
+        page = api.client.get(f"/v1/experiments?{query}").json()
+        assert page.keys() == {"data", "has_more"}
+        seen += [item["id"] for item in page["data"]]
+        if not page["has_more"]:
+            break
+        query = f"limit=3&after={seen[-1]}"
+    assert seen == made[::-1]
+
+
+def test_a_page_that_is_just_full_is_the_last(api: ApiServer) -> None:
+    _make(api, 3)
+    assert api.client.get("/v1/experiments?limit=3").json()["has_more"] is False
+
+
+def test_a_page_has_fifty_unless_asked_otherwise(api: ApiServer) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: _make(api, 13), range(4)))
+    page = api.client.get("/v1/experiments").json()
+    assert (len(page["data"]), page["has_more"]) == (50, True)
+
+
+def test_new_items_do_not_shift_the_pages_that_follow(api: ApiServer) -> None:
+    made = _make(api, 4)
+    first = api.client.get("/v1/experiments?limit=2").json()["data"]
+    _make(api, 3)
+    second = api.client.get(f"/v1/experiments?limit=2&after={first[-1]['id']}").json()["data"]
+    assert [item["id"] for item in first + second] == made[::-1]
+
+
+def test_behind_the_last_item_there_is_an_empty_page(api: ApiServer) -> None:
+    made = _make(api, 1)
+    assert api.client.get(f"/v1/experiments?after={made[0]}").json() == {"data": [], "has_more": False}
