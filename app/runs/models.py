@@ -24,9 +24,7 @@ class Run(Owned, Base):
     __tablename__ = "runs"
     __table_args__ = (
         CheckConstraint(f"status IN {sql_list(STATUSES)}", name="status_known"),
-        CheckConstraint(
-            f"(status IN {sql_list(TERMINAL)}) = (finished_at IS NOT NULL)", name="finished_iff_terminal"
-        ),
+        CheckConstraint(f"(status IN {sql_list(TERMINAL)}) = (finished_at IS NOT NULL)", name="finished_iff_terminal"),
         CheckConstraint(f"(status IN {sql_list(LIVE)}) = (lease_owner IS NOT NULL)", name="leased_iff_live"),
         CheckConstraint("(lease_owner IS NULL) = (lease_expires_at IS NULL)", name="lease_whole"),
         CheckConstraint("(status = 'failed') = (error_code IS NOT NULL)", name="error_iff_failed"),

@@ -57,8 +57,8 @@ class WorkerRead(BaseModel):
     host: str
     pid: int
     version: str
-    state: Literal["online", "draining", "offline", "silent"] = Field(
-        description="`silent`: said nothing for three lease times, and never that it would go."
+    state: Literal["online", "draining", "offline"] = Field(
+        description="`offline`: it has ended, or said nothing for three lease times."
     )
     slots: int
     backends: list[str]

@@ -27,7 +27,7 @@ class Presence:
 
 
 async def page(session: AsyncSession, settings: Settings, paging: Paging) -> tuple[list[Presence], bool]:
-    """Workers, newest first; those that have ended stay listed as `offline`."""
+    """Workers, newest first; those that have ended or fallen silent are listed as `offline`."""
     workers, has_more = await fetch(session, select(Worker), Worker.id, paging)
     ids = [worker.id for worker in workers]
     devices: dict[str, list[Device]] = defaultdict(list)
@@ -44,7 +44,7 @@ async def page(session: AsyncSession, settings: Settings, paging: Paging) -> tup
     return [
         Presence(
             worker,
-            "silent" if worker.state != "offline" and worker.id in silent else worker.state,
+            "offline" if worker.id in silent else worker.state,
             devices[worker.id],
             runs[worker.id],
         )
