@@ -230,7 +230,7 @@ class _Training:
                 _fill(weights.fileno(), self.options.checkpoint_bytes, self.state.chain)
             sha256 = manifest.write_manifest(staging, self.state.step, {"backend": "fake"})
             time.sleep(self.options.save_seconds)
-            size = sum(file.stat().st_size for file in staging.iterdir())
+            size = manifest.size_of(staging)
             manifest.commit(staging, self.folder / name)
         self.saved_step = self.state.step
         self.journal.save(self.state.step)
