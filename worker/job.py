@@ -92,14 +92,16 @@ def _dataset(host: Host, connection: Connection, dataset_id: str) -> dict[str, A
 
 
 def _base_model(host: Host, connection: Connection, run: Any) -> dict[str, Any]:
+    if run.backend == "fake":
+        return {"name": run.config["base_model"], "path": None, "hub": None, "revision": None}
     output_attempt = None
     if run.base_run_id:
         output_attempt = connection.scalar(select(Run.output_attempt).where(Run.id == run.base_run_id))
+    name, revision = run.config["base_model"], run.config.get("revision")
     try:
-        place = base_models.locate(host.settings, host.storage, run.config["base_model"], output_attempt)
-    except ValueError as error:
-        raise JobError("model_not_found", str(error)) from error
-    return {**place, "revision": run.config.get("revision")}
+        return dict(base_models.locate(host.settings, host.storage, name, output_attempt, revision))
+    except base_models.BaseModelError as error:
+        raise JobError("model_not_found", error.message) from error
 
 
 def _resume(host: Host, checkpoint: Any, run: Any) -> dict[str, Any] | None:

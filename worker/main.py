@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import warnings
 
 from celery import signals
 
@@ -27,10 +28,13 @@ def main() -> int:
         log.info("shutting down: trainers save, runs are handed back")
         host.drain()
 
+    # Celery's warning about root concerns pickled messages; ours are JSON without arguments.
+    warnings.filterwarnings("ignore", message=".*superuser privileges")
     host.start()
     try:
         app.worker_main(
             [
+                "--quiet",
                 "worker",
                 "--pool=threads",
                 f"--concurrency={host.machine.slots}",

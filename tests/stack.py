@@ -1,0 +1,269 @@
+"""The whole service as real processes on servers of its own, each of which a test may kill, stall and start again."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import redis
+from sqlalchemy import Engine
+
+from app import migrate
+from app.config import Settings
+from app.db import sync_engine
+from app.embedded import EmbeddedServers
+from tests.server import ProcessServer
+from tests.waiting import eventually
+from worker.training.report import read_journal
+
+
+class WorkerProcess:
+    """`python -m worker.main`."""
+
+    def __init__(self, settings: Settings, log: Path) -> None:
+        self.log = log
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "worker.main"], env=settings.child_environment(), stdout=output, stderr=output
+            )
+
+    def kill(self) -> None:
+        """As a power cut would."""
+        self.process.kill()
+        self.process.wait(timeout=30)
+
+    def terminate(self, timeout: float = 60) -> int:
+        """SIGTERM; answers the exit code."""
+        self.process.terminate()
+        return self.process.wait(timeout=timeout)
+
+    def freeze(self) -> None:
+        """SIGSTOP: alive, but nothing in it moves."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        self.process.send_signal(signal.SIGCONT)
+
+    def descendants(self) -> list[psutil.Process]:
+        """The zygote and the training processes."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+class Stack:
+    """PostgreSQL, Valkey, an API and workers, on one home."""
+
+    def __init__(self, home: Path, **values: Any) -> None:
+        self.home = home
+        self.servers = EmbeddedServers(home)
+        self.servers.start()
+        self.settings = Settings(
+            **{
+                "home": home,
+                "database_url": self.servers.database_url,
+                "redis_url": self.servers.redis_url,
+                "port": 0,
+                "lease_seconds": 3,
+                "launch": "cold",
+                **values,
+            }
+        )
+        migrate.upgrade(self.settings)
+        self.engine: Engine = sync_engine(self.settings.database_url or "")
+        self.workers: list[WorkerProcess] = []
+        self.api = ProcessServer(self.settings)
+        self.api.start()
+        self.api.wait_until_up()
+        self.dataset_id = self.upload(b"".join(b'{"text": "row %d"}\n' % n for n in range(50)))
+
+    @property
+    def client(self) -> httpx.Client:
+        """Talks to the API with a key that may do everything."""
+        return self.api.client
+
+    def add_worker(self, **values: Any) -> WorkerProcess:
+        """One more worker, once it is registered."""
+        worker = WorkerProcess(self.settings.model_copy(update=values), self.home / f"worker-{len(self.workers)}.log")
+        self.workers.append(worker)
+        eventually(lambda: self._is_registered(worker), timeout=60, what=f"worker registered, see {worker.log}")
+        return worker
+
+    def upload(self, content: bytes, name: str = "rows.jsonl") -> str:
+        """A data set; answers its id."""
+        answer = self.client.post("/v1/datasets", files={"file": (name, content)})
+        assert answer.status_code == 201, answer.text
+        dataset_id: str = answer.json()["id"]
+        return dataset_id
+
+    def create(self, extra: dict[str, Any] | None = None, config: dict[str, Any] | None = None, **body: Any) -> str:
+        """A run of the fake backend; answers its id."""
+        config = {"base_model": "any", "method": "sft", "extra": extra or {}, **(config or {})}
+        body = {"backend": "fake", "dataset_id": self.dataset_id, "config": config, **body}
+        answer = self.client.post("/v1/runs", json=body)
+        assert answer.status_code == 202, answer.text
+        run_id: str = answer.json()["id"]
+        return run_id
+
+    def run(self, run_id: str) -> dict[str, Any]:
+        """The run as the API shows it."""
+        answer = self.client.get(f"/v1/runs/{run_id}")
+        assert answer.status_code == 200, answer.text
+        shown: dict[str, Any] = answer.json()
+        return shown
+
+    def until(self, run_id: str, *statuses: str, timeout: float = 60) -> dict[str, Any]:
+        """Wait for one of the statuses, through restarts of the API."""
+        return eventually(
+            lambda: self._in_status(run_id, statuses), timeout, what=f"{run_id} becomes {' or '.join(statuses)}"
+        )
+
+    def until_step(self, run_id: str, step: int, timeout: float = 60) -> None:
+        """Wait until the trainers' own journal has that step."""
+        eventually(lambda: any(line.get("step", 0) >= step for line in self.journal(run_id)), timeout)
+
+    def stop(self, run_id: str, save_checkpoint: bool = True) -> httpx.Response:
+        """Ask the run to stop."""
+        return self.client.post(f"/v1/runs/{run_id}/stop", json={"save_checkpoint": save_checkpoint})
+
+    def journal(self, run_id: str) -> list[dict[str, Any]]:
+        """What the trainers themselves wrote down."""
+        path = self.settings.storage_root / "runs" / run_id / "journal.jsonl"
+        return read_journal(path) if path.exists() else []
+
+    def events(self, run_id: str) -> list[dict[str, Any]]:
+        """All stored events, with `type`, after checking that seq has no gap."""
+        answer = self.client.get(f"/v1/runs/{run_id}/events", params={"follow": "false", "format": "ndjson"})
+        assert answer.status_code == 200, answer.text
+        import json
+
+        events = [json.loads(line) for line in answer.text.splitlines()]
+        assert [event["seq"] for event in events] == list(range(1, len(events) + 1))
+        return events
+
+    def redis(self) -> redis.Redis:
+        """A connection to Valkey."""
+        return redis.Redis.from_url(self.settings.redis_url or "")
+
+    def kill_postgres(self) -> None:
+        """kill -9 of the whole server, then a start on the same data."""
+        self.restart(self.servers.postgres)
+
+    def kill_valkey(self) -> None:
+        """The same for Valkey."""
+        self.restart(self.servers.valkey)
+
+    def restart(self, server: Any) -> None:
+        """kill -9 and start again, on the same port."""
+        assert server is not None
+        for process in [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]:
+            _quietly(process.kill)
+        server.process.wait(timeout=30)
+        server.start()
+        server.wait_ready()
+
+    def close(self) -> None:
+        """End everything."""
+        for worker in self.workers:
+            if worker.process.poll() is None:
+                worker.thaw()
+                worker.kill()
+        self.api.client.close()
+        self.api.stop()
+        self.engine.dispose()
+        self.servers.stop()
+
+    def _is_registered(self, worker: WorkerProcess) -> bool:
+        assert worker.process.poll() is None, worker.log.read_text()[-3000:]
+        workers = self.client.get("/v1/workers").json()["data"]
+        return any(row["pid"] == worker.process.pid and row["state"] == "online" for row in workers)
+
+    def _in_status(self, run_id: str, statuses: tuple[str, ...]) -> dict[str, Any] | None:
+        try:
+            shown = self.run(run_id)
+        except (httpx.TransportError, AssertionError):
+            return None
+        return shown if shown["status"] in statuses else None
+
+
+class Follower:
+    """A client that follows a run's stream in a thread and reconnects for ever, by `Last-Event-ID`."""
+
+    def __init__(self, stack: Stack, run_id: str, reconnect_every: int | None = None) -> None:
+        self.ids: list[int] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.connections = 0
+        self._stack = stack
+        self._path = f"/v1/runs/{run_id}/events"
+        self._reconnect_every = reconnect_every
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
+        self._thread.start()
+
+    def join(self, timeout: float = 60) -> list[int]:
+        """The ids seen, once the `end` event is there."""
+        self._thread.join(timeout)
+        assert not self._thread.is_alive(), f"no end event; the last seen: {self.events[-3:]}"
+        return self.ids
+
+    def _follow(self) -> None:
+        from httpx_sse import connect_sse
+
+        while not self._over.is_set():
+            headers = {"Last-Event-ID": str(self.ids[-1])} if self.ids else {}
+            self.connections += 1
+            try:
+                with (
+                    self._stack.api.client_with(self._stack.api.key) as client,
+                    connect_sse(client, "GET", self._path, headers=headers) as stream,
+                ):
+                    for count, event in enumerate(stream.iter_sse(), 1):
+                        if not event.data:
+                            continue
+                        self.ids.append(int(event.id))
+                        self.events.append((event.event, event.json()))
+                        if event.event == "end":
+                            return
+                        if self._reconnect_every and count >= self._reconnect_every:
+                            break
+            except Exception:
+                self._over.wait(0.05)  # the API is down or has just been killed
+
+
+def pids_of_trainers(run_events: list[dict[str, Any]]) -> list[int]:
+    """Process ids in a journal, in the order of their starts."""
+    return [line["pid"] for line in run_events if line["event"] == "start"]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def assert_attempts_never_overlap(journal: list[dict[str, Any]]) -> None:
+    """In the order in which the trainers wrote, the attempts only rise; and so do the steps within each."""
+    attempts = [line["attempt"] for line in journal]
+    assert attempts == sorted(attempts), attempts
+    for attempt in set(attempts):
+        steps = [line["step"] for line in journal if line["attempt"] == attempt and line["event"] == "step"]
+        assert steps == sorted(set(steps))
+
+
+def _quietly(action: Callable[[], object]) -> None:
+    try:
+        action()
+    except (psutil.NoSuchProcess, ProcessLookupError):
+        pass
+
+
+def signal_process(pid: int, number: int) -> None:
+    """Send a signal."""
+    os.kill(pid, number)
