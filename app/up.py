@@ -1,6 +1,7 @@
 """`anneal up`: everything on this machine, kept running until it is told to end."""
 
 import http.client
+import json
 import os
 import select
 import signal
@@ -106,8 +107,7 @@ class Supervised:
             self._back_off(now, f"{self.target.name} does not start: {error}")
             return False
         self._running, self._since = True, now
-        if self._failures or self._due > 0:
-            self._say(f"{self.target.name} runs (process {self.pid})")
+        self._say(f"{self.target.name} runs again (process {self.pid})")
         return True
 
     def _back_off(self, now: float, what: str) -> None:
@@ -127,7 +127,7 @@ class Up:
         self._ready = False
         self._key = ""
         self._url = ""
-        self._started = time.monotonic()
+        self._asked = time.monotonic()
         self._supervised: list[Supervised] = []
 
     def run(self) -> int:
@@ -188,16 +188,19 @@ class Up:
             self._announce()
 
     def _is_ready(self) -> bool:
-        waited = time.monotonic() - self._started
-        if waited > _PATIENCE_SECONDS:
-            self._started = time.monotonic()
-            self._say(f"Not ready yet; {self._home / 'logs'} tells what api and worker are doing.")
-        status = _get(self._url + "/readyz", self._key)
+        status, missing = _get(self._url + "/readyz", self._key)
         if status == 401:
             # Kept from another database, or revoked.
             self._make_key()
             self._publish()
-        return status == 200 and self._worker_registered()
+        if status == 200:
+            if self._worker_registered():
+                return True
+            missing = "No worker has registered."
+        if time.monotonic() - self._asked > _PATIENCE_SECONDS:
+            self._asked = time.monotonic()
+            self._say(f"Not ready yet: {missing} The files in {self._home / 'logs'} tell more.")
+        return False
 
     def _worker_registered(self) -> bool:
         process = self._worker.process
@@ -216,9 +219,8 @@ class Up:
     def _announce(self) -> None:
         self._say(
             "\nAnneal is ready.\n\n"
-            f"  URL   {self._url}\n"
-            f"  key   {self._key}\n"
-            f"  docs  {self._url}/docs\n\n"
+            f"  URL  {self._url}\n"
+            f"  key  {self._key}\n\n"
             f'  curl -H "Authorization: Bearer {self._key}" {self._url}/v1/workers\n\n'
             f"The same is in {self.settings.connection_file}.\n"
             "Ctrl-C ends it; runs are saved then, and go on at the next start."
@@ -297,15 +299,16 @@ def _wait(wake: int) -> None:
         os.read(wake, 4096)
 
 
-def _get(url: str, key: str) -> int:
-    """Status of a GET; 0 when there is no answer."""
+def _get(url: str, key: str) -> tuple[int, str]:
+    """Status of a GET and what its problem says; 0 when there is no answer."""
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=2)
     try:
         connection.request("GET", parts.path, headers={"Authorization": f"Bearer {key}"})
-        return connection.getresponse().status
-    except (OSError, http.client.HTTPException):
-        return 0
+        answer = connection.getresponse()
+        return answer.status, str(json.loads(answer.read()).get("detail", ""))
+    except (OSError, ValueError, http.client.HTTPException):
+        return 0, "The API does not answer."
     finally:
         connection.close()
 

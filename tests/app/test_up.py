@@ -1,0 +1,246 @@
+"""`anneal up`: everything runs with one command, comes back when it dies, and leaves nothing behind."""
+
+import json
+import os
+import re
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from app.config import Settings
+from app.up import Supervised
+from tests.waiting import eventually
+
+READY_SECONDS = 90.0
+
+
+class Running:
+    """One `anneal up` in a process of its own."""
+
+    def __init__(self, home: Path, **variables: str) -> None:
+        self.home = home
+        home.mkdir(parents=True, exist_ok=True)
+        self.output = home.parent / f"{home.name}.out"
+        # Cold: warming up a process for training takes seconds and is none of these tests' business.
+        chosen = {"ANNEAL_HOME": str(home), "ANNEAL_PORT": "0", "ANNEAL_LAUNCH": "cold", "ANNEAL_LEASE_SECONDS": "3"}
+        self.environment = {**os.environ, "PYTHONUNBUFFERED": "1", **chosen, **variables}
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(command("up"), env=self.environment, stdout=output, stderr=output)
+
+    @property
+    def said(self) -> str:
+        return self.output.read_text()
+
+    @property
+    def connection(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.home / "connection.json").read_text())
+        return found
+
+    @property
+    def client(self) -> httpx.Client:
+        headers = {"Authorization": f"Bearer {self.connection['api_key']}"}
+        return httpx.Client(base_url=self.connection["url"], headers=headers, trust_env=False, timeout=10)
+
+    def until_ready(self) -> "Running":
+        def ready() -> bool:
+            assert self.process.poll() is None, self.said
+            return "Anneal is ready" in self.said
+
+        eventually(ready, timeout=READY_SECONDS, what=f"readiness of {self.home}")
+        return self
+
+    def answers(self, path: str = "/readyz") -> bool:
+        try:
+            with self.client as client:
+                return client.get(path).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.wait(60)
+
+
+Start = Callable[..., Running]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts `anneal up` on the test's home; whatever still runs is ended with the test."""
+    started: list[Running] = []
+
+    def build(**variables: str) -> Running:
+        started.append(Running(tmp_path / "home", **variables))
+        return started[-1]
+
+    yield build
+    for running in started:
+        running.end()
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """One that is ready, for tests that leave it as they found it."""
+    up = Running(tmp_path_factory.mktemp("up") / "home").until_ready()
+    yield up
+    up.end()
+
+
+class TestReady:
+    def test_it_prints_url_key_and_a_curl_line_that_works_as_printed(self, running: Running) -> None:
+        line = re.search(r"curl .*", running.said)
+        assert line and running.connection["url"] in line[0]
+        # The curl line says all that a client needs: nothing but what it shows is used here.
+        header, url = re.findall(r'"(.*?)" (\S+)', line[0])[0]
+        name, value = header.split(": ", 1)
+        answer = httpx.get(url, headers={name: value}, trust_env=False)
+        assert answer.status_code != 401
+
+    def test_connection_json_is_private_and_names_every_process(self, running: Running) -> None:
+        assert stat.S_IMODE((running.home / "connection.json").stat().st_mode) == 0o600
+        pids = running.connection["pids"]
+        assert set(pids) == {"up", "postgres", "valkey", "api", "worker"}
+        assert pids["up"] == running.process.pid
+        assert all(psutil.Process(pid).ppid() == pids["up"] for name, pid in pids.items() if name != "up")
+
+    def test_a_second_one_on_the_same_home_is_told_so(self, running: Running) -> None:
+        second = subprocess.run(command("up"), env=running.environment, capture_output=True, text=True, timeout=60)
+        assert second.returncode == 1
+        assert f"already running on {running.home} (process {running.process.pid})" in second.stderr
+        assert running.answers()
+
+    def test_commands_on_the_same_home_find_its_servers(self, running: Running) -> None:
+        made = subprocess.run(
+            command("keys", "create", "laptop"), env=running.environment, capture_output=True, text=True, timeout=60
+        )
+        assert made.returncode == 0, made.stderr
+        headers = {"Authorization": f"Bearer {made.stdout.strip()}"}
+        with httpx.Client(base_url=running.connection["url"], headers=headers, trust_env=False) as client:
+            assert client.get("/readyz").status_code == 200
+
+    @pytest.mark.parametrize("name", ["api", "worker", "postgres", "valkey"])
+    def test_whatever_is_killed_comes_back_and_connection_json_follows(self, running: Running, name: str) -> None:
+        before = running.connection
+        os.kill(before["pids"][name], signal.SIGKILL)
+        after = eventually(
+            lambda: running.connection if running.connection["pids"].get(name, 0) != before["pids"][name] else None,
+            timeout=30,
+        )
+        after = eventually(lambda: running.connection if name in running.connection["pids"] else None, timeout=30)
+        assert psutil.pid_exists(after["pids"][name])
+        assert (after["url"], after["api_key"]) == (before["url"], before["api_key"])
+        assert {n: p for n, p in after["pids"].items() if n != name} == {
+            n: p for n, p in before["pids"].items() if n != name
+        }
+        eventually(running.answers, timeout=60, what=f"readiness after {name} died")
+        assert f"{name} was ended by SIGKILL; starting it again" in running.said
+
+
+class TestEnd:
+    def test_sigterm_ends_everything_cleanly_and_the_key_stays_for_the_next_start(self, start: Start) -> None:
+        first = start().until_ready()
+        key = first.connection["api_key"]
+        family = psutil.Process(first.process.pid).children(recursive=True)
+        first.process.send_signal(signal.SIGTERM)
+        assert first.process.wait(60) == 0
+        assert not [process for process in family if process.is_running()]
+        assert first.connection["pids"] == {}
+        assert "Warm shutdown" in (first.home / "logs" / "worker.log").read_text()
+        assert "killed" not in first.said
+        second = start().until_ready()
+        assert second.connection["api_key"] == key
+
+    def test_sigkill_leaves_nothing_behind_and_hinders_no_new_start(self, start: Start) -> None:
+        first = start().until_ready()
+        family = psutil.Process(first.process.pid).children(recursive=True)
+        assert len(family) >= 4
+        first.process.kill()
+        first.process.wait()
+        _, alive = psutil.wait_procs(family, timeout=10)
+        assert not alive
+        start().until_ready()
+
+    def test_a_key_that_was_revoked_is_replaced_at_the_next_start(self, start: Start) -> None:
+        first = start().until_ready()
+        key = first.connection["api_key"]
+        listed = subprocess.run(command("keys", "list"), env=first.environment, capture_output=True, text=True)
+        key_id = listed.stdout.split()[0]
+        subprocess.run(command("keys", "revoke", key_id), env=first.environment, check=True, capture_output=True)
+        first.end()
+        second = start().until_ready()
+        assert second.connection["api_key"] != key
+        assert second.answers()
+
+
+class TestOwnServers:
+    def test_with_both_urls_set_it_starts_no_server_of_its_own(self, start: Start, settings: Settings) -> None:
+        assert settings.database_url and settings.redis_url
+        up = start(ANNEAL_DATABASE_URL=settings.database_url, ANNEAL_REDIS_URL=settings.redis_url).until_ready()
+        assert set(up.connection["pids"]) == {"up", "api", "worker"}
+        assert not (up.home / "postgres").exists()
+        assert up.answers()
+
+    def test_a_database_that_does_not_answer_is_told_in_a_sentence(self, start: Start) -> None:
+        up = start(ANNEAL_DATABASE_URL="postgresql://me:secret@127.0.0.1:1/x", ANNEAL_REDIS_URL="redis://127.0.0.1:1")
+        assert up.process.wait(60) == 1
+        assert "The database does not answer" in up.said
+        assert "Traceback" not in up.said and "secret" not in up.said
+
+
+class TestPortTaken:
+    def test_a_taken_port_is_told_in_a_sentence_and_nothing_is_started(self, start: Start) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            up = start(ANNEAL_PORT=str(port))
+            assert up.process.wait(60) == 1
+        assert f"Port {port} on 127.0.0.1 is taken by another program" in up.said
+        assert "Traceback" not in up.said
+        assert not (up.home / "postgres").exists()
+
+
+class TestBackOff:
+    def test_what_dies_at_once_is_started_again_less_and_less_eagerly(self) -> None:
+        said: list[str] = []
+        broken = Broken()
+        broken.start()
+        supervised = Supervised(broken, said.append)
+
+        def starts() -> bool:
+            supervised.tend()
+            return broken.starts >= 4
+
+        eventually(starts, timeout=20)
+        endings = [line for line in said if "ended" in line]
+        assert endings == [
+            "broken ended with exit code 3; starting it again",
+            "broken ended with exit code 3; starting it again in 0.5 s",
+            "broken ended with exit code 3; starting it again in 1 s",
+        ]
+
+
+class Broken:
+    """A program that ends with an error as soon as it is started."""
+
+    name = "broken"
+
+    def __init__(self) -> None:
+        self.starts = 0
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self.starts += 1
+        self.process = subprocess.Popen(["sh", "-c", "exit 3"])
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-P", "-m", "app.cli", *arguments]
