@@ -82,10 +82,10 @@ class Channel:
         return everything
 
     def send(self, message: dict[str, Any]) -> bool:
-        """Send a request to the trainer without waiting; False when it is gone or does not listen."""
+        """Send a request to the trainer without waiting; False when it is gone, does not listen or was closed."""
         try:
             self._control.send(json.dumps(message).encode())
-        except (BlockingIOError, BrokenPipeError, ConnectionError):
+        except OSError:  # from any thread, also after `close`
             return False
         return True
 

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections import deque
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 Stream = Literal["stdout", "stderr"]
 Level = Literal["info", "warning", "error"]
@@ -35,12 +35,8 @@ _ERROR = re.compile(r"\s*(\[?(ERROR|CRITICAL|FATAL)\b|Traceback \(most recent|Fa
 _WARNING = re.compile(r"\s*\[?WARN(ING)?\b")
 
 
-class LogLine(TypedDict):
-    """One line of output."""
-
-    line: str
-    stream: Stream
-    level: Level
+LogLine = dict[str, Any]
+"""One line of output, as the event log keeps it: `line`, `stream` (stdout or stderr), `level`."""
 
 
 class LogLines:
@@ -99,7 +95,7 @@ class LogLines:
         if not dropped:
             return []
         text = f"… {dropped} lines dropped: more than {self._rate:g} a second"
-        return [LogLine(line=text, stream="stderr", level="warning")]
+        return [{"line": text, "stream": "stderr", "level": "warning"}]
 
 
 class _Stream:
@@ -173,7 +169,7 @@ def _log_line(text: str, stream: Stream) -> LogLine:
             level = "error"
         elif _WARNING.match(text) or "Warning: " in text:
             level = "warning"
-    return LogLine(line=text, stream=stream, level=level)
+    return {"line": text, "stream": stream, "level": level}
 
 
 _MAX_DEPTH = 12

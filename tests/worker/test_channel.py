@@ -120,5 +120,9 @@ class TestChannel:
         channel.release()
         assert channel.send({"stop": {"save": True, "why": "stop"}}) is False
 
+    def test_sending_through_a_closed_channel_says_so(self, channel: Channel) -> None:
+        channel.close()
+        assert channel.send({"renew_until": 1.0}) is False
+
     def test_sending_to_a_trainer_that_does_not_listen_never_blocks(self, channel: Channel) -> None:
         eventually(lambda: not channel.send({"renew_until": 1.0}), timeout=5, every=0.0)
