@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _IMPORTANT = re.compile(r"\b(ERROR|CRITICAL|FATAL|PANIC)\b")
-_EXPECTED = re.compile(r"the database system is (starting up|shutting down)|in recovery mode")
+# What PostgreSQL tells clients that come too early or stay too long: known to whoever restarts it.
+_EXPECTED = re.compile(r"the database system is|unexpected postmaster exit|due to administrator command")
 _LARGEST_BYTES = 10 * 1024**2
 _LINES_A_LOOK = 5
 

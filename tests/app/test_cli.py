@@ -1,0 +1,147 @@
+"""The command line: every command explains itself, and says in a sentence what is wrong."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from app.config import Settings
+from tests.conftest import Services
+from tests.waiting import eventually
+
+COMMANDS = ["up", "api", "worker", "migrate", "demo", "keys create", "keys list", "keys revoke"]
+
+
+def anneal(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "COLUMNS": "200", **variables}
+    command = [sys.executable, "-P", "-m", "app.cli", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def refused(done: subprocess.CompletedProcess[str]) -> str:
+    """The one sentence of a command that could not do what it was asked for."""
+    assert done.returncode == 1, done
+    assert "Traceback" not in done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("anneal: "), done.stderr
+    return lines[0]
+
+
+@pytest.fixture
+def servers(settings: Settings) -> dict[str, str]:
+    """Variables that point a command at the test's database and Redis."""
+    assert settings.database_url and settings.redis_url
+    return {
+        "ANNEAL_HOME": str(settings.home),
+        "ANNEAL_DATABASE_URL": settings.database_url,
+        "ANNEAL_REDIS_URL": settings.redis_url,
+    }
+
+
+class TestHelp:
+    @pytest.mark.parametrize("command", COMMANDS)
+    def test_every_command_has_help_with_an_example(self, command: str) -> None:
+        done = anneal(*command.split(), "--help")
+        assert done.returncode == 0
+        assert f"Example: `{'ANNEAL_' if command in ('up', 'api', 'worker', 'migrate') else 'anneal '}" in done.stdout
+
+    def test_without_a_command_it_lists_them(self) -> None:
+        done = anneal()
+        assert all(command.split()[0] in done.stdout + done.stderr for command in COMMANDS)
+
+
+class TestKeys:
+    def test_a_key_is_made_listed_without_being_shown_and_revoked(self, servers: dict[str, str]) -> None:
+        key = anneal("keys", "create", "laptop", "--scope", "read", "--expires-days", "2", **servers).stdout.strip()
+        assert key.startswith("anneal_")
+        listed = anneal("keys", "list", **servers).stdout
+        assert "laptop" in listed and "read" in listed and "expires" in listed
+        assert key not in listed
+        key_id = listed.split()[0]
+        assert anneal("keys", "revoke", key_id, **servers).stdout.strip() == f"{key_id} is revoked."
+        assert "revoked" in anneal("keys", "list", **servers).stdout
+
+    def test_a_key_may_read_and_write_unless_told_otherwise(self, servers: dict[str, str]) -> None:
+        anneal("keys", "create", "usual", **servers)
+        assert "read,write" in anneal("keys", "list", **servers).stdout
+
+    def test_an_unknown_scope_names_the_known_ones(self, servers: dict[str, str]) -> None:
+        assert "read, write, admin" in refused(anneal("keys", "create", "x", "--scope", "root", **servers))
+
+    def test_an_unknown_key_tells_where_to_look(self, servers: dict[str, str]) -> None:
+        assert "`anneal keys list`" in refused(anneal("keys", "revoke", "key_none", **servers))
+
+
+class TestMigrate:
+    def test_it_brings_an_empty_database_up_and_does_nothing_the_second_time(self, services: Services) -> None:
+        url = services.create_database(template="template1")
+        try:
+            first = anneal("migrate", ANNEAL_DATABASE_URL=url)
+            assert first.returncode == 0, first.stderr
+            assert first.stdout.startswith("From nothing to ")
+            assert anneal("migrate", ANNEAL_DATABASE_URL=url).stdout.startswith("Already at revision ")
+        finally:
+            services.drop_database(url)
+
+    def test_replicas_that_start_at_once_both_succeed(self, services: Services) -> None:
+        url = services.create_database(template="template1")
+        try:
+            environment = {**os.environ, "ANNEAL_DATABASE_URL": url}
+            command = [sys.executable, "-P", "-m", "app.cli", "migrate"]
+            replicas = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+            said = [replica.communicate(timeout=60)[0] for replica in replicas]
+            assert [replica.returncode for replica in replicas] == [0, 0, 0]
+            assert sum(line.startswith("From nothing to ") for line in said) == 1
+        finally:
+            services.drop_database(url)
+
+
+class TestSentences:
+    @pytest.mark.parametrize("command", ["api", "worker", "migrate", "keys list"])
+    def test_without_any_server_the_next_step_is_told(self, command: str, tmp_path: Path) -> None:
+        sentence = refused(anneal(*command.split(), ANNEAL_HOME=str(tmp_path)))
+        assert "start `anneal up` first or set ANNEAL_DATABASE_URL" in sentence
+
+    def test_a_database_that_is_down_is_told_without_its_password(self, tmp_path: Path) -> None:
+        url = "postgresql://me:hidden@127.0.0.1:1/x"
+        sentence = refused(anneal("migrate", ANNEAL_HOME=str(tmp_path), ANNEAL_DATABASE_URL=url))
+        assert "The database does not answer" in sentence and "hidden" not in sentence
+
+    def test_a_setting_that_makes_no_sense_is_named(self, tmp_path: Path) -> None:
+        sentence = refused(anneal("up", ANNEAL_HOME=str(tmp_path), ANNEAL_PORT="seventy"))
+        assert "ANNEAL_PORT" in sentence
+
+    def test_a_port_in_use_is_told(self, servers: dict[str, str]) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            assert f"Port {port} on 127.0.0.1 is taken" in refused(anneal("api", "--port", str(port), **servers))
+
+    def test_an_address_of_another_machine_is_told(self, servers: dict[str, str]) -> None:
+        sentence = refused(anneal("api", "--port", "0", ANNEAL_HOST="192.0.2.1", **servers))
+        assert "set ANNEAL_HOST" in sentence
+
+
+class TestApi:
+    def test_it_takes_a_free_port_tells_it_and_ends_cleanly_on_sigterm(
+        self, servers: dict[str, str], settings: Settings
+    ) -> None:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "app.cli", "api", "--port", "0"], env={**os.environ, **servers}
+        )
+        try:
+            told = settings.home / "run" / "api.json"
+            found = eventually(lambda: json.loads(told.read_text()) if told.exists() else None, timeout=30)
+            assert found["pid"] == process.pid
+            with httpx.Client(base_url=found["url"], trust_env=False) as client:
+                assert client.get("/healthz").json() == {"status": "ok"}
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+            process.wait()
