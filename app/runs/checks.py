@@ -22,14 +22,12 @@ from app.storage import Storage
 from app.workers.models import Device, Worker
 from app.workers.service import FRESH_LEASES
 
+_SUPERVISED_FORMATS = ("chat", "prompt_completion", "text")
 _FORMATS = {
-    TrainingMethod.sft: ("chat", "prompt_completion", "text"),
-    TrainingMethod.full: ("chat", "prompt_completion", "text"),
-    TrainingMethod.lora: ("chat", "prompt_completion", "text"),
-    TrainingMethod.qlora: ("chat", "prompt_completion", "text"),
-    TrainingMethod.dpo: ("preference",),
-    TrainingMethod.rlhf: ("prompt",),
+    method: _SUPERVISED_FORMATS
+    for method in (TrainingMethod.sft, TrainingMethod.full, TrainingMethod.lora, TrainingMethod.qlora)
 }
+"""What each method trains on; methods that are not here are refused by name."""
 
 
 @dataclass
@@ -121,7 +119,7 @@ def config_problems(
     found += refused
     if options is not None:
         found += _option_problems(options, config.get("extra", {}))
-    if rules is not None:
+    if rules is not None and all(problem.field != "method" for problem in found):
         found += _capability_problems(rules, config)
     return found, fitting
 
@@ -194,7 +192,7 @@ async def _dataset(session: AsyncSession, name: str, dataset_id: str, found: Exa
 
 def _check_format(config: Mapping[str, Any], name: str, dataset: Dataset | None, found: Examined) -> None:
     method = config.get("method", TrainingMethod.qlora)
-    formats = _FORMATS[TrainingMethod(method)] if method in list(TrainingMethod) else ()
+    formats = _FORMATS.get(TrainingMethod(method), ()) if method in list(TrainingMethod) else ()
     if dataset is not None and formats and dataset.format not in formats:
         wanted = ", ".join(f"`{item}`" for item in formats)
         found.refuse(

@@ -1,0 +1,271 @@
+"""Bad input gets a clear error and loses nothing: status, code and a sentence for each, and no run is made."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine
+
+from app.db import sync_engine
+from app.ids import new_id
+from tests.factories import Trainer, count_runs, make_dataset, make_model, make_run
+from tests.rows import add_worker
+from tests.server import ApiServer
+
+
+@pytest.fixture
+def engine(api: ApiServer) -> Iterator[Engine]:
+    engine = sync_engine(api.settings.database_url or "")
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def dataset(engine: Engine) -> str:
+    return make_dataset(engine)
+
+
+def refused(api: ApiServer, engine: Engine, body: dict[str, Any]) -> dict[str, Any]:
+    """What `POST /v1/runs` says to a body that it must refuse, and that it has made nothing."""
+    before = count_runs(engine)
+    answer = api.client.post("/v1/runs", json=body)
+    assert answer.status_code == 422, answer.text
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert count_runs(engine) == before
+    problem: dict[str, Any] = answer.json()
+    assert problem["status"] == 422 and problem["request_id"]
+    assert all(error["message"] for error in problem["errors"])
+    return problem
+
+
+def only_error(problem: dict[str, Any]) -> tuple[str, str, str]:
+    """Field, code and sentence of the one error; the answer's own code is the same."""
+    (error,) = problem["errors"]
+    assert problem["code"] == error["code"]
+    return error["field"], error["code"], error["message"]
+
+
+CONFIGS: list[tuple[dict[str, Any], str, str, str]] = [
+    ({"learning_rte": 1e-4}, "learning_rte", "unknown_field", "perhaps `learning_rate`"),
+    ({"batch_size": "4"}, "batch_size", "wrong_type", "integer"),
+    ({"batch_size": 4.5}, "batch_size", "wrong_type", "integer"),
+    ({"packing": 1}, "packing", "wrong_type", "boolean"),
+    ({"epochs": -1}, "epochs", "out_of_range", "greater than 0"),
+    ({"batch_size": 0}, "batch_size", "out_of_range", "greater than or equal to 1"),
+    ({"learning_rate": 1e6}, "learning_rate", "out_of_range", "10"),
+    ({"max_seq_length": 10**30}, "max_seq_length", "out_of_range", "10000000"),
+    ({"method": "magic"}, "method", "unknown_value", "qlora"),
+    ({"optim": "adam"}, "optim", "unknown_value", "adamw_torch"),
+    ({"method": "dpo"}, "method", "not_available_yet", "dpo"),
+    ({"base_model": "../../etc/passwd"}, "base_model", "invalid_name", "not a path elsewhere"),
+    ({"base_model": "/etc/passwd"}, "base_model", "invalid_name", "not a path elsewhere"),
+    ({"base_model": "tiny/../../x"}, "base_model", "invalid_name", "not a path elsewhere"),
+    ({"base_model": ""}, "base_model", "out_of_range", "at least 1 character"),
+    ({"base_model": None}, "base_model", "wrong_type", "string"),
+    ({"method": "full", "load_in_4bit": True}, "load_in_4bit", "conflict", "trains every weight"),
+    ({"method": "lora", "load_in_8bit": True}, "load_in_8bit", "conflict", "use `qlora`"),
+    ({"load_in_4bit": True, "load_in_8bit": True}, "load_in_8bit", "conflict", "choose one"),
+    ({"eval_steps": 5}, "eval_steps", "needs_eval_data", "eval_split"),
+    ({"extra": {"momentum": 1}}, "extra.momentum", "unknown_field", "is not a field"),
+]
+
+
+class TestConfiguration:
+    @pytest.mark.parametrize(("config", "field", "code", "says"), CONFIGS, ids=[json.dumps(it[0]) for it in CONFIGS])
+    def test_each_mistake_has_its_field_code_and_sentence(
+        self, api: ApiServer, engine: Engine, dataset: str, config: Any, field: str, code: str, says: str
+    ) -> None:
+        body = {"dataset_id": dataset, "config": {"base_model": "org/model", **config}}
+        found = only_error(refused(api, engine, body))
+        assert found[:2] == (f"config.{field}", code)
+        assert says in found[2]
+
+    def test_all_mistakes_are_told_at_once(self, api: ApiServer, engine: Engine) -> None:
+        body = {
+            "backend": "slurm",
+            "experiment_id": new_id("exp"),
+            "dataset_id": new_id("ds"),
+            "eval_dataset_id": new_id("ds"),
+            "config": {"epochs": -1, "lora_rank": 3, "method": "full", "lora_r": 4},
+        }
+        problem = refused(api, engine, body)
+        assert problem["code"] == "invalid_request"
+        assert {(error["field"], error["code"]) for error in problem["errors"]} == {
+            ("backend", "unknown_backend"),
+            ("experiment_id", "experiment_not_found"),
+            ("dataset_id", "dataset_not_found"),
+            ("eval_dataset_id", "dataset_not_found"),
+            ("config.base_model", "missing"),
+            ("config.epochs", "out_of_range"),
+            ("config.lora_rank", "unknown_field"),
+            ("config.lora_r", "conflict"),
+            ("config.eval_steps", "needs_eval_steps"),
+        }
+
+    @pytest.mark.parametrize("literal", ["1e999", "-1e999", "NaN", "Infinity", "-Infinity"])
+    def test_a_number_that_is_not_finite_is_refused(
+        self, api: ApiServer, engine: Engine, dataset: str, literal: str
+    ) -> None:
+        text = json.dumps({"dataset_id": dataset, "config": {"base_model": "org/model", "learning_rate": 0}})
+        answer = api.client.post(
+            "/v1/runs",
+            content=text.replace('"learning_rate": 0', f'"learning_rate": {literal}'),
+            headers={"Content-Type": "application/json"},
+        )
+        assert (answer.status_code, answer.json()["errors"][0]["code"]) == (422, "not_finite")
+        assert count_runs(engine) == 0
+
+    def test_options_of_the_fake_backend_are_its_own(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+        body = {"backend": "fake", "dataset_id": dataset, "config": {"base_model": "any", "extra": {"step": 1}}}
+        field, code, says = only_error(refused(api, engine, body))
+        assert (field, code) == ("config.extra.step", "unknown_field")
+        assert "step_seconds" in says
+
+
+class TestRequest:
+    @pytest.mark.parametrize(
+        ("change", "field"),
+        [
+            ({"colour": "red"}, "colour"),
+            ({"priority": "high"}, "priority"),
+            ({"priority": 1001}, "priority"),
+            ({"max_restarts": -1}, "max_restarts"),
+            ({"tags": "demo"}, "tags"),
+            ({"tags": [""]}, "tags.0"),
+            ({"name": ""}, "name"),
+            ({"name": "x" * 201}, "name"),
+            ({"config": []}, "config"),
+            ({"dataset_id": None}, "dataset_id"),
+        ],
+    )
+    def test_a_bad_field_is_named(
+        self, api: ApiServer, engine: Engine, dataset: str, change: dict[str, Any], field: str
+    ) -> None:
+        body = {"dataset_id": dataset, "config": {"base_model": "org/model"}, **change}
+        assert refused(api, engine, body)["errors"][0]["field"] == field
+
+    def test_a_missing_data_set_says_how_to_make_one(self, api: ApiServer, engine: Engine) -> None:
+        for missing in (new_id("ds"), "nonsense", "../x"):
+            body = {"dataset_id": missing, "config": {"base_model": "org/model"}}
+            field, code, says = only_error(refused(api, engine, body))
+            assert (field, code) == ("dataset_id", "dataset_not_found")
+            assert "POST /v1/datasets" in says
+
+    def test_a_data_set_of_the_wrong_format_names_the_right_ones(self, api: ApiServer, engine: Engine) -> None:
+        body = {"dataset_id": make_dataset(engine, "preference"), "config": {"base_model": "org/model"}}
+        field, code, says = only_error(refused(api, engine, body))
+        assert (field, code) == ("dataset_id", "wrong_dataset_format")
+        assert "`chat`" in says and "`preference`" in says
+
+    def test_a_field_that_does_not_go_with_the_data_set_is_refused(self, api: ApiServer, engine: Engine) -> None:
+        config = {"base_model": "org/model", "loss_on": "assistant"}
+        body = {"dataset_id": make_dataset(engine, "text"), "config": config}
+        assert only_error(refused(api, engine, body))[:2] == ("config.loss_on", "conflict")
+
+    def test_an_unknown_backend_names_those_there_are(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+        body = {"backend": "slurm", "dataset_id": dataset, "config": {"base_model": "org/model"}}
+        field, code, says = only_error(refused(api, engine, body))
+        assert (field, code) == ("backend", "unknown_backend")
+        assert "`celery`" in says and "`fake`" in says
+
+    def test_a_body_that_is_no_json_is_refused(self, api: ApiServer) -> None:
+        headers = {"Content-Type": "application/json"}
+        for content in (b"{", b"", b"[1]", b'"x"', b"\xff", b'{"dataset_id": "a", "dataset_id": "b"}'):
+            answer = api.client.post("/v1/runs", content=content, headers=headers)
+            assert answer.status_code == 422, content
+            assert answer.json()["detail"]
+
+
+class TestBaseModel:
+    def test_a_name_that_is_nowhere_says_where_it_was_looked_for(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        body = {"dataset_id": dataset, "config": {"base_model": "nowhere"}}
+        field, code, says = only_error(refused(api, engine, body))
+        assert (field, code) == ("config.base_model", "model_not_found")
+        assert str(api.settings.models_folder) in says and "run_…" in says and "owner/model" in says
+
+    def test_a_folder_without_a_model_is_refused(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+        make_model(api.settings, "empty", file="notes.txt")
+        body = {"dataset_id": dataset, "config": {"base_model": "empty"}}
+        assert only_error(refused(api, engine, body))[:2] == ("config.base_model", "not_a_model")
+
+    def test_a_run_must_be_completed_and_the_answer_names_its_status(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        base = make_run(api.client, dataset)["id"]
+        body = {"dataset_id": dataset, "config": {"base_model": base}}
+        field, code, says = only_error(refused(api, engine, body))
+        assert (field, code) == ("config.base_model", "base_run_not_completed")
+        assert "pending" in says
+        Trainer(engine, base).begin().fail()
+        assert "failed" in only_error(refused(api, engine, body))[2]
+
+    def test_a_run_that_does_not_exist_is_refused(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+        body = {"dataset_id": dataset, "config": {"base_model": new_id("run")}}
+        assert only_error(refused(api, engine, body))[:2] == ("config.base_model", "base_run_not_found")
+
+
+class TestMachine:
+    WANTS_GPU = {"base_model": "org/model", "optim": "paged_adamw_8bit"}
+
+    def check(self, api: ApiServer, dataset: str, config: dict[str, Any]) -> dict[str, Any]:
+        answer = api.client.post("/v1/runs/validate", json={"dataset_id": dataset, "config": config})
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def test_without_a_worker_machine_questions_wait_and_a_warning_says_so(self, api: ApiServer, dataset: str) -> None:
+        found = self.check(api, dataset, self.WANTS_GPU)
+        assert found["valid"] and found["errors"] == []
+        assert [warning["code"] for warning in found["warnings"]] == ["no_worker_online"]
+        assert found["effective_config"]["optim"] == "paged_adamw_8bit"
+
+    def test_a_wish_that_no_online_worker_can_honour_is_refused(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        add_worker(engine, backends=["celery"])
+        found = self.check(api, dataset, self.WANTS_GPU)
+        assert not found["valid"] and found["effective_config"] is None
+        assert [(it["field"], it["code"]) for it in found["errors"]] == [("config.optim", "not_on_this_machine")]
+
+    def test_a_default_that_the_worker_cannot_honour_is_replaced_and_told(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        add_worker(engine, backends=["celery"])
+        found = self.check(api, dataset, {"base_model": "org/model"})
+        assert found["valid"]
+        assert found["effective_config"]["optim"] == "adamw_8bit"
+        assert ("config.optim", "replaced") in [(it["field"], it["code"]) for it in found["warnings"]]
+
+    def test_one_fitting_worker_is_enough(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+        add_worker(engine, backends=["celery"])
+        gpu = add_worker(engine, backends=["celery"])
+        with engine.begin() as connection:
+            connection.exec_driver_sql("UPDATE devices SET kind = 'cuda' WHERE worker_id = %s", (gpu,))
+        found = self.check(api, dataset, self.WANTS_GPU)
+        assert found["valid"] and found["warnings"] == []
+
+    def test_a_silent_worker_does_not_count(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+        add_worker(engine, backends=["celery"])
+        with engine.begin() as connection:
+            connection.exec_driver_sql("UPDATE workers SET heartbeat_at = now() - interval '1 hour'")
+        assert self.check(api, dataset, self.WANTS_GPU)["valid"]
+
+
+class TestValidate:
+    def test_says_what_create_would_say_and_makes_nothing(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+        body = {"dataset_id": dataset, "config": {"base_model": "nowhere", "epochs": 0}}
+        answer = api.client.post("/v1/runs/validate", json=body)
+        assert answer.status_code == 200
+        assert answer.json()["valid"] is False
+        assert answer.json()["errors"] == refused(api, engine, body)["errors"]
+
+    def test_shows_what_defaults_resolve_to(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+        config = {"base_model": "org/model", "method": "full"}
+        answer = api.client.post("/v1/runs/validate", json={"dataset_id": dataset, "config": config}).json()
+        assert answer["valid"]
+        assert answer["effective_config"]["load_in_4bit"] is False
+        assert answer["effective_config"]["lora_r"] is None
+        assert count_runs(engine) == 0
