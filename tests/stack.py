@@ -161,7 +161,10 @@ class Stack:
     def restart(self, server: Any) -> None:
         """kill -9 and start again, on the same port."""
         assert server is not None
-        for process in [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]:
+        for process in [
+            psutil.Process(server.process.pid),
+            *psutil.Process(server.process.pid).children(recursive=True),
+        ]:
             _quietly(process.kill)
         server.process.wait(timeout=30)
         server.start()

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+import psycopg
 from sqlalchemy import Connection, Select, Text, cast, select, text
-from sqlalchemy.exc import DataError
+from sqlalchemy.exc import DataError, DBAPIError
 
 from app.events.models import RunEvent
 
@@ -94,9 +95,13 @@ def append(
     base, attempt = reserved
     driver = connection.connection.driver_connection
     assert driver is not None  # noqa: S101 - a connection in use has one
-    with driver.cursor() as cursor, cursor.copy(_COPY) as copy:
-        for offset, event in enumerate(new, 1):
-            copy.write_row((run_id, base + offset, event.type, attempt, event.ts, event.data))
+    try:
+        with driver.cursor() as cursor, cursor.copy(_COPY) as copy:
+            for offset, event in enumerate(new, 1):
+                copy.write_row((run_id, base + offset, event.type, attempt, event.ts, event.data))
+    except psycopg.Error as error:
+        # COPY goes past SQLAlchemy; its errors must look to the caller like those of every other statement.
+        raise DBAPIError.instance(_COPY, None, error, psycopg.Error) from error
 
 
 def _reserve(
@@ -118,9 +123,7 @@ def _reserve(
 
 def is_refused_data(error: Exception) -> bool:
     """Whether Postgres refused what an event holds (and not the connection or the fence)."""
-    import psycopg
-
-    return isinstance(error, DataError | psycopg.DataError)
+    return isinstance(error, DataError)
 
 
 def read_after(run_id: str, after: int, limit: int) -> Select[int, str, datetime, str]:

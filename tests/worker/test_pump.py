@@ -1,0 +1,164 @@
+"""The pump: what a trainer says is stored once and in order, also when nobody knows whether a commit happened."""
+
+import json
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, event
+from sqlalchemy.exc import OperationalError
+
+from app.config import Settings
+from app.db import sync_engine
+from app.events.log import Fenced
+from app.runs import lifecycle
+from app.storage import Storage
+from tests.rows import add_run, add_worker, claim, events_of, run_row
+from worker.pump import LeaseLost, Pump
+
+
+class Lab:
+    """A claimed run and its pump, on real tables; the trainer is what the test says."""
+
+    def __init__(self, settings: Settings, engine: Engine) -> None:
+        self.engine = engine
+        add_run(engine)
+        self.run = claim(engine, add_worker(engine))
+        self.lease: Any = SimpleNamespace(fenced=False, expired=False, run_id=self.run.id)
+        host: Any = SimpleNamespace(engine=engine, wake=lambda _: None, storage=Storage(settings))
+        self.pump = Pump(host, self.run, self.lease)
+
+    def says(self, type: str, **fields: Any) -> None:
+        record = {"type": type, "ts": time.time(), **fields}
+        self.pump.take([("report", json.dumps(record).encode())])
+
+    def prints(self, text: str) -> None:
+        self.pump.take([("stdout", text.encode())])
+
+    def events(self) -> list[tuple[str, Any]]:
+        events = events_of(self.engine, self.run.id)
+        assert [one.seq for one in events] == list(range(1, len(events) + 1))
+        return [(one.type, one.data) for one in events]
+
+
+@pytest.fixture
+def lab(settings: Settings) -> Iterator[Lab]:
+    engine = sync_engine(settings.database_url or "")
+    yield Lab(settings, engine)
+    engine.dispose()
+
+
+def checkpoint(step: int) -> dict[str, Any]:
+    return {
+        "name": f"checkpoint-{step}", "step": step, "epoch": 0.5, "kind": "periodic", "bytes": 10,
+        "manifest_sha256": "a" * 64, "metrics": {"loss": 1.0},
+    }  # fmt: skip
+
+
+def test_keeps_the_trainers_order_across_lines_records_and_status_changes(lab: Lab) -> None:
+    lab.prints("one\n")
+    lab.says("phase", name="training", start_step=0, total_steps=10)
+    lab.prints("two\n")
+    lab.says("metric", step=1, epoch=0.1, loss=2.0, total_steps=10)
+    lab.says("phase", name="saving")
+    lab.says("checkpoint", **checkpoint(1))
+    lab.says("phase", name="training")
+    lab.prints("three\n")
+    lab.pump.flush()
+    told = [data.get("line") or data.get("to") or kind for kind, data in lab.events()[2:]]
+    assert told == [
+        "one", "progress", "running", "two", "metric", "progress", "checkpointing", "checkpoint", "progress",
+        "running", "three",
+    ]  # fmt: skip
+    row = run_row(lab.engine, lab.run.id)
+    assert (row.current_step, row.total_steps, row.best_loss, row.checkpoint_step) == (1, 10, 2.0, 1)
+
+
+@pytest.mark.parametrize("nth", range(1, 9))
+def test_a_commit_whose_answer_got_lost_is_not_stored_twice(lab: Lab, nth: int) -> None:
+    """The nth transaction is committed, but its caller sees the connection fail."""
+    commits = 0
+
+    def lose_answer(connection: Any) -> None:
+        nonlocal commits
+        commits += 1
+        if commits == nth:
+            connection.connection.driver_connection.commit()
+            raise OperationalError("COMMIT", {}, Exception("connection timed out"))
+
+    event.listen(lab.engine, "commit", lose_answer)
+    for step in range(1, 4):
+        lab.prints(f"line {step}\n")
+        lab.says("phase", name="training", start_step=0, total_steps=3)
+        lab.says("metric", step=step, epoch=0.1, loss=3.0 - step / 10, total_steps=3)
+        lab.says("phase", name="saving")
+        lab.says("checkpoint", **checkpoint(step))
+        lab.pump.flush_all()
+    event.remove(lab.engine, "commit", lose_answer)
+    assert commits > nth
+    kinds = [kind for kind, _ in lab.events()]
+    assert (kinds.count("log"), kinds.count("metric"), kinds.count("checkpoint")) == (3, 3, 3)
+    assert [data["to"] for kind, data in lab.events() if kind == "status"][2:] == [
+        "running", "checkpointing", "running", "checkpointing", "running", "checkpointing",
+    ]  # fmt: skip
+
+
+def test_what_postgres_refuses_is_told_and_the_rest_is_stored(lab: Lab) -> None:
+    lab.prints("before\n")
+    lab.says("metric", step=1, epoch=0.1, loss=float("nan"), note="a\x00b\ud800c")
+    lab.prints("after \x00 \x1b[31mred\n")
+    lab.pump.flush()
+    events = lab.events()[2:]
+    assert [kind for kind, _ in events] == ["log", "metric", "log"]
+    assert events[1][1]["loss"] is None and "loss" in events[1][1]["non_finite"]
+
+
+def test_one_event_that_is_refused_costs_only_itself(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.pump.clean_record", lambda record: record)
+    for step in range(1, 20):
+        note = "\x00" if step == 7 else "fine"
+        lab.says("eval", step=step, epoch=0.1, metrics={"note": note})
+    from app.events.log import NewEvent
+
+    lab.pump._waiting[6] = NewEvent("eval", lab.pump._waiting[6].ts, '{"broken": ')  # type: ignore[union-attr]
+    lab.pump.flush()
+    kinds = [kind for kind, _ in lab.events()[2:]]
+    assert kinds == ["eval"] * 6 + ["log"] + ["eval"] * 12
+
+
+def test_a_fenced_pump_writes_nothing(lab: Lab) -> None:
+    with lab.engine.begin() as connection:
+        connection.execute(lifecycle.hand_back(lab.run.id, lab.run.epoch, "drain"))
+    before = lab.events()
+    lab.prints("too late\n")
+    with pytest.raises(Fenced):
+        lab.pump.flush_all()
+    assert lab.events() == before
+
+
+def test_gives_up_only_when_the_lease_is_over(lab: Lab) -> None:
+    calls = 0
+
+    def fail() -> None:
+        nonlocal calls
+        calls += 1
+        lab.lease.expired = calls == 3
+        raise OperationalError("SELECT", {}, Exception("server closed the connection"))
+
+    with pytest.raises(LeaseLost):
+        lab.pump.persist(fail)
+    assert calls == 3
+
+
+def test_keeps_the_newest_checkpoints_and_marks_the_others(lab: Lab) -> None:
+    lab.run.config["save_total_limit"] = 2
+    for step in (1, 2, 3, 4):
+        lab.says("checkpoint", **checkpoint(step))
+    lab.pump.flush()
+    with lab.engine.connect() as connection:
+        from sqlalchemy import text
+
+        rows = connection.execute(text("SELECT step, deleted_at IS NULL FROM checkpoints ORDER BY step")).all()
+    assert [tuple(row) for row in rows] == [(1, False), (2, False), (3, True), (4, True)]
