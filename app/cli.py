@@ -29,15 +29,21 @@ cli.add_typer(keys, name="keys")
 @contextmanager
 def _plain_errors() -> Iterator[None]:
     """What a user can cause or mend is told in a sentence, with exit code 1; a traceback is a bug of ours."""
-    from sqlalchemy.exc import OperationalError
+    from sqlalchemy.exc import OperationalError, ProgrammingError
 
     try:
         yield
-    except (HomeError, ValueError) as error:
-        sentence = _setting_error(error) if isinstance(error, ValidationError) else str(error)
+    except HomeError as error:
+        sentence = str(error)
+    except ValidationError as error:
+        sentence = _setting_error(error)
     except OperationalError as error:
         reason = " ".join(str(error.orig).split())
         sentence = f"The database does not answer ({reason}); start it, or correct ANNEAL_DATABASE_URL."
+    except ProgrammingError as error:
+        if getattr(error.orig, "sqlstate", None) != "42P01":  # undefined_table
+            raise
+        sentence = "The database has no tables of Anneal yet: run `anneal migrate`."
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     else:
@@ -131,9 +137,11 @@ def create_key(
 
     Example: `anneal keys create laptop --scope read --scope write --expires-days 90`
     """
-    from app.auth import create_key_sync
+    from app.auth import SCOPES, create_key_sync
 
     with _plain_errors():
+        if unknown := set(scope or []) - set(SCOPES):
+            raise HomeError(f"There is no scope {', '.join(sorted(unknown))}; there are {', '.join(SCOPES)}.")
         lasts = None if expires_days is None else timedelta(days=expires_days)
         typer.echo(create_key_sync(_settings(), name, scope or ["read", "write"], lasts))
 

@@ -3,7 +3,11 @@
 import secrets
 from pathlib import Path
 
+import redis
+from sqlalchemy.exc import ArgumentError
+
 from app.config import Settings
+from app.db import driver_url
 from app.embedded_postgres import Postgres
 from app.embedded_valkey import Valkey
 from app.home import HomeError, HomeLock, make_private_folder, read_json, write_private_json
@@ -94,6 +98,7 @@ def resolve_urls(settings: Settings) -> Settings:
 
     Raises HomeError when neither is there.
     """
+    check_urls(settings)
     if settings.database_url and settings.redis_url:
         return settings
     found = read_json(settings.home / "embedded.json") or {}
@@ -103,6 +108,23 @@ def resolve_urls(settings: Settings) -> Settings:
         missing = "ANNEAL_DATABASE_URL" if not database_url else "ANNEAL_REDIS_URL"
         raise HomeError(f"No server is known for {settings.home}: start `anneal up` first or set {missing}.")
     return settings.model_copy(update={"database_url": database_url, "redis_url": redis_url})
+
+
+def check_urls(settings: Settings) -> None:
+    """Raises HomeError for a URL of the user that no server can have, before anything is started with it."""
+    try:
+        if settings.database_url:
+            driver_url(settings.database_url)
+    except (ArgumentError, ValueError):
+        # What was written may hold a password, so it is not repeated.
+        raise HomeError(
+            "ANNEAL_DATABASE_URL is no URL of a database: write postgresql://user:password@host/name."
+        ) from None
+    try:
+        if settings.redis_url:
+            redis.Redis.from_url(settings.redis_url).close()
+    except ValueError as error:
+        raise HomeError(f"ANNEAL_REDIS_URL is no URL of a Redis: {error}") from None
 
 
 def _secrets(home: Path) -> dict[str, str]:
@@ -122,4 +144,4 @@ def _secrets(home: Path) -> dict[str, str]:
     return made
 
 
-__all__ = ["EmbeddedServers", "HomeError", "HomeLock", "resolve_urls"]
+__all__ = ["EmbeddedServers", "HomeError", "HomeLock", "check_urls", "resolve_urls"]

@@ -21,7 +21,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from app import auth, migrate
 from app.config import Settings
 from app.db import sync_engine
-from app.embedded import EmbeddedServers
+from app.embedded import EmbeddedServers, check_urls
 from app.home import HomeLock, make_private_folder, read_json, write_private_json
 from app.logs import ChildLog
 from app.processes import start_child, stop_child
@@ -132,6 +132,7 @@ class Up:
 
     def run(self) -> int:
         """Start everything, keep it running until SIGINT or SIGTERM, end everything."""
+        check_urls(self.settings)
         with HomeLock(self._home), self._signals() as wake, closing(listen(self.settings)) as listener:
             self._url = base_url(listener)
             logs = make_private_folder(self._home / "logs")

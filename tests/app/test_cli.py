@@ -113,6 +113,19 @@ class TestSentences:
         sentence = refused(anneal("migrate", ANNEAL_HOME=str(tmp_path), ANNEAL_DATABASE_URL=url))
         assert "The database does not answer" in sentence and "hidden" not in sentence
 
+    @pytest.mark.parametrize("name", ["ANNEAL_DATABASE_URL", "ANNEAL_REDIS_URL"])
+    @pytest.mark.parametrize("command", ["up", "api"])
+    def test_a_url_that_is_none_is_named(self, command: str, name: str, tmp_path: Path) -> None:
+        assert name in refused(anneal(command, **{"ANNEAL_HOME": str(tmp_path), name: "nonsense"}))
+
+    def test_a_database_without_tables_is_told(self, services: Services) -> None:
+        url = services.create_database(template="template1")
+        try:
+            done = anneal("keys", "list", ANNEAL_DATABASE_URL=url, ANNEAL_REDIS_URL=services.redis_url)
+            assert "run `anneal migrate`" in refused(done)
+        finally:
+            services.drop_database(url)
+
     def test_a_setting_that_makes_no_sense_is_named(self, tmp_path: Path) -> None:
         sentence = refused(anneal("up", ANNEAL_HOME=str(tmp_path), ANNEAL_PORT="seventy"))
         assert "ANNEAL_PORT" in sentence
