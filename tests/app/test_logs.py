@@ -1,54 +1,124 @@
-"""Log files of child processes: important lines come through, files stay small."""
+"""Log lines for people: all, the last ones, those with a text, and those still to come."""
 
-from pathlib import Path
+import threading
+from collections.abc import Iterator
 
 import pytest
+from sqlalchemy import Engine
 
-from app.logs import ChildLog
-
-
-def append(path: Path, text: str) -> None:
-    with path.open("a") as file:
-        file.write(text)
+from app.db import sync_engine
+from app.ids import new_id
+from tests.factories import Trainer, make_dataset, make_run
+from tests.server import ApiServer
+from tests.waiting import eventually
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "api.log"
+def engine(api: ApiServer) -> Iterator[Engine]:
+    engine = sync_engine(api.settings.database_url or "")
+    yield engine
+    engine.dispose()
 
 
-def test_the_log_of_the_last_start_is_kept_beside_the_new_one(path: Path) -> None:
-    path.write_text("before\n")
-    ChildLog(path)
-    assert not path.exists()
-    assert path.with_name("api.log.1").read_text() == "before\n"
+@pytest.fixture
+def trainer(api: ApiServer, engine: Engine) -> Trainer:
+    return Trainer(engine, make_run(api.client, make_dataset(engine))["id"]).begin()
 
 
-def test_lines_that_speak_of_an_error_are_shown_once_and_others_never(path: Path) -> None:
-    log = ChildLog(path)
-    assert list(log.important_lines()) == []
-    append(path, "INFO all is well\nERROR no disk\nhalf an ERR")
-    assert list(log.important_lines()) == ["ERROR no disk"]
-    append(path, "OR line\n")
-    assert list(log.important_lines()) == ["half an ERROR line"]
-    assert list(log.important_lines()) == []
+def lines(api: ApiServer, trainer: Trainer, **query: object) -> list[str]:
+    answer = api.client.get(f"/v1/runs/{trainer.run_id}/logs", params=query)  # type: ignore[arg-type]
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "text/plain; charset=utf-8"
+    assert answer.headers["cache-control"] == "no-store"
+    assert answer.text == "" or answer.text.endswith("\n")
+    return answer.text.splitlines()
 
 
-def test_a_flood_is_cut_to_a_handful(path: Path) -> None:
-    log = ChildLog(path)
-    append(path, "ERROR again\n" * 1000)
-    assert len(list(log.important_lines())) == 5
+class TestPlain:
+    def test_tells_every_line_in_order_and_nothing_else(self, api: ApiServer, trainer: Trainer) -> None:
+        trainer.log("one", "zwei ä 🦙", "")
+        trainer.metric(1, loss=1.0)
+        trainer.log("<b>four</b>")
+        assert lines(api, trainer) == ["one", "zwei ä 🦙", "", "<b>four</b>"]
+
+    def test_goes_on_while_the_run_has_more_than_one_read_brings(self, api: ApiServer, trainer: Trainer) -> None:
+        trainer.log(*(f"line {number}" for number in range(1700)))
+        assert lines(api, trainer) == [f"line {number}" for number in range(1700)]
+
+    def test_tail_is_the_last_lines(self, api: ApiServer, trainer: Trainer) -> None:
+        for number in range(10):
+            trainer.log(f"line {number}")
+            trainer.metric(number + 1, loss=1.0)
+        assert lines(api, trainer, tail=3) == ["line 7", "line 8", "line 9"]
+        assert lines(api, trainer, tail=100) == [f"line {number}" for number in range(10)]
+        assert lines(api, trainer, tail=0) == []
+
+    def test_grep_keeps_lines_with_the_text_and_tail_counts_those(self, api: ApiServer, trainer: Trainer) -> None:
+        trainer.log(*(f"step {number} {'odd' if number % 2 else 'even'}" for number in range(10)))
+        assert lines(api, trainer, grep="odd", tail=2) == ["step 7 odd", "step 9 odd"]
+        assert lines(api, trainer, grep="step 3") == ["step 3 odd"]
+        assert lines(api, trainer, grep=".*") == []
+
+    def test_a_run_that_printed_nothing_has_no_lines(self, api: ApiServer, trainer: Trainer) -> None:
+        assert lines(api, trainer) == [] and lines(api, trainer, tail=5) == []
+
+    def test_an_unknown_run_is_a_404_and_an_absurd_tail_a_422(self, api: ApiServer, trainer: Trainer) -> None:
+        assert api.client.get(f"/v1/runs/{new_id('run')}/logs").status_code == 404
+        for wrong in (-1, "x", 10**9):
+            assert api.client.get(f"/v1/runs/{trainer.run_id}/logs", params={"tail": wrong}).status_code == 422
 
 
-def test_a_file_that_grew_large_is_cut_and_a_writer_that_appends_goes_on(path: Path) -> None:
-    log = ChildLog(path)
-    with path.open("a") as writer:
-        for _ in range(12):
-            writer.write("x" * (1024**2 - 1) + "\n")
-            writer.flush()
-            list(log.important_lines())
-        writer.write("ERROR after the cut\n")
-        writer.flush()
-        assert list(log.important_lines()) == ["ERROR after the cut"]
-    assert path.stat().st_size < 3 * 1024**2
-    assert path.with_name("api.log.1").stat().st_size > 10 * 1024**2
+class TestFollow:
+    def test_tells_lines_as_they_come_until_the_run_ends(self, api: ApiServer, trainer: Trainer) -> None:
+        trainer.log("before")
+        seen: list[str] = []
+
+        def read() -> None:
+            with api.client_with(api.key) as client:
+                path = f"/v1/runs/{trainer.run_id}/logs"
+                with client.stream("GET", path, params={"follow": True}) as answer:
+                    seen.extend(answer.iter_lines())
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        trainer.log("during")
+        trainer.complete()
+        reader.join(timeout=30)
+        assert not reader.is_alive()
+        assert seen == ["before", "during"]
+
+    def test_a_line_is_there_while_the_run_still_trains(self, api: ApiServer, trainer: Trainer) -> None:
+        with (
+            api.client_with(api.key) as client,
+            client.stream("GET", f"/v1/runs/{trainer.run_id}/logs", params={"follow": True, "tail": 0}) as answer,
+        ):
+            trainer.log("now")
+            assert next(answer.iter_lines()) == "now"
+
+    def test_of_a_run_that_has_ended_it_ends(self, api: ApiServer, trainer: Trainer) -> None:
+        trainer.log("one")
+        trainer.fail()
+        assert lines(api, trainer, follow=True) == ["one"]
+
+    def test_is_served_as_events_when_accept_asks_for_them(self, api: ApiServer, trainer: Trainer) -> None:
+        trainer.log("one", "two")
+        trainer.metric(1, loss=1.0)
+        trainer.complete()
+        answer = api.client.get(
+            f"/v1/runs/{trainer.run_id}/logs",
+            params={"follow": True, "grep": "two"},
+            headers={"Accept": "text/event-stream"},
+        )
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        frames = [frame for frame in answer.text.split("\n\n") if "event:" in frame]
+        assert [frame.split("\n")[1] for frame in frames] == ["event: log", "event: end"]
+        assert '"line":"two"' in frames[0]
+
+    def test_a_reader_that_leaves_holds_nothing(self, api: ApiServer, engine: Engine, trainer: Trainer) -> None:
+        for _ in range(15):
+            with (
+                api.client_with(api.key) as client,
+                client.stream("GET", f"/v1/runs/{trainer.run_id}/logs", params={"follow": True}),
+            ):
+                pass
+        assert eventually(lambda: api.client.get(f"/v1/runs/{trainer.run_id}").status_code == 200)
