@@ -22,11 +22,8 @@ from app.storage import Storage
 from app.workers.models import Device, Worker
 from app.workers.service import FRESH_LEASES
 
-_SUPERVISED_FORMATS = ("chat", "prompt_completion", "text")
-_FORMATS = {
-    method: _SUPERVISED_FORMATS
-    for method in (TrainingMethod.sft, TrainingMethod.full, TrainingMethod.lora, TrainingMethod.qlora)
-}
+_SUPERVISED = (TrainingMethod.sft, TrainingMethod.full, TrainingMethod.lora, TrainingMethod.qlora)
+_FORMATS = dict.fromkeys(_SUPERVISED, ("chat", "prompt_completion", "text"))
 """What each method trains on; methods that are not here are refused by name."""
 
 

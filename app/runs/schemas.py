@@ -88,7 +88,7 @@ class RunStop(_Body):
 class RunResume(_Body):
     """Where to go on, and what to change."""
 
-    model_config = ConfigDict(json_schema_extra={"example": {"config": {"epochs": 2}}}, populate_by_name=True)
+    model_config = ConfigDict(json_schema_extra={"example": {"config": {"epochs": 2}}})
 
     checkpoint_id: str | None = Field(
         default=None, max_length=100, description="None: the newest good one.", examples=[_CHECKPOINT_ID]
@@ -157,8 +157,24 @@ class TrainingRun(BaseModel):
     error_message: str | None = None
 
 
+_RUN: JsonDict = {
+    "id": RUN_ID, "run_id": RUN_ID, "experiment_id": _EXPERIMENT_ID, "name": "docstrings",
+    "tags": ["demo"], "backend": "celery", "dataset_id": _DATASET_ID, "eval_dataset_id": None,
+    "config": _CONFIG, "effective_config": None, "status": "running", "priority": 0,
+    "max_restarts": 3, "parent_run_id": None, "resume_checkpoint_id": None, "base_run_id": None,
+    "attempt": 1, "worker_id": "wrk_01k3x9m6q2v8s4t0w7y5z1a3c0", "current_step": 40,
+    "total_steps": 200, "current_epoch": 0.2, "best_loss": 2.31,
+    "checkpoint_path": f"/srv/anneal/runs/{RUN_ID}/a1/checkpoint-40", "error_code": None,
+    "error_message": None, "fine_tuned_model": None, "last_seq": 57, "created_by": None,
+    "created_at": "2026-01-02T03:04:05.678Z", "started_at": "2026-01-02T03:04:06.001Z",
+    "finished_at": None, "stop_requested_at": None,
+}  # fmt: skip
+
+
 class RunSummary(TrainingRun):
     """A run in a list."""
+
+    model_config = ConfigDict(json_schema_extra={"example": _RUN})
 
     id: str
     name: str
@@ -195,16 +211,7 @@ class RunRead(RunSummary):
     model_config = ConfigDict(
         json_schema_extra={
             "example": {
-                "id": RUN_ID, "run_id": RUN_ID, "experiment_id": _EXPERIMENT_ID, "name": "docstrings",
-                "tags": ["demo"], "backend": "celery", "dataset_id": _DATASET_ID, "eval_dataset_id": None,
-                "config": _CONFIG, "effective_config": None, "status": "running", "priority": 0,
-                "max_restarts": 3, "parent_run_id": None, "resume_checkpoint_id": None, "base_run_id": None,
-                "attempt": 1, "worker_id": "wrk_01k3x9m6q2v8s4t0w7y5z1a3c0", "current_step": 40,
-                "total_steps": 200, "current_epoch": 0.2, "best_loss": 2.31,
-                "checkpoint_path": f"/srv/anneal/runs/{RUN_ID}/a1/checkpoint-40", "error_code": None,
-                "error_message": None, "fine_tuned_model": None, "last_seq": 57, "created_by": None,
-                "created_at": "2026-01-02T03:04:05.678Z", "started_at": "2026-01-02T03:04:06.001Z",
-                "finished_at": None, "stop_requested_at": None,
+                **_RUN,
                 "metrics_history": [
                     {
                         "step": 40, "epoch": 0.2, "loss": 2.31, "learning_rate": 0.0002, "grad_norm": 0.9,

@@ -9,8 +9,9 @@ from sqlalchemy import Engine
 
 from app.db import sync_engine
 from app.ids import new_id
+from app.storage import Storage
 from tests.factories import Trainer, count_runs, make_dataset, make_model, make_run
-from tests.rows import add_worker
+from tests.rows import add_worker, run_row
 from tests.server import ApiServer
 
 
@@ -201,6 +202,15 @@ class TestBaseModel:
         assert "pending" in says
         Trainer(engine, base).begin().fail()
         assert "failed" in only_error(refused(api, engine, body))[2]
+
+    def test_a_completed_run_is_a_base_and_is_remembered_as_such(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        base = make_run(api.client, dataset)["id"]
+        Trainer(engine, base).begin().complete().write_output(Storage(api.settings))
+        built = make_run(api.client, dataset, backend="celery", config={"base_model": base})
+        assert built["base_run_id"] == base
+        assert run_row(engine, built["id"]).base_run_id == base
 
     def test_a_run_that_does_not_exist_is_refused(self, api: ApiServer, engine: Engine, dataset: str) -> None:
         body = {"dataset_id": dataset, "config": {"base_model": new_id("run")}}

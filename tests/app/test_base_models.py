@@ -1,0 +1,99 @@
+"""What a base model's name means, for the API that checks it and for the worker that loads it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from app.config import Settings
+from app.ids import new_id
+from app.runs.base_models import BaseModelError, locate
+from app.storage import Storage
+from tests.factories import make_model
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(home=tmp_path)
+
+
+@pytest.fixture
+def storage(settings: Settings) -> Storage:
+    return Storage(settings)
+
+
+def code_of(settings: Settings, storage: Storage, name: str, output_attempt: int | None = None) -> str:
+    with pytest.raises(BaseModelError) as raised:
+        locate(settings, storage, name, output_attempt)
+    assert raised.value.message.rstrip().endswith((".", "name.")), raised.value.message
+    return raised.value.code
+
+
+class TestLocate:
+    def test_finds_a_folder_below_the_models_root(self, settings: Settings, storage: Storage) -> None:
+        for name, file in (("tiny", "config.json"), ("org/adapter", "adapter_config.json")):
+            folder = make_model(settings, name, file)
+            assert locate(settings, storage, name, None) == {
+                "name": name,
+                "path": str(folder),
+                "hub": None,
+                "revision": None,
+            }
+
+    def test_a_folder_wins_over_a_hub_model_of_the_same_name(self, settings: Settings, storage: Storage) -> None:
+        assert locate(settings, storage, "org/model", None, "v1")["hub"] == "org/model"
+        folder = make_model(settings, "org/model")
+        assert locate(settings, storage, "org/model", None, "v1") == {
+            "name": "org/model",
+            "path": str(folder),
+            "hub": None,
+            "revision": None,
+        }
+
+    def test_a_hub_name_keeps_its_revision(self, settings: Settings, storage: Storage) -> None:
+        assert locate(settings, storage, "org/model", None, "v1") == {
+            "name": "org/model",
+            "path": None,
+            "hub": "org/model",
+            "revision": "v1",
+        }
+
+    def test_the_output_of_a_run(self, settings: Settings, storage: Storage) -> None:
+        run_id = new_id("run")
+        assert code_of(settings, storage, run_id) == "base_run_without_output"
+        assert code_of(settings, storage, run_id, 2) == "model_not_found"
+        folder = storage.output_dir(run_id, 2)
+        folder.mkdir(parents=True)
+        (folder / "adapter_config.json").write_text("{}")
+        assert locate(settings, storage, run_id, 2)["path"] == str(folder)
+
+    def test_what_is_no_model_is_refused(self, settings: Settings, storage: Storage) -> None:
+        make_model(settings, "org/empty", "notes.txt")
+        assert code_of(settings, storage, "org/empty") == "not_a_model"
+        for name in ("nowhere", "a/b/c", "run_short"):
+            assert code_of(settings, storage, name) == "model_not_found"
+
+    @pytest.mark.parametrize("name", ["..", "../x", "a/../../x", "/etc", "a//b", "a\0b", "a\\b", "", "./a", "a/."])
+    def test_nothing_outside_the_models_root_is_reached(self, settings: Settings, storage: Storage, name: str) -> None:
+        assert code_of(settings, storage, name) == "outside_models_root"
+
+    def test_a_link_out_of_the_models_root_is_refused(
+        self, settings: Settings, storage: Storage, tmp_path: Path
+    ) -> None:
+        outside = tmp_path / "outside"
+        outside.mkdir()
+        (outside / "config.json").write_text("{}")
+        settings.models_folder.mkdir(parents=True)
+        (settings.models_folder / "link").symlink_to(outside)
+        assert code_of(settings, storage, "link") == "outside_models_root"
+
+    def test_without_leave_nothing_comes_from_the_hub(self, tmp_path: Path, storage: Storage) -> None:
+        closed = Settings(home=tmp_path, allow_hub=False)
+        assert code_of(closed, storage, "org/model") == "hub_not_allowed"
+        folder = make_model(closed, "org/model")
+        assert locate(closed, storage, "org/model", None)["path"] == str(folder)
+
+    def test_the_worker_needs_no_web_framework_for_it(self) -> None:
+        check = "import sys, app.runs.base_models; sys.exit('fastapi' in sys.modules)"
+        assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

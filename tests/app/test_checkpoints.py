@@ -1,0 +1,64 @@
+"""Checkpoints over the API: those whose files are there."""
+
+from collections.abc import Iterator
+
+import pytest
+from sqlalchemy import Engine, func
+
+from app.db import sync_engine
+from app.ids import new_id
+from tests.factories import Trainer, make_dataset, make_run, mark_checkpoint
+from tests.server import ApiServer
+
+
+@pytest.fixture
+def engine(api: ApiServer) -> Iterator[Engine]:
+    engine = sync_engine(api.settings.database_url or "")
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def trainer(api: ApiServer, engine: Engine) -> Trainer:
+    return Trainer(engine, make_run(api.client, make_dataset(engine))["id"]).begin()
+
+
+class TestCheckpoints:
+    def test_are_listed_newest_first_in_pages(self, api: ApiServer, trainer: Trainer) -> None:
+        made = [trainer.checkpoint(step) for step in (10, 20, 30)]
+        path = f"/v1/runs/{trainer.run_id}/checkpoints"
+        page = api.client.get(path, params={"limit": 2}).json()
+        assert [it["id"] for it in page["data"]] == [made[2], made[1]] and page["has_more"]
+        rest = api.client.get(path, params={"limit": 2, "after": made[1]}).json()
+        assert [it["id"] for it in rest["data"]] == [made[0]] and not rest["has_more"]
+
+    def test_tell_what_they_hold(self, api: ApiServer, trainer: Trainer) -> None:
+        made = trainer.checkpoint(40, kind="best")
+        read = api.client.get(f"/v1/runs/{trainer.run_id}/checkpoints/{made}").json()
+        assert (read["step"], read["epoch"], read["kind"], read["bytes"]) == (40, 0.4, "best", 10)
+        assert (read["metrics"], read["name"], read["attempt"]) == ({"loss": 1.5}, "checkpoint-40", 1)
+        assert read["created_at"].endswith("Z") and read["bad_reason"] is None
+
+    def test_deleted_ones_are_gone_and_damaged_ones_say_why(
+        self, api: ApiServer, engine: Engine, trainer: Trainer
+    ) -> None:
+        gone, bad = trainer.checkpoint(10), trainer.checkpoint(20)
+        mark_checkpoint(engine, gone, deleted_at=func.now())
+        mark_checkpoint(engine, bad, bad_reason="weights have another hash")
+        path = f"/v1/runs/{trainer.run_id}/checkpoints"
+        (left,) = api.client.get(path).json()["data"]
+        assert (left["id"], left["bad_reason"]) == (bad, "weights have another hash")
+        assert api.client.get(f"{path}/{gone}").status_code == 404
+        assert api.client.get(f"/v1/runs/{trainer.run_id}").json()["checkpoint_path"] is None
+
+    def test_of_another_run_or_of_none_are_a_404(self, api: ApiServer, engine: Engine, trainer: Trainer) -> None:
+        made = trainer.checkpoint(10)
+        other = make_run(api.client, make_dataset(engine))["id"]
+        for path in (
+            f"/v1/runs/{other}/checkpoints/{made}",
+            f"/v1/runs/{trainer.run_id}/checkpoints/{new_id('ckpt')}",
+            f"/v1/runs/{trainer.run_id}/checkpoints/checkpoint-10",
+        ):
+            answer = api.client.get(path)
+            assert (answer.status_code, answer.json()["code"]) == (404, "checkpoint_not_found")
+        assert api.client.get(f"/v1/runs/{new_id('run')}/checkpoints").json()["code"] == "run_not_found"

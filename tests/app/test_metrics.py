@@ -1,0 +1,112 @@
+"""Curves: the newest pass over each step, thinned without losing an extreme."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine
+
+from app.db import sync_engine
+from app.ids import new_id
+from tests.factories import Trainer, make_dataset, make_run
+from tests.server import ApiServer
+
+
+@pytest.fixture
+def engine(api: ApiServer) -> Iterator[Engine]:
+    engine = sync_engine(api.settings.database_url or "")
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def trainer(api: ApiServer, engine: Engine) -> Trainer:
+    return Trainer(engine, make_run(api.client, make_dataset(engine))["id"]).begin()
+
+
+def series(api: ApiServer, trainer: Trainer, **query: Any) -> dict[str, Any]:
+    answer = api.client.get(f"/v1/runs/{trainer.run_id}/metrics", params=query)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["run_id"] == trainer.run_id
+    found: dict[str, Any] = answer.json()["series"]
+    return found
+
+
+class TestSeries:
+    def test_each_number_of_a_metric_is_a_series(self, api: ApiServer, trainer: Trainer) -> None:
+        trainer.metric(10, loss=3.0, learning_rate=0.1, gpu_memory_mb=None, extra={"mfu": 0.4, "note": "text"})
+        trainer.metric(20, loss=2.0, learning_rate=0.2, extra={"mfu": 0.5})
+        trainer.events("eval", {"step": 20, "epoch": 0.2, "metrics": {"eval_loss": 2.5}})
+        found = series(api, trainer)
+        assert set(found) == {"epoch", "loss", "learning_rate", "extra.mfu", "eval.eval_loss"}
+        assert found["loss"] == {"steps": [10, 20], "values": [3.0, 2.0], "min": 2.0, "max": 3.0}
+        assert found["extra.mfu"]["values"] == [0.4, 0.5]
+        assert found["eval.eval_loss"] == {"steps": [20], "values": [2.5], "min": 2.5, "max": 2.5}
+
+    def test_only_those_named_and_only_the_steps_asked_for(self, api: ApiServer, trainer: Trainer) -> None:
+        for step in range(1, 11):
+            trainer.metric(step, loss=float(step), grad_norm=1.0)
+        found = series(api, trainer, names="loss, unheard_of", from_step=3, to_step=5)
+        assert found["loss"] == {"steps": [3, 4, 5], "values": [3.0, 4.0, 5.0], "min": 3.0, "max": 5.0}
+        assert found["unheard_of"] == {"steps": [], "values": [], "min": None, "max": None}
+        assert set(found) == {"loss", "unheard_of"}
+
+    def test_a_value_that_was_not_finite_is_a_gap(self, api: ApiServer, trainer: Trainer) -> None:
+        trainer.metric(1, loss=1.0)
+        trainer.metric(2, loss=None, non_finite=["loss"])
+        assert series(api, trainer)["loss"] == {"steps": [1, 2], "values": [1.0, None], "min": 1.0, "max": 1.0}
+
+    def test_a_run_without_metrics_has_no_series(self, api: ApiServer, trainer: Trainer) -> None:
+        assert series(api, trainer) == {}
+
+
+class TestNewestPass:
+    def test_steps_that_a_later_attempt_trains_again_are_its_own(self, api: ApiServer, trainer: Trainer) -> None:
+        for step in (10, 20, 30, 40):
+            trainer.metric(step, loss=1.0)
+        trainer.events("eval", {"step": 40, "metrics": {"loss": 1.0}})
+        again = trainer.retry().begin(step=20)
+        again.metric(30, loss=2.0)
+        found = series(api, trainer)
+        assert (found["loss"]["steps"], found["loss"]["values"]) == ([10, 20, 30], [1.0, 1.0, 2.0])
+        assert "eval.loss" not in found
+        assert (found["loss"]["min"], found["loss"]["max"]) == (1.0, 2.0)
+        read = api.client.get(f"/v1/runs/{trainer.run_id}").json()
+        assert [(point["step"], point["loss"]) for point in read["metrics_history"]] == [(10, 1), (20, 1), (30, 2)]
+
+    def test_an_evaluation_at_a_step_does_not_hide_the_metric_of_that_step(
+        self, api: ApiServer, trainer: Trainer
+    ) -> None:
+        for step in (10, 20):
+            trainer.metric(step, loss=1.0)
+            trainer.events("eval", {"step": step, "metrics": {"loss": 2.0}})
+        found = series(api, trainer)
+        assert found["loss"]["steps"] == found["eval.loss"]["steps"] == [10, 20]
+
+
+class TestThinning:
+    @pytest.mark.parametrize("most", [4, 10, 100, 1999])
+    def test_keeps_first_last_and_every_extreme(self, api: ApiServer, trainer: Trainer, most: int) -> None:
+        values = [random.Random(step).gauss(0, 1) for step in range(2000)]
+        values[777], values[1234] = 99.0, -99.0
+        trainer.events("metric", *({"step": step, "loss": value} for step, value in enumerate(values)))
+        loss = series(api, trainer, names="loss", max_points=most)["loss"]
+        assert len(loss["steps"]) == len(loss["values"]) <= most
+        assert loss["steps"] == sorted(set(loss["steps"]))
+        assert [values[step] for step in loss["steps"]] == loss["values"]
+        assert (loss["steps"][0], loss["steps"][-1]) == (0, 1999)
+        assert (loss["min"], loss["max"]) == (-99.0, 99.0)
+        assert {777, 1234} <= set(loss["steps"])
+
+    def test_leaves_alone_what_is_short_enough(self, api: ApiServer, trainer: Trainer) -> None:
+        for step in range(10):
+            trainer.metric(step, loss=1.0)
+        assert series(api, trainer, max_points=10)["loss"]["steps"] == list(range(10))
+
+
+class TestRefusals:
+    def test_unknown_runs_and_absurd_numbers(self, api: ApiServer, trainer: Trainer) -> None:
+        assert api.client.get(f"/v1/runs/{new_id('run')}/metrics").status_code == 404
+        for wrong in ({"max_points": 3}, {"max_points": 10**9}, {"from_step": -1}, {"to_step": 10**30}):
+            assert api.client.get(f"/v1/runs/{trainer.run_id}/metrics", params=wrong).status_code == 422

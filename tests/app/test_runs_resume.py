@@ -1,0 +1,219 @@
+"""Resuming: a new run that goes on where the old one, or those before it, has a good checkpoint."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from sqlalchemy import Engine, func
+
+from app.db import sync_engine
+from app.ids import new_id
+from tests.factories import Trainer, count_runs, make_dataset, make_run, mark_checkpoint
+from tests.rows import events_of, run_row
+from tests.server import ApiServer
+
+
+@pytest.fixture
+def engine(api: ApiServer) -> Iterator[Engine]:
+    engine = sync_engine(api.settings.database_url or "")
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def dataset(engine: Engine) -> str:
+    return make_dataset(engine)
+
+
+def resume(api: ApiServer, run_id: str, **body: Any) -> httpx.Response:
+    return api.client.post(f"/v1/runs/{run_id}/resume", json=body)
+
+
+def child_of(api: ApiServer, run_id: str, **body: Any) -> dict[str, Any]:
+    answer = resume(api, run_id, **body)
+    assert answer.status_code == 202, answer.text
+    child: dict[str, Any] = answer.json()
+    return child
+
+
+def refused(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["code"]
+
+
+def stopped(api: ApiServer, engine: Engine, dataset: str, *steps: int, **body: Any) -> tuple[str, list[str]]:
+    """A run that was stopped after checkpoints at these steps of 100; answers its id and theirs."""
+    run_id = make_run(api.client, dataset, **body)["id"]
+    trainer = Trainer(engine, run_id).begin(total=100)
+    saved = [trainer.checkpoint(step) for step in steps]
+    api.client.post(f"/v1/runs/{run_id}/stop")
+    trainer.cancel()
+    return run_id, saved
+
+
+class TestChild:
+    def test_is_a_new_run_that_names_parent_and_checkpoint(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+        parent, (_, newest) = stopped(api, engine, dataset, 20, 40, name="mine", tags=["t"], priority=3)
+        answer = resume(api, parent)
+        child = answer.json()
+        assert answer.status_code == 202 and answer.headers["location"] == f"/v1/runs/{child['id']}"
+        assert child["id"] != parent and child["status"] == "pending"
+        assert (child["parent_run_id"], child["resume_checkpoint_id"], child["current_step"]) == (parent, newest, 40)
+        assert (child["name"], child["tags"], child["priority"], child["dataset_id"]) == ("mine", ["t"], 3, dataset)
+        assert child["config"] == api.client.get(f"/v1/runs/{parent}").json()["config"]
+        (event,) = events_of(engine, child["id"])
+        assert parent in event.data["reason"] and "step 40" in event.data["reason"]
+        assert [run["id"] for run in api.client.get("/v1/runs", params={"parent_run_id": parent}).json()["data"]] == [
+            child["id"]
+        ]
+
+    def test_needs_no_body(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+        parent, _ = stopped(api, engine, dataset, 20)
+        assert api.client.post(f"/v1/runs/{parent}/resume").status_code == 202
+
+    def test_takes_the_checkpoint_that_is_named(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+        parent, (first, _) = stopped(api, engine, dataset, 20, 40)
+        child = child_of(api, parent, checkpoint_id=first)
+        assert (child["resume_checkpoint_id"], child["current_step"]) == (first, 20)
+
+    def test_passes_over_checkpoints_that_are_damaged_or_deleted(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        parent, (good, bad, gone) = stopped(api, engine, dataset, 20, 40, 60)
+        mark_checkpoint(engine, bad, bad_reason="weights.safetensors has another hash")
+        mark_checkpoint(engine, gone, deleted_at=func.now())
+        assert child_of(api, parent)["resume_checkpoint_id"] == good
+        for checkpoint, why in ((bad, "another hash"), (gone, "deleted")):
+            answer = resume(api, parent, checkpoint_id=checkpoint)
+            assert refused(answer) == (422, "checkpoint_unusable")
+            assert why in answer.json()["errors"][0]["message"]
+
+    def test_merges_changes_and_remembers_all_that_was_ever_given(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        config = {"base_model": "any", "lora_r": 8, "extra": {"steps": 50}}
+        parent, _ = stopped(api, engine, dataset, 20, config=config)
+        child = child_of(api, parent, config={"learning_rate": 0.001, "epochs": 9})
+        assert (child["config"]["learning_rate"], child["config"]["epochs"], child["config"]["lora_r"]) == (0.001, 9, 8)
+        assert run_row(engine, child["id"]).given == ["base_model", "epochs", "extra.steps", "learning_rate", "lora_r"]
+
+    def test_of_a_run_that_has_saved_nothing_goes_on_from_what_that_run_started_from(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        first, (old, start, newer) = stopped(api, engine, dataset, 20, 40, 60)
+        second = child_of(api, first, checkpoint_id=start)["id"]
+        Trainer(engine, second).begin(step=40).fail()
+        third = child_of(api, second)
+        assert (third["resume_checkpoint_id"], third["parent_run_id"]) == (start, second)
+        mark_checkpoint(engine, start, bad_reason="torn")
+        Trainer(engine, third["id"]).fail()
+        fourth = child_of(api, third["id"])
+        assert fourth["resume_checkpoint_id"] == old, f"not {newer}: it lies behind where the chain branched off"
+        Trainer(engine, fourth["id"]).fail()
+        assert child_of(api, fourth["id"], checkpoint_id=old)["current_step"] == 20
+
+    def test_may_start_over(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+        parent, _ = stopped(api, engine, dataset, 20)
+        child = child_of(api, parent, **{"from": "start"})
+        assert (child["resume_checkpoint_id"], child["current_step"], child["parent_run_id"]) == (None, 0, parent)
+
+
+class TestRefusals:
+    def test_a_run_that_has_not_ended_is_a_conflict_that_names_its_state(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        run_id = make_run(api.client, dataset)["id"]
+        assert refused(resume(api, run_id)) == (409, "run_is_live")
+        assert "pending" in resume(api, run_id).json()["detail"]
+        Trainer(engine, run_id).begin()
+        assert "running" in resume(api, run_id).json()["detail"]
+
+    def test_without_a_checkpoint_it_says_how_to_start_over(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+        parent, _ = stopped(api, engine, dataset)
+        answer = resume(api, parent)
+        assert refused(answer) == (409, "no_checkpoint")
+        assert '{"from": "start"}' in answer.json()["detail"]
+        assert child_of(api, parent, **{"from": "start"})["current_step"] == 0
+
+    def test_of_a_completed_run_there_must_be_something_left(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        run_id = make_run(api.client, dataset)["id"]
+        trainer = Trainer(engine, run_id).begin(total=100)
+        middle = trainer.checkpoint(50)
+        trainer.checkpoint(100, kind="final")
+        trainer.complete()
+        answer = resume(api, run_id)
+        assert refused(answer) == (422, "nothing_left_to_train")
+        assert "step 100" in answer.json()["detail"]
+        assert refused(resume(api, run_id, config={"learning_rate": 0.1})) == (422, "nothing_left_to_train")
+        assert refused(resume(api, run_id, config={"max_steps": 100})) == (422, "nothing_left_to_train")
+        assert child_of(api, run_id, config={"epochs": 6})["current_step"] == 100
+        assert child_of(api, run_id, config={"max_steps": 101})["current_step"] == 100
+        assert child_of(api, run_id, checkpoint_id=middle)["current_step"] == 50
+        assert child_of(api, run_id, **{"from": "start"})["current_step"] == 0
+
+    def test_a_run_that_completed_at_its_stop_at_step_goes_on_when_that_is_raised(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        run_id = make_run(api.client, dataset, config={"stop_at_step": 40})["id"]
+        trainer = Trainer(engine, run_id).begin(total=100)
+        trainer.checkpoint(40, kind="stop")
+        trainer.complete()
+        assert refused(resume(api, run_id)) == (422, "nothing_left_to_train")
+        assert child_of(api, run_id, config={"stop_at_step": None})["current_step"] == 40
+        assert child_of(api, run_id, config={"stop_at_step": 60})["current_step"] == 40
+
+    def test_what_was_learned_so_far_depends_on_cannot_change(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        parent, _ = stopped(api, engine, dataset, 20)
+        answer = resume(api, parent, config={"lora_r": 64, "seed": 1, "learning_rate": 0.1})
+        assert refused(answer) == (422, "not_changeable_on_resume")
+        assert {error["field"] for error in answer.json()["errors"]} == {"config.lora_r", "config.seed"}
+        child_of(api, parent, config={"lora_r": 16, "seed": 42})
+
+    def test_changes_are_checked_like_any_configuration(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+        parent, _ = stopped(api, engine, dataset, 20)
+        answer = resume(api, parent, config={"epochs": -1, "learning_rte": 1, "eval_steps": 5})
+        assert answer.status_code == 422
+        assert {(it["field"], it["code"]) for it in answer.json()["errors"]} == {
+            ("config.epochs", "out_of_range"),
+            ("config.learning_rte", "unknown_field"),
+            ("config.eval_steps", "needs_eval_data"),
+        }
+
+    def test_a_checkpoint_of_another_run_is_refused(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+        parent, _ = stopped(api, engine, dataset, 20)
+        _, (foreign,) = stopped(api, engine, dataset, 20)
+        for checkpoint in (foreign, new_id("ckpt"), "checkpoint-20"):
+            assert refused(resume(api, parent, checkpoint_id=checkpoint)) == (422, "checkpoint_not_found")
+
+    def test_a_checkpoint_and_a_start_from_nothing_exclude_each_other(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        parent, (saved,) = stopped(api, engine, dataset, 20)
+        answer = resume(api, parent, checkpoint_id=saved, **{"from": "start"})
+        assert answer.status_code == 422 and answer.json()["errors"][0]["code"] == "conflict"
+
+    def test_bad_bodies_and_unknown_runs_make_nothing(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+        parent, _ = stopped(api, engine, dataset, 20)
+        for wrong in ({"from": "end"}, {"from_": "start"}, {"config": []}, {"step": 3}, {"checkpoint_id": 5}):
+            assert resume(api, parent, **wrong).status_code == 422
+        assert refused(resume(api, new_id("run"))) == (404, "run_not_found")
+        assert count_runs(engine) == 1
+
+
+class TestIdempotency:
+    def test_the_same_key_answers_the_same_child(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+        parent, _ = stopped(api, engine, dataset, 20)
+        other, _ = stopped(api, engine, dataset, 20)
+        headers = {"Idempotency-Key": "once"}
+        path = f"/v1/runs/{parent}/resume"
+        first, second = (api.client.post(path, headers=headers, json={}) for _ in range(2))
+        assert first.json()["id"] == second.json()["id"]
+        assert refused(api.client.post(f"/v1/runs/{other}/resume", headers=headers, json={})) == (
+            422,
+            "idempotency_key_reused",
+        )
+        assert count_runs(engine) == 3

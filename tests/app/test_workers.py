@@ -1,0 +1,68 @@
+"""Workers and backends over the API."""
+
+from collections.abc import Iterator
+
+import pytest
+from sqlalchemy import Engine
+
+from app.db import sync_engine
+from app.workers import registry
+from tests.factories import Trainer, make_dataset, make_run
+from tests.rows import add_worker
+from tests.server import ApiServer
+
+
+@pytest.fixture
+def engine(api: ApiServer) -> Iterator[Engine]:
+    engine = sync_engine(api.settings.database_url or "")
+    yield engine
+    engine.dispose()
+
+
+class TestWorkers:
+    def test_show_devices_launch_mode_and_what_each_runs(self, api: ApiServer, engine: Engine) -> None:
+        run = make_run(api.client, make_dataset(engine))["id"]
+        busy = Trainer(engine, run).worker_id
+        idle = add_worker(engine, devices=2, host="other", launch_mode="cold", launch_reason="no probe")
+        page = api.client.get("/v1/workers").json()
+        first, second = page["data"]
+        assert (first["id"], second["id"], page["has_more"]) == (idle, busy, False)
+        assert (first["host"], first["slots"], first["runs"]) == ("other", 2, [])
+        assert (first["launch_mode"], first["launch_reason"]) == ("cold", "no probe")
+        assert [device["run_id"] for device in first["devices"]] == [None, None]
+        assert (second["state"], second["runs"]) == ("online", [run])
+        assert [(device["index"], device["kind"], device["run_id"]) for device in second["devices"]] == [
+            (0, "cpu", run)
+        ]
+        assert second["heartbeat_at"].endswith("Z")
+
+    def test_one_that_ended_or_fell_silent_is_offline(self, api: ApiServer, engine: Engine) -> None:
+        ended, silent, alive = (add_worker(engine) for _ in range(3))
+        with engine.begin() as connection:
+            connection.execute(registry.gone([ended]))
+            connection.exec_driver_sql(
+                "UPDATE workers SET heartbeat_at = now() - interval '1 hour' WHERE id = %s", (silent,)
+            )
+        states = {worker["id"]: worker["state"] for worker in api.client.get("/v1/workers").json()["data"]}
+        assert states == {ended: "offline", silent: "offline", alive: "online"}
+
+    def test_are_listed_in_pages(self, api: ApiServer, engine: Engine) -> None:
+        made = [add_worker(engine) for _ in range(3)]
+        page = api.client.get("/v1/workers", params={"limit": 2}).json()
+        rest = api.client.get("/v1/workers", params={"after": page["data"][-1]["id"]}).json()
+        assert [worker["id"] for worker in page["data"] + rest["data"]] == made[::-1]
+        assert page["has_more"] and not rest["has_more"]
+
+
+class TestBackends:
+    def test_tell_what_they_can_run(self, api: ApiServer) -> None:
+        page = api.client.get("/v1/backends").json()
+        assert [backend["id"] for backend in page["data"]] == ["celery", "fake"]
+        celery = api.client.get("/v1/backends/celery").json()
+        assert celery == page["data"][0]
+        assert set(celery["supported_methods"]) == {"full", "lora", "qlora", "sft"}
+        assert celery["supported_quantization"] == ["4bit", "8bit"] and celery["supports_streaming_logs"]
+
+    def test_an_unknown_one_is_a_404(self, api: ApiServer) -> None:
+        answer = api.client.get("/v1/backends/slurm")
+        assert (answer.status_code, answer.json()["code"]) == (404, "backend_not_found")
