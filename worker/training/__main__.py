@@ -4,6 +4,7 @@ Everything heavy is imported here at the top, and nothing is computed: the zygot
 forks from it, and an OpenMP thread or a CUDA context in it would break its children.
 """
 
+import contextlib
 import signal
 import sys
 import traceback
@@ -45,7 +46,8 @@ def main(argv: list[str]) -> int:
         result = {"outcome": "failed", "error": {"code": failure.code, "message": failure.message}}
     # What is told last is the result: a late stop must not cut the goodbye short.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    journal.stop(result["outcome"])
+    with contextlib.suppress(OSError):  # a full disk, which the result tells about
+        journal.stop(result["outcome"])
     report.result(**result)
     return 1 if result["outcome"] == "failed" else 0
 

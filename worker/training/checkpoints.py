@@ -1,6 +1,5 @@
 """Checkpoints of a trainer: written whole or not at all, and restored so that training goes on exactly."""
 
-import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +13,6 @@ from worker.training.model import versions
 
 if TYPE_CHECKING:
     from worker.training.trainer import SupervisedTrainer
-
-_ROOM_BYTES = 64 * 2**20
 
 
 def save(trainer: "SupervisedTrainer") -> None:
@@ -42,9 +39,8 @@ def save(trainer: "SupervisedTrainer") -> None:
         size = manifest.size_of(staging)
         manifest.commit(staging, run.folder / name)
     except Exception as error:
-        failure = _disk_full(error, run.folder)
         shutil.rmtree(staging, ignore_errors=True)
-        raise failure or error from error
+        raise classify(error) from error
     run.journal.save(step)
     run.report.checkpoint(
         name,
@@ -114,14 +110,3 @@ def _write(trainer: "SupervisedTrainer", folder: Path) -> None:
     trainer.run.state.save(folder)
     # A pickle of arguments that nothing here reads; none is to be loaded by anyone else either.
     (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
-
-
-def _disk_full(error: Exception, folder: Path) -> TrainingFailure | None:
-    failure = classify(error)
-    if failure.code == "disk_full":
-        return failure
-    # torch's writer hides the reason of a failed write, so ask the disk itself.
-    status = os.statvfs(folder)
-    if isinstance(error, OSError | RuntimeError) and status.f_bavail * status.f_frsize < _ROOM_BYTES:
-        return TrainingFailure("disk_full", f"The disk is full: {error}. Free some space and resume the run.")
-    return None

@@ -4,7 +4,11 @@ import errno
 from collections.abc import Iterator
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_FULL_WORDS = ("no space left on device", "os error 28", "disk quota exceeded", "file too large", "os error 27")
+_FULL_WORDS = (
+    "no space left on device", "os error 28", "disk quota exceeded", "file too large", "os error 27",
+    # All that torch's writer says when the disk takes no more.
+    "iostream error", ". unexpected pos ",
+)  # fmt: skip
 _MEMORY_WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory")
 
 

@@ -25,10 +25,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from app.runs.config import Machine, TrainingConfig
+from app.runs.config import Machine, TrainingConfig, TrainingMethod
 from worker.training.failures import TrainingFailure
 
 ADAPTER_CONFIG = "adapter_config.json"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Base:
     """Revision, offline and trust options, the same for configuration, weights and tokenizer."""
     merged: Path | None = None
     """The private folder of a merged base; it becomes part of the output."""
+    from_scratch: bool = False
+    """The folder holds an architecture without weights: they start as random numbers drawn with the seed."""
 
 
 def machine_of(device: dict[str, Any] | None) -> Machine:
@@ -82,7 +85,7 @@ def find_base(job: dict[str, Any], config: TrainingConfig, machine: Machine) -> 
     if not folder.is_dir():
         raise TrainingFailure("model_not_found", f"The base model {named['name']} is not there any more.")
     if not (folder / ADAPTER_CONFIG).is_file():
-        return Base(str(folder), str(folder), options)
+        return Base(str(folder), str(folder), options, from_scratch=_has_no_weights(folder, named["name"], config))
     merged = _merge(folder, Path(job["output_dir"]) / "base_model", weights_dtype(config, machine), options)
     tokenizer = folder if (folder / "tokenizer_config.json").is_file() else merged
     return Base(str(merged), str(tokenizer), options, merged)
@@ -120,6 +123,8 @@ def load_model(base: Base, config: TrainingConfig, machine: Machine) -> PreTrain
     options = dict(base.options)
     if config.attn_implementation is not None:
         options["attn_implementation"] = config.attn_implementation
+    if base.from_scratch:
+        return _initialise(base, config, machine, options)
     if config.load_in_4bit:
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
@@ -144,6 +149,32 @@ def load_model(base: Base, config: TrainingConfig, machine: Machine) -> PreTrain
     if machine.kind == "cpu":
         keep_evaluation_neutral(model)
     return model
+
+
+def _initialise(base: Base, config: TrainingConfig, machine: Machine, options: dict[str, Any]) -> PreTrainedModel:
+    """The architecture with random weights, the same for the same seed on every device."""
+    transformers.set_seed(config.seed)
+    chosen = {name: options[name] for name in ("attn_implementation", "trust_remote_code") if name in options}
+    try:
+        model = AutoModelForCausalLM.from_config(load_config(base), dtype=weights_dtype(config, machine), **chosen)
+    except (RuntimeError, MemoryError):
+        raise
+    except Exception as error:
+        raise _not_loaded(error, base.source, "architecture") from error
+    return model
+
+
+def _has_no_weights(folder: Path, name: str, config: TrainingConfig) -> bool:
+    """Whether the folder holds an architecture alone, which only `full` can start from."""
+    if any(path.name.endswith(_WEIGHTS) for path in folder.iterdir()):
+        return False
+    if config.method is not TrainingMethod.full:
+        raise TrainingFailure(
+            "config_error",
+            f"The folder {name} holds a configuration but no weights, and `{config.method}` needs some to start from: "
+            "put them there, or train the model from scratch with method `full` first and name that run.",
+        )
+    return True
 
 
 def keep_evaluation_neutral(model: torch.nn.Module) -> None:

@@ -29,9 +29,7 @@ def parse_args(argv: Sequence[str]) -> tuple[dict[str, Any], int | None, int | N
     parser = argparse.ArgumentParser(description="Run one training job.")
     parser.add_argument("job", type=Path, help="JSON file that describes the job")
     parser.add_argument("--report-fd", type=int, default=None, help="records go here, not to standard output")
-    parser.add_argument(
-        "--control-fd", type=int, default=None, help="renewals and stop requests come from here"
-    )
+    parser.add_argument("--control-fd", type=int, default=None, help="renewals and stop requests come from here")
     given = parser.parse_args(list(argv))
     job = json.loads(given.job.read_text())
     if not isinstance(job, dict):
@@ -68,9 +66,7 @@ class Report:
             # Nobody holds the lease of this run any more, so going on would be a second trainer in waiting.
             os._exit(1)
 
-    def config(
-        self, effective: dict[str, Any], replaced: list[dict[str, Any]], facts: dict[str, Any]
-    ) -> None:
+    def config(self, effective: dict[str, Any], replaced: list[dict[str, Any]], facts: dict[str, Any]) -> None:
         """The configuration in force, replaced defaults (field, requested, used, reason), first facts."""
         self.send("config", effective=effective, replaced=replaced, facts=facts)
 
@@ -79,9 +75,7 @@ class Report:
         steps = {"start_step": start_step, "total_steps": total_steps}
         self.send("phase", name=name, **{key: value for key, value in steps.items() if value is not None})
 
-    def progress(
-        self, phase: str, done: float, total: float | None = None, message: str | None = None
-    ) -> None:
+    def progress(self, phase: str, done: float, total: float | None = None, message: str | None = None) -> None:
         """How far a phase is, in units of that phase."""
         self.send("progress", phase=phase, done=done, total=total, message=message)
 
@@ -236,8 +230,18 @@ class Control:
             callback(request)
 
     def stop_on_sigterm(self) -> None:
-        """Let SIGTERM mean: save and hand back. Main thread only."""
-        signal.signal(signal.SIGTERM, lambda _number, _frame: self.request_stop(save=True, why="drain"))
+        """Let SIGTERM mean: save and hand back. Main thread only; children of this process die of it as ever."""
+        owner = os.getpid()
+
+        def handle(number: int, _frame: object) -> None:
+            if os.getpid() == owner:
+                self.request_stop(save=True, why="drain")
+                return
+            # A pool ends its workers with SIGTERM and waits for them; they have inherited this handler.
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+        signal.signal(signal.SIGTERM, handle)
 
     def _listen(self, channel: socket.socket) -> None:
         while True:

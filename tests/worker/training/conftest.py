@@ -1,6 +1,7 @@
 """Models and a warm process, shared by the tests of training."""
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,3 +27,13 @@ def forks() -> Iterator[Forks]:
     server = Forks()
     yield server
     server.close()
+
+
+@pytest.fixture
+def copy_model(tiny_model: Path, tmp_path: Path) -> Callable[[], Path]:
+    """A function that copies the tiny model, so that a test may spoil it."""
+
+    def copy() -> Path:
+        return Path(shutil.copytree(tiny_model, tmp_path / "model"))
+
+    return copy

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ COMMON: dict[str, Any] = {
     "packing": True,
     "max_seq_length": 128,
     "batch_size": 2,
-    "gradient_accumulation_steps": 2,
+    "gradient_accumulation_steps": 3,
     "learning_rate": 1e-2,
     "max_steps": STEPS,
     "save_steps": 1,
@@ -60,6 +61,10 @@ def undisturbed(
     outcome = forks.run(make_job(tmp_path_factory.mktemp(request.param), tiny_model, chats, **config))
     assert outcome.result["outcome"] == "completed", outcome.result
     assert len(outcome.steps) == STEPS
+    (facts,) = (record["facts"] for record in outcome.of("config"))
+    batches = math.ceil(facts["sequences"] / 2)
+    assert facts["sequences"] < facts["rows"], "rows are packed"
+    assert 6 < batches < 9, "an epoch has three steps, and the last of them a remainder of one or two batches"
     return outcome
 
 
@@ -74,7 +79,6 @@ def resumed(forks: Forks, original: Outcome, step: int, tmp_path: Path, **change
 
 
 class TestExact:
-    # 11 packed sequences in batches of 2, two batches a step: 3 steps an epoch, the last of one batch of 1 or 2.
     @pytest.mark.parametrize("step", [1, 3, 5, STEPS], ids=["first", "epoch-boundary", "mid-epoch", "last"])
     def test_losses_rows_and_weights_equal_the_undisturbed_runs(
         self, undisturbed: Outcome, step: int, forks: Forks, tmp_path: Path
@@ -84,3 +88,62 @@ class TestExact:
         assert again.steps == {n: told for n, told in undisturbed.steps.items() if n > step}
         assert weights(again) == weights(undisturbed)
         assert figures(again) == figures(undisturbed)
+
+
+class TestChanges:
+    def test_more_steps_and_other_intervals_hold_and_the_checkpoints_do_not(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        config = {"method": "lora", "max_seq_length": 64, "logging_steps": 2, "save_steps": 4}
+        first = forks.run(make_job(tmp_path / "1", tiny_model, chats, max_steps=4, **config))
+        longer = {"max_steps": 9, "logging_steps": 1, "save_steps": 2}
+        again = resumed(forks, first, 4, tmp_path / "2", **longer)
+        assert [record["step"] for record in again.of("metric")] == [5, 6, 7, 8, 9]
+        assert [(record["step"], record["kind"]) for record in again.of("checkpoint")] == [
+            (6, "periodic"), (8, "periodic"), (9, "final"),
+        ]  # fmt: skip
+        assert again.of("phase")[-1] == again.of("phase")[-1] | {"name": "exporting"}
+        assert again.result["step"] == 9
+
+    def test_a_changed_learning_rate_and_weight_decay_hold(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        config = {"method": "full", "lr_scheduler_type": "constant", "max_seq_length": 64, "logging_steps": 1}
+        first = forks.run(make_job(tmp_path / "1", tiny_model, chats, max_steps=6, save_steps=3, **config))
+        again = resumed(forks, first, 3, tmp_path / "2", learning_rate=5e-3, weight_decay=0.5)
+        same = resumed(forks, first, 3, tmp_path / "3")
+        assert {record["learning_rate"] for record in first.of("metric")} == {2e-4}
+        assert {record["learning_rate"] for record in again.of("metric")} == {5e-3}
+        assert same.steps == {n: told for n, told in first.steps.items() if n > 3}
+        assert again.steps != same.steps
+
+    def test_a_run_stopped_where_an_evaluation_was_due_does_it_on_resume(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        config = METHODS["lora"] | COMMON
+        whole = forks.run(make_job(tmp_path / "1", tiny_model, chats, **config))
+        part = forks.run(make_job(tmp_path / "2", tiny_model, chats, **config, stop_at_step=6))
+        assert (part.result["outcome"], part.result["why"], part.result["step"]) == ("stopped", "stop_at_step", 6)
+        assert [record["step"] for record in part.of("eval")] == [3]
+        again = resumed(forks, part, 6, tmp_path / "3")
+        assert [record["step"] for record in again.of("eval")] == [6, 9, 10]
+        assert figures(again) == figures(whole)
+        assert weights(again) == weights(whole)
+
+
+class TestRefusals:
+    def test_a_checkpoint_with_one_flipped_byte_is_not_resumed(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        config = {"method": "lora", "max_steps": 2, "save_steps": 1, "max_seq_length": 64}
+        first = forks.run(make_job(tmp_path / "1", tiny_model, chats, **config))
+        job = first.job | {"attempt": 2, "resume_from": first.checkpoint(1)}
+        path = first.folder / "checkpoint-1" / "optimizer.pt"
+        flipped = bytearray(path.read_bytes())
+        flipped[len(flipped) // 2] ^= 1
+        path.write_bytes(flipped)
+        again = forks.run(job)
+        assert again.code == 1
+        assert again.result["outcome"] == "failed"
+        assert "optimizer.pt" in again.result["error"]["message"]
+        assert again.steps == {}

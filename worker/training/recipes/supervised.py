@@ -46,6 +46,11 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
     total_steps = _total_steps(run.config, training)
 
     run.report.phase("loading")
+    if base.from_scratch and resume is None:
+        run.report.message(
+            f"The folder {run.job['base_model']['name']} holds no weights: they start as random numbers drawn with "
+            f"seed {run.config.seed}, and the model is trained from scratch."
+        )
     network = model.load_model(base, run.config, run.machine)
     run.heed_stop()
     trainer = SupervisedTrainer(

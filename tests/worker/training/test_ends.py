@@ -1,0 +1,226 @@
+"""How a run ends: limits, stops, failures; each says why and leaves nothing half-written."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.waiting import eventually
+from tests.worker.training.tiny import (
+    ENVIRONMENT,
+    Forks,
+    Outcome,
+    make_chat_dataset,
+    make_job,
+    parse_records,
+    write_job,
+    write_rows,
+)
+from worker.training.manifest import verify
+
+QUICK: dict[str, Any] = {"method": "lora", "max_seq_length": 64, "batch_size": 2, "gradient_accumulation_steps": 1}
+
+
+def checkpoints(outcome: Outcome) -> list[str]:
+    """Folders of checkpoints on disk, finished or not."""
+    return sorted(path.name for path in outcome.folder.iterdir() if "checkpoint" in path.name)
+
+
+def failed(outcome: Outcome, code: str) -> str:
+    """The message of a classified failure."""
+    assert outcome.code == 1
+    assert outcome.result["outcome"] == "failed", outcome.result
+    assert outcome.result["error"]["code"] == code, (outcome.result, outcome.stderr[-2000:])
+    return str(outcome.result["error"]["message"])
+
+
+class TestLimits:
+    @pytest.mark.parametrize(
+        ("limit", "why", "step"),
+        [({"stop_at_step": 3}, "stop_at_step", 3), ({"time_limit_seconds": 1e-6}, "time_limit", 1)],
+    )
+    def test_a_limit_ends_with_a_saved_state_an_output_and_the_reason(
+        self, limit: dict[str, Any], why: str, step: int, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        done = forks.run(make_job(tmp_path, tiny_model, chats, max_steps=50, **QUICK, **limit))
+        assert done.code == 0
+        assert (done.result["outcome"], done.result["why"], done.result["step"]) == ("stopped", why, step)
+        assert done.of("checkpoint")[-1]["kind"] == "stop"
+        done.checkpoint(step)
+        assert (done.output / "adapter_model.safetensors").is_file()
+
+    def test_training_stops_early_when_the_evaluation_gets_no_better(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        config = QUICK | {"method": "full", "learning_rate": 1.0, "warmup_ratio": 0.0}
+        job = make_job(
+            tmp_path, tiny_model, chats, max_steps=50, eval_split=0.2, eval_steps=1, early_stopping_patience=2, **config
+        )
+        done = forks.run(job)
+        assert (done.result["outcome"], done.result["why"]) == ("completed", "early_stopping")
+        assert done.result["step"] < 50
+        assert done.of("checkpoint")[-1]["kind"] == "final"
+        assert {record["kind"] for record in done.of("checkpoint")} == {"best", "final"}
+        assert done.output.is_dir()
+
+
+class TestStops:
+    def test_sigterm_saves_and_hands_back(self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
+        pid = forks.start(make_job(tmp_path, tiny_model, chats, max_steps=100_000, logging_steps=1, **QUICK))
+        eventually(lambda: [r for r in forks.said() if r["type"] == "metric"], timeout=30)
+        os.kill(pid, signal.SIGTERM)
+        done = forks.wait()
+        assert done.code == 0
+        assert (done.result["outcome"], done.result["why"]) == ("stopped", "drain")
+        step = done.result["step"]
+        assert max(done.steps) == step
+        assert done.checkpoint(step)["step"] == step
+        assert not done.output.exists()
+
+    def test_a_stop_ends_an_evaluation_at_once_and_leaves_it_to_the_resumed_run(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        many = make_chat_dataset(tmp_path / "many.jsonl", 20_000)
+        job = make_job(tmp_path, tiny_model, chats, eval_data=many, max_steps=100, eval_steps=2, **QUICK)
+        pid = forks.start(job)
+        eventually(
+            lambda: [r for r in forks.said() if r["type"] == "progress" and r["phase"] == "evaluating"], timeout=60
+        )
+        os.kill(pid, signal.SIGTERM)
+        done = forks.wait()
+        assert (done.result["outcome"], done.result["step"]) == ("stopped", 2)
+        state = json.loads((Path(done.checkpoint(2)["path"]) / "anneal_state.json").read_text())
+        assert state["eval_pending"] is True
+        assert done.of("eval") == []
+
+    def test_a_stop_while_tokenising_ends_at_once(self, forks: Forks, tiny_model: Path, tmp_path: Path) -> None:
+        many = make_chat_dataset(tmp_path / "many.jsonl", 200_000)
+        pid = forks.start(make_job(tmp_path, tiny_model, many, **QUICK))
+        eventually(lambda: [r for r in forks.said() if r["type"] == "progress"], timeout=60)
+        os.kill(pid, signal.SIGTERM)
+        done = forks.wait()
+        assert (done.code, done.result["outcome"], done.result["why"]) == (0, "stopped", "drain")
+        assert done.steps == {}
+
+    @pytest.mark.parametrize("save", [True, False])
+    def test_a_users_stop_over_the_control_socket_saves_only_if_asked(
+        self, save: bool, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        job = make_job(tmp_path, tiny_model, chats, max_steps=100_000, logging_steps=1, **QUICK)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        out = (tmp_path / "out").open("wb")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "worker.training", str(write_job(job)), "--control-fd", str(theirs.fileno())],
+            stdout=out, pass_fds=[theirs.fileno()], env=ENVIRONMENT,
+        )  # fmt: skip
+
+        def said(kind: str) -> list[dict[str, Any]]:
+            return [r for r in parse_records((tmp_path / "out").read_text()) if r["type"] == kind]
+
+        eventually(lambda: said("metric"), timeout=60)
+        ours.send(json.dumps({"stop": {"save": save, "why": "stop"}}).encode())
+        assert process.wait(timeout=30) == 0
+        (result,) = said("result")
+        assert (result["outcome"], result["why"]) == ("stopped", "stop")
+        kinds = [record["kind"] for record in said("checkpoint") if record["step"] == result["step"]]
+        assert kinds == (["stop"] if save else [])
+
+    def test_a_stop_after_the_last_step_finds_the_run_completed(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        pid = forks.start(make_job(tmp_path, tiny_model, chats, max_steps=3, **QUICK))
+        eventually(lambda: [r for r in forks.said() if r["type"] == "checkpoint"], timeout=30)
+        try:
+            os.kill(pid, signal.SIGTERM)
+        except ProcessLookupError:
+            pass
+        assert forks.wait().result["outcome"] == "completed"
+
+
+class TestFailures:
+    @pytest.mark.parametrize("limit", [30_000, 230_000], ids=["in-the-weights", "in-the-optimizer"])
+    def test_a_full_disk_is_said_and_nothing_half_written_stays(
+        self, limit: int, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        config = QUICK | {"method": "full", "optim": "adamw_torch"}
+        done = forks.run(make_job(tmp_path, tiny_model, chats, max_steps=4, save_steps=2, **config), file_bytes=limit)
+        failed(done, "disk_full")
+        assert checkpoints(done) == []
+        assert max(done.steps) == 2
+
+    def test_a_loss_that_is_no_number_fails_before_it_spoils_anything(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path, copy_model: Callable[[], Path]
+    ) -> None:
+        model = copy_model()
+        weights = load_file(model / "model.safetensors")
+        weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], float("nan"))
+        save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+        done = forks.run(make_job(tmp_path, model, chats, max_steps=4, save_steps=1, **QUICK))
+        assert "step 1" in failed(done, "non_finite_loss")
+        assert checkpoints(done) == []
+        assert done.of("metric") == []
+
+    def test_bad_rows_are_named_by_line(self, forks: Forks, tiny_model: Path, tmp_path: Path) -> None:
+        path = write_rows(tmp_path / "bad.jsonl", [{"text": "good"}, {"txt": "?"}, {"text": 3}, "x"])
+        with path.open("ab") as file:
+            file.write(b'\n{"text": "half\xc3"}\n{broken\n')
+        message = failed(forks.run(make_job(tmp_path, tiny_model, path, data_format="text", **QUICK)), "bad_data")
+        assert all(f"line {line}" in message for line in (2, 3, 4, 6, 7)), message
+        assert "line 1:" not in message
+
+    def test_an_empty_data_set_is_bad_data(self, forks: Forks, tiny_model: Path, tmp_path: Path) -> None:
+        path = write_rows(tmp_path / "empty.jsonl", [])
+        failed(forks.run(make_job(tmp_path, tiny_model, path, data_format="text", **QUICK)), "bad_data")
+
+    def test_a_missing_model_or_one_without_weights_is_model_not_found(
+        self, forks: Forks, chats: Path, tmp_path: Path, copy_model: Callable[[], Path]
+    ) -> None:
+        failed(forks.run(make_job(tmp_path / "1", tmp_path / "nowhere", chats, **QUICK)), "model_not_found")
+        model = copy_model()
+        (model / "model.safetensors").unlink()
+        failed(forks.run(make_job(tmp_path / "2", model, chats, **QUICK)), "model_not_found")
+        (model / "model.safetensors").write_bytes(b"torn")
+        failed(forks.run(make_job(tmp_path / "3", model, chats, **QUICK)), "model_not_found")
+
+    def test_weights_in_a_pickle_are_never_loaded(
+        self, forks: Forks, chats: Path, tmp_path: Path, copy_model: Callable[[], Path]
+    ) -> None:
+        model = copy_model()
+        torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
+        (model / "model.safetensors").unlink()
+        failed(forks.run(make_job(tmp_path, model, chats, **QUICK)), "model_not_found")
+
+    def test_more_tokens_than_the_model_takes_is_a_config_error(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        done = forks.run(make_job(tmp_path, tiny_model, chats, method="lora", max_seq_length=4096))
+        assert "256" in failed(done, "config_error")
+
+    def test_a_configuration_that_this_machine_cannot_honour_is_a_config_error(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        done = forks.run(make_job(tmp_path, tiny_model, chats, optim="paged_adamw_8bit"))
+        assert "optim" in failed(done, "config_error")
+
+
+class TestKilledWhileSaving:
+    def test_a_checkpoint_is_reported_only_when_it_is_whole(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        job = make_job(tmp_path, tiny_model, chats, max_steps=100_000, save_steps=1, **QUICK)
+        pid = forks.start(job)
+        eventually(lambda: len([r for r in forks.said() if r["type"] == "checkpoint"]) > 5, timeout=30)
+        os.kill(pid, signal.SIGKILL)
+        done = forks.wait()
+        assert done.code == -signal.SIGKILL
+        for record in done.of("checkpoint"):
+            assert verify(done.folder / record["name"], record["manifest_sha256"]) == []

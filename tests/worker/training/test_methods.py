@@ -1,0 +1,133 @@
+"""Every method trains, and what it writes loads with plain libraries."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.worker.training.tiny import Forks, Outcome, make_job
+
+METHODS: dict[str, dict[str, Any]] = {
+    "full": {"method": "full"},
+    "sft-without-adapter": {"method": "sft", "lora_r": None, "gradient_checkpointing": True},
+    "lora": {"method": "lora", "use_rslora": True, "use_dora": True, "target_modules": ["q_proj", "v_proj"]},
+    "lora-modules-to-save": {"method": "lora", "modules_to_save": ["embed_tokens"], "gradient_checkpointing": True},
+    "qlora": {"method": "qlora"},
+    "qlora-8bit": {"method": "qlora", "load_in_8bit": True},
+    "qlora-fp4": {"method": "qlora", "bnb_4bit_quant_type": "fp4", "bnb_4bit_compute_dtype": "bfloat16"},
+    "sft": {"method": "sft", "neftune_noise_alpha": 5.0, "extra": {"max_grad_norm": 0.0, "adam_beta2": 0.99}},
+}
+COMMON: dict[str, Any] = {
+    "max_seq_length": 64, "learning_rate": 2e-2, "max_steps": 8, "logging_steps": 2, "batch_size": 4,
+    "gradient_accumulation_steps": 1, "optim": "adamw_torch",
+}  # fmt: skip
+
+
+def generates(output: Path) -> str:
+    """What the exported model writes, loaded as its card says."""
+    adapter = (output / "adapter_config.json").exists()
+    model = (AutoPeftModelForCausalLM if adapter else AutoModelForCausalLM).from_pretrained(str(output))
+    tokenizer = AutoTokenizer.from_pretrained(str(output))
+    chat = [{"role": "user", "content": "what is row 3"}]
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    written = model.generate(**inputs, max_new_tokens=5, do_sample=False)
+    return str(tokenizer.decode(written[0]))
+
+
+def completed(outcome: Outcome) -> Outcome:
+    assert outcome.code == 0, outcome.stderr[-3000:]
+    assert outcome.result["outcome"] == "completed", outcome.result
+    return outcome
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_learns_and_its_output_loads_with_plain_libraries_and_generates(
+    method: str, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    done = completed(forks.run(make_job(tmp_path, tiny_model, chats, **METHODS[method] | COMMON)))
+    losses = [record["loss"] for record in done.of("metric")]
+    assert losses[-1] < losses[0]
+    adapter = METHODS[method].get("lora_r", 16) is not None and method != "full"
+    weights = "adapter_model.safetensors" if adapter else "model.safetensors"
+    assert (done.output / weights).stat().st_mode & 0o777 == 0o644
+    assert "<|user|>\nwhat is row 3\n<|assistant|>\n" in generates(done.output)
+    card = (done.output / "README.md").read_text()
+    assert "from_pretrained" in card and '"learning_rate": 0.02' in card and "torch 2." in card
+    points = [json.loads(line) for line in (done.output / "metrics.jsonl").read_text().splitlines()]
+    assert [point["loss"] for point in points] == losses
+    assert [path.name for path in done.folder.iterdir() if path.name.startswith(".")] == []
+
+
+def test_the_first_facts_come_before_the_first_step(
+    forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    done = completed(forks.run(make_job(tmp_path, tiny_model, chats, method="qlora", lora_r=2, max_steps=2)))
+    kinds = [record["type"] for record in done.records]
+    assert kinds.index("config") < kinds.index("metric")
+    (told,) = done.of("config")
+    assert told["facts"]["parameters_total"] - told["facts"]["parameters_trainable"] == 39_840
+    assert told["facts"]["versions"]["torch"].startswith("2.")
+    assert {one["field"] for one in told["replaced"]} == {
+        "optim", "gradient_checkpointing", "bnb_4bit_compute_dtype", "max_seq_length",
+    }  # fmt: skip
+    assert told["effective"]["max_seq_length"] == 256
+    assert told["effective"]["optim"] == "adamw_8bit"
+    phases = [record["name"] for record in done.of("phase")]
+    assert phases == ["loading", "tokenizing", "loading", "training", "saving", "exporting"]
+
+
+def test_runs_build_on_runs_also_on_adapters_of_quantised_bases(
+    forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    full = completed(forks.run(make_job(tmp_path / "1", tiny_model, chats, method="full", **COMMON)))
+    adapter = completed(forks.run(make_job(tmp_path / "2", full.output, chats, method="qlora", **COMMON)))
+    again = completed(forks.run(make_job(tmp_path / "3", adapter.output, chats, method="qlora", **COMMON)))
+    assert (again.output / "base_model" / "model.safetensors").is_file()
+    assert not (again.folder / "base_model").exists()
+    assert "<|assistant|>" in generates(again.output)
+    last = full.of("metric")[-1]["loss"]
+    assert adapter.of("metric")[0]["loss"] < last + 0.3
+    assert again.of("metric")[0]["loss"] < adapter.of("metric")[0]["loss"]
+    whole = completed(forks.run(make_job(tmp_path / "4", again.output, chats, method="full", **COMMON)))
+    assert whole.of("metric")[0]["loss"] < again.of("metric")[0]["loss"]
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(
+    forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    config = METHODS["qlora"] | COMMON
+    one, two, other = (
+        completed(forks.run(make_job(tmp_path / str(n), tiny_model, chats, **config, seed=seed)))
+        for n, seed in enumerate((7, 7, 8))
+    )
+    assert one.steps == two.steps != other.steps
+
+
+def test_evaluations_change_nothing_in_the_training(
+    forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    config = METHODS["qlora"] | COMMON | {"lora_dropout": 0.0, "base_model": "tiny"}
+    del config["base_model"]
+    plain = completed(forks.run(make_job(tmp_path / "1", tiny_model, chats, **config)))
+    watched = completed(forks.run(make_job(tmp_path / "2", tiny_model, chats, eval_data=chats, eval_steps=2, **config)))
+    assert [record["step"] for record in watched.of("eval")] == [2, 4, 6, 8]
+    measures = watched.of("eval")[-1]["metrics"]
+    assert measures["eval_perplexity"] > 1 and 0 <= measures["eval_token_accuracy"] <= 1
+    assert {n: rows for n, (_, rows) in watched.steps.items()} == {n: rows for n, (_, rows) in plain.steps.items()}
+
+
+def test_the_first_batch_only_can_be_overfitted(forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
+    job = make_job(tmp_path, tiny_model, chats, method="full", overfit_first_batch=True, **COMMON)
+    done = completed(forks.run(job))
+    assert {tuple(sorted(rows)) for _, rows in done.steps.values()} == {(0, 1, 2, 3)}
+    assert len(done.steps) == 8
+
+
+def test_min_steps_repeats_the_data(forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
+    config = {name: value for name, value in COMMON.items() if name != "max_steps"}
+    done = completed(forks.run(make_job(tmp_path, tiny_model, chats, method="lora", epochs=1, min_steps=13, **config)))
+    assert len(done.steps) == 13
+    assert done.result["epoch"] == pytest.approx(1.3)
