@@ -1,0 +1,1 @@
+"""`anneal demo`: a model fine-tuned through the service, driven over HTTP like any client would."""

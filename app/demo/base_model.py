@@ -1,0 +1,85 @@
+"""A small model to begin with: a tokenizer trained on the spot and a Llama architecture, without any weights.
+
+Method `full` on such a folder trains from scratch, so nothing has to be downloaded.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+VOCABULARY = 4096
+MAX_TOKENS = 256
+END, PAD = "<|end|>", "<|pad|>"
+_SPECIAL = [END, PAD, "<|system|>", "<|user|>", "<|assistant|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '" + END + "' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+"""The marks around an answer tell which tokens are the assistant's, so that only those are learnt."""
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary: int = VOCABULARY) -> Tokenizer:
+    """A byte-level BPE: every text can be written in it, and none is lost on the way back."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=vocabulary,
+            special_tokens=[AddedToken(token, special=True) for token in _SPECIAL],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    return bpe
+
+
+def write_model(folder: Path, tokenizer: Tokenizer) -> None:
+    """Write tokenizer and architecture into `folder` in Hugging Face format; replaces what an earlier demo wrote."""
+    folder.mkdir(parents=True, exist_ok=True)
+    end, pad = tokenizer.token_to_id(END), tokenizer.token_to_id(PAD)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _write(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": END,
+            "pad_token": PAD,
+            "model_max_length": MAX_TOKENS,
+            "clean_up_tokenization_spaces": False,
+            "chat_template": CHAT_TEMPLATE,
+        },
+    )
+    _write(
+        folder / "config.json",
+        {
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "vocab_size": tokenizer.get_vocab_size(),
+            "hidden_size": 128,
+            "intermediate_size": 384,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": MAX_TOKENS,
+            "tie_word_embeddings": False,
+            "initializer_range": 0.02,
+            "rms_norm_eps": 1e-5,
+            "bos_token_id": None,
+            "eos_token_id": end,
+            "pad_token_id": pad,
+        },
+    )
+    _write(folder / "generation_config.json", {"eos_token_id": end, "pad_token_id": pad})
+
+
+def _write(path: Path, value: dict[str, object]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")

@@ -1,0 +1,285 @@
+"""`anneal demo`: read from top to bottom, it is what a user of the service does, call by call."""
+
+import platform
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from app.config import Settings, get_settings
+from app.demo import base_model, completion, data, plan
+from app.demo.client import Client, DemoError, Event
+from app.demo.plan import Plan
+from app.demo.service import Service, demo_settings, service
+from app.demo.terminal import Bar, Terminal
+from app.home import HomeError
+
+_SMALL_MODEL = "stdlib-llama"
+_SAMPLES = 3
+
+
+@dataclass
+class Followed:
+    """What the events of a run told."""
+
+    id: str
+    status: str = ""
+    error: str = ""
+    step: int = 0
+    first_step: int = 0
+    total: int | None = None
+    losses: list[float] = field(default_factory=list)
+    held_out: list[float] = field(default_factory=list)
+
+
+def main(model: str | None, keep: bool) -> int:
+    """Run the demo, with a model of the hub or with one trained here; 0 when every step held.
+
+    The service is an `anneal up` in `ANNEAL_HOME/demo` with servers, port and storage of its own. One that is
+    left there by an earlier `--keep` is used again; otherwise it is ended with the demo, and the files stay.
+    """
+    terminal = Terminal()
+    settings = demo_settings(get_settings())
+    demo = Demo(terminal, settings)
+    try:
+        with _sigterm_as_interrupt(), service(settings, keep, demo.leave) as one:
+            demo.tell(one, model)
+        if keep:
+            demo.tell_how_to_go_on(one)
+    except (DemoError, HomeError) as error:
+        terminal.fail(f"{error}\nLogs: {settings.home / 'logs'}")
+        return 1
+    except KeyboardInterrupt:
+        terminal.say("\nEnded by you; nothing is left running." if not keep else "\nEnded by you.")
+        return 130
+    return 0
+
+
+class Demo:
+    """The story, and what has to be put in order when it ends early."""
+
+    def __init__(self, terminal: Terminal, settings: Settings) -> None:
+        self._terminal = terminal
+        self._settings = settings
+        self._client: Client | None = None
+        self._live: str | None = None
+
+    def tell(self, one: Service, model: str | None) -> None:
+        """From nothing to an adapter.
+
+        Raises:
+            DemoError: a step did not hold.
+        """
+        terminal = self._terminal
+        plan_ = plan.hub() if model else plan.small()
+        terminal.heading("1. A service, and data from this machine")
+        rows = self._build_data(plan_)
+        if model is None:
+            self._build_model(rows)
+        client = self._connect(one)
+        training, held_out = self._upload(client, rows)
+        datasets = {"dataset_id": training, "eval_dataset_id": held_out}
+
+        if model is None:
+            terminal.heading("2. A small model, trained from scratch (method full)")
+            model = self._train_base(client, datasets)
+        terminal.heading("3. An adapter on top of it (method qlora), stopped half-way and resumed")
+        before = self._measure(client, plan_, model, datasets)
+        tuned = self._tune(client, plan_, model, datasets)
+        after = tuned.held_out[-1]
+        adapter = self._adapter(client, tuned.id)
+
+        terminal.heading("4. What it has learnt")
+        self._show_samples(plan_, rows, adapter)
+        terminal.say(
+            f"\n  Loss on the {len(rows.held_out)} held-out docstrings: {before:.3f} before, {after:.3f} after "
+            f"({_percent(before, after)}).\n"
+            f"  The adapter: {adapter}\n"
+            "  To load it with plain peft:\n"
+        )
+        terminal.say("".join(f"    {line}\n" for line in completion.LOADING.format(adapter=adapter).splitlines()))
+        if after >= before:
+            raise DemoError("the loss on held-out rows did not fall; that is a bug, please report it with the logs.")
+        terminal.say(f"  All of it took {terminal.seconds:.0f} s.")
+
+    def leave(self) -> None:
+        """Take back what would go on at the next start of the service."""
+        if self._client is None:
+            return
+        if self._live is not None:
+            try:
+                self._client.stop(self._live, save_checkpoint=False)
+            except DemoError:
+                pass  # the service is gone, and the run with it
+        self._client.close()
+
+    def tell_how_to_go_on(self, one: Service) -> None:
+        """Where the service is that was left running."""
+        connection = one.wait()
+        self._terminal.say(
+            f"\n  The service goes on at {connection.url} (key and process ids: {self._settings.connection_file}).\n"
+            f"  To end it: kill {connection.pids['up']}"
+        )
+
+    # Data and model
+
+    def _build_data(self, plan_: Plan) -> data.Rows:
+        with self._terminal.step(f"Reading the docstrings of Python {platform.python_version()}'s library:") as told:
+            rows = data.build()
+            rows = data.Rows(rows.training[: plan_.most_rows], rows.held_out[: plan_.most_held_out])
+            told.append(f"{len(rows.training):,} chats to train on, {len(rows.held_out)} held out")
+        return rows
+
+    def _build_model(self, rows: data.Rows) -> None:
+        with self._terminal.step("Training a tokenizer on them:") as told:
+            texts = (text for row in rows.training for text in (data.SYSTEM, row.source, row.docstring))
+            tokenizer = base_model.train_tokenizer(texts)
+            base_model.write_model(self._settings.models_folder / _SMALL_MODEL, tokenizer)
+            told.append(f"{tokenizer.get_vocab_size():,} tokens")
+
+    def _connect(self, one: Service) -> Client:
+        what = "Meanwhile, PostgreSQL, Valkey, API and worker:" if one.is_ours else "Using the running service:"
+        with self._terminal.step(what) as told:
+            connection = one.wait()
+            told.append(f"ready at {connection.url}")
+        self._client = Client(connection.url, connection.key)
+        return self._client
+
+    def _upload(self, client: Client, rows: data.Rows) -> tuple[str, str]:
+        with self._terminal.step("POST /v1/datasets, twice:") as told:
+            ids = []
+            for name, part in (("docstrings", rows.training), ("docstrings-held-out", rows.held_out)):
+                dataset = client.upload(name, data.jsonl(part))
+                if dataset["rows"] != len(part) or dataset["format"] != "chat":
+                    raise DemoError(f"of {len(part)} rows, the service counted {dataset['rows']} {dataset['format']}.")
+                ids.append(dataset["id"])
+            told.append(" and ".join(ids))
+        return ids[0], ids[1]
+
+    # Runs
+
+    def _train_base(self, client: Client, datasets: dict[str, str]) -> str:
+        run = client.create_run(name="from scratch", config=plan.from_scratch(_SMALL_MODEL), **datasets)
+        found = self._follow(client, run["id"], "from scratch")
+        _expect(found, "completed")
+        first, last = found.held_out[0], found.held_out[-1]
+        self._terminal.say(
+            f"  {found.id}: loss {found.losses[0]:.3f} to {found.losses[-1]:.3f}; on held-out chats {first:.3f} at its "
+            f"first evaluation, {last:.3f} at its last"
+        )
+        if last >= first:
+            raise DemoError(f"run {found.id} did not learn: its loss on held-out rows went from {first} to {last}.")
+        return found.id
+
+    def _measure(self, client: Client, plan_: Plan, model: str, datasets: dict[str, str]) -> float:
+        """Loss of the base model on the held-out rows, quantised as the adapter will see it."""
+        config = {"base_model": model, **plan_.measuring}
+        run = client.create_run(name="the base model, measured", config=config, **datasets)
+        found = self._follow(client, run["id"], "base model, measured")
+        _expect(found, "completed")
+        return found.held_out[-1]
+
+    def _tune(self, client: Client, plan_: Plan, model: str, datasets: dict[str, str]) -> Followed:
+        steps = int(plan_.tuning["max_steps"])
+        run = client.create_run(name="docstrings", config={"base_model": model, **plan_.tuning}, **datasets)
+        stopped = self._follow(client, run["id"], "adapter", stop_at=steps // 2)
+        _expect(stopped, "cancelled")
+        checkpoint = client.run(stopped.id).get("checkpoint_path")
+        self._terminal.say(f"  {stopped.id}: POST …/stop came at step {stopped.step}; checkpoint saved, run cancelled")
+        if not checkpoint:
+            raise DemoError(f"run {stopped.id} was stopped, but has no checkpoint.")
+        resumed = self._follow(client, client.resume(stopped.id)["id"], "adapter, resumed")
+        _expect(resumed, "completed")
+        if resumed.first_step <= stopped.step or resumed.step != steps:
+            raise DemoError(
+                f"run {resumed.id} went from step {resumed.first_step} to {resumed.step}, and not from where "
+                f"{stopped.id} had stopped (step {stopped.step}) to {steps}."
+            )
+        self._terminal.say(f"  {resumed.id}: POST …/resume went on after step {stopped.step} to {resumed.step}")
+        return resumed
+
+    def _follow(self, client: Client, run_id: str, label: str, stop_at: int | None = None) -> Followed:
+        """Follow a run to its end, and ask it to stop when it has reached a step."""
+        self._live = run_id
+        found = Followed(run_id)
+        asked = False
+        with self._terminal.bar(label) as bar:
+            for event in client.follow(run_id):
+                _take(found, event, bar)
+                if stop_at is not None and found.step >= stop_at and not asked:
+                    asked = True
+                    client.stop(run_id, save_checkpoint=True)
+        self._live = None
+        return found
+
+    # The result
+
+    def _adapter(self, client: Client, run_id: str) -> str:
+        folder = client.run(run_id)["fine_tuned_model"]
+        if not folder:
+            raise DemoError(f"run {run_id} is completed, but tells no folder of its adapter.")
+        return str(folder)
+
+    def _show_samples(self, plan_: Plan, rows: data.Rows, adapter: str) -> None:
+        chosen = sorted(rows.held_out, key=lambda row: len(row.source))[:_SAMPLES]
+        with self._terminal.step("Loading the adapter with plain peft; held-out code, completed without and with it"):
+            answers = completion.complete(self._settings, adapter, [row.prompt for row in chosen], plan_.offline)
+        for row, answer in zip(chosen, answers, strict=True):
+            self._terminal.say(
+                f"\n  {row.name}\n    Python   {row.docstring}\n    before   {_short(answer.before)}\n"
+                f"    after    {_short(answer.after)}"
+            )
+
+
+def _take(found: Followed, event: Event, bar: Bar) -> None:
+    told = event.data
+    if event.type == "metric":
+        found.step = told["step"]
+        found.first_step = found.first_step or found.step
+        if told.get("loss") is not None:
+            found.losses.append(told["loss"])
+        bar.step(found.step, found.total, told.get("loss"))
+    elif event.type == "eval":
+        found.held_out.append(told["metrics"]["eval_loss"])
+        bar.evaluated(found.held_out[-1])
+    elif event.type == "config":
+        found.total = told["facts"]["total_steps"]
+    elif event.type == "progress":
+        bar.phase(told["phase"])
+    elif event.type == "log" and told.get("stream") == "anneal":
+        bar.say(told["line"])
+    elif event.type == "error":
+        found.error = f"{told['code']}: {told['message']}"
+    elif event.type == "end":
+        found.status = told["status"]
+
+
+def _expect(found: Followed, status: str) -> None:
+    if found.status != status:
+        why = f" ({found.error})" if found.error else ""
+        raise DemoError(f"run {found.id} ended as {found.status or 'nothing'}, not {status}{why}.")
+    if status == "completed" and not (found.losses and found.held_out):
+        raise DemoError(f"run {found.id} is completed, but told no loss on training or held-out rows.")
+
+
+def _percent(before: float, after: float) -> str:
+    return f"{(after - before) / before:+.0%}"
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 160 else line[:159] + "…"
+
+
+@contextmanager
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """An end from outside is as clean as a Ctrl-C."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -1,0 +1,105 @@
+"""What the demo shows: a line for each step with its seconds, and a bar with the loss while a run trains."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+class Bar:
+    """How far a run is; without a terminal a line every few seconds."""
+
+    def __init__(self, console: Console, progress: Progress | None, label: str) -> None:
+        self._console = console
+        self._progress = progress
+        self._label = label
+        self._task: TaskID | None = progress.add_task(label, total=None, figures="waiting") if progress else None
+        self._done, self._total = 0, 0
+        self._loss: float | None = None
+        self._held_out: float | None = None
+        self._told = time.monotonic()
+
+    def step(self, done: int, total: int | None, loss: float | None) -> None:
+        """The run has reached an optimizer step."""
+        self._done, self._total = done, total or self._total
+        self._loss = loss if loss is not None else self._loss
+        self._show(is_last=done == self._total)
+
+    def evaluated(self, loss: float) -> None:
+        """The held-out rows were evaluated."""
+        self._held_out = loss
+        self._show(is_last=False)
+
+    def phase(self, text: str) -> None:
+        """What it does before the first step."""
+        if self._progress is not None and self._task is not None and not self._done:
+            self._progress.update(self._task, figures=text)
+
+    def say(self, text: str) -> None:
+        """A line beside the bar."""
+        self._console.print(f"    {text}", markup=False, highlight=False)
+
+    def _show(self, is_last: bool) -> None:
+        figures = [f"loss {self._loss:.3f}"] if self._loss is not None else []
+        figures += [f"held-out {self._held_out:.3f}"] if self._held_out is not None else []
+        text = "  ".join(figures)
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=self._done, total=self._total or None, figures=text)
+        elif is_last or time.monotonic() - self._told > _SECONDS_BETWEEN_LINES:
+            self._told = time.monotonic()
+            self.say(f"step {self._done}/{self._total}  {text}")
+
+
+class Terminal:
+    """Standard output, as a terminal or as plain lines."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False)
+        self._began = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Since the demo began."""
+        return time.monotonic() - self._began
+
+    def say(self, text: str = "") -> None:
+        """A line, or several."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def heading(self, text: str) -> None:
+        """What comes next."""
+        self._console.print(f"\n{text}", style="bold", markup=False, highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def step(self, text: str) -> Iterator[list[str]]:
+        """A step that takes a while; what is put into the list is told with its seconds once it is done."""
+        began = time.monotonic()
+        told: list[str] = []
+        if self._console.is_terminal:
+            with self._console.status(text):
+                yield told
+        else:
+            yield told
+        self.say(f"  {' '.join([text, *told])} ({time.monotonic() - began:.1f} s)")
+
+    @contextmanager
+    def bar(self, label: str) -> Iterator[Bar]:
+        """A bar for one run; it stays where it ended."""
+        if not self._console.is_terminal:
+            self.say(f"  {label}")
+            yield Bar(self._console, None, label)
+            return
+        columns = (
+            TextColumn("  {task.description}"), BarColumn(30), MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"), TimeRemainingColumn(compact=True),
+        )  # fmt: skip
+        with Progress(*columns, console=self._console) as progress:
+            yield Bar(self._console, progress, label)
+
+    def fail(self, text: str) -> None:
+        """Why the demo did not succeed."""
+        self._console.print(f"\nThe demo failed: {text}", style="red", markup=False, highlight=False, soft_wrap=True)
