@@ -154,7 +154,7 @@ def detect(row: dict[str, Any]) -> str:
 
 def shortened(row: Any) -> Any:
     """`row` with long texts cut and big lists and objects ended early, for a look at it."""
-    left = [200]
+    left = [100]
 
     def short(value: Any) -> Any:
         left[0] -= 1

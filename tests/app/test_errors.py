@@ -239,6 +239,8 @@ def test_openapi_describes_every_error_as_a_problem_and_every_body_by_example(ap
 def _has_example(document: dict[str, Any], content: dict[str, Any]) -> bool:
     if "example" in content or "examples" in content:
         return True
-    schema = content["schema"]
-    name = schema.get("$ref", "").removeprefix("#/components/schemas/")
-    return "example" in document["components"]["schemas"].get(name, schema)
+    for schema in content["schema"].get("anyOf", [content["schema"]]):
+        name = schema.get("$ref", "").removeprefix("#/components/schemas/")
+        if "example" in document["components"]["schemas"].get(name, schema):
+            return True
+    return False
