@@ -3,6 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
+# Where this is set, every process would compile PyTorch's modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo up test lint bench venv
 
 demo: $(READY)  ## fine-tune a small model through the service and watch; MODEL=<hub name> for another
@@ -22,13 +25,13 @@ bench: $(READY)  ## all benchmarks; ONLY=C8 for one
 
 venv: $(READY)
 
-# --no-compile halves the time: Python compiles what is really imported, when it is.
+# --no-compile halves the time: Python compiles what is really imported, when it first is.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 	  { echo "Anneal needs Python 3.11 or newer: install it, or name it: make PYTHON=python3.12"; exit 1; }
 	@echo "Creating the virtual environment .venv …"
 	@$(PYTHON) -m venv .venv || { echo "Python has no venv here: install it (Debian: apt install python3-venv)."; exit 1; }
 	@echo "Installing PyTorch, transformers and the rest into it; about a minute, more on a slow line …"
-	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -e '.[worker,dev]' -c constraints.txt
+	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -e '.[worker,dev]' -c constraints.txt
 	@touch $(READY)
 	@echo "Installed."

@@ -19,11 +19,11 @@ from sqlalchemy import select as select_rows
 from sqlalchemy.exc import SQLAlchemyError
 
 from app import auth, migrate
+from app.child_log import ChildLog
 from app.config import Settings
 from app.db import sync_engine
 from app.embedded import EmbeddedServers, check_urls
 from app.home import HomeLock, make_private_folder, read_json, write_private_json
-from app.logs import ChildLog
 from app.processes import start_child, stop_child
 from app.serve import base_url, listen
 from app.workers.models import Worker

@@ -1,0 +1,54 @@
+"""Log files of child processes: important lines come through, files stay small."""
+
+from pathlib import Path
+
+import pytest
+
+from app.child_log import ChildLog
+
+
+def append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "api.log"
+
+
+def test_the_log_of_the_last_start_is_kept_beside_the_new_one(path: Path) -> None:
+    path.write_text("before\n")
+    ChildLog(path)
+    assert not path.exists()
+    assert path.with_name("api.log.1").read_text() == "before\n"
+
+
+def test_lines_that_speak_of_an_error_are_shown_once_and_others_never(path: Path) -> None:
+    log = ChildLog(path)
+    assert list(log.important_lines()) == []
+    append(path, "INFO all is well\nERROR no disk\nhalf an ERR")
+    assert list(log.important_lines()) == ["ERROR no disk"]
+    append(path, "OR line\n")
+    assert list(log.important_lines()) == ["half an ERROR line"]
+    assert list(log.important_lines()) == []
+
+
+def test_a_flood_is_cut_to_a_handful(path: Path) -> None:
+    log = ChildLog(path)
+    append(path, "ERROR again\n" * 1000)
+    assert len(list(log.important_lines())) == 5
+
+
+def test_a_file_that_grew_large_is_cut_and_a_writer_that_appends_goes_on(path: Path) -> None:
+    log = ChildLog(path)
+    with path.open("a") as writer:
+        for _ in range(12):
+            writer.write("x" * (1024**2 - 1) + "\n")
+            writer.flush()
+            list(log.important_lines())
+        writer.write("ERROR after the cut\n")
+        writer.flush()
+        assert list(log.important_lines()) == ["ERROR after the cut"]
+    assert path.stat().st_size < 3 * 1024**2
+    assert path.with_name("api.log.1").stat().st_size > 10 * 1024**2
