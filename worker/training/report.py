@@ -231,17 +231,9 @@ class Control:
 
     def stop_on_sigterm(self) -> None:
         """Let SIGTERM mean: save and hand back. Main thread only; children of this process die of it as ever."""
-        owner = os.getpid()
-
-        def handle(number: int, _frame: object) -> None:
-            if os.getpid() == owner:
-                self.request_stop(save=True, why="drain")
-                return
-            # A pool ends its workers with SIGTERM and waits for them; they have inherited this handler.
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-
-        signal.signal(signal.SIGTERM, handle)
+        signal.signal(signal.SIGTERM, lambda _number, _frame: self.request_stop(save=True, why="drain"))
+        # A pool ends its workers with SIGTERM and waits for them; they must not inherit the handler.
+        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
     def _listen(self, channel: socket.socket) -> None:
         while True:

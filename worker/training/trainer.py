@@ -95,6 +95,7 @@ class SupervisedTrainer(SFTTrainer):  # type: ignore[misc]
             run.save_kind = "stop"
             self.control.should_save = bool(request and request.save)
             self.control.should_training_stop = True
+            self.control.should_evaluate = False
             return {}
         run.state.eval_pending = False
         told = {ours: metrics[theirs] for theirs, ours in _EVAL_NAMES.items() if theirs in metrics}

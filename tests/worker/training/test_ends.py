@@ -181,13 +181,13 @@ class TestFailures:
         path = write_rows(tmp_path / "empty.jsonl", [])
         failed(forks.run(make_job(tmp_path, tiny_model, path, data_format="text", **QUICK)), "bad_data")
 
-    def test_a_missing_model_or_one_without_weights_is_model_not_found(
+    def test_a_model_that_is_missing_or_torn_is_not_found_and_an_adapter_needs_weights(
         self, forks: Forks, chats: Path, tmp_path: Path, copy_model: Callable[[], Path]
     ) -> None:
         failed(forks.run(make_job(tmp_path / "1", tmp_path / "nowhere", chats, **QUICK)), "model_not_found")
         model = copy_model()
         (model / "model.safetensors").unlink()
-        failed(forks.run(make_job(tmp_path / "2", model, chats, **QUICK)), "model_not_found")
+        failed(forks.run(make_job(tmp_path / "2", model, chats, **QUICK)), "config_error")
         (model / "model.safetensors").write_bytes(b"torn")
         failed(forks.run(make_job(tmp_path / "3", model, chats, **QUICK)), "model_not_found")
 

@@ -1,0 +1,206 @@
+"""What the model is shown and what it learns: formats, loss masks, cutting and packing."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from app.runs.config import TrainingConfig
+from tests.worker.training.tiny import make_chat_dataset, write_rows
+from worker.training import data
+from worker.training.chat import ensure_template
+from worker.training.data import Tokens
+from worker.training.failures import TrainingFailure
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+FORGETFUL = (  # renders an answer otherwise once it is not the last: as templates do that drop old thoughts
+    "{% for m in messages %}[{{ m.role }}]{{ m.content if loop.last else m.content[:2] }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+CHAT = [
+    {"role": "user", "content": "one two"},
+    {"role": "assistant", "content": "first answer"},
+    {"role": "user", "content": "three"},
+    {"role": "assistant", "content": "second answer"},
+]
+
+
+@pytest.fixture
+def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+def tokens(
+    tokenizer: PreTrainedTokenizerBase, path: Path, rows: list[Any], data_format: str, length: int = 200, **config: Any
+) -> Tokens:
+    return data.tokenise(
+        str(write_rows(path / "rows.jsonl", rows)), data_format, tokenizer,
+        TrainingConfig(base_model="tiny", **config), max_length=length, chosen=None, progress=lambda done, total: None,
+    )  # fmt: skip
+
+
+def learned(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> list[str]:
+    """The stretches of text that a row teaches."""
+    runs: list[list[int]] = []
+    last = False
+    for token, label in zip(row["input_ids"], row["labels"], strict=True):
+        assert label in (token, -100)
+        if label != -100:
+            if not last:
+                runs.append([])
+            runs[-1].append(token)
+        last = label != -100
+    return [tokenizer.decode(run) for run in runs]
+
+
+class TestLossMasks:
+    def test_all_learns_every_token(self, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+        ensure_template(tokenizer)
+        (row,) = tokens(tokenizer, tmp_path, [{"messages": CHAT}], "chat").dataset
+        assert row["labels"] == row["input_ids"]
+        assert tokenizer.decode(row["input_ids"]) == (
+            "<|user|>\none two\n<|assistant|>\nfirst answer<|end|>\n"
+            "<|user|>\nthree\n<|assistant|>\nsecond answer<|end|>\n"
+        )
+
+    def test_assistant_learns_every_answer_and_where_it_ends(
+        self, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    ) -> None:
+        assert ensure_template(tokenizer)
+        (row,) = tokens(tokenizer, tmp_path, [{"messages": CHAT}], "chat", loss_on="assistant").dataset
+        assert learned(tokenizer, row) == ["first answer<|end|>", "second answer<|end|>"]
+
+    def test_assistant_works_for_templates_without_generation_marks(
+        self, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    ) -> None:
+        tokenizer.chat_template = CHATML
+        (row,) = tokens(tokenizer, tmp_path, [{"messages": CHAT}], "chat", loss_on="assistant").dataset
+        assert learned(tokenizer, row) == ["first answer<|im_end|>\n", "second answer<|im_end|>\n"]
+
+    def test_assistant_is_refused_when_the_template_hides_where_answers_are(
+        self, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    ) -> None:
+        tokenizer.chat_template = FORGETFUL
+        with pytest.raises(TrainingFailure, match="renders a turn differently") as refused:
+            tokens(tokenizer, tmp_path, [{"messages": CHAT}], "chat", loss_on="assistant")
+        assert refused.value.code == "config_error"
+
+    @pytest.mark.parametrize("template", [None, CHATML])
+    def test_completion_learns_the_last_answer(
+        self, template: str | None, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    ) -> None:
+        tokenizer.chat_template = template
+        ensure_template(tokenizer)
+        (row,) = tokens(tokenizer, tmp_path, [{"messages": CHAT}], "chat", loss_on="completion").dataset
+        (text,) = learned(tokenizer, row)
+        assert text.startswith("second answer")
+
+    def test_a_chat_without_an_answer_is_named(self, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+        ensure_template(tokenizer)
+        rows = [{"messages": CHAT}, {"messages": CHAT[:1]}, {"messages": CHAT[:3]}]
+        for loss_on, lines in (("assistant", ["line 2:"]), ("completion", ["line 2:", "line 3:"])):
+            with pytest.raises(TrainingFailure) as refused:
+                tokens(tokenizer, tmp_path, rows, "chat", loss_on=loss_on)
+            assert refused.value.code == "bad_data"
+            assert [line for line in ("line 1:", "line 2:", "line 3:") if line in refused.value.message] == lines
+
+    def test_prompt_and_completion(self, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+        rows = [{"prompt": "one two", "completion": " three"}]
+        (row,) = tokens(tokenizer, tmp_path, rows, "prompt_completion", loss_on="completion").dataset
+        assert learned(tokenizer, row) == [" three<|end|>"]
+        (row,) = tokens(tokenizer, tmp_path, rows, "prompt_completion").dataset
+        assert learned(tokenizer, row) == ["one two three<|end|>"]
+
+    def test_a_text_ends_with_the_end_token_once(self, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+        made = tokens(tokenizer, tmp_path, [{"text": "one"}, {"text": "one<|end|>"}], "text")
+        assert [learned(tokenizer, row) for row in made.dataset] == [["one<|end|>"]] * 2
+
+    def test_a_tokenizer_with_a_template_keeps_it(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        tokenizer.chat_template = CHATML
+        assert not ensure_template(tokenizer)
+        assert tokenizer.chat_template == CHATML
+
+
+class TestCutting:
+    ROWS = [{"text": "one two three four five six seven eight"}, {"text": "a"}]
+
+    def test_keep_start_and_keep_end(self, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+        whole = tokens(tokenizer, tmp_path, self.ROWS, "text").dataset[0]["input_ids"]
+        start = tokens(tokenizer, tmp_path, self.ROWS, "text", length=6)
+        end = tokens(tokenizer, tmp_path, self.ROWS, "text", length=6, truncation_mode="keep_end")
+        assert start.dataset[0]["input_ids"] == whole[:6]
+        assert end.dataset[0]["input_ids"] == whole[-6:]
+        assert start.remarks and end.remarks
+
+    def test_rows_with_nothing_left_to_learn_are_left_out_and_told(
+        self, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    ) -> None:
+        rows = [{"prompt": "one two three four five six seven", "completion": "x"}, {"prompt": "", "completion": "y"}]
+        made = tokens(tokenizer, tmp_path, rows, "prompt_completion", length=4, loss_on="completion")
+        assert (made.rows, made.dataset[0]["rows"]) == (1, [1])
+        assert any("left out" in remark for remark in made.remarks)
+
+    def test_nothing_left_at_all_is_bad_data(self, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+        rows = [{"prompt": "one two three four five six seven", "completion": "x"}]
+        with pytest.raises(TrainingFailure, match="nothing to train on"):
+            tokens(tokenizer, tmp_path, rows, "prompt_completion", length=4, loss_on="completion")
+
+
+class TestPacking:
+    @pytest.mark.parametrize("strategy", ["bfd", "wrapped"])
+    def test_packed_sequences_hold_every_token_and_know_their_rows(
+        self, strategy: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    ) -> None:
+        ensure_template(tokenizer)
+        rows = [json.loads(line) for line in make_chat_dataset(tmp_path / "c.jsonl", 30).read_text().splitlines()]
+        loose = tokens(tokenizer, tmp_path, rows, "chat", loss_on="assistant").dataset
+        made = tokens(
+            tokenizer, tmp_path, rows, "chat", length=128, loss_on="assistant", packing=True,
+            extra={"packing_strategy": strategy},
+        )  # fmt: skip
+        packed = made.dataset
+        assert len(packed) < len(loose)
+        assert all(len(row["input_ids"]) <= 128 for row in packed)
+        for column in ("input_ids", "labels"):
+            assert Counter(x for row in packed for x in row[column]) == Counter(x for row in loose for x in row[column])
+        assert {number for row in packed for number in row["rows"]} == set(range(30))
+        if strategy == "bfd":
+            for row in packed:
+                parts = [loose[number]["input_ids"] for number in row["rows"]]
+                assert row["input_ids"] == [token for part in parts for token in part]
+                assert row["seq_lengths"] == [len(part) for part in parts]
+
+    def test_keep_end_holds_for_packed_rows_too(self, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+        rows = [{"text": "one two three four five six seven eight"}]
+        whole = tokens(tokenizer, tmp_path, rows, "text").dataset[0]["input_ids"]
+        made = tokens(tokenizer, tmp_path, rows, "text", length=6, packing=True, truncation_mode="keep_end")
+        assert made.dataset[0]["input_ids"] == whole[-6:]
+
+
+class TestHeldOut:
+    def test_a_split_is_disjoint_whole_and_the_same_for_the_same_seed(self) -> None:
+        train, held = data.split(100, 0.1, seed=3)
+        assert len(held) == 10
+        assert sorted(train + held) == list(range(100))
+        assert data.split(100, 0.1, seed=3) == (train, held)
+        assert data.split(100, 0.1, seed=4) != (train, held)
+
+    def test_each_side_gets_at_least_one_row(self) -> None:
+        assert [len(part) for part in data.split(2, 0.999, seed=0)] == [1, 1]
+        assert [len(part) for part in data.split(50, 0.001, seed=0)] == [49, 1]
+        with pytest.raises(TrainingFailure):
+            data.split(1, 0.5, seed=0)
+
+    def test_chosen_rows_keep_their_numbers(self, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+        path = write_rows(tmp_path / "rows.jsonl", [{"text": f"row {n}"} for n in range(6)])
+        made = data.tokenise(
+            str(path), "text", tokenizer, TrainingConfig(base_model="tiny"), max_length=50, chosen=[1, 4],
+            progress=lambda done, total: None,
+        )  # fmt: skip
+        assert [row["rows"] for row in made.dataset] == [[1], [4]]
