@@ -10,12 +10,12 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from app.backends.base import BackendCapabilities, Rules, TrainingBackend
 from app.checkpoints.models import Checkpoint
 from app.config import Settings
-from app.errors import FieldError, invalid
+from app.errors import FieldError
 from app.events.stream import Streams
 from app.ids import is_id
 from app.queue import Queue
 from app.runs import logs, service, views
-from app.runs.checks import config_problems, online_machines
+from app.runs.checks import config_problems, online_machines, refusal
 from app.runs.config import Problem, TrainingMethod
 from app.runs.models import Run
 from app.runs.resume import resume
@@ -76,7 +76,7 @@ class CeleryBackend(TrainingBackend):
         )
         if not is_id(run.run_id, "run") or output_dir != self._storage.run_dir(run.run_id):
             message = f"must be the run's own folder below {self._storage.root}, and its id of the form run_…"
-            raise invalid([FieldError(field="output_dir", code="outside_storage", message=message)])
+            raise refusal([FieldError(field="output_dir", code="outside_storage", message=message)])
         async with self._sessions() as session, session.begin():
             known = await session.scalar(select(Run.id).where(Run.id == run.run_id))
             if known is None:
@@ -117,7 +117,7 @@ class CeleryBackend(TrainingBackend):
         if is_id(dataset_id, "ds") and path == self._storage.dataset_file(dataset_id, extension):
             return dataset_id
         message = f"must be a file of a stored data set below {self._storage.root}; upload it first"
-        raise invalid([FieldError(field="dataset_path", code="outside_storage", message=message)])
+        raise refusal([FieldError(field="dataset_path", code="outside_storage", message=message)])
 
     async def _checkpoint_id(self, session: AsyncSession, path: Path) -> str:
         run_id = path.parent.parent.name
@@ -126,4 +126,4 @@ class CeleryBackend(TrainingBackend):
             if path == self._storage.checkpoint_dir(run_id, saved.attempt, saved.step):
                 return saved.id
         message = "is not the folder of a checkpoint; GET …/checkpoints lists those there are"
-        raise invalid([FieldError(field="checkpoint_path", code="checkpoint_not_found", message=message)])
+        raise refusal([FieldError(field="checkpoint_path", code="checkpoint_not_found", message=message)])

@@ -34,21 +34,20 @@ async def get(session: AsyncSession, run_id: str, checkpoint_id: str) -> Checkpo
     return found
 
 
-async def newest_good(session: AsyncSession, run_ids: Sequence[str]) -> dict[str, Checkpoint]:
-    """The newest checkpoint that can be resumed from, for each of the runs that has one."""
+async def furthest_good_of_each(session: AsyncSession, run_ids: Sequence[str]) -> dict[str, Checkpoint]:
+    """The furthest checkpoint that can be resumed from, for each of the runs that has one."""
     query = (
         _good()
         .where(Checkpoint.run_id.in_(run_ids))
         .distinct(Checkpoint.run_id)
-        .order_by(Checkpoint.run_id, Checkpoint.id.desc())
+        .order_by(Checkpoint.run_id, Checkpoint.step.desc(), Checkpoint.id.desc())
     )
     return {row.run_id: row for row in (await session.scalars(query)).all()}
 
 
-async def newest_good_until(session: AsyncSession, run_id: str, last_id: str | None = None) -> Checkpoint | None:
-    """The newest checkpoint of one run that can be resumed from, not newer than the one named `last_id`."""
+async def furthest_good(session: AsyncSession, run_id: str, most_step: int | None = None) -> Checkpoint | None:
+    """The furthest checkpoint of one run that can be resumed from, at or before `most_step`."""
     query = _good().where(Checkpoint.run_id == run_id)
-    if last_id is not None:
-        query = query.where(Checkpoint.id <= last_id)
-    found: Checkpoint | None = await session.scalar(query.order_by(Checkpoint.id.desc()).limit(1))
-    return found
+    if most_step is not None:
+        query = query.where(Checkpoint.step <= most_step)
+    return await session.scalar(query.order_by(Checkpoint.step.desc(), Checkpoint.id.desc()).limit(1))

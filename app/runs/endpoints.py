@@ -1,6 +1,6 @@
 """`/v1/runs`: only translation between the wire and `service`, `resume`, `metrics` and `logs`."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, BackgroundTasks, Header, Query, Request, Response
 
@@ -64,6 +64,7 @@ async def list_runs(
     tag: Annotated[str | None, Query(max_length=200)] = None,
     parent_run_id: Annotated[str | None, Query(max_length=100)] = None,
     base_model: Annotated[str | None, Query(max_length=300)] = None,
+    sort: Annotated[Literal["created_at"], Query(description="Newest first.")] = "created_at",
 ) -> Page[RunSummary]:
     """Runs, newest first."""
     filters = service.Filters(experiment_id, tuple(status or ()), tag, parent_run_id, base_model)
@@ -77,7 +78,7 @@ async def get_run(run_id: str, session: Session, storage: CurrentStorage) -> Run
     return await views.one(session, storage, await service.get(session, run_id))
 
 
-@router.post("/{run_id}/stop", status_code=202)
+@router.post("/{run_id}/stop", status_code=202, responses={409: {"description": "The run has ended by itself."}})
 async def stop_run(
     run_id: str,
     request: Request,
@@ -94,7 +95,11 @@ async def stop_run(
     return await views.one(session, storage, run)
 
 
-@router.post("/{run_id}/resume", status_code=202)
+@router.post(
+    "/{run_id}/resume",
+    status_code=202,
+    responses={409: {"description": "The run has not ended yet, or has no checkpoint."}},
+)
 async def resume_run(
     run_id: str,
     request: Request,

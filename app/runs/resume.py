@@ -7,7 +7,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.checkpoints.models import Checkpoint
-from app.checkpoints.service import newest_good_until
+from app.checkpoints.service import furthest_good
 from app.errors import ApiError, FieldError, conflict, invalid
 from app.ids import new_id
 from app.runs import service
@@ -115,10 +115,10 @@ def _as_asked(config: dict[str, Any], given: set[str]) -> dict[str, Any]:
 async def _checkpoint(session: AsyncSession, parent: Run, wanted: str | None) -> Checkpoint:
     """The checkpoint asked for, or the newest good one of the run and of those that it came from."""
     run: Run | None = parent
-    newest: str | None = None
+    most_step: int | None = None
     while run is not None:
         if wanted is None:
-            found = await newest_good_until(session, run.id, newest)
+            found = await furthest_good(session, run.id, most_step)
             if found is not None:
                 return found
         else:
@@ -127,7 +127,7 @@ async def _checkpoint(session: AsyncSession, parent: Run, wanted: str | None) ->
                 return _usable(found)
         # A run that has saved nothing yet still has what it started from, and what lies before that.
         source = await session.get(Checkpoint, run.resume_checkpoint_id) if run.resume_checkpoint_id else None
-        newest = source.id if source else None
+        most_step = source.step if source else None
         run = await session.scalar(select(Run).where(Run.id == source.run_id)) if source else None
     if wanted is not None:
         message = f"run {parent.id} and the runs it resumed have no such checkpoint; GET …/checkpoints lists them"

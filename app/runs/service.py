@@ -23,6 +23,7 @@ from app.runs.schemas import RunCheck, RunCreate
 from app.storage import Storage
 
 _KEY_TAKEN = "uq_runs_created_by_idempotency_key"
+_ID_TAKEN = "pk_runs"
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,10 @@ async def insert(
         async with session.begin_nested():
             await session.execute(lifecycle.create(values, reason))
     except IntegrityError as error:
-        if _constraint(error) != _KEY_TAKEN:
+        taken = _constraint(error)
+        if taken == _ID_TAKEN:
+            return await get(session, values["id"])
+        if taken != _KEY_TAKEN:
             raise
         twin = await replayed(session, created_by, idempotency)
         if twin is None:

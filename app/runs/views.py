@@ -5,7 +5,7 @@ from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.checkpoints.service import newest_good
+from app.checkpoints.service import furthest_good_of_each
 from app.runs.metrics import recent
 from app.runs.models import Run
 from app.runs.schemas import RunRead, RunSummary
@@ -33,7 +33,7 @@ async def many(session: AsyncSession, storage: Storage, runs: Sequence[Run]) -> 
 
 
 async def _fields(session: AsyncSession, storage: Storage, runs: Sequence[Run]) -> list[dict[str, Any]]:
-    checkpoints = await newest_good(session, [run.id for run in runs])
+    checkpoints = await furthest_good_of_each(session, [run.id for run in runs])
     described = []
     for run in runs:
         fields = {name: getattr(run, name) for name in _SAME}
