@@ -102,7 +102,7 @@ def _values(kind: str, data: dict[str, Any]) -> Iterable[tuple[str, float | None
     for name, value in named.items():
         if isinstance(value, int | float) and not isinstance(value, bool):
             yield name, value
-        elif value is None and (name in cut_out or name.removeprefix("eval.") in cut_out):
+        elif value is None and name.replace("eval.", "metrics.", 1) in cut_out:
             yield name, None  # it was measured, and was no finite number: a gap in the curve, not a missing point
 
 

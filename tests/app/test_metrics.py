@@ -54,8 +54,11 @@ class TestSeries:
 
     def test_a_value_that_was_not_finite_is_a_gap(self, api: ApiServer, trainer: Trainer) -> None:
         trainer.metric(1, loss=1.0)
-        trainer.metric(2, loss=None, non_finite=["loss"])
-        assert series(api, trainer)["loss"] == {"steps": [1, 2], "values": [1.0, None], "min": 1.0, "max": 1.0}
+        trainer.metric(2, loss=None, extra={"kl": None}, non_finite=["loss", "extra.kl"])
+        trainer.events("eval", {"step": 2, "metrics": {"loss": None}, "non_finite": ["metrics.loss"]})
+        found = series(api, trainer)
+        assert found["loss"] == {"steps": [1, 2], "values": [1.0, None], "min": 1.0, "max": 1.0}
+        assert found["extra.kl"]["values"] == found["eval.loss"]["values"] == [None]
 
     def test_a_run_without_metrics_has_no_series(self, api: ApiServer, trainer: Trainer) -> None:
         assert series(api, trainer) == {}
