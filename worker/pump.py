@@ -300,5 +300,7 @@ class Pump:
                 retired = connection.execute(retention.retire(run.id, keep_last)).all()
                 self._retired = [(attempt, name) for attempt, name in retired]
 
+        total = self._progress.total_steps if self._progress else None
+        self._progress = Progress(row["step"], row["epoch"], total, self._best_loss)
         told = {"checkpoint_id": checkpoint_id, "step": row["step"], "kind": row["kind"], "bytes": row["bytes"]}
         self._waiting.append(Step(keep, NewEvent.of("checkpoint", ts, told)))

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -117,7 +118,7 @@ class Streams:
         self._engine = engine
         self._queue = queue
         self._tails: dict[str, Tail] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         # Readers that catch up must not take every connection from the requests beside them.
         self._reads = asyncio.Semaphore(_READS_AT_A_TIME)
 
@@ -128,6 +129,13 @@ class Streams:
 
     async def read(self, run_id: str, after: int) -> list[Frame]:
         """The next stored events behind a cursor, encoded."""
+        # A reader that hangs up in the middle of a query must not cost the connection that the query runs on.
+        reading = asyncio.create_task(self._read(run_id, after), name=f"read {run_id}")
+        self._tasks.add(reading)
+        reading.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(reading)
+
+    async def _read(self, run_id: str, after: int) -> list[Frame]:
         async with self._reads, self._engine.connect() as connection:
             rows = (await connection.execute(read_after(run_id, after, _BATCH))).all()
         return [Frame(seq, kind, payload(run_id, seq, ts, data).encode()) for seq, kind, ts, data in rows]

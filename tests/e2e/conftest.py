@@ -1,0 +1,60 @@
+"""The whole service with real training: uvicorn, PostgreSQL, Valkey, a Celery worker with its zygote, TRL on the CPU."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.stack import Stack
+from tests.worker.training.tiny import make_chat_dataset, make_tiny_model
+
+STEPS = 120
+QLORA: dict[str, Any] = {
+    "base_model": "tiny",
+    "method": "qlora",
+    "lora_r": 4,
+    "lora_dropout": 0.1,
+    "learning_rate": 1e-2,
+    "batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "max_steps": STEPS,
+    "save_steps": 20,
+    "logging_steps": 5,
+    "max_seq_length": 128,
+    "packing": True,
+}
+
+
+class TrainingStack(Stack):
+    """A stack with a tiny model below its models root and a chat data set."""
+
+    def __init__(self, home: Path) -> None:
+        super().__init__(home, launch="zygote", lease_seconds=6)
+        make_tiny_model(self.settings.models_folder / "tiny", hidden=64, dropout=0.1)
+        self.chats = self.upload(make_chat_dataset(home / "chats.jsonl", 120).read_bytes(), "chats.jsonl")
+
+    def train(self, **config: Any) -> str:
+        """A QLoRA run on the CPU; answers its id."""
+        return self.create(config={**QLORA, **config}, backend="celery", dataset_id=self.chats)
+
+    def steps(self, run_id: str) -> dict[int, tuple[str, list[int]]]:
+        """Step → exact loss and row ids, as the attempt that trained the step last wrote them down."""
+        lines = [line for line in self.journal(run_id) if line["event"] == "step"]
+        return {line["step"]: (line["loss_hex"], line["samples"]) for line in lines}
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingStack]:
+    stack = TrainingStack(tmp_path_factory.mktemp("e2e"))
+    stack.add_worker()
+    yield stack
+    stack.close()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(stack: TrainingStack) -> str:
+    """A run from beginning to end that nobody disturbs; its id."""
+    run_id = stack.train()
+    stack.until(run_id, "completed", timeout=120)
+    return run_id

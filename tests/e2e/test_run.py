@@ -1,0 +1,106 @@
+"""A QLoRA run through the whole service: followed, stopped, resumed, loaded, and disturbed in every way."""
+
+import json
+import subprocess
+import sys
+
+import psutil
+
+from tests.e2e.conftest import STEPS, TrainingStack
+from tests.stack import Follower, assert_attempts_never_overlap, pids_of_trainers
+from tests.waiting import eventually
+
+
+def final_loss(stack: TrainingStack, run_id: str) -> str:
+    return stack.steps(run_id)[STEPS][0]
+
+
+def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(stack: TrainingStack, undisturbed: str) -> None:
+    run_id = stack.train()
+    follower = Follower(stack, run_id, reconnect_every=3)
+    stack.until_step(run_id, 50)
+    assert stack.stop(run_id).status_code == 202
+    stopped = stack.until(run_id, "cancelled")
+    ids = follower.join()
+    assert ids == list(range(1, len(ids) + 1))
+    assert follower.connections > 5
+    saved = [event for event in stack.events(run_id) if event["type"] == "checkpoint"][-1]
+    assert saved["kind"] == "stop" and saved["step"] == stopped["current_step"]
+
+    answer = stack.client.post(f"/v1/runs/{run_id}/resume", json={})
+    assert answer.status_code == 202, answer.text
+    child = answer.json()
+    assert child["parent_run_id"] == run_id
+    follower = Follower(stack, child["id"], reconnect_every=3)
+    stack.until(child["id"], "completed", timeout=120)
+    ids = follower.join()
+    assert ids == list(range(1, len(ids) + 1))
+
+    both = {**stack.steps(run_id), **stack.steps(child["id"])}
+    assert min(stack.steps(child["id"])) == saved["step"] + 1
+    assert both == stack.steps(undisturbed), "losses as hex floats and sample ids"
+
+
+def test_the_adapter_loads_with_plain_peft_and_generates(stack: TrainingStack, undisturbed: str) -> None:
+    script = """
+import sys
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer
+model = AutoPeftModelForCausalLM.from_pretrained(sys.argv[1])
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+ids = tokenizer.apply_chat_template(
+    [{"role": "user", "content": "what is row 3"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+)
+out = model.generate(**ids, max_new_tokens=8, do_sample=False)
+print(out.shape[1] - ids["input_ids"].shape[1])
+"""
+    output = stack.run(undisturbed)["fine_tuned_model"]
+    done = subprocess.run([sys.executable, "-c", script, output], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert 0 < int(done.stdout.split()[-1]) <= 8
+
+
+def test_artifacts_metrics_and_logs_are_served(stack: TrainingStack, undisturbed: str) -> None:
+    artifacts = stack.client.get(f"/v1/runs/{undisturbed}/artifacts").json()["data"]
+    paths = {artifact["path"] for artifact in artifacts}
+    assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "README.md", "metrics.jsonl"} <= paths
+    card = stack.client.get(f"/v1/runs/{undisturbed}/artifacts/adapter_config.json")
+    assert json.loads(card.text)["r"] == 4
+    curve = stack.client.get(f"/v1/runs/{undisturbed}/metrics", params={"names": "loss"}).json()
+    assert "loss" in json.dumps(curve)
+    assert stack.client.get(f"/v1/runs/{undisturbed}/logs").status_code == 200
+
+
+def test_kill_9_of_every_process_one_after_another_changes_nothing(stack: TrainingStack, undisturbed: str) -> None:
+    run_id = stack.train()
+    follower = Follower(stack, run_id)
+
+    stack.until_step(run_id, 15)
+    worker = stack.workers[-1]
+    worker.kill()
+    worker = stack.add_worker()
+
+    stack.until_step(run_id, 35, timeout=90)
+    (trainer,) = pids_of_trainers(stack.journal(run_id))[-1:]
+    zygote = psutil.Process(trainer).parent()
+    assert zygote is not None and zygote.pid != worker.process.pid
+    zygote.kill()
+    eventually(lambda: len(pids_of_trainers(stack.journal(run_id))) == 3, timeout=60, what="a third attempt")
+
+    stack.until_step(run_id, 55, timeout=90)
+    stack.api.kill()
+    stack.api.start()
+    stack.api.wait_until_up()
+
+    stack.until_step(run_id, 75, timeout=90)
+    stack.kill_postgres()
+
+    stack.until_step(run_id, 95, timeout=90)
+    stack.kill_valkey()
+
+    stack.until(run_id, "completed", timeout=120)
+    ids = follower.join()
+    assert ids == list(range(1, len(ids) + 1))
+    assert_attempts_never_overlap(stack.journal(run_id))
+    assert stack.steps(run_id) == stack.steps(undisturbed)
+    assert final_loss(stack, run_id) == final_loss(stack, undisturbed)
