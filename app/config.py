@@ -119,6 +119,17 @@ def _trainer_may_see(name: str) -> bool:
     return name in _TRAINER_VARIABLES or name.startswith(("LC_", "NCCL_", "NVIDIA_"))
 
 
+def postgres_environment() -> dict[str, str]:
+    """The environment of the embedded PostgreSQL: nothing of another server's settings, nothing of ours."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PG", "ANNEAL_"))}
+    return kept | {"LC_ALL": "C", "TZ": "UTC"}
+
+
+def visible_gpus() -> str | None:
+    """Which GPUs the operator leaves to us (CUDA_VISIBLE_DEVICES); None: all of them."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
 @lru_cache(maxsize=1)
 def get_settings() -> Settings:
     """The settings of this process, read from the environment once."""

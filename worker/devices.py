@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import psutil
 
-if TYPE_CHECKING:
-    from app.config import Settings
+from app.config import Settings, visible_gpus
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Machine:
         return len(self.devices)
 
 
-def find(settings: "Settings") -> Machine:
+def find(settings: Settings) -> Machine:
     """The slots of this worker: one per GPU, or one CPU; `settings.slots` takes fewer GPUs or more CPUs.
 
     Raises ValueError when more slots are asked for than there are GPUs, since a run needs a GPU of its own.
@@ -82,7 +81,7 @@ def gpus() -> tuple[Device, ...]:
         if nvml is None:
             return ()
         every = tuple(_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = visible_gpus()
     return every if visible is None else tuple(_visible(every, visible))
 
 
@@ -103,9 +102,7 @@ def _visible(every: tuple[Device, ...], visible: str) -> Iterator[Device]:
     """CUDA's own rule: indexes or UUID prefixes, and everything from the first invalid entry on is hidden."""
     for entry in (part.strip() for part in visible.split(",")):
         matching = [
-            gpu
-            for gpu in every
-            if str(gpu.index) == entry or (entry.startswith("GPU-") and gpu.id.startswith(entry))
+            gpu for gpu in every if str(gpu.index) == entry or (entry.startswith("GPU-") and gpu.id.startswith(entry))
         ]
         if len(matching) != 1:
             return

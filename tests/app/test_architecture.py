@@ -1,0 +1,136 @@
+"""Promises about the code itself, kept by running them."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = [
+    path for folder in ("app", "worker", "tests", "benchmarks", "migrations") for path in (ROOT / folder).rglob("*.py")
+]
+PRODUCT = [path for path in SOURCES if path.relative_to(ROOT).parts[0] in ("app", "worker", "migrations")]
+MOST_LINES = 400
+_ASSIGNED = re.compile(r"UPDATE\s+runs\b.*?\bSET\b(.*?)(?:\bWHERE\b|$)", re.DOTALL | re.IGNORECASE)
+HEAVY = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "datasets", "numpy", "worker")
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def _nodes(path: Path) -> Iterator[ast.AST]:
+    return ast.walk(ast.parse(path.read_text(), filename=str(path)))
+
+
+def test_no_file_is_longer_than_a_reader_can_hold() -> None:
+    assert len(SOURCES) > 100
+    lengths = {_name(path): len(path.read_text().splitlines()) for path in SOURCES}
+    assert {name: count for name, count in lengths.items() if count > MOST_LINES} == {}
+
+
+def _after_import(module: str, expression: str) -> object:
+    """The value of `expression` in a fresh process that has imported `module`."""
+    code = (
+        f"import json, sys, time\nstarted = time.process_time()\nimport {module}\n"
+        f"took = time.process_time() - started\nprint(json.dumps({expression}))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+@pytest.mark.parametrize("module", ["app.main", "app.cli"])
+def test_the_api_and_the_command_line_import_nothing_heavy(module: str) -> None:
+    assert _after_import(module, f"sorted(set(sys.modules) & set({HEAVY!r}))") == []
+
+
+def test_the_supervisor_imports_neither_torch_nor_http() -> None:
+    unwanted = {"torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "numpy", "fastapi"}
+    assert _after_import("worker.main", f"sorted(set(sys.modules) & {unwanted!r})") == []
+
+
+def test_the_api_is_imported_in_under_one_and_a_half_seconds() -> None:
+    """Processor time of the best of five, so that a busy machine and cold caches do not count."""
+    took = (float(str(_after_import("app.main", "took"))) for _ in range(5))
+    assert any(seconds < 1.5 for seconds in took)
+
+
+def test_imports_keep_to_the_layers() -> None:
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stdout[-3000:]
+
+
+def test_only_the_settings_read_the_environment() -> None:
+    """Setting a variable, as a training process does for the libraries that it loads, is not reading."""
+    readers = set()
+    for path in PRODUCT:
+        tree = ast.parse(path.read_text())
+        set_only = {
+            id(node.value)
+            for node in ast.walk(tree)
+            if (isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del))
+            or (isinstance(node, ast.Attribute) and node.attr == "update")
+        }
+        for node in ast.walk(tree):
+            names_it = isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv", "getenvb")
+            if names_it and id(node) not in set_only:
+                readers.add(_name(path))
+            if isinstance(node, ast.ImportFrom) and node.module == "os":
+                readers |= {_name(path) for name in node.names if name.name in ("environ", "getenv")}
+    assert readers == {"app/config.py"}
+
+
+def test_only_the_lifecycle_writes_the_status_of_a_run() -> None:
+    """No `.values(status=…)`, no `run.status = …`, no SQL text that sets it, anywhere else in the product."""
+    writers = set()
+    for path in PRODUCT:
+        for node in _nodes(path):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "values":
+                named = {keyword.arg for keyword in node.keywords}
+                keys = {
+                    key.value
+                    for argument in node.args
+                    if isinstance(argument, ast.Dict)
+                    for key in argument.keys
+                    if isinstance(key, ast.Constant)
+                }
+                if "status" in named | keys:
+                    writers.add(_name(path))
+            if isinstance(node, ast.Assign | ast.AugAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                if any(isinstance(it, ast.Attribute) and it.attr == "status" and _of_run(it) for it in targets):
+                    writers.add(_name(path))
+            text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+            if any("status" in assigned for assigned in _ASSIGNED.findall(text)):
+                writers.add(_name(path))
+    assert writers <= {"app/runs/lifecycle.py"}
+
+
+def _of_run(target: ast.Attribute) -> bool:
+    return isinstance(target.value, ast.Name) and "run" in target.value.id.lower()
+
+
+def test_no_name_says_nothing() -> None:
+    vague = ("utils", "util", "helpers", "helper", "manager", "misc", "common")
+    assert [_name(path) for path in SOURCES if path.stem in vague or path.parent.name in vague] == []
+
+
+def test_no_test_is_skipped_and_no_test_sleeps() -> None:
+    unwanted = {"skip", "skipif", "xfail", "importorskip"}
+    found = set()
+    for path in SOURCES:
+        if path.relative_to(ROOT).parts[0] != "tests":
+            continue
+        for node in _nodes(path):
+            if isinstance(node, ast.Attribute) and node.attr in unwanted and "pytest" in ast.dump(node.value):
+                found.add((_name(path), node.attr))
+            if isinstance(node, ast.Attribute) and node.attr == "sleep" and "'time'" in ast.dump(node.value):
+                found.add((_name(path), "time.sleep"))
+    assert found == set()
