@@ -73,8 +73,9 @@ class Postgres:
             "log_min_error_statement": "panic",  # statements hold what users wrote
         }
         if not self._durable:
-            # Commits still reach the kernel, so that only the machine's own death could lose one.
-            options |= {"fsync": "off", "full_page_writes": "off"}
+            # Commits still reach the kernel, so that only the machine's own death could lose one. No vacuum: its
+            # processes belong to the admin, and a database with one of them inside cannot be dropped by its owner.
+            options |= {"fsync": "off", "full_page_writes": "off", "autovacuum": "off"}
         settings = [part for name, value in options.items() for part in ("-c", f"{name}={value}")]
         self.process = start_child(
             [*self._account.prefix, str(_binaries() / "postgres"), "-D", str(self._data), *settings],
