@@ -160,9 +160,7 @@ def resume_problems(parent_config: Mapping[str, Any], overrides: Mapping[str, An
             "cannot change when a run is resumed; start a new run to train with another value",
         )
         for name, value in overrides.items()
-        if name in TrainingConfig.model_fields
-        and name not in CHANGEABLE_ON_RESUME
-        and value != parent_config.get(name)
+        if name in TrainingConfig.model_fields and name not in CHANGEABLE_ON_RESUME and value != parent_config.get(name)
     ]
 
 
@@ -186,9 +184,7 @@ def _not_available_yet(config: TrainingConfig) -> list[Problem]:
         "push_to_hub": config.push_to_hub,
     }
     return [
-        _problem(
-            name, "not_available_yet", f"cannot be {str(value).lower()} yet: this version has no such feature"
-        )
+        _problem(name, "not_available_yet", f"cannot be {str(value).lower()} yet: this version has no such feature")
         for name, value in wanted.items()
         if value
     ]
@@ -198,42 +194,30 @@ def _method_conflicts(config: TrainingConfig, given: set[str]) -> list[Problem]:
     found = []
     method = config.method
     if config.load_in_8bit and config.load_in_4bit and "load_in_4bit" in given:
-        found.append(
-            _problem("load_in_8bit", "conflict", "and `load_in_4bit` cannot both be true; choose one")
-        )
+        found.append(_problem("load_in_8bit", "conflict", "and `load_in_4bit` cannot both be true; choose one"))
     for name in ("load_in_4bit", "load_in_8bit"):
         if not (getattr(config, name) and name in given):
             continue
         if method is TrainingMethod.full:
-            found.append(
-                _problem(name, "conflict", "does not go with method `full`, which trains every weight")
-            )
+            found.append(_problem(name, "conflict", "does not go with method `full`, which trains every weight"))
         elif method is TrainingMethod.lora:
             found.append(_problem(name, "conflict", "does not go with method `lora`; use `qlora`"))
         elif config.lora_r is None:
-            found.append(
-                _problem(name, "conflict", "needs an adapter: quantised weights cannot train; set `lora_r`")
-            )
+            found.append(_problem(name, "conflict", "needs an adapter: quantised weights cannot train; set `lora_r`"))
     if method in (TrainingMethod.lora, TrainingMethod.qlora) and config.lora_r is None:
-        found.append(
-            _problem("lora_r", "conflict", f"cannot be null with method `{method}`; use `full` or `sft`")
-        )
+        found.append(_problem("lora_r", "conflict", f"cannot be null with method `{method}`; use `full` or `sft`"))
     unquantised = "load_in_4bit" in given and not config.load_in_4bit and not config.load_in_8bit
     if method is TrainingMethod.qlora and unquantised:
         found.append(_problem("load_in_4bit", "conflict", "is false, but `qlora` needs a 4 or 8-bit base"))
     if not _wants_adapter(config):
         found += [
-            _problem(
-                name, "conflict", "belongs to an adapter, and this run trains every weight; leave it out"
-            )
+            _problem(name, "conflict", "belongs to an adapter, and this run trains every weight; leave it out")
             for name in _ADAPTER_FIELDS
             if name in given and getattr(config, name) is not None
         ]
     elif config.target_modules and "lm_head" in config.target_modules:
         found.append(
-            _problem(
-                "target_modules", "conflict", "cannot hold `lm_head`; put it in `modules_to_save` to train it"
-            )
+            _problem("target_modules", "conflict", "cannot hold `lm_head`; put it in `modules_to_save` to train it")
         )
     four_bit = config.load_in_4bit and not config.load_in_8bit and _wants_adapter(config)
     if not four_bit or method in (TrainingMethod.full, TrainingMethod.lora):
@@ -244,13 +228,17 @@ def _method_conflicts(config: TrainingConfig, given: set[str]) -> list[Problem]:
         ]
     for group in ("dpo", "rlhf"):
         if method != group and any(name.split(".")[0] == group for name in given):
-            found.append(
-                _problem(group, "conflict", f"belongs to method `{group}`, and the method is `{method}`")
-            )
+            found.append(_problem(group, "conflict", f"belongs to method `{group}`, and the method is `{method}`"))
     if config.lr_scheduler_type == "constant" and "warmup_ratio" in given and config.warmup_ratio > 0:
-        found.append(
-            _problem("warmup_ratio", "conflict", "has no effect with `constant`; use `constant_with_warmup`")
-        )
+        found.append(_problem("warmup_ratio", "conflict", "has no effect with `constant`; use `constant_with_warmup`"))
+    # Lion has momenta and no epsilon; the others here have neither.
+    known = {"adamw": ("adam_beta1", "adam_beta2", "adam_epsilon"), "lion": ("adam_beta1", "adam_beta2")}
+    used = next((names for family, names in known.items() if family in config.optim), ())
+    found += [
+        _problem(f"extra.{name}", "conflict", f"has no effect with `{config.optim}`; leave it out")
+        for name in known["adamw"]
+        if f"extra.{name}" in given and name not in used
+    ]
     if config.max_steps is not None and config.min_steps is not None and config.min_steps > config.max_steps:
         found.append(_problem("min_steps", "conflict", "cannot be above `max_steps`"))
     if config.revision is not None and config.base_model.startswith("run_"):
@@ -262,23 +250,15 @@ def _eval_conflicts(config: TrainingConfig, given: set[str], has_eval_dataset: b
     found = []
     has_data = has_eval_dataset or config.eval_split > 0
     if has_eval_dataset and config.eval_split > 0:
-        found.append(
-            _problem("eval_split", "conflict", "and an evaluation dataset cannot both be given; choose one")
-        )
+        found.append(_problem("eval_split", "conflict", "and an evaluation dataset cannot both be given; choose one"))
     if config.eval_steps is not None and not has_data:
-        found.append(
-            _problem("eval_steps", "needs_eval_data", "needs an evaluation dataset, or `eval_split` above 0")
-        )
+        found.append(_problem("eval_steps", "needs_eval_data", "needs an evaluation dataset, or `eval_split` above 0"))
     if has_data and config.eval_steps is None:
         found.append(
-            _problem(
-                "eval_steps", "needs_eval_steps", "must say how often to evaluate on the data held out for it"
-            )
+            _problem("eval_steps", "needs_eval_steps", "must say how often to evaluate on the data held out for it")
         )
     if config.early_stopping_patience is not None and config.eval_steps is None:
-        found.append(
-            _problem("early_stopping_patience", "needs_eval_steps", "counts evaluations; set `eval_steps`")
-        )
+        found.append(_problem("early_stopping_patience", "needs_eval_steps", "counts evaluations; set `eval_steps`"))
     if "extra.eval_batch_size" in given and not has_data:
         found.append(_problem("extra.eval_batch_size", "needs_eval_data", "needs data to evaluate on"))
     return found
@@ -288,25 +268,17 @@ def _data_conflicts(config: TrainingConfig, given: set[str], dataset_format: str
     found = []
     if dataset_format is not None and config.loss_on == "assistant" and dataset_format != "chat":
         found.append(
-            _problem(
-                "loss_on", "conflict", f"`assistant` needs a dataset of format `chat`, not `{dataset_format}`"
-            )
+            _problem("loss_on", "conflict", f"`assistant` needs a dataset of format `chat`, not `{dataset_format}`")
         )
     if dataset_format == "text" and config.loss_on == "completion":
-        found.append(
-            _problem("loss_on", "conflict", "`completion` does not go with plain `text`, which has none")
-        )
+        found.append(_problem("loss_on", "conflict", "`completion` does not go with plain `text`, which has none"))
     if config.packing and config.max_seq_length is None:
-        found.append(
-            _problem("packing", "conflict", "needs `max_seq_length`, the length of a packed sequence")
-        )
+        found.append(_problem("packing", "conflict", "needs `max_seq_length`, the length of a packed sequence"))
     if "extra.packing_strategy" in given and not config.packing:
         found.append(_problem("extra.packing_strategy", "conflict", "has no effect without `packing`"))
     if config.packing and config.extra.get("packing_strategy") == "wrapped" and "truncation_mode" in given:
         found.append(
-            _problem(
-                "truncation_mode", "conflict", "has no effect with `wrapped` packing, which cuts nothing off"
-            )
+            _problem("truncation_mode", "conflict", "has no effect with `wrapped` packing, which cuts nothing off")
         )
     return found
 
@@ -318,9 +290,7 @@ def _machine_conflicts(config: TrainingConfig, given: set[str], machine: Machine
         found.append(_problem("optim", code, f"`{config.optim}` needs a GPU; on a CPU use `adamw_torch`"))
     attention = config.attn_implementation or ""
     if attention.startswith("flash_attention") and not (machine.kind == "cuda" and machine.flash_attention):
-        found.append(
-            _problem("attn_implementation", code, f"`{attention}` needs a GPU with flash-attn; use `sdpa`")
-        )
+        found.append(_problem("attn_implementation", code, f"`{attention}` needs a GPU with flash-attn; use `sdpa`"))
     compute = config.bnb_4bit_compute_dtype if "bnb_4bit_compute_dtype" in given else None
     if compute == "bfloat16" and machine.kind == "cuda" and not machine.bf16:
         found.append(_problem("bnb_4bit_compute_dtype", code, "`bfloat16` is not supported by this GPU"))
@@ -329,9 +299,7 @@ def _machine_conflicts(config: TrainingConfig, given: set[str], machine: Machine
     return found
 
 
-def _replacements(
-    config: TrainingConfig, given: set[str], machine: Machine, four_bit: bool
-) -> list[Replacement]:
+def _replacements(config: TrainingConfig, given: set[str], machine: Machine, four_bit: bool) -> list[Replacement]:
     replaced = []
 
     def replace(field: str, used: Any, reason: str) -> None:
@@ -343,13 +311,9 @@ def _replacements(
         if config.optim.startswith("paged_"):
             replace("optim", config.optim.removeprefix("paged_"), "Paging optimizer state needs a GPU.")
         if config.gradient_checkpointing:
-            replace(
-                "gradient_checkpointing", False, "On a CPU it costs time and saves memory that is not scarce."
-            )
+            replace("gradient_checkpointing", False, "On a CPU it costs time and saves memory that is not scarce.")
         if four_bit and config.bnb_4bit_compute_dtype != "float32":
-            replace(
-                "bnb_4bit_compute_dtype", "float32", "This CPU computes in 32 bits faster and more exactly."
-            )
+            replace("bnb_4bit_compute_dtype", "float32", "This CPU computes in 32 bits faster and more exactly.")
     elif four_bit and config.bnb_4bit_compute_dtype == "bfloat16" and not machine.bf16:
         replace("bnb_4bit_compute_dtype", "float16", "This GPU has no bfloat16.")
     return replaced

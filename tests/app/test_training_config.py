@@ -172,6 +172,8 @@ class TestConflicts:
             ({"max_steps": 5, "min_steps": 6}, "min_steps"),
             ({"base_model": "run_1", "revision": "main"}, "revision"),
             ({"packing": True, "max_seq_length": None}, "packing"),
+            ({"optim": "sgd", "extra": {"adam_beta1": 0.5}}, "extra.adam_beta1"),
+            ({"optim": "lion_8bit", "extra": {"adam_epsilon": 1e-6}}, "extra.adam_epsilon"),
             ({"extra": {"packing_strategy": "bfd"}}, "extra.packing_strategy"),
             (
                 {"packing": True, "extra": {"packing_strategy": "wrapped"}, "truncation_mode": "keep_end"},

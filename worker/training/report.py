@@ -232,8 +232,17 @@ class Control:
     def stop_on_sigterm(self) -> None:
         """Let SIGTERM mean: save and hand back. Main thread only; children of this process die of it as ever."""
         signal.signal(signal.SIGTERM, lambda _number, _frame: self.request_stop(save=True, why="drain"))
-        # A pool ends its workers with SIGTERM and waits for them; they must not inherit the handler.
-        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+        # A pool ends its workers with SIGTERM and waits for them; they must not inherit the handler, and a
+        # signal in the moment of the fork must not be lost to it.
+        term = {signal.SIGTERM}
+        os.register_at_fork(
+            before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, term),
+            after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, term),
+            after_in_child=lambda: (
+                signal.signal(signal.SIGTERM, signal.SIG_DFL),
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, term),
+            ),
+        )
 
     def _listen(self, channel: socket.socket) -> None:
         while True:

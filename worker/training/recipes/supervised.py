@@ -35,6 +35,7 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
         checkpoints.check(Path(resume["path"]), resume["manifest_sha256"])
 
     run.report.phase("loading")
+    run.report.progress("loading", 0, 2, "tokenizer and configuration")
     base = model.find_base(run.job, run.config, run.machine)
     tokenizer = model.load_tokenizer(base)
     architecture = model.load_config(base)

@@ -1,0 +1,71 @@
+"""Beside plain TRL on the same data, seed and settings: the same losses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from trl import SFTConfig, SFTTrainer
+
+from tests.worker.training.test_data import CHATML
+from tests.worker.training.tiny import Forks, make_job
+
+STEPS = 8
+
+
+def plain_losses(model: Path, chats: Path, folder: Path, lora: bool, **options: Any) -> list[float]:
+    """Losses of TRL's trainer, used as its manual says."""
+    rows = [json.loads(line) for line in chats.read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = CHATML
+    set_seed(42)
+    trainer = SFTTrainer(
+        model=AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
+        args=SFTConfig(
+            output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+            learning_rate=1e-2, lr_scheduler_type="cosine", warmup_steps=0.03, weight_decay=0.01, optim="adamw_torch",
+            use_cpu=True, bf16=False, activation_checkpointing=False, logging_steps=1, report_to="none", seed=42,
+            save_strategy="no", disable_tqdm=True, **options,
+        ),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(
+            task_type="CAUSAL_LM", r=16, lora_alpha=32, lora_dropout=0.05, target_modules="all-linear"
+        ) if lora else None,
+    )  # fmt: skip
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize(
+    ("method", "ours", "theirs"),
+    [
+        ("full", {"max_seq_length": 40}, {"max_length": 40}),
+        ("lora", {"max_seq_length": 128, "packing": True}, {"max_length": 128, "packing": True}),
+    ],
+)
+def test_losses_equal_plain_trls(
+    method: str,
+    ours: dict[str, Any],
+    theirs: dict[str, Any],
+    forks: Forks,
+    tiny_model: Path,
+    chats: Path,
+    tmp_path: Path,
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    model = tmp_path / "model"
+    AutoModelForCausalLM.from_pretrained(tiny_model).save_pretrained(model)
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(model)
+    job = make_job(
+        tmp_path, model, chats, method=method, max_steps=STEPS, batch_size=2, gradient_accumulation_steps=2,
+        learning_rate=1e-2, optim="adamw_torch", logging_steps=1, **ours,
+    )  # fmt: skip
+    done = forks.run(job)
+    assert done.result["outcome"] == "completed", done.result
+    losses = [float.fromhex(loss) for loss, _ in done.steps.values()]
+    assert losses == pytest.approx(plain_losses(model, chats, tmp_path / "plain", method == "lora", **theirs), abs=1e-6)
