@@ -58,6 +58,11 @@ def _caller(request: Request) -> Caller:
 CurrentCaller = Annotated[Caller, Depends(_caller)]
 
 
+def is_public(scope: Scope) -> bool:
+    """Whether this request needs no key."""
+    return scope["path"] in PUBLIC and scope["method"] in ("GET", "HEAD")
+
+
 class FailureLimit:
     """How many wrong keys an address may try: 20 at once, then one every 3 seconds."""
 
@@ -143,7 +148,7 @@ class Authentication:
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
             return
-        if scope["type"] == "http" and scope["path"] not in PUBLIC:
+        if scope["type"] == "http" and not is_public(scope):
             try:
                 scope.setdefault("state", {})["caller"] = await _authenticate(scope)
             except ApiError as error:

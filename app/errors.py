@@ -219,6 +219,7 @@ _HTTP_DETAILS = {
     400: "The request could not be read; see /docs for what this call takes.",
     404: "There is nothing at this path; /docs lists what there is.",
     405: "This path does not take this method; `Allow` names those it takes.",
+    416: "The range lies behind the end of the file; `Content-Range` tells how long it is.",
 }
 
 
@@ -234,10 +235,27 @@ async def _http_error(request: Request, raised: Exception) -> Response:
     error = cast(HTTPException, raised)
     if error.status_code < 400:
         return Response(status_code=error.status_code, headers=error.headers)
-    phrase = HTTPStatus(error.status_code).phrase
-    detail = _HTTP_DETAILS.get(error.status_code, str(error.detail))
-    code = re.sub(r"[^a-z]+", "_", phrase.lower()).strip("_")
-    return problem(request.scope, ApiError(error.status_code, code, detail, headers=error.headers))
+    return problem(request.scope, _of_status(error.status_code, str(error.detail), error.headers))
+
+
+def _of_status(status: int, detail: str, headers: Mapping[str, str] | None) -> ApiError:
+    """The error for a status that the framework chose."""
+    code = re.sub(r"[^a-z]+", "_", HTTPStatus(status).phrase.lower()).strip("_")
+    return ApiError(status, code, _HTTP_DETAILS.get(status, detail), headers=headers)
+
+
+def _is_plain(headers: list[tuple[bytes, bytes]]) -> bool:
+    """Whether an answer is a bare sentence of the framework's, or nothing at all."""
+    kinds = [value for name, value in headers if name.lower() == b"content-type"]
+    return not kinds or kinds[0].startswith(b"text/plain")
+
+
+def _plain_problem(scope: Scope, status: int, headers: list[tuple[bytes, bytes]]) -> Response:
+    """The problem in place of such an answer, with what its headers told."""
+    told = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
+    kept = {name: value for name, value in told.items() if not name.lower().startswith("content-l")}
+    kept.pop("content-type", None)
+    return problem(scope, _of_status(status, "The request cannot be answered as it is; see /docs.", kept))
 
 
 async def _foundation_error(request: Request, error: Exception) -> Response:
@@ -274,15 +292,19 @@ class RequestIds:
             await self.app(scope, receive, send)
             return
         id = request_id(scope)
-        started = False
+        started = replaced = False
 
         async def send_with_id(message: Message) -> None:
-            nonlocal started
+            nonlocal started, replaced
             if message["type"] == "http.response.start":
                 started = True
                 headers = [item for item in message["headers"] if item[0].lower() != b"x-request-id"]
+                if message["status"] >= 400 and _is_plain(headers):
+                    replaced = True
+                    await _plain_problem(scope, message["status"], headers)(scope, receive, send)
                 message = {**message, "headers": [*headers, (b"x-request-id", id.encode())]}
-            await send(message)
+            if not replaced:
+                await send(message)
 
         try:
             await self.app(scope, receive, send_with_id)

@@ -44,7 +44,8 @@ class Hosts:
         origin = headers.get("origin")
         if origin is None or scope["method"] in _SAFE:
             return None
-        if origin.lower() == f"{scope['scheme']}://{hosts[0]}".lower():
+        # Behind a proxy that ends TLS this server sees http where the page has https.
+        if origin.lower() in {f"{scheme}://{hosts[0]}".lower() for scheme in (scope["scheme"], "https")}:
             return None
         return ApiError(
             403,

@@ -6,6 +6,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app import strict_json
+from app.auth import is_public
 from app.config import Settings
 from app.errors import ApiError, FieldError, invalid, problem, too_large
 
@@ -13,6 +14,7 @@ STREAMED = {("POST", "/v1/datasets")}
 """Calls that read their body piece by piece, up to `max_upload_bytes`; all others are JSON of modest size."""
 _MULTIPART_OVERHEAD = 64 * 1024
 _PARSE_IN_THREAD = 64 * 1024
+_IDLE_SECONDS = 60.0
 
 
 class Intake:
@@ -47,7 +49,7 @@ class Intake:
             return _counted(receive, limit)
         if length == 0 and "transfer-encoding" not in headers:
             return receive
-        limit = self.settings.max_json_bytes
+        limit = 0 if is_public(scope) else self.settings.max_json_bytes
         if length > limit:
             raise too_large("The body of this call", limit)
         body = await _read(receive, limit)
@@ -68,7 +70,7 @@ def _length(headers: Headers) -> int:
 async def _read(receive: Receive, limit: int) -> bytes | None:
     body = bytearray()
     while True:
-        message = await receive()
+        message = await _next(receive)
         if message["type"] == "http.disconnect":
             return None
         body += message.get("body", b"")
@@ -76,6 +78,16 @@ async def _read(receive: Receive, limit: int) -> bytes | None:
             raise too_large("The body of this call", limit)
         if not message.get("more_body", False):
             return bytes(body)
+
+
+async def _next(receive: Receive) -> Message:
+    """The next piece of a body; a client that falls silent in the middle of one is not waited for for ever."""
+    try:
+        async with asyncio.timeout(_IDLE_SECONDS):
+            return await receive()
+    except TimeoutError:
+        detail = f"No byte of the body came for {_IDLE_SECONDS:.0f} seconds; send the request again."
+        raise ApiError(408, "body_timeout", detail) from None
 
 
 async def _check_json(body: bytes) -> None:
@@ -106,7 +118,7 @@ def _counted(receive: Receive, limit: int) -> Receive:
 
     async def counted() -> Message:
         nonlocal total
-        message = await receive()
+        message = await _next(receive)
         total += len(message.get("body", b""))
         if total > limit + _MULTIPART_OVERHEAD:
             raise too_large("An upload", limit)

@@ -44,17 +44,20 @@ def parse(raw: bytes) -> Any:
 def _look_through(value: Any) -> None:
     """Depth and text of everything in `value`, level by level: recursion is what deep input attacks."""
     level = [value]
-    for _ in range(MAX_DEPTH + 1):
+    for _ in range(MAX_DEPTH):
         below: list[Any] = []
-        for item in level:
-            if isinstance(item, str):
-                _check_text(item)
-            elif isinstance(item, dict):
-                for key in item:
+        for container in level:
+            if isinstance(container, dict):
+                for key in container:
                     _check_text(key)
-                below.extend(item.values())
-            elif isinstance(item, list):
-                below.extend(item)
+                container = container.values()
+            elif not isinstance(container, list):
+                container = (container,)
+            for item in container:
+                if isinstance(item, str):
+                    _check_text(item)
+                elif isinstance(item, dict | list):
+                    below.append(item)
         if not below:
             return
         level = below

@@ -56,7 +56,10 @@ def test_a_range_is_answered_with_its_bytes(api: ApiServer, run: str) -> None:
     rest = api.client.get(url, headers={"Range": "bytes=25500-"})
     assert (rest.status_code, rest.content) == (206, whole[25500:])
     behind = api.client.get(url, headers={"Range": "bytes=99999-"})
-    assert behind.status_code == 416
+    assert (behind.status_code, behind.json()["code"]) == (416, "requested_range_not_satisfiable")
+    assert behind.headers["content-range"] == "bytes */25600"
+    odd = api.client.get(url, headers={"Range": "lines=1-2"})
+    assert (odd.status_code, odd.json()["code"]) == (400, "bad_request")
 
 
 def test_a_run_without_output_says_when_there_will_be_one(api: ApiServer, settings: Settings) -> None:

@@ -57,8 +57,11 @@ def test_without_a_key_every_route_and_method_answers_401(api: ApiServer, settin
     assert "anneal keys create" in one.json()["detail"]
 
 
-def test_only_healthz_is_public() -> None:
+def test_only_reading_healthz_is_public(api: ApiServer) -> None:
     assert {"/healthz"} == PUBLIC
+    with api.client_with(None) as stranger:
+        assert stranger.post("/healthz", json={}).status_code == 401
+        assert stranger.request("GET", "/healthz", content=b"x" * 1000).status_code == 413
 
 
 @pytest.mark.parametrize(
@@ -257,7 +260,8 @@ def test_a_page_of_another_origin_may_not_write(api: ApiServer) -> None:
         return api.client.post("/v1/experiments", json={"name": "x"}, headers={"Origin": origin})
 
     assert post(api.url).status_code == 201
-    for origin in ("http://evil.example", "null", api.url + ".evil.example", api.url.replace("http", "https")):
+    assert post(api.url.replace("http", "https")).status_code == 201, "a proxy may end TLS before us"
+    for origin in ("http://evil.example", "null", api.url + ".evil.example", "http://127.0.0.1:1", "http://localhost"):
         answer = post(origin)
         assert (answer.status_code, answer.json()["code"]) == (403, "origin_not_allowed")
         assert not any(name.startswith("access-control") for name in answer.headers)

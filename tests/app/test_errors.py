@@ -2,6 +2,7 @@
 
 import errno
 import json
+import socket
 from typing import Any
 
 import psycopg
@@ -89,7 +90,7 @@ def test_huge_input_is_never_sent_back(api: ApiServer) -> None:
         (b'{"name": NaN}', "not_finite"),
         (b'{"name": 1e999}', "not_finite"),
         (b'{"name": ' + b"9" * 5000 + b"}", "number_too_long"),
-        (b'{"name": ' + b"[" * 33 + b"]" * 33 + b"}", "too_deep"),
+        (b'{"name": ' + b"[" * 32 + b"]" * 32 + b"}", "too_deep"),
         (b"[" * 400_000, "too_deep"),
         (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "too_deep"),
         (b"{", "invalid_json"),
@@ -100,6 +101,12 @@ def test_text_that_cannot_be_kept_and_malformed_json_are_422(api: ApiServer, raw
     answer = api.client.post("/v1/experiments", content=raw, headers={"Content-Type": "application/json"})
     body = _check(answer, 422, "invalid_request")
     assert body["errors"][0]["code"] == code
+
+
+def test_thirty_two_levels_are_read(api: ApiServer) -> None:
+    raw = b'{"name": ' + b"[" * 31 + b"]" * 31 + b"}"
+    answer = api.client.post("/v1/experiments", content=raw, headers={"Content-Type": "application/json"})
+    assert answer.json()["errors"][0]["code"] == "string_type"
 
 
 def test_whole_characters_beyond_the_basic_plane_are_kept(api: ApiServer) -> None:
@@ -143,6 +150,17 @@ def test_a_body_over_the_cap_is_413_without_a_length_too(settings: Settings) -> 
         answer = api.client.post("/v1/experiments", content=chunks(), headers={"Content-Type": "application/json"})
         _check(answer, 413, "body_too_large")
         assert "10,000 bytes" in answer.json()["detail"]
+
+
+def test_a_body_that_stops_in_the_middle_is_408(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.intake._IDLE_SECONDS", 0.2)
+    for path, kind in (("/v1/experiments", "application/json"), ("/v1/datasets", "multipart/form-data; boundary=b")):
+        with ThreadServer(settings) as api, socket.create_connection(("127.0.0.1", api.port), timeout=10) as connection:
+            connection.sendall(
+                f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {api.key}\r\n"
+                f"Content-Type: {kind}\r\nContent-Length: 100\r\n\r\n".encode()
+            )
+            assert connection.recv(4096).startswith(b"HTTP/1.1 408")
 
 
 def test_a_database_that_goes_away_is_503_and_comes_back(api: ApiServer, settings: Settings) -> None:
