@@ -6,6 +6,7 @@ started a process, so a thread that lives as long as the worker starts the zygot
 
 import importlib.util
 import json
+import logging
 import os
 import queue
 import select
@@ -23,6 +24,8 @@ from worker import session
 from worker.channel import Channel
 from worker.child import Start
 from worker.process import ColdFate, TrainingProcess, ZygoteFate
+
+log = logging.getLogger(__name__)
 
 Mode = Literal["zygote", "cold"]
 
@@ -182,8 +185,12 @@ class Launcher:
         while not self._stopping:
             now = time.monotonic()
             if self._zygote is None and not self._cold_because and now >= start_at:
-                self._spawn_zygote()
                 started = now
+                try:
+                    self._spawn_zygote()
+                except OSError as problem:  # no memory or descriptors just now
+                    log.warning("the zygote could not be started, trying again: %s", problem)
+                    start_at, self._backing_off = now + _LARGEST_BACKOFF, True
             if self._zygote is None:
                 due = None if self._cold_because else start_at
             else:
@@ -247,6 +254,7 @@ class Launcher:
         self._close_zygote()
         with self._changed:
             self._early_deaths += not was_ready
+            log.warning("the zygote ended%s", f": {message['failed']}" if "failed" in message else "; starting another")
             if "failed" in message:
                 self._cold_because = f"the zygote cannot run here: {message['failed']}"
             elif timed_out:
@@ -269,10 +277,11 @@ class Launcher:
 
     def _spawn_cold(self, request: "_ColdStart") -> None:
         outcome: TrainingProcess | OSError
-        channel = Channel()
-        fds = channel.trainer_fds
-        arguments = [request.start.to_json(), *map(str, fds), str(os.getpid())]
+        channel = None
         try:
+            channel = Channel()
+            fds = channel.trainer_fds
+            arguments = [request.start.to_json(), *map(str, fds), str(os.getpid())]
             process = subprocess.Popen(
                 [sys.executable, "-m", "worker.child", *arguments],
                 pass_fds=fds,
@@ -283,7 +292,8 @@ class Launcher:
                 stderr=fds[2],
             )
         except OSError as problem:
-            channel.close()
+            if channel is not None:
+                channel.close()
             outcome = problem
         else:
             channel.release()

@@ -179,6 +179,15 @@ class TestControl:
         assert child.stdout.read() == b"StopRequest(save=True, why='drain')\n"
         ours.close()
 
+    def test_children_still_die_of_sigterm(self) -> None:
+        child, ours = _child_with_control(
+            "control.stop_on_sigterm(); pid = os.fork() or signal.pause(); os.kill(pid, 15); "
+            "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
+        )
+        assert child.stdout is not None
+        assert child.stdout.read() == b"-15\n"
+        ours.close()
+
 
 _ARMED = "list(iter(lambda: signal.getitimer(signal.ITIMER_REAL)[0] > 0, True)); "
 _keep_open: list[socket.socket] = []  # the end of a control socket ends the process that listens

@@ -69,6 +69,22 @@ class TestFork:
         assert Said(launch(launcher, tmp_path, "quick")).to_the_end().code == 0
 
 
+class TestTraining:
+    def test_a_fork_has_the_training_libraries_warm_and_computes_with_several_threads(self, tmp_path: Path) -> None:
+        launcher = Launcher(Settings(home=tmp_path))
+        launcher.start()
+        try:
+            assert launcher.wait_ready(120)
+            assert launcher.mode == "zygote", launcher.reason
+            said = Said(launch(launcher, tmp_path, "multiply"))
+            assert said.to_the_end(60).code == 0
+            product = said.record("product")
+            assert all(product["warm"].values()), product
+            assert (product["total"], product["cuda"]) == (512.0**3, False)
+        finally:
+            launcher.stop()
+
+
 class TestDeath:
     def test_kill_9_takes_its_children_at_once_and_supervisors_learn_it(
         self, launcher: Launcher, tmp_path: Path

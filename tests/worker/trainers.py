@@ -149,6 +149,18 @@ def loaded(arguments: list[str]) -> int:
     return 0
 
 
+def multiply(arguments: list[str]) -> int:
+    """Tell whether the training libraries are imported already, and compute with two OpenMP threads."""
+    _, report, _ = start(arguments)
+    warm = {name: name in sys.modules for name in ("torch", "transformers.trainer", "trl", "peft", "bitsandbytes")}
+    import torch
+
+    torch.set_num_threads(2)
+    product = torch.ones(512, 512) @ torch.ones(512, 512)
+    report.send("product", warm=warm, total=float(product.sum()), cuda=torch.cuda.is_initialized())
+    return 0
+
+
 def write_job(folder: Path, **job: Any) -> Path:
     """A job file in a folder of its own."""
     folder.mkdir(parents=True, exist_ok=True)
