@@ -17,6 +17,7 @@ from app.runs import lifecycle
 from app.runs.models import Run
 from app.storage import Storage
 from tests.rows import add_worker, run_row
+from tests.waiting import eventually
 
 
 def make_experiment(engine: Engine, name: str = "an experiment") -> str:
@@ -63,12 +64,16 @@ class Trainer:
         self.engine = engine
         self.run_id = run_id
         self.worker_id = add_worker(engine, backends=["celery", "fake"])
-        with engine.begin() as connection:
-            claim = lifecycle.claim(self.worker_id, ["celery", "fake"], 600.0, "cuda", 100_000)
-            claimed = connection.execute(claim).mappings().one()
+        # A dispatcher that marks the run at this moment makes the claim pass over it, once.
+        claimed = eventually(self._claim)
         assert claimed["id"] == run_id
         self.epoch, self.attempt = claimed["epoch"], claimed["attempt"]
         self._sent = 0
+
+    def _claim(self) -> Any:
+        with self.engine.begin() as connection:
+            claim = lifecycle.claim(self.worker_id, ["celery", "fake"], 600.0, "cuda", 100_000)
+            return connection.execute(claim).mappings().one_or_none()
 
     def begin(self, step: int = 0, total: int | None = 100) -> "Trainer":
         """Start to train."""

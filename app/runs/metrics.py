@@ -2,35 +2,31 @@
 
 import asyncio
 import json
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sqlalchemy import BigInteger, ColumnElement, Text, cast, func, literal, or_, select
+from sqlalchemy import Text, cast, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.events.models import RunEvent
 from app.runs.schemas import Series, TrainingMetrics
 
-events: Any = RunEvent.__table__
-
 _NAMED = ("epoch", "loss", "learning_rate", "grad_norm", "gpu_memory_mb", "samples_per_second")
+_CHUNK = 5000
 _FIELDS = {"step", *_NAMED, "extra"}
 
 
 async def recent(session: AsyncSession, run_id: str, most: int) -> list[TrainingMetrics]:
-    """The newest points in order of steps, without those that a later attempt has trained again."""
-    query = (
-        select(cast(RunEvent.data, Text))
-        .where(RunEvent.run_id == run_id, RunEvent.type == "metric")
-        .order_by(RunEvent.seq.desc())
-        .limit(most * 2)
-    )
-    kept: list[TrainingMetrics] = []
-    for text in (await session.scalars(query)).all():
+    """The newest points in order of steps, without those that were trained again later."""
+    query = _newest_first(run_id, ("metric",)).limit(most * 2)
+    newest = _NewestPass()
+    kept = []
+    for kind, text in (await session.execute(query)).all():
         data = json.loads(text)
-        if len(kept) < most and (not kept or data["step"] < kept[-1].step):
+        if newest.has(kind, data["step"]):
             kept.append(TrainingMetrics(**{name: data[name] for name in _FIELDS & data.keys()}))
-    return kept[::-1]
+    return kept[:most][::-1]
 
 
 async def curves(
@@ -46,50 +42,67 @@ async def curves(
     `extra.<name>` is what a metric carries in its `extra`, `eval.<name>` the result of an evaluation. Of steps that
     were trained twice, after a loss or a rewind, the newest pass counts.
     """
-    rows = (await session.execute(_newest_pass(run_id, from_step, to_step))).all()
-    # Some 100,000 points take a second to parse, in which the other requests go on.
-    return await asyncio.to_thread(_series, [tuple(row) for row in rows], names, max_points)
+    found = _Curves(names, from_step, to_step)
+    rows = await session.stream(_newest_first(run_id, ("metric", "eval")).execution_options(yield_per=_CHUNK))
+    async for chunk in rows.partitions():
+        # In a thread: 100,000 points take a second to parse, in which the other requests go on.
+        if not await asyncio.to_thread(found.add, chunk):
+            break
+    await rows.close()
+    return await asyncio.to_thread(found.thinned, max_points)
 
 
-def _newest_pass(run_id: str, from_step: int, to_step: int | None) -> Any:
-    """Rows of type, step, data: a point goes when a later event of its type has the same step or an earlier one,
-    or a later event of the other type an earlier one."""
-    step = cast(events.c.data["step"].astext, BigInteger)
-    later = (None, -1)  # rows before this one in descending order of seq, without itself
-    points = (
-        select(
-            RunEvent.seq,
-            RunEvent.type,
-            step.label("step"),
-            cast(RunEvent.data, Text).label("data"),
-            func.min(step)
-            .over(partition_by=RunEvent.type, order_by=RunEvent.seq.desc(), rows=later)
-            .label("next_of_type"),
-            func.min(step).over(order_by=RunEvent.seq.desc(), rows=later).label("next_of_any"),
-        )
-        .where(RunEvent.run_id == run_id, RunEvent.type.in_(("metric", "eval")))
-        .cte("points")
-    )
-    row = points.c
-    kept: list[ColumnElement[bool]] = [
-        or_(row.next_of_type.is_(None), row.step < row.next_of_type),
-        or_(row.next_of_any.is_(None), row.step <= row.next_of_any),
-        row.step >= literal(from_step),
-    ]
-    if to_step is not None:
-        kept.append(row.step <= literal(to_step))
-    return select(row.type, row.step, row.data).where(*kept).order_by(row.seq)
+def _newest_first(run_id: str, types: tuple[str, ...]) -> Any:
+    query = select(RunEvent.type, cast(RunEvent.data, Text))
+    return query.where(RunEvent.run_id == run_id, RunEvent.type.in_(types)).order_by(RunEvent.seq.desc())
 
 
-def _series(rows: Iterable[tuple[str, int, str]], names: Sequence[str] | None, max_points: int) -> dict[str, Series]:
-    points: dict[str, tuple[list[int], list[float | None]]] = {name: ([], []) for name in names or ()}
-    for kind, step, text in rows:
-        for name, value in _values(kind, json.loads(text)):
-            if names is None or name in points:
-                steps, values = points.setdefault(name, ([], []))
-                steps.append(step)
-                values.append(value)
-    return {name: _thinned(steps, values, max_points) for name, (steps, values) in points.items()}
+class _NewestPass:
+    """Tells, read from the newest event to the oldest, which points no later one has replaced.
+
+    A point of a later event replaces those of its own type from its step on, and all others behind it: an evaluation
+    and a metric of one step stand side by side.
+    """
+
+    def __init__(self) -> None:
+        self.first = math.inf
+        """The lowest step so far."""
+        self._first_of_type: dict[str, int] = {}
+
+    def has(self, kind: str, step: int) -> bool:
+        """Whether the next older event still counts."""
+        counts = step <= self.first and step < self._first_of_type.get(kind, math.inf)
+        self.first = min(self.first, step)
+        self._first_of_type[kind] = min(step, self._first_of_type.get(kind, step))
+        return counts
+
+
+class _Curves:
+    """Collects series from the newest event to the oldest."""
+
+    def __init__(self, names: Sequence[str] | None, from_step: int, to_step: int | None) -> None:
+        self._all = names is None
+        self._from, self._to = from_step, math.inf if to_step is None else to_step
+        self._points: dict[str, tuple[list[int], list[float | None]]] = {name: ([], []) for name in names or ()}
+        self._newest = _NewestPass()
+
+    def add(self, rows: Iterable[Any]) -> bool:
+        """Take rows of type and data; false when no older one can matter."""
+        for kind, text in rows:
+            data = json.loads(text)
+            step = data["step"]
+            if not self._newest.has(kind, step) or not self._from <= step <= self._to:
+                continue
+            for name, value in _values(kind, data):
+                if self._all or name in self._points:
+                    steps, values = self._points.setdefault(name, ([], []))
+                    steps.append(step)
+                    values.append(value)
+        return self._newest.first >= self._from
+
+    def thinned(self, most: int) -> dict[str, Series]:
+        """The series in order of steps."""
+        return {name: _thinned(steps[::-1], values[::-1], most) for name, (steps, values) in self._points.items()}
 
 
 def _values(kind: str, data: dict[str, Any]) -> Iterable[tuple[str, float | None]]:

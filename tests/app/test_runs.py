@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine
 
+from app.config import Settings
 from app.db import sync_engine
 from app.experiments.service import DEFAULT_ID
 from app.ids import is_id, new_id
@@ -14,7 +15,7 @@ from app.runs.config import TrainingConfig
 from app.storage import Storage
 from tests.factories import Trainer, count_runs, make_dataset, make_experiment, make_run
 from tests.rows import events_of, run_row
-from tests.server import ApiServer
+from tests.server import ApiServer, ThreadServer
 
 
 @pytest.fixture
@@ -81,6 +82,17 @@ class TestCreate:
         )
         assert run_row(engine, plain["id"]).requirements == {}
         assert run_row(engine, paged["id"]).requirements == {"kind": "cuda"}
+
+
+class TestBrokerAway:
+    def test_a_run_is_accepted_and_stopped_all_the_same(self, settings: Settings) -> None:
+        alone = settings.model_copy(update={"redis_url": "redis://127.0.0.1:1/0"})
+        database = sync_engine(settings.database_url or "")
+        with ThreadServer(alone) as api:
+            run = make_run(api.client, make_dataset(database))
+            stopped = api.client.post(f"/v1/runs/{run['id']}/stop")
+        database.dispose()
+        assert (run["status"], stopped.status_code, stopped.json()["status"]) == ("pending", 202, "cancelled")
 
 
 class TestIdempotency:
