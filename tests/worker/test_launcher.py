@@ -236,6 +236,7 @@ class TestWorkerDeath:
         for pid in (told["trainer"], told["zygote"]):
             if pid is not None:
                 eventually(lambda pid=pid: not is_alive(pid), timeout=1, every=0.001)
+        assert set(session.sweep(tmp_path / "run" / "trainers")) == set(told["children"])
 
     @pytest.mark.parametrize("mode", ["zygote", "cold"])
     def test_the_next_worker_sweeps_what_the_trainers_children_left(self, tmp_path: Path, mode: str) -> None:
