@@ -18,6 +18,7 @@ _ALWAYS = {
 }
 _WITH_INPUT = {"422": "Something in the request is wrong; `errors` lists what."}
 _WITH_BODY = {
+    "408": "The body stopped in the middle.",
     "413": "The body is larger than the server takes.",
     "507": "The disk is full; nothing was kept.",
 }

@@ -106,5 +106,24 @@ def api(settings: Settings) -> Iterator[ApiServer]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def shared_api(services: Services, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    """As `api`, one for all tests of a file that leave nothing behind, or nothing that the others mind."""
+    folder = tmp_path_factory.mktemp("shared")
+    url = services.create_database()
+    settings = Settings(
+        home=folder / "home",
+        storage=folder / "storage",
+        database_url=url,
+        redis_url=services.fresh_redis(),
+        host="127.0.0.1",
+        port=0,
+        lease_seconds=3,
+    )
+    with ThreadServer(settings) as server:
+        yield server
+    services.drop_database(url)
+
+
 def _with_database(url: str, name: str) -> str:
     return make_url(url).set(database=name).render_as_string(hide_password=False)

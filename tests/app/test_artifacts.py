@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from app.config import Settings
 from app.db import sync_engine
 from app.ids import new_id
 from app.storage import Storage
@@ -15,11 +14,11 @@ from tests.server import ApiServer
 
 
 @pytest.fixture
-def run(api: ApiServer, settings: Settings) -> str:
+def run(shared_api: ApiServer) -> str:
     """A completed run with three files, one of them in a folder."""
-    engine = sync_engine(settings.database_url or "", pool_size=0)
+    engine = sync_engine(shared_api.settings.database_url or "", pool_size=0)
     run_id: str = Trainer(engine, add_run(engine).id).begin().complete().run_id
-    output = Storage(settings).output_dir(run_id, 1)
+    output = Storage(shared_api.settings).output_dir(run_id, 1)
     (output / "sub").mkdir(parents=True)
     (output / "README.md").write_text("# card\n")
     (output / "adapter_model.safetensors").write_bytes(bytes(range(256)) * 100)
@@ -27,8 +26,8 @@ def run(api: ApiServer, settings: Settings) -> str:
     return run_id
 
 
-def test_all_files_are_listed_by_path(api: ApiServer, run: str) -> None:
-    assert api.client.get(f"/v1/runs/{run}/artifacts").json() == {
+def test_all_files_are_listed_by_path(shared_api: ApiServer, run: str) -> None:
+    assert shared_api.client.get(f"/v1/runs/{run}/artifacts").json() == {
         "data": [
             {"path": "README.md", "bytes": 7},
             {"path": "adapter_model.safetensors", "bytes": 25600},
@@ -38,32 +37,32 @@ def test_all_files_are_listed_by_path(api: ApiServer, run: str) -> None:
     }
 
 
-def test_every_listed_file_can_be_fetched(api: ApiServer, run: str) -> None:
-    for item in api.client.get(f"/v1/runs/{run}/artifacts").json()["data"]:
-        answer = api.client.get(f"/v1/runs/{run}/artifacts/{item['path']}")
+def test_every_listed_file_can_be_fetched(shared_api: ApiServer, run: str) -> None:
+    for item in shared_api.client.get(f"/v1/runs/{run}/artifacts").json()["data"]:
+        answer = shared_api.client.get(f"/v1/runs/{run}/artifacts/{item['path']}")
         assert (answer.status_code, len(answer.content)) == (200, item["bytes"])
         assert answer.headers["content-type"] == "application/octet-stream"
         assert answer.headers["content-disposition"].startswith("attachment")
         assert answer.headers["x-content-type-options"] == "nosniff"
 
 
-def test_a_range_is_answered_with_its_bytes(api: ApiServer, run: str) -> None:
+def test_a_range_is_answered_with_its_bytes(shared_api: ApiServer, run: str) -> None:
     url = f"/v1/runs/{run}/artifacts/adapter_model.safetensors"
-    whole = api.client.get(url).content
-    part = api.client.get(url, headers={"Range": "bytes=100-299"})
+    whole = shared_api.client.get(url).content
+    part = shared_api.client.get(url, headers={"Range": "bytes=100-299"})
     assert (part.status_code, part.content) == (206, whole[100:300])
     assert part.headers["content-range"] == "bytes 100-299/25600"
-    rest = api.client.get(url, headers={"Range": "bytes=25500-"})
+    rest = shared_api.client.get(url, headers={"Range": "bytes=25500-"})
     assert (rest.status_code, rest.content) == (206, whole[25500:])
-    behind = api.client.get(url, headers={"Range": "bytes=99999-"})
+    behind = shared_api.client.get(url, headers={"Range": "bytes=99999-"})
     assert (behind.status_code, behind.json()["code"]) == (416, "requested_range_not_satisfiable")
     assert behind.headers["content-range"] == "bytes */25600"
-    odd = api.client.get(url, headers={"Range": "lines=1-2"})
+    odd = shared_api.client.get(url, headers={"Range": "lines=1-2"})
     assert (odd.status_code, odd.json()["code"]) == (400, "bad_request")
 
 
-def test_a_run_without_output_says_when_there_will_be_one(api: ApiServer, settings: Settings) -> None:
-    engine = sync_engine(settings.database_url or "", pool_size=0)
+def test_a_run_without_output_says_when_there_will_be_one(api: ApiServer) -> None:
+    engine = sync_engine(api.settings.database_url or "", pool_size=0)
     failed = Trainer(engine, add_run(engine).id).fail().run_id
     waiting = add_run(engine).id
     for path in ("artifacts", "artifacts/README.md"):
@@ -73,9 +72,9 @@ def test_a_run_without_output_says_when_there_will_be_one(api: ApiServer, settin
     assert "failed" in api.client.get(f"/v1/runs/{failed}/artifacts").json()["detail"]
 
 
-def test_an_unknown_run_is_404(api: ApiServer) -> None:
-    assert api.client.get(f"/v1/runs/{new_id('run')}/artifacts").json()["code"] == "run_not_found"
-    assert api.client.get("/v1/runs/..%2f../artifacts").status_code == 404
+def test_an_unknown_run_is_404(shared_api: ApiServer) -> None:
+    assert shared_api.client.get(f"/v1/runs/{new_id('run')}/artifacts").json()["code"] == "run_not_found"
+    assert shared_api.client.get("/v1/runs/..%2f../artifacts").status_code == 404
 
 
 @pytest.mark.parametrize(
@@ -87,9 +86,9 @@ def test_an_unknown_run_is_404(api: ApiServer) -> None:
         ".", "..", "README.md/../../../journal.jsonl", "link", "folder/journal.jsonl", "x" * 5000,
     ],
 )  # fmt: skip
-def test_nothing_but_a_file_of_the_output_is_ever_sent(api: ApiServer, settings: Settings, run: str, path: str) -> None:
+def test_nothing_but_a_file_of_the_output_is_ever_sent(shared_api: ApiServer, run: str, path: str) -> None:
     """Sent raw, as a client's own normalisation would hide the attack."""
-    storage = Storage(settings)
+    storage = Storage(shared_api.settings)
     storage.journal(run).write_text("secret")
     output = storage.output_dir(run, 1)
     (output.parent / "journal.jsonl").write_text("secret")
@@ -97,19 +96,19 @@ def test_nothing_but_a_file_of_the_output_is_ever_sent(api: ApiServer, settings:
     (output / "folder").symlink_to(storage.run_dir(run))
     request = (
         f"GET /v1/runs/{run}/artifacts/{path} HTTP/1.1\r\nHost: localhost\r\n"
-        f"Authorization: Bearer {api.key}\r\nConnection: close\r\n\r\n"
+        f"Authorization: Bearer {shared_api.key}\r\nConnection: close\r\n\r\n"
     )
-    answer = _raw(api, request.encode())
+    answer = _raw(shared_api, request.encode())
     assert answer.startswith((b"HTTP/1.1 404", b"HTTP/1.1 422")), answer[:200]
     assert b"secret" not in answer and b"root:" not in answer
-    assert str(Path(settings.storage_root)).encode() not in answer
+    assert str(Path(shared_api.settings.storage_root)).encode() not in answer
 
 
-def test_links_are_not_even_listed(api: ApiServer, settings: Settings, run: str) -> None:
-    output = Storage(settings).output_dir(run, 1)
+def test_links_are_not_even_listed(shared_api: ApiServer, run: str) -> None:
+    output = Storage(shared_api.settings).output_dir(run, 1)
     (output / "link").symlink_to("/etc/passwd")
     (output / "folder").symlink_to("/etc")
-    assert len(api.client.get(f"/v1/runs/{run}/artifacts").json()["data"]) == 3
+    assert len(shared_api.client.get(f"/v1/runs/{run}/artifacts").json()["data"]) == 3
 
 
 def _raw(api: ApiServer, request: bytes) -> bytes:

@@ -57,9 +57,9 @@ def test_without_a_key_every_route_and_method_answers_401(api: ApiServer, settin
     assert "anneal keys create" in one.json()["detail"]
 
 
-def test_only_reading_healthz_is_public(api: ApiServer) -> None:
+def test_only_reading_healthz_is_public(shared_api: ApiServer) -> None:
     assert {"/healthz"} == PUBLIC
-    with api.client_with(None) as stranger:
+    with shared_api.client_with(None) as stranger:
         assert stranger.post("/healthz", json={}).status_code == 401
         assert stranger.request("GET", "/healthz", content=b"x" * 1000).status_code == 413
 
@@ -67,14 +67,14 @@ def test_only_reading_healthz_is_public(api: ApiServer) -> None:
 @pytest.mark.parametrize(
     "path", ["//healthz", "/healthz/", "/healthz/../v1/experiments", "/HEALTHZ", "/healthz%2f..%2fv1", "/healthz;/v1"]
 )
-def test_nothing_that_looks_like_a_public_path_is_public(api: ApiServer, path: str) -> None:
+def test_nothing_that_looks_like_a_public_path_is_public(shared_api: ApiServer, path: str) -> None:
     request = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
-    assert _raw(api, request.encode()).startswith(b"HTTP/1.1 401")
+    assert _raw(shared_api, request.encode()).startswith(b"HTTP/1.1 401")
 
 
-def test_a_websocket_is_refused(api: ApiServer) -> None:
+def test_a_websocket_is_refused(shared_api: ApiServer) -> None:
     answer = _raw(
-        api,
+        shared_api,
         b"GET /v1/experiments HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
         b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n",
     )
@@ -118,9 +118,9 @@ def test_unknown_scopes_are_refused(settings: Settings) -> None:
     [(["read"], True, False), (["write"], False, True), (["read", "write"], True, True), (["admin"], True, True)],
 )
 def test_reading_needs_read_and_changing_needs_write(
-    api: ApiServer, scopes: list[str], may_read: bool, may_write: bool
+    shared_api: ApiServer, scopes: list[str], may_read: bool, may_write: bool
 ) -> None:
-    with api.client_with(api.key_with(scopes)) as client:
+    with shared_api.client_with(shared_api.key_with(scopes)) as client:
         read = client.get("/v1/experiments")
         write = client.post("/v1/experiments", json={"name": "x"})
     assert read.status_code == (200 if may_read else 403)
@@ -226,9 +226,9 @@ def test_the_list_of_failing_addresses_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("value", ["", "Bearer", "Bearer ", "Basic YTpi", "Bearer \xe9\xe9", "bearer anneal_short"])
-def test_every_other_authorization_is_401(api: ApiServer, value: str) -> None:
+def test_every_other_authorization_is_401(shared_api: ApiServer, value: str) -> None:
     raw = b"GET /v1/experiments HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nAuthorization: %s\r\n\r\n"
-    assert _raw(api, raw % value.encode("latin-1")).startswith(b"HTTP/1.1 401")
+    assert _raw(shared_api, raw % value.encode("latin-1")).startswith(b"HTTP/1.1 401")
 
 
 def test_without_a_database_a_key_gets_503_and_retry_after(settings: Settings) -> None:
@@ -255,20 +255,26 @@ def test_only_known_hosts_are_answered(settings: Settings, host: str, status: in
         assert api.client.get("/v1/experiments", headers={"Host": host}).status_code == status
 
 
-def test_a_page_of_another_origin_may_not_write(api: ApiServer) -> None:
+def test_a_page_of_another_origin_may_not_write(shared_api: ApiServer) -> None:
     def post(origin: str) -> httpx.Response:
-        return api.client.post("/v1/experiments", json={"name": "x"}, headers={"Origin": origin})
+        return shared_api.client.post("/v1/experiments", json={"name": "x"}, headers={"Origin": origin})
 
-    assert post(api.url).status_code == 201
-    assert post(api.url.replace("http", "https")).status_code == 201, "a proxy may end TLS before us"
-    for origin in ("http://evil.example", "null", api.url + ".evil.example", "http://127.0.0.1:1", "http://localhost"):
+    assert post(shared_api.url).status_code == 201
+    assert post(shared_api.url.replace("http", "https")).status_code == 201, "a proxy may end TLS before us"
+    for origin in (
+        "http://evil.example",
+        "null",
+        shared_api.url + ".evil.example",
+        "http://127.0.0.1:1",
+        "http://localhost",
+    ):
         answer = post(origin)
         assert (answer.status_code, answer.json()["code"]) == (403, "origin_not_allowed")
         assert not any(name.startswith("access-control") for name in answer.headers)
 
 
-def test_no_page_is_told_that_it_may_read(api: ApiServer) -> None:
-    answer = api.client.options(
+def test_no_page_is_told_that_it_may_read(shared_api: ApiServer) -> None:
+    answer = shared_api.client.options(
         "/v1/experiments",
         headers={"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"},
     )

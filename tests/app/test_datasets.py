@@ -38,14 +38,14 @@ def _stored(settings: Settings) -> list[Path]:
     return [path for path in settings.storage_root.rglob("*") if path.is_file()]
 
 
-def _refused(api: ApiServer, settings: Settings, answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
+def _refused(api: ApiServer, answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
     assert answer.status_code == status, answer.text
     body: dict[str, Any] = answer.json()
     codes = [body["code"], *[item["code"] for item in body.get("errors", [])]]
     assert code in codes, body
     assert len(answer.content) < 10_000
-    assert _stored(settings) == []
-    assert list(settings.storage_root.glob("staging/*")) == []
+    assert _stored(api.settings) == []
+    assert list(api.settings.storage_root.glob("staging/*")) == []
     assert api.client.get("/v1/datasets").json()["data"] == []
     return body
 
@@ -126,9 +126,9 @@ def test_windows_line_ends_and_a_missing_or_doubled_last_one_are_fine(api: ApiSe
     ],
     ids=lambda value: None if isinstance(value, str) else "line",
 )
-def test_a_bad_row_is_named_by_its_line(api: ApiServer, settings: Settings, line: bytes, code: str) -> None:
+def test_a_bad_row_is_named_by_its_line(shared_api: ApiServer, line: bytes, code: str) -> None:
     content = _lines(TEXT, TEXT) + line + b"\n" + _lines(TEXT)
-    body = _refused(api, settings, _upload(api, content), 422, "bad_rows")
+    body = _refused(shared_api, _upload(shared_api, content), 422, "bad_rows")
     assert [(item["field"], item["code"]) for item in body["errors"]] == [("line 3", code)]
     assert "line 3" in body["detail"] and "Nothing was kept" in body["detail"]
 
@@ -150,36 +150,36 @@ def test_a_bad_row_is_named_by_its_line(api: ApiServer, settings: Settings, line
         ({"prompt": "p"}, "missing_column"),
     ],
 )
-def test_a_chat_row_must_be_whole(api: ApiServer, settings: Settings, row: dict[str, Any], code: str) -> None:
-    body = _refused(api, settings, _upload(api, _lines(CHAT, row)), 422, "bad_rows")
+def test_a_chat_row_must_be_whole(shared_api: ApiServer, row: dict[str, Any], code: str) -> None:
+    body = _refused(shared_api, _upload(shared_api, _lines(CHAT, row)), 422, "bad_rows")
     assert [(item["field"], item["code"]) for item in body["errors"]] == [("line 2", code)]
 
 
 @pytest.mark.parametrize("row", [{"prompt": "p"}, {"completion": "c"}, {"prompt": "", "completion": "c"}, CHAT])
-def test_a_prompt_needs_its_completion(api: ApiServer, settings: Settings, row: dict[str, Any]) -> None:
-    body = _refused(api, settings, _upload(api, _lines(PAIR, row)), 422, "bad_rows")
+def test_a_prompt_needs_its_completion(shared_api: ApiServer, row: dict[str, Any]) -> None:
+    body = _refused(shared_api, _upload(shared_api, _lines(PAIR, row)), 422, "bad_rows")
     assert [item["field"] for item in body["errors"]] == ["line 2"]
 
 
-def test_the_first_twenty_bad_rows_are_listed(api: ApiServer, settings: Settings) -> None:
+def test_the_first_twenty_bad_rows_are_listed(shared_api: ApiServer) -> None:
     content = b"".join(_lines(TEXT) + b"bad\n" for _ in range(50))
-    body = _refused(api, settings, _upload(api, content), 422, "bad_rows")
+    body = _refused(shared_api, _upload(shared_api, content), 422, "bad_rows")
     assert [item["field"] for item in body["errors"]] == [f"line {number}" for number in range(2, 42, 2)]
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"\n \n\r\n"])
-def test_an_empty_file_is_refused(api: ApiServer, settings: Settings, content: bytes) -> None:
-    _refused(api, settings, _upload(api, content), 422, "empty_file")
+def test_an_empty_file_is_refused(shared_api: ApiServer, content: bytes) -> None:
+    _refused(shared_api, _upload(shared_api, content), 422, "empty_file")
 
 
-def test_other_encodings_are_refused_with_their_name(api: ApiServer, settings: Settings) -> None:
+def test_other_encodings_are_refused_with_their_name(shared_api: ApiServer) -> None:
     for content in ('{"text": "a"}\n'.encode("utf-16"), b"\xef\xbb\xbf" + _lines(TEXT)):
-        _refused(api, settings, _upload(api, content), 422, "byte_order_mark")
+        _refused(shared_api, _upload(shared_api, content), 422, "byte_order_mark")
 
 
-def test_other_kinds_of_file_are_refused_with_the_kind_that_is_taken(api: ApiServer, settings: Settings) -> None:
+def test_other_kinds_of_file_are_refused_with_the_kind_that_is_taken(shared_api: ApiServer) -> None:
     for content in (b"text\nhello\n", b'[{"text": "a"}]', b"PAR1\x00\x01\x02", b'{\n  "text": "a"\n}\n'):
-        _refused(api, settings, _upload(api, content), 422, "bad_rows")
+        _refused(shared_api, _upload(shared_api, content), 422, "bad_rows")
 
 
 def test_a_row_of_two_hundred_megabytes_costs_no_memory(settings: Settings) -> None:
@@ -241,8 +241,8 @@ def test_more_than_the_cap_is_413_with_and_without_a_length(settings: Settings) 
     small = settings.model_copy(update={"max_upload_bytes": 100_000})
     with ThreadServer(small) as api:
         content = _lines({"text": "x" * 999}) * 200
-        _refused(api, settings, _upload(api, content), 413, "body_too_large")
-        _refused(api, settings, _streamed(api, _framed(iter([content]))), 413, "body_too_large")
+        _refused(api, _upload(api, content), 413, "body_too_large")
+        _refused(api, _streamed(api, _framed(iter([content]))), 413, "body_too_large")
         just = _lines({"text": "x" * (100_000 - 13)})
         assert len(just) == 100_000
         assert _upload(api, just).status_code == 201
@@ -272,7 +272,7 @@ def test_a_full_disk_is_507_and_leaves_nothing(api: ApiServer, settings: Setting
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module.Path, "open", lambda path, *rest, **more: FullDisk(opened(path, *rest, **more)))
         answer = _upload(api, _lines({"text": "x" * 999}) * 5000)
-    _refused(api, settings, answer, 507, "disk_full")
+    _refused(api, answer, 507, "disk_full")
     assert _upload(api, _lines(TEXT)).status_code == 201
 
 
@@ -303,22 +303,22 @@ def test_a_client_that_leaves_half_way_leaves_nothing(api: ApiServer, settings: 
         (b"--b\r\n" + b"X: " + b"y" * 100_000 + b"\r\n\r\n", "broken_multipart"),
     ],
 )  # fmt: skip
-def test_a_malformed_upload_is_422(api: ApiServer, settings: Settings, body: bytes, code: str) -> None:
-    _refused(api, settings, _multipart(api, body), 422, code)
+def test_a_malformed_upload_is_422(shared_api: ApiServer, body: bytes, code: str) -> None:
+    _refused(shared_api, _multipart(shared_api, body), 422, code)
 
 
-def test_the_same_part_twice_and_another_format_are_422(api: ApiServer, settings: Settings) -> None:
-    twice = api.client.post("/v1/datasets", files=[("file", ("a", _lines(TEXT))), ("file", ("b", _lines(TEXT)))])
-    _refused(api, settings, twice, 422, "given_twice")
-    late = api.client.post("/v1/datasets", files=[("file", ("a", _lines(TEXT))), ("format", (None, "chat"))])
-    _refused(api, settings, late, 422, "format_mismatch")
-    early = api.client.post("/v1/datasets", files=[("format", (None, "chat")), ("file", ("a", _lines(TEXT)))])
-    _refused(api, settings, early, 422, "bad_rows")
+def test_the_same_part_twice_and_another_format_are_422(shared_api: ApiServer) -> None:
+    twice = shared_api.client.post("/v1/datasets", files=[("file", ("a", _lines(TEXT))), ("file", ("b", _lines(TEXT)))])
+    _refused(shared_api, twice, 422, "given_twice")
+    late = shared_api.client.post("/v1/datasets", files=[("file", ("a", _lines(TEXT))), ("format", (None, "chat"))])
+    _refused(shared_api, late, 422, "format_mismatch")
+    early = shared_api.client.post("/v1/datasets", files=[("format", (None, "chat")), ("file", ("a", _lines(TEXT)))])
+    _refused(shared_api, early, 422, "bad_rows")
 
 
 @pytest.mark.parametrize("kind", ["application/json", "multipart/form-data", "text/plain", ""])
-def test_other_bodies_are_415(api: ApiServer, kind: str) -> None:
-    answer = api.client.post("/v1/datasets", content=_lines(TEXT), headers={"Content-Type": kind})
+def test_other_bodies_are_415(shared_api: ApiServer, kind: str) -> None:
+    answer = shared_api.client.post("/v1/datasets", content=_lines(TEXT), headers={"Content-Type": kind})
     assert (answer.status_code, answer.json()["code"]) == (415, "unsupported_media_type")
 
 

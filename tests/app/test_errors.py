@@ -31,49 +31,49 @@ def _check(answer: Any, status: int, code: str) -> dict[str, Any]:
     return body
 
 
-def test_an_unknown_path_is_a_problem(api: ApiServer) -> None:
-    body = _check(api.client.get("/v1/nowhere"), 404, "not_found")
+def test_an_unknown_path_is_a_problem(shared_api: ApiServer) -> None:
+    body = _check(shared_api.client.get("/v1/nowhere"), 404, "not_found")
     assert body["title"] == "Not Found"
 
 
-def test_what_is_due_later_answers_404_or_405(api: ApiServer) -> None:
-    _check(api.client.patch(f"/v1/experiments/{new_id('exp')}", json={}), 405, "method_not_allowed")
-    _check(api.client.get(f"/v1/datasets/{new_id('ds')}/content"), 404, "not_found")
-    _check(api.client.get("/metrics"), 404, "not_found")
+def test_what_is_due_later_answers_404_or_405(shared_api: ApiServer) -> None:
+    _check(shared_api.client.patch(f"/v1/experiments/{new_id('exp')}", json={}), 405, "method_not_allowed")
+    _check(shared_api.client.get(f"/v1/datasets/{new_id('ds')}/content"), 404, "not_found")
+    _check(shared_api.client.get("/metrics"), 404, "not_found")
 
 
-def test_a_wrong_method_says_which_are_right(api: ApiServer) -> None:
-    answer = api.client.put("/v1/experiments", json={})
+def test_a_wrong_method_says_which_are_right(shared_api: ApiServer) -> None:
+    answer = shared_api.client.put("/v1/experiments", json={})
     _check(answer, 405, "method_not_allowed")
     assert answer.headers["allow"]
 
 
-def test_an_unknown_id_is_named_with_a_way_on(api: ApiServer) -> None:
+def test_an_unknown_id_is_named_with_a_way_on(shared_api: ApiServer) -> None:
     id = new_id("exp")
-    body = _check(api.client.get(f"/v1/experiments/{id}"), 404, "experiment_not_found")
+    body = _check(shared_api.client.get(f"/v1/experiments/{id}"), 404, "experiment_not_found")
     assert id in body["detail"] and "GET /v1/experiments" in body["detail"]
 
 
-def test_every_wrong_field_is_named_at_once(api: ApiServer) -> None:
-    answer = api.client.post("/v1/experiments", json={"name": 7, "tags": ["ok", 3], "surprise": True})
+def test_every_wrong_field_is_named_at_once(shared_api: ApiServer) -> None:
+    answer = shared_api.client.post("/v1/experiments", json={"name": 7, "tags": ["ok", 3], "surprise": True})
     body = _check(answer, 422, "invalid_request")
     assert {item["field"] for item in body["errors"]} == {"name", "tags.1", "surprise"}
     assert all(item["code"] and item["message"] for item in body["errors"])
 
 
-def test_a_wrong_query_is_named(api: ApiServer) -> None:
+def test_a_wrong_query_is_named(shared_api: ApiServer) -> None:
     for query, field in (("limit=0", "limit"), ("limit=201", "limit"), ("limit=x", "limit"), ("after=1", "after")):
-        body = _check(api.client.get(f"/v1/experiments?{query}"), 422, "invalid_request")
+        body = _check(shared_api.client.get(f"/v1/experiments?{query}"), 422, "invalid_request")
         assert [item["field"] for item in body["errors"]] == [field]
 
 
-def test_huge_input_is_never_sent_back(api: ApiServer) -> None:
+def test_huge_input_is_never_sent_back(shared_api: ApiServer) -> None:
     huge = "x" * 900_000
     for body in ({"name": huge}, {huge: 1}, {"name": "x", "tags": [huge]}, {"name": [huge]}):
-        answer = api.client.post("/v1/experiments", json=body)
+        answer = shared_api.client.post("/v1/experiments", json=body)
         assert answer.status_code == 422
         assert len(answer.content) < 5000
-    many = api.client.post("/v1/experiments", json={f"field{number}": 1 for number in range(20_000)})
+    many = shared_api.client.post("/v1/experiments", json={f"field{number}": 1 for number in range(20_000)})
     assert many.status_code == 422 and len(many.json()["errors"]) <= 100
 
 
@@ -97,40 +97,40 @@ def test_huge_input_is_never_sent_back(api: ApiServer) -> None:
         (b"nonsense", "invalid_json"),
     ],
 )
-def test_text_that_cannot_be_kept_and_malformed_json_are_422(api: ApiServer, raw: bytes, code: str) -> None:
-    answer = api.client.post("/v1/experiments", content=raw, headers={"Content-Type": "application/json"})
+def test_text_that_cannot_be_kept_and_malformed_json_are_422(shared_api: ApiServer, raw: bytes, code: str) -> None:
+    answer = shared_api.client.post("/v1/experiments", content=raw, headers={"Content-Type": "application/json"})
     body = _check(answer, 422, "invalid_request")
     assert body["errors"][0]["code"] == code
 
 
-def test_thirty_two_levels_are_read(api: ApiServer) -> None:
+def test_thirty_two_levels_are_read(shared_api: ApiServer) -> None:
     raw = b'{"name": ' + b"[" * 31 + b"]" * 31 + b"}"
-    answer = api.client.post("/v1/experiments", content=raw, headers={"Content-Type": "application/json"})
+    answer = shared_api.client.post("/v1/experiments", content=raw, headers={"Content-Type": "application/json"})
     assert answer.json()["errors"][0]["code"] == "string_type"
 
 
-def test_whole_characters_beyond_the_basic_plane_are_kept(api: ApiServer) -> None:
+def test_whole_characters_beyond_the_basic_plane_are_kept(shared_api: ApiServer) -> None:
     raw = b'{"name": "\\ud83d\\ude00 \xf0\x9f\x98\x80", "description": "a\\tb"}'
-    answer = api.client.post("/v1/experiments", content=raw, headers={"Content-Type": "application/json"})
+    answer = shared_api.client.post("/v1/experiments", content=raw, headers={"Content-Type": "application/json"})
     assert answer.status_code == 201
     assert answer.json()["name"] == "😀 😀"
 
 
 @pytest.mark.parametrize("path", ["/v1/experiments/%00", "/v1/experiments?after=%00", "/v1/datasets/a%00b"])
-def test_nul_in_an_address_is_422(api: ApiServer, path: str) -> None:
-    _check(api.client.get(path), 422, "invalid_request")
+def test_nul_in_an_address_is_422(shared_api: ApiServer, path: str) -> None:
+    _check(shared_api.client.get(path), 422, "invalid_request")
 
 
 @pytest.mark.parametrize("path", ["/v1/experiments/%ff%fe", "/v1/experiments/%ed%a0%80", "/v1/datasets/" + "x" * 5000])
-def test_an_odd_id_is_404(api: ApiServer, path: str) -> None:
-    answer = api.client.get(path)
+def test_an_odd_id_is_404(shared_api: ApiServer, path: str) -> None:
+    answer = shared_api.client.get(path)
     assert answer.status_code == 404
     assert len(answer.content) < 1000
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "application/octet-stream", ""])
-def test_a_body_of_another_kind_is_422(api: ApiServer, kind: str) -> None:
-    answer = api.client.post("/v1/experiments", content=b"name=x", headers={"Content-Type": kind})
+def test_a_body_of_another_kind_is_422(shared_api: ApiServer, kind: str) -> None:
+    answer = shared_api.client.post("/v1/experiments", content=b"name=x", headers={"Content-Type": kind})
     _check(answer, 422, "invalid_request")
 
 
@@ -237,8 +237,8 @@ def test_what_comes_from_outside_is_cleaned_before_it_is_sent_back() -> None:
     assert len(body["errors"][0]["message"]) <= 500
 
 
-def test_openapi_describes_every_error_as_a_problem_and_every_body_by_example(api: ApiServer) -> None:
-    document = api.client.get("/openapi.json").json()
+def test_openapi_describes_every_error_as_a_problem_and_every_body_by_example(shared_api: ApiServer) -> None:
+    document = shared_api.client.get("/openapi.json").json()
     for path, item in document["paths"].items():
         for method, operation in item.items():
             for status, response in operation["responses"].items():
