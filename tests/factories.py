@@ -16,7 +16,7 @@ from app.ids import new_id
 from app.runs import lifecycle
 from app.runs.models import Run
 from app.storage import Storage
-from tests.rows import add_worker, run_row
+from tests.rows import add_worker
 from tests.waiting import eventually
 
 
@@ -147,6 +147,3 @@ def count_runs(engine: Engine) -> int:
     """How many runs there are."""
     with engine.connect() as connection:
         return len(connection.execute(select(Run.id)).all())
-
-
-__all__ = ["Trainer", "count_runs", "make_dataset", "make_experiment", "make_model", "make_run", "run_row"]
