@@ -71,6 +71,10 @@ def prepare(host: Host, run: Any, device: dict[str, Any]) -> Job:
         }
     path = folder / "job.json"
     path.write_text(json.dumps(job, indent=1))
+    if host.settings.trainer_user:
+        # The trainer writes its attempt's folder and, beside it, the run's journal; nothing else is its own.
+        for place in (folder.parent, folder, path):
+            shutil.chown(place, user=host.settings.trainer_user)
     return Job(
         path=path,
         start_step=checkpoint.step if checkpoint else 0,
