@@ -288,6 +288,8 @@ def _machine_conflicts(config: TrainingConfig, given: set[str], machine: Machine
     code = "not_on_this_machine"
     if "optim" in given and config.optim.startswith("paged_") and machine.kind != "cuda":
         found.append(_problem("optim", code, f"`{config.optim}` needs a GPU; on a CPU use `adamw_torch`"))
+    if config.use_dora and config.load_in_8bit and machine.kind == "cpu":
+        found.append(_problem("use_dora", code, "does not work on an 8-bit base on a CPU; use `load_in_4bit`"))
     attention = config.attn_implementation or ""
     if attention.startswith("flash_attention") and not (machine.kind == "cuda" and machine.flash_attention):
         found.append(_problem("attn_implementation", code, f"`{attention}` needs a GPU with flash-attn; use `sdpa`"))

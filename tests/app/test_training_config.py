@@ -231,6 +231,7 @@ class TestConflicts:
         assert codes({"attn_implementation": "flash_attention_2"}, machine=GPU) == {("attn_implementation", *refused)}
         assert codes({"bnb_4bit_compute_dtype": "bfloat16"}, machine=OLD_GPU) == {("bnb_4bit_compute_dtype", *refused)}
         assert codes({"bnb_4bit_compute_dtype": "float16"}, machine=CPU) == {("bnb_4bit_compute_dtype", *refused)}
+        assert codes({"use_dora": True, "load_in_8bit": True}, machine=CPU) == {("use_dora", *refused)}
         assert codes({"optim": "paged_adamw_8bit"}, machine=GPU) == set()
         assert codes({}, machine=CPU) == set()
 

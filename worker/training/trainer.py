@@ -91,9 +91,10 @@ class SupervisedTrainer(SFTTrainer):  # type: ignore[misc]
             self._metrics["eval"].clear()
             run.state.eval_pending = True
             request = run.stop_requested
-            run.ended_by = request.why if request else "stop"
-            run.save_kind = "stop"
-            self.control.should_save = bool(request and request.save)
+            if self.state.global_step < self.state.max_steps:
+                run.ended_by = request.why if request else "stop"
+                run.save_kind = "stop"
+                self.control.should_save = bool(request and request.save)
             self.control.should_training_stop = True
             self.control.should_evaluate = False
             return {}
@@ -113,9 +114,7 @@ class SupervisedTrainer(SFTTrainer):  # type: ignore[misc]
         inputs.pop("rows", None)
         self._eval_batches += 1
         total = math.ceil(len(self.eval_dataset) / self.args.per_device_eval_batch_size)
-        # A drain or stop at the run's last step lets the evaluation finish: the run is about to complete.
-        if self.state.global_step < self.state.max_steps:
-            self.run.progress("evaluating", self._eval_batches, total)
+        self.run.progress("evaluating", self._eval_batches, total)
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     # Logs

@@ -1,5 +1,6 @@
 """How a run ends: limits, stops, failures; each says why and leaves nothing half-written."""
 
+import errno
 import json
 import os
 import signal
@@ -25,6 +26,7 @@ from tests.worker.training.tiny import (
     write_job,
     write_rows,
 )
+from worker.training.failures import TrainingFailure, classify
 from worker.training.manifest import verify
 
 QUICK: dict[str, Any] = {"method": "lora", "max_seq_length": 64, "batch_size": 2, "gradient_accumulation_steps": 1}
@@ -210,6 +212,43 @@ class TestFailures:
     ) -> None:
         done = forks.run(make_job(tmp_path, tiny_model, chats, optim="paged_adamw_8bit"))
         assert "optim" in failed(done, "config_error")
+
+    @pytest.mark.parametrize("field", ["target_modules", "modules_to_save"])
+    def test_a_module_that_the_model_lacks_is_a_config_error(
+        self, field: str, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        done = forks.run(make_job(tmp_path, tiny_model, chats, **QUICK, **{field: ["nope"]}))
+        assert "nope" in failed(done, "config_error")
+
+    def test_a_hub_model_is_not_found_without_the_hub(self, forks: Forks, chats: Path, tmp_path: Path) -> None:
+        job = make_job(tmp_path, tmp_path, chats, **QUICK)
+        job["base_model"] = {"name": "owner/none", "path": None, "hub": "owner/none", "revision": None}
+        assert "owner/none" in failed(forks.run(job), "model_not_found")
+
+
+class TestClassify:
+    @pytest.mark.parametrize(
+        ("error", "code"),
+        [
+            (MemoryError(), "out_of_memory"),
+            (
+                RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+                "out_of_memory",
+            ),
+            (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "out_of_memory"),
+            (OSError(errno.ENOSPC, "No space left on device"), "disk_full"),
+            (OSError(errno.ENOENT, "No such file"), "internal"),
+            (TrainingFailure("bad_data", "rows"), "bad_data"),
+            (ValueError("surprise"), "internal"),
+        ],
+    )
+    def test_an_exception_becomes_a_stable_code(self, error: Exception, code: str) -> None:
+        assert classify(error).code == code
+
+    def test_a_cause_counts_as_much_as_what_was_made_of_it(self) -> None:
+        error = RuntimeError("the writer failed")
+        error.__context__ = OSError(errno.EDQUOT, "Disk quota exceeded")
+        assert classify(error).code == "disk_full"
 
 
 class TestKilledWhileSaving:

@@ -54,7 +54,7 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
         )
     network = model.load_model(base, run.config, run.machine)
     run.heed_stop()
-    trainer = SupervisedTrainer(
+    trainer = _trainer(
         run,
         model=network,
         args=_arguments(run.config, run.machine, run.folder, total_steps, max_length),
@@ -99,6 +99,17 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
             "tokens": run.state.tokens,
         },
     }
+
+
+def _trainer(run: Run, **options: Any) -> SupervisedTrainer:
+    try:
+        trainer = SupervisedTrainer(run, **options)
+    except ValueError as error:  # how TRL and peft refuse options that do not go together, or with this model
+        raise TrainingFailure("config_error", str(error)) from error
+    for wanted in run.config.modules_to_save or ():
+        if not any(f"{wanted}.modules_to_save" in name for name, _ in trainer.model.named_modules()):
+            raise TrainingFailure("config_error", f"`modules_to_save`: this model has no module {wanted}.")
+    return trainer
 
 
 def _max_length(run: Run, architecture: Any, tokenizer: PreTrainedTokenizerBase, replaced: list[Replacement]) -> int:
