@@ -77,9 +77,7 @@ class Reward(Strict):
 
     type: Literal["exact_match", "numeric_match", "regex", "json_schema", "length", "format", "model"]
     weight: float = Field(default=1.0, ge=-1000, le=1000)
-    model: str | None = Field(
-        default=None, max_length=300, description="A reward model trained here: `run_…`."
-    )
+    model: str | None = Field(default=None, max_length=300, description="A reward model trained here: `run_…`.")
 
 
 class RlhfOptions(Strict):
@@ -96,9 +94,7 @@ class RlhfOptions(Strict):
 class TrainerOptions(Strict):
     """What `extra` may hold: options of the trainer that few runs need."""
 
-    max_grad_norm: float = Field(
-        default=1.0, ge=0, le=1e6, description="Clip gradients to this norm; 0: never."
-    )
+    max_grad_norm: float = Field(default=1.0, ge=0, le=1e6, description="Clip gradients to this norm; 0: never.")
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)
     adam_epsilon: float = Field(default=1e-8, gt=0, le=1)
@@ -130,9 +126,7 @@ class TrainingConfig(Strict):
         description="Objective and adapter: which weights train, and towards what.",
     )
 
-    lora_r: int | None = Field(
-        default=16, ge=1, le=4096, description="Rank of the adapter; None: every weight."
-    )
+    lora_r: int | None = Field(default=16, ge=1, le=4096, description="Rank of the adapter; None: every weight.")
     lora_alpha: int = Field(default=32, ge=1, le=65_536, description="Scale of the adapter, over its rank.")
     lora_dropout: float = Field(default=0.05, ge=0, lt=1, description="Dropout before the adapter.")
     target_modules: list[ModuleName] | None = Field(
@@ -152,9 +146,7 @@ class TrainingConfig(Strict):
     gradient_accumulation_steps: int = Field(default=4, ge=1, le=65_536, description="Micro-batches a step.")
     epochs: float = Field(default=3, gt=0, le=10_000, description="Passes over the data; may be a fraction.")
     max_steps: Steps | None = Field(default=None, description="Optimizer steps in all; wins over `epochs`.")
-    min_steps: Steps | None = Field(
-        default=None, description="Repeat the data until at least this many steps."
-    )
+    min_steps: Steps | None = Field(default=None, description="Repeat the data until at least this many steps.")
     warmup_ratio: float = Field(default=0.03, ge=0, lt=1, description="Part of the steps with a rising rate.")
     weight_decay: float = Field(default=0.01, ge=0, le=10, description="Decay of weights that are not norms.")
     optim: Optimizer = Field(default="paged_adamw_8bit", description="Optimizer.")
@@ -166,12 +158,8 @@ class TrainingConfig(Strict):
         description="4-bit base; unset it is false for `full`, `lora`, without adapter and beside 8-bit.",
     )
     load_in_8bit: bool = Field(default=False, description="8-bit base.")
-    bnb_4bit_compute_dtype: DType = Field(
-        default="bfloat16", description="Type that 4-bit layers compute in."
-    )
-    bnb_4bit_quant_type: Literal["nf4", "fp4"] = Field(
-        default="nf4", description="Form of the 4-bit numbers."
-    )
+    bnb_4bit_compute_dtype: DType = Field(default="bfloat16", description="Type that 4-bit layers compute in.")
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = Field(default="nf4", description="Form of the 4-bit numbers.")
 
     gradient_checkpointing: bool | Literal["auto"] = Field(
         default=True, description="Recompute activations in the backward pass: less memory, more time."
@@ -195,19 +183,13 @@ class TrainingConfig(Strict):
         description="Tokens that are learnt: all; the completion (a chat: its last answer); every answer.",
     )
     overfit_first_batch: bool = Field(default=False, description="Train on the first batch only, as a check.")
-    seed: int = Field(
-        default=42, ge=0, le=2**32 - 1, description="Seed of python, numpy, torch and the data order."
-    )
+    seed: int = Field(default=42, ge=0, le=2**32 - 1, description="Seed of python, numpy, torch and the data order.")
 
     save_steps: Steps = Field(default=100, description="Steps between two checkpoints.")
-    save_total_limit: int | None = Field(
-        default=3, ge=1, le=10_000, description="Checkpoints kept; None: all."
-    )
+    save_total_limit: int | None = Field(default=3, ge=1, le=10_000, description="Checkpoints kept; None: all.")
     logging_steps: Steps = Field(default=10, description="Steps between two metrics.")
     eval_steps: Steps | None = Field(default=None, description="Steps between two evaluations.")
-    eval_split: float = Field(
-        default=0.0, ge=0, lt=1, description="Part of the data held out for evaluation."
-    )
+    eval_split: float = Field(default=0.0, ge=0, lt=1, description="Part of the data held out for evaluation.")
 
     time_limit_seconds: float | None = Field(
         default=None, gt=0, le=31_536_000, description="Save and stop after this long in training."
@@ -216,12 +198,8 @@ class TrainingConfig(Strict):
     early_stopping_patience: int | None = Field(
         default=None, ge=1, le=10_000, description="Stop after so many evaluations without a better loss."
     )
-    on_non_finite: Literal["stop", "rewind"] = Field(
-        default="stop", description="When the loss is NaN or Inf."
-    )
-    on_spike: Literal["ignore", "stop", "rewind"] = Field(
-        default="ignore", description="When the loss leaps."
-    )
+    on_non_finite: Literal["stop", "rewind"] = Field(default="stop", description="When the loss is NaN or Inf.")
+    on_spike: Literal["ignore", "stop", "rewind"] = Field(default="ignore", description="When the loss leaps.")
 
     revision: str | None = Field(
         default=None, min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./-]*$",
@@ -230,9 +208,7 @@ class TrainingConfig(Strict):
     report_to: list[Literal["wandb", "mlflow", "tensorboard"]] = Field(
         default_factory=list, description="Experiment trackers that get the metrics too."
     )
-    push_to_hub: str | None = Field(
-        default=None, min_length=1, max_length=300, description="Hub name to push to."
-    )
+    push_to_hub: str | None = Field(default=None, min_length=1, max_length=300, description="Hub name to push to.")
     dpo: DpoOptions = Field(default_factory=DpoOptions, description="Options of method `dpo`.")
     rlhf: RlhfOptions = Field(default_factory=RlhfOptions, description="Options of method `rlhf`.")
     extra: dict[str, Any] = Field(
