@@ -1,4 +1,4 @@
-"""Chats made from the docstrings of this machine's own Python standard library: source in, docstring out.
+"""Texts and chats made from this machine's own Python standard library: code with its docstring, and code to docstring.
 
 Nothing is downloaded and nothing is random: one Python version gives one data set, byte for byte.
 """
@@ -6,12 +6,11 @@ Nothing is downloaded and nothing is random: one Python version gives one data s
 import ast
 import hashlib
 import inspect
-import io
 import json
 import sysconfig
 import textwrap
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,10 +34,16 @@ class Documented:
 
     name: str
     """Module and qualified name: `json.decoder.JSONDecoder.decode`."""
-    source: str
-    """Signature and body without the docstring, at most `MOST_SOURCE_CHARACTERS`."""
+    signature: str
+    body: str
+    """What follows the docstring; cut, so that both fit into `MOST_SOURCE_CHARACTERS`."""
     docstring: str
     """The first paragraph on one line, at most `MOST_DOCSTRING_CHARACTERS`."""
+
+    @property
+    def source(self) -> str:
+        """The code without its docstring."""
+        return f"{self.signature}\n{self.body}" if self.body else self.signature
 
     @property
     def is_held_out(self) -> bool:
@@ -51,9 +56,15 @@ class Documented:
         return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": self.source}]
 
     @property
-    def row(self) -> dict[str, Any]:
-        """The chat, as a row of the format `chat`."""
+    def chat(self) -> dict[str, Any]:
+        """A row of the format `chat`: the code is asked about, the docstring is the answer."""
         return {"messages": [*self.prompt, {"role": "assistant", "content": self.docstring}]}
+
+    @property
+    def text(self) -> dict[str, Any]:
+        """A row of the format `text`: the code as it is written, with its docstring in its place."""
+        lines = [self.signature, f'    """{self.docstring}"""', self.body]
+        return {"text": "\n".join(line for line in lines if line)}
 
 
 @dataclass(frozen=True)
@@ -73,12 +84,9 @@ def build(stdlib: Path | None = None) -> Rows:
     )
 
 
-def jsonl(rows: Sequence[Documented]) -> bytes:
+def jsonl(rows: Iterable[dict[str, Any]]) -> bytes:
     """The rows as a file to upload."""
-    file = io.StringIO()
-    for one in rows:
-        file.write(json.dumps(one.row, ensure_ascii=False) + "\n")
-    return file.getvalue().encode()
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
 
 
 def documented(stdlib: Path) -> Iterator[Documented]:
@@ -100,9 +108,8 @@ def _of_module(module: str, text: str) -> Iterator[Documented]:
     lines = text.splitlines()
     for name, node in _definitions(tree, module):
         docstring = _first_paragraph(ast.get_docstring(node) or "")
-        source = _without_docstring(node, lines)
-        if docstring and source:
-            yield Documented(name, source, docstring)
+        if docstring:
+            yield Documented(name, *_code(node, lines), docstring)
 
 
 def _definitions(node: ast.AST, name: str) -> Iterator[tuple[str, Definition]]:
@@ -120,28 +127,34 @@ def _first_paragraph(docstring: str) -> str:
     return text if fits and text.isprintable() and " " in text and ">>>" not in text else ""
 
 
-def _without_docstring(node: Definition, lines: list[str]) -> str:
-    first = node.body[0]
-    start = node.lineno - 1
-    signature = lines[start : max(first.lineno - 1, start + 1)]
-    body = lines[first.end_lineno or first.lineno : node.end_lineno]
+def _code(node: Definition, lines: list[str]) -> tuple[str, str]:
+    """Signature and body without docstring, remarks and blank lines, cut between two lines."""
+    start, first = node.lineno - 1, node.body[0]
+    begin = max(first.lineno - 1, start + 1)
+    dedented = textwrap.dedent(
+        "\n".join([*lines[start:begin], *lines[first.end_lineno : node.end_lineno]])
+    ).splitlines()
     kept: list[str] = []
     room = MOST_SOURCE_CHARACTERS
-    for line in textwrap.dedent("\n".join([*signature, *body])).splitlines():
+    in_signature = 0
+    for number, line in enumerate(dedented, start=1):
         line = line.rstrip()
         if not line or line.lstrip().startswith("#"):
             continue
         room -= len(line) + 1
         if room < 0:
-            break  # cut between two lines, so that what is left still reads as code
+            break
         kept.append(line)
-    return "\n".join(kept)
+        in_signature += number <= begin - start
+    return "\n".join(kept[:in_signature]), "\n".join(kept[in_signature:])
 
 
 def _unique(found: Iterable[Documented]) -> Iterator[Documented]:
     """Without repetitions: a held-out docstring that was also trained on would measure memory."""
     seen: set[str] = set()
     for one in found:
+        if not one.signature:
+            continue  # longer than all that fits
         keys = {one.source, one.docstring.lower().rstrip(".")}
         if seen.isdisjoint(keys):
             seen |= keys

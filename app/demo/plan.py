@@ -26,7 +26,7 @@ class Plan:
 
 
 def from_scratch(base_model: str) -> dict[str, Any]:
-    """Method `full` on an architecture without weights: every token of code and docstrings is learnt."""
+    """Method `full` on an architecture without weights: every token of code with its docstrings is learnt."""
     return {
         "base_model": base_model,
         "method": "full",
@@ -46,12 +46,12 @@ def from_scratch(base_model: str) -> dict[str, Any]:
 
 
 def small() -> Plan:
-    """QLoRA on the model trained here: only the docstrings are learnt."""
+    """QLoRA on the model trained here: only the answers are learnt."""
     tuning = {
         "method": "qlora",
         "lora_r": 16,
         "lora_alpha": 32,
-        "max_steps": 160,
+        "max_steps": 120,
         "batch_size": 12,
         "gradient_accumulation_steps": 1,
         "learning_rate": 5e-3,
@@ -61,7 +61,7 @@ def small() -> Plan:
         "logging_steps": 5,
         "eval_steps": 40,
         "save_steps": 40,
-        "extra": {"eval_batch_size": 16},
+        "extra": {"eval_batch_size": 8},
     }
     return Plan(tuning, most_rows=None, most_held_out=None, offline=True)
 

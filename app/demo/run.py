@@ -5,6 +5,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
 from app.config import Settings, get_settings
 from app.demo import base_model, completion, data, plan
@@ -77,13 +78,11 @@ class Demo:
         if model is None:
             self._build_model(rows)
         client = self._connect(one)
-        training, held_out = self._upload(client, rows)
-        datasets = {"dataset_id": training, "eval_dataset_id": held_out}
-
         if model is None:
-            terminal.heading("2. A small model, trained from scratch (method full)")
-            model = self._train_base(client, datasets)
-        terminal.heading("3. An adapter on top of it (method qlora), stopped half-way and resumed")
+            terminal.heading("2. A small model that reads Python, trained from scratch (method full)")
+            model = self._train_base(client, rows)
+        terminal.heading("3. An adapter that answers with docstrings (method qlora), stopped half-way and resumed")
+        datasets = self._upload(client, rows, "chat")
         before = self._measure(client, plan_, model, datasets)
         tuned = self._tune(client, plan_, model, datasets)
         after = tuned.held_out[-1]
@@ -132,7 +131,7 @@ class Demo:
 
     def _build_model(self, rows: data.Rows) -> None:
         with self._terminal.step("Training a tokenizer on them:") as told:
-            texts = (text for row in rows.training for text in (data.SYSTEM, row.source, row.docstring))
+            texts = (text for row in rows.training for text in (data.SYSTEM, row.text["text"]))
             tokenizer = base_model.train_tokenizer(texts)
             base_model.write_model(self._settings.models_folder / _SMALL_MODEL, tokenizer)
             told.append(f"{tokenizer.get_vocab_size():,} tokens")
@@ -145,26 +144,28 @@ class Demo:
         self._client = Client(connection.url, connection.key)
         return self._client
 
-    def _upload(self, client: Client, rows: data.Rows) -> tuple[str, str]:
-        with self._terminal.step("POST /v1/datasets, twice:") as told:
+    def _upload(self, client: Client, rows: data.Rows, format: Literal["chat", "text"]) -> dict[str, str]:
+        """Upload both parts of the rows; returns the fields of a run that name them."""
+        with self._terminal.step(f"POST /v1/datasets, {format}:") as told:
             ids = []
             for name, part in (("docstrings", rows.training), ("docstrings-held-out", rows.held_out)):
-                dataset = client.upload(name, data.jsonl(part))
-                if dataset["rows"] != len(part) or dataset["format"] != "chat":
+                dataset = client.upload(f"{name}-{format}", data.jsonl(getattr(row, format) for row in part))
+                if dataset["rows"] != len(part) or dataset["format"] != format:
                     raise DemoError(f"of {len(part)} rows, the service counted {dataset['rows']} {dataset['format']}.")
                 ids.append(dataset["id"])
-            told.append(" and ".join(ids))
-        return ids[0], ids[1]
+            told.append(f"{ids[0]}, held out {ids[1]}")
+        return {"dataset_id": ids[0], "eval_dataset_id": ids[1]}
 
     # Runs
 
-    def _train_base(self, client: Client, datasets: dict[str, str]) -> str:
+    def _train_base(self, client: Client, rows: data.Rows) -> str:
+        datasets = self._upload(client, rows, "text")
         run = client.create_run(name="from scratch", config=plan.from_scratch(_SMALL_MODEL), **datasets)
         found = self._follow(client, run["id"], "from scratch")
         _expect(found, "completed")
         first, last = found.held_out[0], found.held_out[-1]
         self._terminal.say(
-            f"  {found.id}: loss {found.losses[0]:.3f} to {found.losses[-1]:.3f}; on held-out chats {first:.3f} at its "
+            f"  {found.id}: loss {found.losses[0]:.3f} to {found.losses[-1]:.3f}; on held-out code {first:.3f} at its "
             f"first evaluation, {last:.3f} at its last"
         )
         if last >= first:
