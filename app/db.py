@@ -35,23 +35,23 @@ def async_engine(url: str, pool_size: int = 10) -> AsyncEngine:
         max_overflow=pool_size,
         pool_timeout=5,
         pool_pre_ping=True,
+        hide_parameters=True,  # rows of users are no business of the log
         connect_args=_arguments("anneal-api"),
     )
 
 
-def sync_engine(
-    url: str, pool_size: int = 4, name: str = "anneal-worker", statement_seconds: float = 30.0
-) -> Engine:
+def sync_engine(url: str, pool_size: int = 4, name: str = "anneal-worker", statement_seconds: float = 30.0) -> Engine:
     """Engine of a worker or a command; `pool_size=0` opens a connection for each use."""
     arguments = _arguments(name, statement_seconds)
     if pool_size == 0:
-        return create_engine(driver_url(url), poolclass=NullPool, connect_args=arguments)
+        return create_engine(driver_url(url), poolclass=NullPool, hide_parameters=True, connect_args=arguments)
     return create_engine(
         driver_url(url),
         pool_size=pool_size,
         max_overflow=pool_size * 2,
         pool_timeout=5,
         pool_pre_ping=True,
+        hide_parameters=True,  # rows of users are no business of the log
         connect_args=arguments,
     )
 

@@ -8,9 +8,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def eventually(
-    probe: Callable[[], T | None], timeout: float = 30.0, every: float = 0.02, what: str = ""
-) -> T:
+def eventually(probe: Callable[[], T | None], timeout: float = 30.0, every: float = 0.02, what: str = "") -> T:
     """Call `probe` until it returns something truthy; fail after `timeout` seconds with what it last said."""
     deadline = time.monotonic() + timeout
     while True:

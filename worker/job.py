@@ -49,6 +49,7 @@ def prepare(host: Host, run: Any, device: dict[str, Any]) -> Job:
     """
     folder = host.storage.attempt_dir(run.id, run.attempt)
     folder.mkdir(parents=True, exist_ok=True)
+    _sweep(folder.parent)
     remarks: list[str] = []
     checkpoint = _newest_good(host, run, remarks)
     with host.engine.connect() as connection:
@@ -81,6 +82,13 @@ def prepare(host: Host, run: Any, device: dict[str, Any]) -> Job:
         best_loss=checkpoint.metrics.get("best_loss") if checkpoint else None,
         remarks=remarks,
     )
+
+
+def _sweep(run_folder: Path) -> None:
+    """Remove what a kill left half written or half removed; no trainer of an earlier attempt lives any more."""
+    for pattern in ("a*/.checkpoint-*", "a*/.deleted-*"):
+        for leftover in run_folder.glob(pattern):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _dataset(host: Host, connection: Connection, dataset_id: str) -> dict[str, Any]:

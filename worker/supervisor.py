@@ -164,8 +164,14 @@ def conclude(host: Host, run: Any, lease: Lease, pump: Pump, end: Exit, killed_f
     result = pump.result or {}
     outcome = result.get("outcome")
     if outcome == "completed":
-        attempt = run.attempt if result.get("output") else None
-        return lifecycle.complete(run.id, run.epoch, attempt, result.get("why") or "training is complete")
+        reason = result.get("why") or "training is complete"
+        return lifecycle.complete(run.id, run.epoch, output(run, result), reason)
+    if outcome == "stopped" and result.get("why") == "time_limit":
+        step = result.get("step")
+        message = f"the time limit of the configuration was reached at step {step}; resume the run to go on"
+        return lifecycle.fail(run.id, run.epoch, "time_limit", message, output(run, result))
+    if outcome == "stopped" and result.get("why") == "stop_at_step":
+        return lifecycle.complete(run.id, run.epoch, output(run, result), "stop_at_step was reached")
     if outcome == "failed":
         error = result.get("error") or {}
         return lifecycle.fail(run.id, run.epoch, error.get("code", "internal"), error.get("message", ""))
@@ -176,6 +182,11 @@ def conclude(host: Host, run: Any, lease: Lease, pump: Pump, end: Exit, killed_f
     if outcome == "stopped":
         return lifecycle.retry(run.id, run.epoch, "the training process was told to end from outside", _RETRY_SECONDS)
     return crashed(run, pump, end)
+
+
+def output(run: Any, result: dict[str, Any]) -> int | None:
+    """The attempt whose folder holds the fine-tuned model, if the trainer exported one."""
+    return run.attempt if result.get("output") else None
 
 
 def crashed(run: Any, pump: Pump, end: Exit) -> Executable:

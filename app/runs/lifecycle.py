@@ -157,9 +157,10 @@ def complete(run_id: str, epoch: int, output_attempt: int | None, reason: str) -
     return _guarded(run_id, epoch, LIVE, "completed", reason, output_attempt=output_attempt)
 
 
-def fail(run_id: str, epoch: int, code: str, message: str) -> Executable:
-    """The run ends with a classified error."""
-    return _guarded(run_id, epoch, LIVE, "failed", code, error_code=code, error_message=message)
+def fail(run_id: str, epoch: int, code: str, message: str, output_attempt: int | None = None) -> Executable:
+    """The run ends with a classified error; one that met its time limit has an output all the same."""
+    error = {"error_code": code, "error_message": message}
+    return _guarded(run_id, epoch, LIVE, "failed", code, output_attempt=output_attempt, **error)
 
 
 def cancel(run_id: str, epoch: int) -> Executable:

@@ -1,4 +1,4 @@
-"""The whole service with real training: uvicorn, PostgreSQL, Valkey, a Celery worker with its zygote, TRL on the CPU."""
+"""The whole service with real training: uvicorn, PostgreSQL, Valkey, a Celery worker with its zygote, TRL on a CPU."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,6 @@
 """A whole service for each file of these tests; every test leaves it with no worker."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
