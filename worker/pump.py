@@ -30,7 +30,7 @@ FLUSH_SECONDS = 0.1
 _MOST_AT_ONCE = 2000
 _MOST_WAITING = 50_000
 """Events kept while Postgres is away; with more than this the trainer has to wait too."""
-_TAIL_LINES = 20
+_TAIL_LINES = 50
 _PLAIN_EVENTS = {"eval", "progress", "sample"}
 
 T = TypeVar("T")

@@ -1,0 +1,98 @@
+"""Every end that is not a good one has a stable code, says what happened, and is the right one."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.stack import Stack
+from tests.waiting import eventually
+
+CRASHES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "exception": ({"crash_at_step": 3, "crash": "exception"}, "internal", ""),
+    "segv": ({"crash_at_step": 3, "crash": "segv"}, "trainer_crashed", "signal 11"),
+    "kill": ({"crash_at_step": 3, "crash": "kill"}, "trainer_crashed", "signal 9"),
+    "exit": ({"crash_at_step": 3, "crash": "exit"}, "trainer_crashed", "exit code"),
+    "memory": ({"crash_at_step": 3, "crash": "memory"}, "out_of_memory", ""),
+    "reported": ({"fail_at_step": 3, "fail_code": "bad_data"}, "bad_data", ""),
+    "non_finite": ({"non_finite_at_step": 3}, "non_finite_loss", ""),
+}
+
+
+@pytest.mark.parametrize("kind", CRASHES)
+def test_a_crash_is_classified_and_shows_its_last_lines(stack: Stack, kind: str) -> None:
+    extra, code, says = CRASHES[kind]
+    run_id = stack.create({"steps": 20, "step_seconds": 0.01, **extra})
+    stack.add_worker()
+    shown = stack.until(run_id, "failed", "completed", "cancelled")
+    assert (shown["status"], shown["error_code"]) == ("failed", code)
+    assert says in shown["error_message"]
+    events = stack.events(run_id)
+    assert [event["type"] for event in events[-3:]] == ["error", "status", "end"]
+    assert any("step 2 loss" in event.get("line", "") for event in events), "its last lines are in the log"
+    if code == "trainer_crashed":
+        assert "step 2 loss" in shown["error_message"]
+
+
+def test_limits_of_the_configuration_end_a_run_with_a_saved_state(stack: Stack) -> None:
+    stack.add_worker()
+    limited = stack.create({"steps": 100_000, "step_seconds": 0.02}, {"time_limit_seconds": 1})
+    shown = stack.until(limited, "failed", "completed")
+    assert (shown["status"], shown["error_code"]) == ("failed", "time_limit")
+    assert shown["checkpoint_path"]
+    planned = stack.create({"steps": 100_000, "step_seconds": 0.01}, {"stop_at_step": 7})
+    shown = stack.until(planned, "failed", "completed")
+    assert (shown["status"], shown["current_step"]) == ("completed", 7)
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(stack: Stack) -> None:
+    run_id = stack.create({"steps": 400, "step_seconds": 0.02}, {"save_steps": 10, "save_total_limit": None})
+    worker = stack.add_worker()
+    stack.until_step(run_id, 35)
+    worker.kill()
+    folder = stack.settings.storage_root / "runs" / run_id / "a1"
+    saved = stack.client.get(f"/v1/runs/{run_id}/checkpoints").json()["data"]
+    newest = max(saved, key=lambda checkpoint: checkpoint["step"])
+    place = folder / f"checkpoint-{newest['step']}"
+    victim = max((path for path in place.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(content)
+    stack.add_worker()
+
+    def second_start() -> list[int]:
+        return [line["step"] for line in stack.journal(run_id) if line["attempt"] == 2 and line["event"] == "step"]
+
+    eventually(second_start, timeout=30)
+    assert min(second_start()) == newest["step"] - 10 + 1
+    lines = [event["line"] for event in stack.events(run_id) if event["type"] == "log"]
+    assert any(newest["id"] in line and "cannot be resumed from" in line for line in lines)
+    stack.stop(run_id)
+    stack.until(run_id, "cancelled")
+
+
+def test_a_poison_run_is_not_tried_for_ever(stack: Stack) -> None:
+    """A run that takes its whole worker down each time ends as failed, not in a loop."""
+    run_id = stack.create({"steps": 400, "step_seconds": 0.02}, {"save_steps": 1000}, max_restarts=1)
+    for attempt in (1, 2):
+        worker = stack.add_worker()
+        eventually(
+            lambda attempt=attempt: any(
+                line["attempt"] == attempt and line["event"] == "step" for line in stack.journal(run_id)
+            ),
+            timeout=30,
+        )
+        worker.kill()
+    stack.add_worker()
+    shown = stack.until(run_id, "failed", timeout=30)
+    assert shown["error_code"] == "worker_lost"
+    assert "max_restarts is 1" in json.dumps(shown)
+
+
+def test_output_of_every_kind_arrives_in_order_as_log_events(stack: Stack) -> None:
+    run_id = stack.create({"steps": 30, "step_seconds": 0.0, "log_lines_per_step": 10})
+    stack.add_worker()
+    stack.until(run_id, "completed")
+    lines = [event["line"] for event in stack.events(run_id) if event["type"] == "log" and event["stream"] == "stdout"]
+    steps = [int(line.split()[1]) for line in lines]
+    assert steps == sorted(steps) and len(steps) == 300
