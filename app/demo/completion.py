@@ -24,7 +24,7 @@ _COMPLETING = """
 import json, sys
 def complete(messages):
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    ids = model.generate(**inputs, max_new_tokens=60, do_sample=False, repetition_penalty=1.1)
+    ids = model.generate(**inputs, max_new_tokens=40, do_sample=False, no_repeat_ngram_size=2)
     return tokenizer.decode(ids[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True).strip()
 for messages in json.load(sys.stdin):
     with model.disable_adapter():

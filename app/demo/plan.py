@@ -17,6 +17,8 @@ class Plan:
     most_rows: int | None
     most_held_out: int | None
     offline: bool
+    remark: str = ""
+    """What to think of the model's answers."""
 
     @property
     def measuring(self) -> dict[str, Any]:
@@ -30,7 +32,7 @@ def from_scratch(base_model: str) -> dict[str, Any]:
     return {
         "base_model": base_model,
         "method": "full",
-        "max_steps": 240,
+        "max_steps": 300,
         "batch_size": 4,
         "gradient_accumulation_steps": 1,
         "learning_rate": 4e-3,
@@ -39,8 +41,8 @@ def from_scratch(base_model: str) -> dict[str, Any]:
         "gradient_checkpointing": False,
         "optim": "adamw_torch",
         "logging_steps": 5,
-        "eval_steps": 80,
-        "save_steps": 120,
+        "eval_steps": 100,
+        "save_steps": 150,
         "extra": {"eval_batch_size": 8},
     }
 
@@ -51,7 +53,7 @@ def small() -> Plan:
         "method": "qlora",
         "lora_r": 16,
         "lora_alpha": 32,
-        "max_steps": 120,
+        "max_steps": 160,
         "batch_size": 12,
         "gradient_accumulation_steps": 1,
         "learning_rate": 5e-3,
@@ -63,7 +65,11 @@ def small() -> Plan:
         "save_steps": 40,
         "extra": {"eval_batch_size": 8},
     }
-    return Plan(tuning, most_rows=None, most_held_out=None, offline=True)
+    remark = (
+        "1.5 million parameters after two minutes: it has learnt that the answer is a sentence in English and not "
+        "more code, but not yet which sentence is true."
+    )
+    return Plan(tuning, most_rows=None, most_held_out=None, offline=True, remark=remark)
 
 
 def hub() -> Plan:

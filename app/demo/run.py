@@ -2,6 +2,7 @@
 
 import platform
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ class Followed:
     step: int = 0
     first_step: int = 0
     total: int | None = None
+    seconds: float = 0.0
     losses: list[float] = field(default_factory=list)
     held_out: list[float] = field(default_factory=list)
 
@@ -90,6 +92,8 @@ class Demo:
 
         terminal.heading("4. What it has learnt")
         self._show_samples(plan_, rows, adapter)
+        if plan_.remark:
+            terminal.say(f"\n  {plan_.remark}")
         terminal.say(
             f"\n  Loss on the {len(rows.held_out)} held-out docstrings: {before:.3f} before, {after:.3f} after "
             f"({_percent(before, after)}).\n"
@@ -165,8 +169,8 @@ class Demo:
         _expect(found, "completed")
         first, last = found.held_out[0], found.held_out[-1]
         self._terminal.say(
-            f"  {found.id}: loss {found.losses[0]:.3f} to {found.losses[-1]:.3f}; on held-out code {first:.3f} at its "
-            f"first evaluation, {last:.3f} at its last"
+            f"  {found.id}: {found.step} steps in {found.seconds:.1f} s, loss {found.losses[0]:.3f} to "
+            f"{found.losses[-1]:.3f}; on held-out code {first:.3f} at its first evaluation, {last:.3f} at its last"
         )
         if last >= first:
             raise DemoError(f"run {found.id} did not learn: its loss on held-out rows went from {first} to {last}.")
@@ -178,6 +182,10 @@ class Demo:
         run = client.create_run(name="the base model, measured", config=config, **datasets)
         found = self._follow(client, run["id"], "base model, measured")
         _expect(found, "completed")
+        self._terminal.say(
+            f"  {found.id}: the base model as it is, on the held-out docstrings: {found.held_out[-1]:.3f} "
+            f"({found.seconds:.1f} s)"
+        )
         return found.held_out[-1]
 
     def _tune(self, client: Client, plan_: Plan, model: str, datasets: dict[str, str]) -> Followed:
@@ -186,7 +194,9 @@ class Demo:
         stopped = self._follow(client, run["id"], "adapter", stop_at=steps // 2)
         _expect(stopped, "cancelled")
         checkpoint = client.run(stopped.id).get("checkpoint_path")
-        self._terminal.say(f"  {stopped.id}: POST …/stop came at step {stopped.step}; checkpoint saved, run cancelled")
+        self._terminal.say(
+            f"  {stopped.id}: stopped with a checkpoint at step {stopped.step} (POST …/stop, {stopped.seconds:.1f} s)"
+        )
         if not checkpoint:
             raise DemoError(f"run {stopped.id} was stopped, but has no checkpoint.")
         resumed = self._follow(client, client.resume(stopped.id)["id"], "adapter, resumed")
@@ -196,12 +206,16 @@ class Demo:
                 f"run {resumed.id} went from step {resumed.first_step} to {resumed.step}, and not from where "
                 f"{stopped.id} had stopped (step {stopped.step}) to {steps}."
             )
-        self._terminal.say(f"  {resumed.id}: POST …/resume went on after step {stopped.step} to {resumed.step}")
+        self._terminal.say(
+            f"  {resumed.id}: goes on from there, steps {stopped.step + 1} to {resumed.step} (POST …/resume, "
+            f"{resumed.seconds:.1f} s)"
+        )
         return resumed
 
     def _follow(self, client: Client, run_id: str, label: str, stop_at: int | None = None) -> Followed:
         """Follow a run to its end, and ask it to stop when it has reached a step."""
         self._live = run_id
+        began = time.monotonic()
         found = Followed(run_id)
         asked = False
         with self._terminal.bar(label) as bar:
@@ -211,6 +225,7 @@ class Demo:
                     asked = True
                     client.stop(run_id, save_checkpoint=True)
         self._live = None
+        found.seconds = time.monotonic() - began
         return found
 
     # The result
@@ -222,7 +237,9 @@ class Demo:
         return str(folder)
 
     def _show_samples(self, plan_: Plan, rows: data.Rows, adapter: str) -> None:
-        chosen = sorted(rows.held_out, key=lambda row: len(row.source))[:_SAMPLES]
+        # Not the best ones: evenly taken from all that are short enough to read here.
+        short = [row for row in rows.held_out if row.name[0] != "_" and len(row.docstring) < 70]
+        chosen = short[:: max(1, len(short) // _SAMPLES)][:_SAMPLES]
         with self._terminal.step("Loading the adapter with plain peft; held-out code, completed without and with it"):
             answers = completion.complete(self._settings, adapter, [row.prompt for row in chosen], plan_.offline)
         for row, answer in zip(chosen, answers, strict=True):

@@ -41,7 +41,7 @@ class Bar:
 
     def say(self, text: str) -> None:
         """A line beside the bar."""
-        self._console.print(f"    {text}", markup=False, highlight=False)
+        self._console.print(f"    {text}", markup=False, highlight=False, soft_wrap=True)
 
     def _show(self, is_last: bool) -> None:
         figures = [f"loss {self._loss:.3f}"] if self._loss is not None else []
