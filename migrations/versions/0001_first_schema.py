@@ -52,9 +52,7 @@ def upgrade() -> None:
         sa.Column("id", sa.Text(), nullable=False),
         sa.Column("name", sa.Text(), nullable=False),
         sa.Column("description", sa.Text(), server_default="", nullable=False),
-        sa.Column(
-            "tags", postgresql.JSONB(astext_type=sa.Text()), server_default=sa.text("'[]'"), nullable=False
-        ),
+        sa.Column("tags", postgresql.JSONB(astext_type=sa.Text()), server_default=sa.text("'[]'"), nullable=False),
         sa.Column("created_by", sa.Text(), nullable=True),
         sa.Column("created_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_experiments")),
@@ -93,9 +91,7 @@ def upgrade() -> None:
         sa.Column("launch_mode", sa.Text(), nullable=False),
         sa.Column("launch_reason", sa.Text(), server_default="", nullable=False),
         sa.Column("started_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
-        sa.Column(
-            "heartbeat_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False
-        ),
+        sa.Column("heartbeat_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
         sa.CheckConstraint("launch_mode IN ('zygote','cold')", name=op.f("ck_workers_launch_mode_known")),
         sa.CheckConstraint("state IN ('online','draining','offline')", name=op.f("ck_workers_state_known")),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_workers")),
@@ -112,9 +108,7 @@ def upgrade() -> None:
         sa.Column("run_epoch", sa.Integer(), nullable=True),
         sa.CheckConstraint("kind IN ('cpu','cuda')", name=op.f("ck_devices_kind_known")),
         sa.CheckConstraint("(run_id IS NULL) = (run_epoch IS NULL)", name=op.f("ck_devices_run_with_epoch")),
-        sa.ForeignKeyConstraint(
-            ["worker_id"], ["workers.id"], name=op.f("fk_devices_worker_id"), ondelete="CASCADE"
-        ),
+        sa.ForeignKeyConstraint(["worker_id"], ["workers.id"], name=op.f("fk_devices_worker_id"), ondelete="CASCADE"),
         sa.PrimaryKeyConstraint("worker_id", "index", name=op.f("pk_devices")),
     )
     op.create_table(
@@ -122,9 +116,7 @@ def upgrade() -> None:
         sa.Column("id", sa.Text(), nullable=False),
         sa.Column("experiment_id", sa.Text(), nullable=False),
         sa.Column("name", sa.Text(), nullable=False),
-        sa.Column(
-            "tags", postgresql.JSONB(astext_type=sa.Text()), server_default=sa.text("'[]'"), nullable=False
-        ),
+        sa.Column("tags", postgresql.JSONB(astext_type=sa.Text()), server_default=sa.text("'[]'"), nullable=False),
         sa.Column("backend", sa.Text(), nullable=False),
         sa.Column("dataset_id", sa.Text(), nullable=False),
         sa.Column("eval_dataset_id", sa.Text(), nullable=True),
@@ -171,9 +163,7 @@ def upgrade() -> None:
         sa.Column("finished_at", sa.DateTime(timezone=True), nullable=True),
         sa.Column("created_by", sa.Text(), nullable=True),
         sa.Column("created_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
-        sa.CheckConstraint(
-            "(status = 'failed') = (error_code IS NOT NULL)", name=op.f("ck_runs_error_iff_failed")
-        ),
+        sa.CheckConstraint("(status = 'failed') = (error_code IS NOT NULL)", name=op.f("ck_runs_error_iff_failed")),
         sa.CheckConstraint(
             "(status IN ('completed','failed','cancelled')) = (finished_at IS NOT NULL)",
             name=op.f("ck_runs_finished_iff_terminal"),
@@ -196,9 +186,7 @@ def upgrade() -> None:
             "status NOT IN ('initializing','running','checkpointing') OR attempt > 0",
             name=op.f("ck_runs_live_has_attempt"),
         ),
-        sa.CheckConstraint(
-            "(lease_owner IS NULL) = (lease_expires_at IS NULL)", name=op.f("ck_runs_lease_whole")
-        ),
+        sa.CheckConstraint("(lease_owner IS NULL) = (lease_expires_at IS NULL)", name=op.f("ck_runs_lease_whole")),
         sa.CheckConstraint("devices_needed BETWEEN 1 AND 1024", name=op.f("ck_runs_devices_needed_bounded")),
         sa.CheckConstraint("epoch >= attempt AND attempt >= 0", name=op.f("ck_runs_epoch_covers_attempts")),
         sa.CheckConstraint(
@@ -244,22 +232,14 @@ def upgrade() -> None:
         sa.Column("kind", sa.Text(), nullable=False),
         sa.Column("bytes", sa.BigInteger(), nullable=False),
         sa.Column("manifest_sha256", sa.Text(), nullable=False),
-        sa.Column(
-            "metrics", postgresql.JSONB(astext_type=sa.Text()), server_default=sa.text("'{}'"), nullable=False
-        ),
+        sa.Column("metrics", postgresql.JSONB(astext_type=sa.Text()), server_default=sa.text("'{}'"), nullable=False),
         sa.Column("pinned", sa.Boolean(), server_default=sa.text("false"), nullable=False),
         sa.Column("created_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
         sa.Column("deleted_at", sa.DateTime(timezone=True), nullable=True),
         sa.Column("bad_reason", sa.Text(), nullable=True),
-        sa.CheckConstraint(
-            "kind IN ('periodic','stop','best','final')", name=op.f("ck_checkpoints_kind_known")
-        ),
-        sa.CheckConstraint(
-            "octet_length(manifest_sha256) = 64", name=op.f("ck_checkpoints_manifest_is_sha256_hex")
-        ),
-        sa.ForeignKeyConstraint(
-            ["run_id"], ["runs.id"], name=op.f("fk_checkpoints_run_id"), ondelete="CASCADE"
-        ),
+        sa.CheckConstraint("kind IN ('periodic','stop','best','final')", name=op.f("ck_checkpoints_kind_known")),
+        sa.CheckConstraint("octet_length(manifest_sha256) = 64", name=op.f("ck_checkpoints_manifest_is_sha256_hex")),
+        sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_checkpoints_run_id"), ondelete="CASCADE"),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_checkpoints")),
     )
     op.create_index("ix_checkpoints_run_id_id", "checkpoints", ["run_id", "id"], unique=False)
@@ -273,12 +253,8 @@ def upgrade() -> None:
         sa.Column("started_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
         sa.Column("ended_at", sa.DateTime(timezone=True), nullable=True),
         sa.Column("outcome", sa.Text(), nullable=True),
-        sa.CheckConstraint(
-            "(outcome IS NULL) = (ended_at IS NULL)", name=op.f("ck_run_attempts_outcome_iff_ended")
-        ),
-        sa.ForeignKeyConstraint(
-            ["run_id"], ["runs.id"], name=op.f("fk_run_attempts_run_id"), ondelete="CASCADE"
-        ),
+        sa.CheckConstraint("(outcome IS NULL) = (ended_at IS NULL)", name=op.f("ck_run_attempts_outcome_iff_ended")),
+        sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_run_attempts_run_id"), ondelete="CASCADE"),
         sa.PrimaryKeyConstraint("run_id", "attempt", name=op.f("pk_run_attempts")),
     )
 
