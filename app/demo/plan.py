@@ -53,7 +53,7 @@ def small() -> Plan:
         "method": "qlora",
         "lora_r": 16,
         "lora_alpha": 32,
-        "max_steps": 160,
+        "max_steps": 120,
         "batch_size": 12,
         "gradient_accumulation_steps": 1,
         "learning_rate": 5e-3,

@@ -12,7 +12,7 @@ from app.config import Settings, get_settings
 from app.demo import base_model, completion, data, plan
 from app.demo.client import Client, DemoError, Event
 from app.demo.plan import Plan
-from app.demo.service import Service, demo_settings, service
+from app.demo.service import Connection, Service, demo_settings, service
 from app.demo.terminal import Bar, Terminal
 from app.home import HomeError
 
@@ -46,14 +46,17 @@ def main(model: str | None, keep: bool) -> int:
     demo = Demo(terminal, settings)
     try:
         with _sigterm_as_interrupt(), service(settings, keep, demo.leave) as one:
-            demo.tell(one, model)
-        if keep:
-            demo.tell_how_to_go_on(one)
+            try:
+                demo.tell(one, model)
+            finally:
+                if keep or not one.is_ours:
+                    demo.tell_what_goes_on()
     except (DemoError, HomeError) as error:
-        terminal.fail(f"{error}\nLogs: {settings.home / 'logs'}")
+        hint = " Without MODEL the demo trains a model of its own, and needs no network." if model else ""
+        terminal.fail(f"{error}{hint}\nLogs: {settings.home / 'logs'}")
         return 1
     except KeyboardInterrupt:
-        terminal.say("\nEnded by you; nothing is left running." if not keep else "\nEnded by you.")
+        terminal.say("\nEnded by you; its run was stopped.")
         return 130
     return 0
 
@@ -65,6 +68,7 @@ class Demo:
         self._terminal = terminal
         self._settings = settings
         self._client: Client | None = None
+        self._connection: Connection | None = None
         self._live: str | None = None
 
     def tell(self, one: Service, model: str | None) -> None:
@@ -75,22 +79,22 @@ class Demo:
         """
         terminal = self._terminal
         plan_ = plan.hub() if model else plan.small()
-        terminal.heading("1. A service, and data from this machine")
+        terminal.heading("A service, and data from this machine")
         rows = self._build_data(plan_)
         if model is None:
             self._build_model(rows)
         client = self._connect(one)
         if model is None:
-            terminal.heading("2. A small model that reads Python, trained from scratch (method full)")
+            terminal.heading("A small model that reads Python, trained from scratch (method full)")
             model = self._train_base(client, rows)
-        terminal.heading("3. An adapter that answers with docstrings (method qlora), stopped half-way and resumed")
+        terminal.heading("An adapter on top of it that answers with docstrings (method qlora), stopped and resumed")
         datasets = self._upload(client, rows, "chat")
         before = self._measure(client, plan_, model, datasets)
         tuned = self._tune(client, plan_, model, datasets)
         after = tuned.held_out[-1]
         adapter = self._adapter(client, tuned.id)
 
-        terminal.heading("4. What it has learnt")
+        terminal.heading("What it has learnt")
         self._show_samples(plan_, rows, adapter)
         if plan_.remark:
             terminal.say(f"\n  {plan_.remark}")
@@ -116,20 +120,20 @@ class Demo:
                 pass  # the service is gone, and the run with it
         self._client.close()
 
-    def tell_how_to_go_on(self, one: Service) -> None:
-        """Where the service is that was left running."""
-        connection = one.wait()
-        self._terminal.say(
-            f"\n  The service goes on at {connection.url} (key and process ids: {self._settings.connection_file}).\n"
-            f"  To end it: kill {connection.pids['up']}"
-        )
+    def tell_what_goes_on(self) -> None:
+        """Where the service is, when it is left running."""
+        if self._connection is not None:
+            self._terminal.say(
+                f"\n  The service goes on at {self._connection.url}; key and process ids are in "
+                f"{self._settings.connection_file}.\n  To end it: kill {self._connection.pids['up']}"
+            )
 
     # Data and model
 
     def _build_data(self, plan_: Plan) -> data.Rows:
         with self._terminal.step(f"Reading the docstrings of Python {platform.python_version()}'s library:") as told:
             rows = data.build()
-            rows = data.Rows(rows.training[: plan_.most_rows], rows.held_out[: plan_.most_held_out])
+            rows = data.Rows(_evenly(rows.training, plan_.most_rows), _evenly(rows.held_out, plan_.most_held_out))
             told.append(f"{len(rows.training):,} chats to train on, {len(rows.held_out)} held out")
         return rows
 
@@ -143,7 +147,7 @@ class Demo:
     def _connect(self, one: Service) -> Client:
         what = "Meanwhile, PostgreSQL, Valkey, API and worker:" if one.is_ours else "Using the running service:"
         with self._terminal.step(what) as told:
-            connection = one.wait()
+            connection = self._connection = one.wait()
             told.append(f"ready at {connection.url}")
         self._client = Client(connection.url, connection.key)
         return self._client
@@ -239,7 +243,7 @@ class Demo:
     def _show_samples(self, plan_: Plan, rows: data.Rows, adapter: str) -> None:
         # Not the best ones: evenly taken from all that are short enough to read here.
         short = [row for row in rows.held_out if row.name[0] != "_" and len(row.docstring) < 70]
-        chosen = short[:: max(1, len(short) // _SAMPLES)][:_SAMPLES]
+        chosen = _evenly(short, _SAMPLES)
         with self._terminal.step("Loading the adapter with plain peft; held-out code, completed without and with it"):
             answers = completion.complete(self._settings, adapter, [row.prompt for row in chosen], plan_.offline)
         for row, answer in zip(chosen, answers, strict=True):
@@ -278,6 +282,11 @@ def _expect(found: Followed, status: str) -> None:
         raise DemoError(f"run {found.id} ended as {found.status or 'nothing'}, not {status}{why}.")
     if status == "completed" and not (found.losses and found.held_out):
         raise DemoError(f"run {found.id} is completed, but told no loss on training or held-out rows.")
+
+
+def _evenly(rows: list[data.Documented], most: int | None) -> list[data.Documented]:
+    """At most so many of the rows, from all over the library."""
+    return rows if most is None else rows[:: max(1, len(rows) // most)][:most]
 
 
 def _percent(before: float, after: float) -> str:

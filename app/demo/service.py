@@ -106,9 +106,10 @@ def service(settings: Settings, keep: bool, ending: Callable[[], None]) -> Itera
     try:
         yield one
     finally:
-        if one.is_ours and not keep:
+        try:
             ending()
-        one.stop()
+        finally:
+            one.stop()
 
 
 def _running(settings: Settings) -> Connection | None:

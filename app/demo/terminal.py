@@ -60,6 +60,7 @@ class Terminal:
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False)
         self._began = time.monotonic()
+        self._headings = 0
 
     @property
     def seconds(self) -> float:
@@ -72,7 +73,8 @@ class Terminal:
 
     def heading(self, text: str) -> None:
         """What comes next."""
-        self._console.print(f"\n{text}", style="bold", markup=False, highlight=False, soft_wrap=True)
+        self._headings += 1
+        self._console.print(f"\n{self._headings}. {text}", style="bold", markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
     def step(self, text: str) -> Iterator[list[str]]:
@@ -97,7 +99,7 @@ class Terminal:
             TextColumn("  {task.description}"), BarColumn(30), MofNCompleteColumn(),
             TextColumn("{task.fields[figures]}"), TimeRemainingColumn(compact=True),
         )  # fmt: skip
-        with Progress(*columns, console=self._console) as progress:
+        with Progress(*columns, console=self._console, refresh_per_second=4) as progress:
             yield Bar(self._console, progress, label)
 
     def fail(self, text: str) -> None:
