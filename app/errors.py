@@ -218,7 +218,7 @@ def from_validation(problems: Sequence[Any]) -> list[FieldError]:
 _HTTP_DETAILS = {
     400: "The request could not be read; see /docs for what this call takes.",
     404: "There is nothing at this path; /docs lists what there is.",
-    405: "This path does not take this method; `Allow` names those it takes.",
+    405: "There is no such call at this path; `Allow` names the methods that it takes, /docs lists all calls.",
     416: "The range lies behind the end of the file; `Content-Range` tells how long it is.",
 }
 
@@ -240,8 +240,11 @@ async def _http_error(request: Request, raised: Exception) -> Response:
 
 def _of_status(status: int, detail: str, headers: Mapping[str, str] | None) -> ApiError:
     """The error for a status that the framework chose."""
+    detail = _HTTP_DETAILS.get(status, detail)
+    if status == 405:
+        status = 404  # calls that a later version adds are not there yet, whatever else their path takes
     code = re.sub(r"[^a-z]+", "_", HTTPStatus(status).phrase.lower()).strip("_")
-    return ApiError(status, code, _HTTP_DETAILS.get(status, detail), headers=headers)
+    return ApiError(status, code, detail, headers=headers)
 
 
 def _is_plain(headers: list[tuple[bytes, bytes]]) -> bool:

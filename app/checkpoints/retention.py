@@ -18,15 +18,14 @@ def good(run_id: str, below_step: int | None = None) -> Executable:
 def retire(run_id: str, keep: int) -> Executable:
     """Mark all but the `keep` furthest checkpoints as deleted; the rows tell which folders to remove afterwards.
 
-    Never the newest good one, a pinned or best one, or one that an unfinished run resumes from.
+    Never the newest good one, the one with the lowest evaluation loss, a pinned one, or one that an unfinished run
+    resumes from.
     """
-    newest = aliased(Checkpoint)
-    furthest = (
-        select(newest.id)
-        .where(newest.run_id == run_id, newest.deleted_at.is_(None), newest.bad_reason.is_(None))
-        .order_by(newest.step.desc(), newest.id.desc())
-        .limit(max(keep, 1))
-    )
+    one = aliased(Checkpoint)
+    there = select(one.id).where(one.run_id == run_id, one.deleted_at.is_(None), one.bad_reason.is_(None))
+    furthest = there.order_by(one.step.desc(), one.id.desc()).limit(max(keep, 1))
+    eval_loss = one.metrics["eval_loss"].as_float()
+    best = there.where(eval_loss.is_not(None)).order_by(eval_loss, one.step.desc()).limit(1)
     in_use = select(Run.id).where(Run.resume_checkpoint_id == Checkpoint.id, Run.status.not_in(TERMINAL)).exists()
     return (
         update(Checkpoint)
@@ -34,8 +33,8 @@ def retire(run_id: str, keep: int) -> Executable:
             Checkpoint.run_id == run_id,
             Checkpoint.deleted_at.is_(None),
             Checkpoint.id.not_in(furthest),
+            Checkpoint.id.not_in(best),
             Checkpoint.pinned.is_(False),
-            Checkpoint.kind.not_in(["best", "final"]),
             ~in_use,
         )
         .values(deleted_at=func.clock_timestamp())

@@ -154,12 +154,14 @@ def _usable(checkpoint: Checkpoint) -> Checkpoint:
 
 def _refuse_if_done(parent: Run, config: TrainingConfig, given: list[str], checkpoint: Checkpoint) -> None:
     last = _last_step(parent, config)
-    if parent.status != "completed" or last is None or checkpoint.step < last:
+    # A run that was lost or stopped between its last step and its output still has the output to make.
+    left = last is None or checkpoint.step < last or (checkpoint.step == last and parent.status != "completed")
+    if left:
         return
     raise ApiError(
         422,
         "nothing_left_to_train",
-        f"Run {parent.id} is completed and its checkpoint at step {checkpoint.step} is at the end, step {last}; "
+        f"The checkpoint of run {parent.id} at step {checkpoint.step} is at or behind the end, step {last}; "
         "raise `max_steps`, `epochs` or `stop_at_step` in `config`, or name an earlier checkpoint.",
     )
 

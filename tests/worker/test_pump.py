@@ -162,3 +162,16 @@ def test_keeps_the_newest_checkpoints_and_marks_the_others(lab: Lab) -> None:
 
         rows = connection.execute(text("SELECT step, deleted_at IS NULL FROM checkpoints ORDER BY step")).all()
     assert [tuple(row) for row in rows] == [(1, False), (2, False), (3, True), (4, True)]
+
+
+def test_keeps_the_checkpoint_with_the_lowest_evaluation_loss_and_no_other_best(lab: Lab) -> None:
+    lab.run.config["save_total_limit"] = 1
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None)):
+        record = checkpoint(step)
+        lab.says("checkpoint", **{**record, "kind": "best", "metrics": {"loss": 1.0, "eval_loss": loss}})
+        lab.pump.flush()
+    with lab.engine.connect() as connection:
+        from sqlalchemy import text
+
+        kept = connection.execute(text("SELECT step FROM checkpoints WHERE deleted_at IS NULL ORDER BY step")).all()
+    assert [row.step for row in kept] == [2, 4]
