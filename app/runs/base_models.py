@@ -1,8 +1,10 @@
 """Which model a name means. Free of FastAPI: the API checks a name with it, the worker finds the files."""
 
+import json
 import re
+from collections.abc import Mapping, Set
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from app.config import Settings
 from app.ids import is_id
@@ -69,6 +71,42 @@ def locate(
             )
         return Located(name=name, path=str(folder), hub=None, revision=None)
     return Located(name=name, path=None, hub=_hub_name(settings, name), revision=revision)
+
+
+def conflicts(folder: Path, config: Mapping[str, Any], given: Set[str]) -> list[BaseModelError]:
+    """What of a configuration a local model cannot do: seen from its files, before anything is started.
+
+    The errors' codes are fields of the configuration.
+    """
+    found = []
+    if config.get("revision") is not None:
+        found.append(
+            BaseModelError(
+                "revision", "A local folder or a run has no revisions; leave `revision` out, or name a hub model."
+            )
+        )
+    is_adapter = (folder / "adapter_config.json").is_file()
+    if not is_adapter and not any(folder.glob("*.safetensors")) and config.get("method", "qlora") != "full":
+        message = "The folder has no safetensors weights; put them there, or train it from scratch with method `full`."
+        found.append(BaseModelError("base_model", message))
+    length, longest = config.get("max_seq_length"), _longest(folder)
+    if "max_seq_length" in given and isinstance(length, int) and longest is not None and length > longest:
+        message = (
+            f"The model takes at most {longest} tokens; set `max_seq_length` to that or less, or null for the limit."
+        )
+        found.append(BaseModelError("max_seq_length", message))
+    return found
+
+
+def _longest(folder: Path) -> int | None:
+    """Positions that the model has, where its configuration tells."""
+    try:
+        told = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    told = told.get("text_config", told) if isinstance(told, dict) else {}
+    longest = told.get("max_position_embeddings") if isinstance(told, dict) else None
+    return longest if isinstance(longest, int) else None
 
 
 def _below(root: Path, name: str) -> Path:

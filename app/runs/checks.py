@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -215,10 +216,13 @@ async def _check_base_model(
         return
     try:
         output_attempt = await _output_attempt(session, name) if base_models.is_run(name) else None
-        base_models.locate(settings, storage, name, output_attempt)
+        located = base_models.locate(settings, storage, name, output_attempt)
     except base_models.BaseModelError as error:
         found.refuse("config.base_model", error.code, error.message)
         return
+    if loads_model and located["path"] is not None:
+        for conflict in base_models.conflicts(Path(located["path"]), config, given_fields(config)):
+            found.refuse(f"config.{conflict.code}", "conflict", conflict.message)
     if base_models.is_run(name):
         found.base_run_id = name
 

@@ -192,6 +192,25 @@ class TestBaseModel:
         body = {"dataset_id": dataset, "config": {"base_model": "empty"}}
         assert only_error(refused(api, engine, body))[:2] == ("config.base_model", "not_a_model")
 
+    @pytest.mark.parametrize(
+        ("config", "field"),
+        [
+            ({"revision": "v1"}, "config.revision"),
+            ({"method": "qlora", "base_model": "bare"}, "config.base_model"),
+            ({"max_seq_length": 4096}, "config.max_seq_length"),
+        ],
+    )
+    def test_what_a_local_model_cannot_do_is_refused_before_anything_starts(
+        self, api: ApiServer, engine: Engine, dataset: str, config: dict[str, Any], field: str
+    ) -> None:
+        folder = make_model(api.settings, "small")
+        (folder / "config.json").write_text('{"max_position_embeddings": 256}')
+        (make_model(api.settings, "bare") / "model.safetensors").unlink()
+        body = {"dataset_id": dataset, "config": {"base_model": "small", **config}}
+        assert only_error(refused(api, engine, body))[:2] == (field, "conflict")
+        scratch = {"dataset_id": dataset, "config": {"base_model": "bare", "method": "full"}}
+        assert api.client.post("/v1/runs/validate", json=scratch).json()["valid"] is True
+
     def test_a_run_must_be_completed_and_the_answer_names_its_status(
         self, api: ApiServer, engine: Engine, dataset: str
     ) -> None:
