@@ -27,12 +27,12 @@ class Bar:
         """The run has reached an optimizer step."""
         self._done, self._total = done, total or self._total
         self._loss = loss if loss is not None else self._loss
-        self._show(is_last=done == self._total)
+        self._show(told_anyway=done == self._total)
 
     def evaluated(self, loss: float) -> None:
         """The held-out rows were evaluated."""
         self._held_out = loss
-        self._show(is_last=False)
+        self._show(told_anyway=True)
 
     def phase(self, text: str) -> None:
         """What it does before the first step."""
@@ -43,13 +43,13 @@ class Bar:
         """A line beside the bar."""
         self._console.print(f"    {text}", markup=False, highlight=False, soft_wrap=True)
 
-    def _show(self, is_last: bool) -> None:
+    def _show(self, told_anyway: bool) -> None:
         figures = [f"loss {self._loss:.3f}"] if self._loss is not None else []
         figures += [f"held-out {self._held_out:.3f}"] if self._held_out is not None else []
         text = "  ".join(figures)
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=self._done, total=self._total or None, figures=text)
-        elif is_last or time.monotonic() - self._told > _SECONDS_BETWEEN_LINES:
+        elif told_anyway or time.monotonic() - self._told > _SECONDS_BETWEEN_LINES:
             self._told = time.monotonic()
             self.say(f"step {self._done}/{self._total}  {text}")
 
