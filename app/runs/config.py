@@ -22,12 +22,13 @@ from app.runs.fields import (
 )
 
 __all__ = [
-    "CHANGEABLE_ON_RESUME", "DpoOptions", "Effective", "Machine", "Problem", "Replacement", "RlhfOptions",
+    "CHANGEABLE_ON_RESUME", "SUPERVISED", "DpoOptions", "Effective", "Machine", "Problem", "Replacement", "RlhfOptions",
     "TrainerOptions", "TrainingConfig", "TrainingMethod", "TrainingStatus", "given_fields", "problems",
     "resolve", "resume_problems",
 ]  # fmt: skip
 
-SUPERVISED = {TrainingMethod.sft, TrainingMethod.full, TrainingMethod.lora, TrainingMethod.qlora}
+SUPERVISED = (TrainingMethod.full, TrainingMethod.lora, TrainingMethod.qlora, TrainingMethod.sft)
+"""Methods that learn from examples; the one place that lists them."""
 CHANGEABLE_ON_RESUME = frozenset({
     "epochs", "max_steps", "min_steps", "save_steps", "save_total_limit", "logging_steps", "eval_steps",
     "time_limit_seconds", "stop_at_step", "early_stopping_patience", "learning_rate", "weight_decay",
@@ -105,15 +106,17 @@ def problems(
     try:
         config = TrainingConfig.model_validate(config_input)
     except ValidationError as error:
-        found = _from_pydantic(error.errors(include_url=False), TrainingConfig, prefix="")
-        bad = {problem.field.split(".")[0] for problem in found}
+        errors = error.errors(include_url=False)
+        found = _from_pydantic(errors, TrainingConfig)
+        # From the raw errors: what is shown is cut, and a name may hold dots or be empty.
+        bad = {error["loc"][0] for error in errors if error["loc"]}
         sound = {name: value for name, value in config_input.items() if name not in bad}
         config = TrainingConfig.model_validate({"base_model": "unknown", **sound})
         config_input = sound
     try:
         TrainerOptions.model_validate(config.extra)
     except ValidationError as error:
-        found += _from_pydantic(error.errors(include_url=False), TrainerOptions, prefix="extra.")
+        found += _from_pydantic(error.errors(include_url=False), TrainerOptions, "extra")
     given = given_fields(config_input)
     found += _not_available_yet(config)
     found += _method_conflicts(config, given)
@@ -330,13 +333,13 @@ _CODES = {
 }  # fmt: skip
 
 
-def _from_pydantic(errors: list[ErrorDetails], model: type[BaseModel], prefix: str) -> list[Problem]:
+def _from_pydantic(errors: list[ErrorDetails], model: type[BaseModel], *prefix: str) -> list[Problem]:
     found: dict[str, Problem] = {}
     for error in errors[:200]:
-        parts = [str(part) for part in error["loc"]]
+        parts = [str(part) or '""' for part in error["loc"]]
         if parts and parts[0] == "gradient_checkpointing":
             parts = parts[:1]  # one problem for a field, not one for each type that it might have been
-        name = _printable(prefix + (".".join(parts) or "config"))[:200]
+        name = _printable(".".join([*prefix, *parts]) or "config")[:200]
         code = _CODES.get(error["type"], "wrong_type" if error["type"].endswith("_type") else "invalid")
         found.setdefault(name, _problem(name, code, _sentence(error, parts, model)))
     return list(found.values())
@@ -355,9 +358,15 @@ def _sentence(error: ErrorDetails, parts: list[str], model: type[BaseModel]) -> 
         if parts == ["base_model"]:
             return "must be a name such as `folder`, `owner/model` or `run_…`, not a path elsewhere"
         return "holds characters that a name cannot have"
-    got = repr(error["input"]) if isinstance(error["input"], str | int | float | None) else "that"
+    got = _shown(error["input"])
     sentence = error["msg"].replace("Input should", "must", 1).removesuffix(".")
-    return _printable(f"{sentence}, not {got[:60]}")
+    return _printable(f"{sentence}, not {got}")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, int) and abs(value) >= 10**60:
+        return "a number of that size"  # Python refuses to write out very long ones
+    return repr(value)[:60] if isinstance(value, str | int | float | None) else "that"
 
 
 def _printable(text: str) -> str:

@@ -6,6 +6,8 @@ import sys
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from app.runs.config import (
     CHANGEABLE_ON_RESUME,
@@ -22,6 +24,16 @@ from app.runs.config import (
 CPU = Machine(kind="cpu", bf16=True)
 GPU = Machine(kind="cuda", bf16=True, flash_attention=False)
 OLD_GPU = Machine(kind="cuda", bf16=False)
+
+FIELDS = st.sampled_from([*TrainingConfig.model_fields, "beta", "rewards", "type", "max_grad_norm", "a.b", ""])
+NAMES = FIELDS | st.text(st.characters(exclude_categories=[]), max_size=20)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.just(10**400) | st.floats() | NAMES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=8,
+)
+CONFIGS = st.dictionaries(NAMES, VALUES, max_size=6)
+"""Whatever a client can send as JSON: any names, lone surrogates among them, and any values."""
 
 
 def codes(config: Any, **data: Any) -> set[tuple[str, str]]:
@@ -111,6 +123,12 @@ class TestEachFieldIsChecked:
             ({"dpo": {"gamma": 1}}, "dpo.gamma", "unknown_field"),
             ({"learning_rte": 1e-4}, "learning_rte", "unknown_field"),
             ({"lone \ud800": 1}, "lone ?", "unknown_field"),
+            ({"a.b": 1}, "a.b", "unknown_field"),
+            ({"learning_rate.x": 1}, "learning_rate.x", "unknown_field"),
+            ({"": 1}, '""', "unknown_field"),
+            ({"n" * 300: 1}, "n" * 200, "unknown_field"),
+            ({"batch_size": 10**5000}, "batch_size", "out_of_range"),
+            ({"extra": {"\ud800": 1}}, "extra", "invalid"),
             ({"extra": {"zero": 1}}, "extra.zero", "unknown_field"),
             ({"extra": {"max_grad_norm": "1"}}, "extra.max_grad_norm", "wrong_type"),
             ({"base_model": ""}, "base_model", "out_of_range"),
@@ -135,6 +153,16 @@ class TestEachFieldIsChecked:
     @pytest.mark.parametrize("config", [None, [], "x", 3])
     def test_something_that_is_no_object_is_refused(self, config: Any) -> None:
         assert codes(config) == {("config", "wrong_type")}
+
+    def test_any_number_of_wrong_fields_is_answered_with_the_first_two_hundred(self) -> None:
+        assert len(codes({f"wrong{n}": n for n in range(1000)})) == 200
+
+    @given(CONFIGS)
+    @settings(deadline=None, max_examples=300)
+    def test_no_json_object_however_odd_raises_and_what_is_said_of_it_is_json(self, config: dict[str, Any]) -> None:
+        found = problems(config, has_eval_dataset=False, dataset_format="chat", machine=CPU)
+        json.dumps([problem.model_dump() for problem in found], ensure_ascii=False).encode()
+        assert {problem.field.split(".")[0] for problem in found} or TrainingConfig.model_validate(config)
 
     def test_a_near_miss_names_the_field_that_was_meant(self) -> None:
         (problem,) = problems({"base_model": "m", "learning_rat": 1}, has_eval_dataset=False)
