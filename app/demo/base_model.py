@@ -6,8 +6,10 @@ Method `full` on such a folder trains from scratch, so nothing has to be downloa
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 VOCABULARY = 4096
 MAX_TOKENS = 256
@@ -25,8 +27,10 @@ CHAT_TEMPLATE = (
 """The marks around an answer tell which tokens are the assistant's, so that only those are learnt."""
 
 
-def train_tokenizer(texts: Iterable[str], vocabulary: int = VOCABULARY) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], vocabulary: int = VOCABULARY) -> "Tokenizer":
     """A byte-level BPE: every text can be written in it, and none is lost on the way back."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -42,7 +46,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int = VOCABULARY) -> Token
     return bpe
 
 
-def write_model(folder: Path, tokenizer: Tokenizer) -> None:
+def write_model(folder: Path, tokenizer: "Tokenizer") -> None:
     """Write tokenizer and architecture into `folder` in Hugging Face format; replaces what an earlier demo wrote."""
     folder.mkdir(parents=True, exist_ok=True)
     end, pad = tokenizer.token_to_id(END), tokenizer.token_to_id(PAD)

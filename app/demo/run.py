@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Literal
 
 from app.config import Settings, get_settings
@@ -42,6 +43,9 @@ def main(model: str | None, keep: bool) -> int:
     left there by an earlier `--keep` is used again; otherwise it is ended with the demo, and the files stay.
     """
     terminal = Terminal()
+    if find_spec("torch") is None:
+        terminal.fail("It trains on this machine, and the libraries for it are missing: pip install 'anneal[worker]'")
+        return 1
     settings = demo_settings(get_settings())
     demo = Demo(terminal, settings)
     try:
