@@ -89,7 +89,8 @@ class Service:
                 return connection
             time.sleep(_TICK_SECONDS)
         if self._running is None:
-            raise DemoError(f"The service was not ready after {_SECONDS_TO_START:.0f} s; see {self.log.parent}.")
+            said = last_lines(self.log, 1)
+            raise DemoError(f"The service was not ready after {_SECONDS_TO_START:.0f} s; it said last: {said}")
         return self._running
 
     def stop(self) -> None:
