@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import psycopg
 from sqlalchemy import Engine, create_engine
 from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, TimeoutError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.pool import NullPool
 
@@ -53,6 +55,15 @@ def sync_engine(url: str, pool_size: int = 4, name: str = "anneal-worker", state
         pool_pre_ping=True,
         hide_parameters=True,  # rows of users are no business of the log
         connect_args=arguments,
+    )
+
+
+def is_away(error: BaseException) -> bool:
+    """Whether the database could not be reached or gave up, so that trying again may help; else we made a mistake."""
+    if isinstance(error, DBAPIError) and error.connection_invalidated:
+        return True
+    return isinstance(
+        error, OperationalError | InterfaceError | TimeoutError | psycopg.OperationalError | psycopg.InterfaceError
     )
 
 

@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 QUEUE = "anneal"
 TASK = "anneal.run_next"
+MOST_HINTS = 1000
 CONTROL_CHANNEL = "anneal:control"
 
 
@@ -98,7 +99,11 @@ class Queue:
     async def hint(self, count: int = 1) -> None:
         """Tell `count` idle worker threads that work waits."""
         try:
-            await asyncio.to_thread(self._send, count)
+            # Hints do not expire: Celery would judge that by the worker's clock, and one that runs ahead would never
+            # hear of anything. What nobody takes is bounded here instead.
+            waiting = await self._redis.llen(QUEUE)
+            if waiting < MOST_HINTS:
+                await asyncio.to_thread(self._send, count)
         except Exception as error:  # whatever the broker's client raises, the next round of hints comes
             log.warning("no hint sent, the dispatcher will: %s", error)
 
@@ -129,7 +134,7 @@ class Queue:
 
     def _send(self, count: int) -> None:
         for _ in range(count):
-            self._celery.send_task(TASK, expires=300, ignore_result=True, retry=False)
+            self._celery.send_task(TASK, ignore_result=True, retry=False)
 
     async def _publish(self, channel: str, message: str) -> None:
         try:

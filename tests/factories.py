@@ -78,7 +78,7 @@ class Trainer:
 
     def begin(self, step: int = 0, total: int | None = 100) -> "Trainer":
         """Start to train."""
-        return self._do(lifecycle.begin(self.run_id, self.epoch, step, total, None))
+        return self._do(lifecycle.begin(self.run_id, self.epoch, step, 0.0, total, None))
 
     def events(self, kind: str, *payloads: dict[str, Any]) -> None:
         """Append events of one type."""

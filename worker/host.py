@@ -5,7 +5,6 @@ import logging
 import os
 import socket
 import threading
-import time
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.config import Settings
-from app.db import sync_engine
+from app.db import is_away, sync_engine
 from app.ids import new_id
 from app.queue import CONTROL_CHANNEL, events_channel
 from app.runs import lifecycle
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _REDIS_PAUSE = 2.0
+_DATABASE_PAUSE = 2.0
 
 
 class Host:
@@ -60,18 +60,17 @@ class Host:
         )
         self.draining = threading.Event()
         self._leases: dict[str, Lease] = {}
-        self._redis_again = 0.0
+        self._to_wake: set[str] = set()
+        self._wake_up = threading.Event()
         self._ended = threading.Event()
 
     def start(self) -> None:
-        """Clear away what a dead predecessor left, register, and begin to beat and to listen."""
+        """Clear away what a dead predecessor left, register (as soon as the database is there), beat and listen."""
         self.launcher.start()
-        with self.engine.begin() as connection:
-            self._bury_dead(connection)
-            connection.execute(registry.forget(older_than_days=30))
-            self._register(connection)
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
-        threading.Thread(target=self._listen, name="control", daemon=True).start()
+        while not self._sign_on():
+            self._ended.wait(_DATABASE_PAUSE)
+        for name, work in (("heartbeat", self._beat), ("control", self._listen), ("wake-ups", self._tell)):
+            threading.Thread(target=work, name=name, daemon=True).start()
         log.info(
             "worker %s on %s: %d slot(s) of %s", self.id, self.name, self.machine.slots, self.machine.devices[0].name
         )
@@ -83,6 +82,7 @@ class Host:
     def close(self) -> None:
         """Sign off and end what is left."""
         self._ended.set()
+        self._wake_up.set()
         self.launcher.stop()
         try:
             with self.engine.begin() as connection:
@@ -97,18 +97,40 @@ class Host:
         self._leases[lease.run_id] = lease
 
     def release(self, lease: "Lease") -> None:
-        """The lease is over."""
-        self._leases.pop(lease.run_id, None)
+        """The lease is over; one on a later attempt of the same run stays."""
+        if self._leases.get(lease.run_id) is lease:
+            del self._leases[lease.run_id]
 
     def wake(self, run_id: str) -> None:
-        """Tell streams of new events; without Redis they poll."""
-        if time.monotonic() < self._redis_again:
-            return
+        """Have streams told of new events; without Redis they poll. Never waits."""
+        self._to_wake.add(run_id)
+        self._wake_up.set()
+
+    def _tell(self) -> None:
+        while not self._ended.is_set():
+            self._wake_up.wait()
+            self._wake_up.clear()
+            # Sets are popped from one at a time: threads that add meanwhile are served by the next round.
+            while self._to_wake:
+                run_id = self._to_wake.pop()
+                try:
+                    self.redis.publish(events_channel(run_id), "")
+                except (RedisError, OSError) as error:
+                    log.info("no wake-ups for a while: %s", error)
+                    self._ended.wait(_REDIS_PAUSE)
+
+    def _sign_on(self) -> bool:
         try:
-            self.redis.publish(events_channel(run_id), "")
-        except (RedisError, OSError) as error:
-            self._redis_again = time.monotonic() + _REDIS_PAUSE
-            log.info("no wake-ups for a while: %s", error)
+            with self.engine.begin() as connection:
+                self._bury_dead(connection)
+                connection.execute(registry.forget(older_than_days=30))
+                self._register(connection)
+        except SQLAlchemyError as error:
+            if not is_away(error):
+                raise
+            log.warning("the database cannot be reached, trying again: %s", error)
+            return False
+        return True
 
     def _bury_dead(self, connection: Connection) -> None:
         """Take back at once what workers of this machine had whose process is gone."""

@@ -2,13 +2,15 @@
 
 import json
 import logging
+import os
+import pwd
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, select
+from sqlalchemy import Connection, Engine, Executable, select
 
 from app.checkpoints import retention
 from app.checkpoints.models import Checkpoint
@@ -20,14 +22,18 @@ from worker.training import manifest
 
 log = logging.getLogger(__name__)
 
+_LEFTOVERS = ("a*/.checkpoint-*", "a*/.deleted-*", "a*/.output.tmp", "a*/base_model")
+
 
 class JobError(Exception):
     """The run cannot start: a stable code, and a sentence with what to do next."""
 
-    def __init__(self, code: str, message: str) -> None:
+    def __init__(self, code: str, message: str, is_passing: bool = False) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
+        self.is_passing = is_passing
+        """Whether it is this worker's trouble: the run waits for another try, perhaps elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,7 @@ class Job:
 
     path: Path
     start_step: int
+    start_epoch: float
     best_loss: float | None
     remarks: list[str]
     """What the user should read in the log: checkpoints that were passed over, and why."""
@@ -48,8 +55,8 @@ def prepare(host: Host, run: Any, device: dict[str, Any]) -> Job:
         JobError: something that the run needs is not there.
     """
     folder = host.storage.attempt_dir(run.id, run.attempt)
-    folder.mkdir(parents=True, exist_ok=True)
-    _sweep(folder.parent)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(host, run.id)
     remarks: list[str] = []
     checkpoint = _newest_good(host, run, remarks)
     with host.engine.connect() as connection:
@@ -63,32 +70,53 @@ def prepare(host: Host, run: Any, device: dict[str, Any]) -> Job:
             "eval_dataset": _dataset(host, connection, run.eval_dataset_id) if run.eval_dataset_id else None,
             "base_model": _base_model(host, connection, run),
             "output_dir": str(folder),
-            "resume_from": _resume(host, checkpoint, run),
+            "resume_from": _resume(host, checkpoint),
             "journal": str(host.storage.journal(run.id)),
             "device": device,
             "trust_remote_code": host.settings.trust_remote_code,
             "offline": not host.settings.allow_hub,
             "worker": {"id": host.id, "host": host.name},
         }
-    path = folder / "job.json"
-    path.write_text(json.dumps(job, indent=1))
-    if host.settings.trainer_user:
-        # The trainer writes its attempt's folder and, beside it, the run's journal; nothing else is its own.
-        for place in (folder.parent, folder, path):
-            shutil.chown(place, user=host.settings.trainer_user)
     return Job(
-        path=path,
+        path=_write(host, run.id, folder, job),
         start_step=checkpoint.step if checkpoint else 0,
+        start_epoch=checkpoint.epoch if checkpoint else 0.0,
         best_loss=checkpoint.metrics.get("best_loss") if checkpoint else None,
         remarks=remarks,
     )
 
 
-def _sweep(run_folder: Path) -> None:
+def _write(host: Host, run_id: str, folder: Path, job: dict[str, Any]) -> Path:
+    """Make the attempt's folder and its job file.
+
+    The run's folder stays the worker's own, so that a trainer of another user can put nothing in the way of what is
+    written here; what the trainer writes is handed to it last: its attempt's folder and the journal.
+    """
+    path = folder / "job.json"
+    if path.exists():
+        return path  # an earlier try got this far before the database went away
+    folder.mkdir(exist_ok=True)
+    path.write_text(json.dumps(job, indent=1))
+    user = host.settings.trainer_user
+    if user:
+        account = pwd.getpwnam(user)
+        journal = os.open(host.storage.journal(run_id), os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
+        try:
+            os.fchown(journal, account.pw_uid, account.pw_gid)
+        finally:
+            os.close(journal)
+        os.chown(folder, account.pw_uid, account.pw_gid, follow_symlinks=False)
+    return path
+
+
+def _sweep(host: Host, run_id: str) -> None:
     """Remove what a kill left half written or half removed; no trainer of an earlier attempt lives any more."""
-    for pattern in ("a*/.checkpoint-*", "a*/.deleted-*"):
-        for leftover in run_folder.glob(pattern):
+    for pattern in _LEFTOVERS:
+        for leftover in host.storage.run_dir(run_id).glob(pattern):
             shutil.rmtree(leftover, ignore_errors=True)
+    with host.engine.connect() as connection:
+        retired = connection.execute(retention.retired(run_id)).all()
+    remove_folders(host, run_id, [(attempt, name) for attempt, name in retired])
 
 
 def _dataset(host: Host, connection: Connection, dataset_id: str) -> dict[str, Any]:
@@ -99,6 +127,7 @@ def _dataset(host: Host, connection: Connection, dataset_id: str) -> dict[str, A
             "bad_data",
             f"the file of data set {row.id} is not in this worker's storage ({host.storage.root}): "
             "give API and workers the same ANNEAL_STORAGE",
+            is_passing=True,
         )
     return {"id": row.id, "path": str(path), "format": row.format, "rows": row.rows, "sha256": row.sha256}
 
@@ -116,14 +145,14 @@ def _base_model(host: Host, connection: Connection, run: Any) -> dict[str, Any]:
         raise JobError("model_not_found", error.message) from error
 
 
-def _resume(host: Host, checkpoint: Any, run: Any) -> dict[str, Any] | None:
+def _resume(host: Host, checkpoint: Any) -> dict[str, Any] | None:
     if checkpoint is None:
         return None
     return {
         "path": str(host.storage.attempt_dir(checkpoint.run_id, checkpoint.attempt) / checkpoint.name),
         "step": checkpoint.step,
         "manifest_sha256": checkpoint.manifest_sha256,
-        "same_config": checkpoint.run_id == run.id,
+        "run_id": checkpoint.run_id,
     }
 
 
@@ -148,19 +177,28 @@ def _newest_good(host: Host, run: Any, remarks: list[str]) -> Any:
 
 
 def _candidates(engine: Engine, run: Any) -> Iterator[Any]:
-    """This run's checkpoints, then the one it was created to resume, then earlier ones of the same parent."""
+    """This run's checkpoints, then the one it was created to resume and those before it, up its whole ancestry.
+
+    Each look is over before its rows are verified: reading gigabytes must not keep a transaction open.
+    """
     table = Checkpoint.__table__
-    with engine.connect() as connection:
-        yield from connection.execute(retention.good(run.id).with_only_columns(*table.c)).all()  # type: ignore[attr-defined]
-        if not run.resume_checkpoint_id:
-            return
-        chosen = connection.execute(select(table).where(table.c.id == run.resume_checkpoint_id)).one_or_none()
+    yield from _rows(engine, retention.good(run.id).with_only_columns(*table.c))  # type: ignore[attr-defined]
+    resumes = run.resume_checkpoint_id
+    while resumes:
+        chosen = next(iter(_rows(engine, select(table).where(table.c.id == resumes))), None)
         if chosen is None:
             return
         if chosen.deleted_at is None and chosen.bad_reason is None:
             yield chosen
         earlier = retention.good(chosen.run_id, below_step=chosen.step).with_only_columns(*table.c)  # type: ignore[attr-defined]
-        yield from connection.execute(earlier).all()
+        yield from _rows(engine, earlier)
+        parent = _rows(engine, select(Run.resume_checkpoint_id).where(Run.id == chosen.run_id))
+        resumes = parent[0].resume_checkpoint_id if parent else None
+
+
+def _rows(engine: Engine, statement: Executable) -> Sequence[Any]:
+    with engine.connect() as connection:
+        return connection.execute(statement).all()
 
 
 def remove_folders(host: Host, run_id: str, retired: list[tuple[int, str]]) -> None:

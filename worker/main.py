@@ -30,8 +30,8 @@ def main() -> int:
 
     # Celery's warning about root concerns pickled messages; ours are JSON without arguments.
     warnings.filterwarnings("ignore", message=".*superuser privileges")
-    host.start()
     try:
+        host.start()
         app.worker_main(
             [
                 "--quiet",

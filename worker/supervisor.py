@@ -9,15 +9,17 @@ from typing import Any
 from sqlalchemy import Executable
 from sqlalchemy.exc import SQLAlchemyError
 
+from app.db import is_away
 from app.events.log import Fenced
 from app.runs import lifecycle
 from worker.devices import Device
 from worker.host import Host
 from worker.job import Job, JobError, prepare
-from worker.launcher import LaunchError
+from worker.launcher import LaunchAbandoned, LaunchError
 from worker.lease import Lease
 from worker.process import Exit, TrainingProcess
-from worker.pump import LeaseLost, Pump
+from worker.pump import Pump
+from worker.writer import LeaseLost, Writer
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +27,8 @@ ENTRIES = {"celery": "worker.training.__main__:main", "fake": "worker.fake:main"
 _RETRY_SECONDS = 2.0
 _NO_SAVE_GRACE_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
+_HEAR_OF_SHUTDOWN_SECONDS = 1.0
+_REQUESTS_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def work(host: Host) -> None:
@@ -45,6 +49,8 @@ def claim(host: Host) -> Any:
         with host.engine.begin() as connection:
             run = connection.execute(statement).one_or_none()
     except SQLAlchemyError as error:
+        if not is_away(error):
+            raise
         log.warning("nothing claimed, the database is away: %s", error)
         return None
     if run is not None:
@@ -55,12 +61,18 @@ def claim(host: Host) -> Any:
 
 def supervise(host: Host, run: Any, claimed_at: float) -> None:
     """See a claimed run through to its end, or give it back; whatever happens, no process of it is left."""
-    with Lease(host, run.id, run.epoch, claimed_at) as lease:
-        pump = Pump(host, run, lease)
+    with Lease(host, run.id, run.epoch, claimed_at) as lease, Writer(host, run, lease) as writer:
         try:
-            ending = attempt(host, run, lease, pump)
-            pump.flush_all()
-            finish(host, pump, ending)
+            try:
+                ending = attempt(host, run, lease, writer)
+                writer.drain()
+            except (Fenced, LeaseLost):
+                raise
+            except Exception as error:
+                # A mistake of ours must neither look like a lost worker nor be repeated attempt after attempt.
+                log.exception("%s: attempt %d", run.id, run.attempt)
+                ending = lifecycle.fail(run.id, run.epoch, "internal", f"{error!r}; the worker's log has more")
+            finish(host, writer, ending)
         except Fenced:
             log.warning("%s: fenced, its trainer is gone, nothing more is written", run.id)
         except LeaseLost:
@@ -68,40 +80,61 @@ def supervise(host: Host, run: Any, claimed_at: float) -> None:
     host.wake(run.id)
 
 
-def attempt(host: Host, run: Any, lease: Lease, pump: Pump) -> Executable:
+def attempt(host: Host, run: Any, lease: Lease, writer: Writer) -> Executable:
     """One try: prepare, launch, follow; answers the transition to end it with."""
     device = next(one for one in host.machine.devices if one.index == run.device_indexes[0])
+    pump = Pump(host, run, writer)
     try:
-        job = pump.persist(lambda: prepare(host, run, device.for_job()))
-        pump.start_from(job.start_step, job.best_loss)
-        for remark in job.remarks:
-            pump.say(remark, "warning")
-        if lease.stop:
-            return lifecycle.cancel(run.id, run.epoch)
+        job = writer.persist(lambda: prepare(host, run, device.for_job()))
+        pump.start_from(job)
         process = launch(host, run, lease, job, device)
-        try:
-            end, killed_for = follow(host, lease, pump, process)
-        finally:
-            process.close()
-        return conclude(host, run, lease, pump, end, killed_for)
+    except LaunchAbandoned:
+        return given_up(host, run, lease)
     except JobError as error:
+        if error.is_passing:
+            return lifecycle.retry(run.id, run.epoch, error.message, _RETRY_SECONDS)
         return lifecycle.fail(run.id, run.epoch, error.code, error.message)
     except LaunchError as error:
         reason = f"no training process could be started: {error}"
         return lifecycle.retry(run.id, run.epoch, reason, _RETRY_SECONDS)
     except OSError as error:
         log.exception("%s: attempt %d", run.id, run.attempt)
-        code = "disk_full" if error.errno == errno.ENOSPC else "internal"
-        return lifecycle.fail(run.id, run.epoch, code, f"{error}; see the worker's log")
+        if error.errno == errno.ENOSPC:
+            return lifecycle.fail(run.id, run.epoch, "disk_full", f"{error}; make room in the storage and resume")
+        return lifecycle.retry(run.id, run.epoch, f"the attempt could not be prepared: {error}", _RETRY_SECONDS)
+    try:
+        end, killed_for = follow(host, lease, writer, pump, process)
+    finally:
+        process.close()
+    return conclude(host, run, lease, pump, end, killed_for)
 
 
 def launch(host: Host, run: Any, lease: Lease, job: Job, device: Device) -> TrainingProcess:
-    """Start the training process, with its deadline in force from the first moment."""
+    """Start the training process, with its deadline in force from the first moment.
+
+    Raises:
+        LaunchAbandoned: meanwhile the run was to end, or to be given back.
+    """
+
+    def should_end() -> bool:
+        return bool(lease.stop) or lease.fenced or host.draining.is_set()
+
+    if should_end():
+        raise LaunchAbandoned("not wanted any more")
     # A GPU is one device for every worker of the machine; a share of the CPU is the worker's own.
     owner = device.id if device.kind == "cuda" else f"{host.id}-{device.id}"
-    lock = host.settings.home / "run" / "devices" / owner
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    process = host.launcher.launch(ENTRIES[run.backend], job.path, device.for_job(), [lock], renew_until=lease.kill_at)
+    device_lock = host.settings.home / "run" / "devices" / owner
+    device_lock.parent.mkdir(parents=True, exist_ok=True)
+    # Two trainers of one run on one machine are ruled out by the kernel too, not only by leases.
+    run_lock = host.storage.run_dir(run.id) / "trainer.lock"
+    process = host.launcher.launch(
+        ENTRIES[run.backend],
+        job.path,
+        device.for_job(),
+        [device_lock, run_lock],
+        renew_until=lambda: lease.kill_at,
+        should_end=should_end,
+    )
     lease.guard(process)
     return process
 
@@ -115,7 +148,7 @@ class Following:
         self.killed_for: str | None = None
 
 
-def follow(host: Host, lease: Lease, pump: Pump, process: TrainingProcess) -> tuple[Exit, str | None]:
+def follow(host: Host, lease: Lease, writer: Writer, pump: Pump, process: TrainingProcess) -> tuple[Exit, str | None]:
     """Pump until the process has ended and all it said is taken; answers its end and why we killed it, if we did.
 
     Raises:
@@ -123,7 +156,7 @@ def follow(host: Host, lease: Lease, pump: Pump, process: TrainingProcess) -> tu
     """
     state = Following()
     while (ended := process.poll()) is None:
-        if pump.is_full:
+        if writer.is_full:
             time.sleep(_LOOK_SECONDS)  # unread output makes the trainer wait, memory stays bounded
         else:
             process.wait(_LOOK_SECONDS)
@@ -131,8 +164,8 @@ def follow(host: Host, lease: Lease, pump: Pump, process: TrainingProcess) -> tu
         if lease.fenced or lease.expired:
             process.kill()
             raise Fenced(lease.run_id) if lease.fenced else LeaseLost(lease.run_id)
+        writer.check()
         obey(host, lease, pump, process, state)
-        pump.flush_when_due()
     process.kill()  # what it left behind in its session
     pump.take(process.channel.drain())
     pump.end_of_output()
@@ -175,13 +208,20 @@ def conclude(host: Host, run: Any, lease: Lease, pump: Pump, end: Exit, killed_f
     if outcome == "failed":
         error = result.get("error") or {}
         return lifecycle.fail(run.id, run.epoch, error.get("code", "internal"), error.get("message", ""))
-    if lease.stop and (outcome == "stopped" or killed_for):
-        return lifecycle.cancel(run.id, run.epoch)
-    if host.draining.is_set() and (outcome == "stopped" or killed_for):
-        return lifecycle.hand_back(run.id, run.epoch, "handed back: the worker is shutting down")
-    if outcome == "stopped":
-        return lifecycle.retry(run.id, run.epoch, "the training process was told to end from outside", _RETRY_SECONDS)
+    if outcome == "stopped" or killed_for or end.signal in _REQUESTS_TO_END:
+        return given_up(host, run, lease)
     return crashed(run, pump, end)
+
+
+def given_up(host: Host, run: Any, lease: Lease) -> Executable:
+    """The transition of a run whose trainer ended because somebody wanted it to."""
+    # A service manager signals worker and trainer at once: the trainer may be gone before the worker knows why.
+    if not lease.stop and not host.draining.wait(_HEAR_OF_SHUTDOWN_SECONDS):
+        reason = "the training process was told to end from outside"
+        return lifecycle.retry(run.id, run.epoch, reason, _RETRY_SECONDS)
+    if lease.stop:
+        return lifecycle.cancel(run.id, run.epoch)
+    return lifecycle.hand_back(run.id, run.epoch, "handed back: the worker is shutting down")
 
 
 def output(run: Any, result: dict[str, Any]) -> int | None:
@@ -207,7 +247,7 @@ def crashed(run: Any, pump: Pump, end: Exit) -> Executable:
     return lifecycle.fail(run.id, run.epoch, code, f"{what}. Its last lines:\n{last}")
 
 
-def finish(host: Host, pump: Pump, ending: Executable) -> None:
+def finish(host: Host, writer: Writer, ending: Executable) -> None:
     """Store the end of the attempt; it is the last thing written of it."""
 
     def write() -> None:
@@ -216,4 +256,4 @@ def finish(host: Host, pump: Pump, ending: Executable) -> None:
         if row is not None:
             log.info("%s: %s", row.id, row.status)
 
-    pump.persist(write)
+    writer.persist(write)

@@ -4,7 +4,6 @@ from sqlalchemy import Executable, func, select, update
 from sqlalchemy.orm import aliased
 
 from app.checkpoints.models import Checkpoint
-from app.runs.models import TERMINAL, Run
 
 
 def good(run_id: str, below_step: int | None = None) -> Executable:
@@ -18,15 +17,14 @@ def good(run_id: str, below_step: int | None = None) -> Executable:
 def retire(run_id: str, keep: int) -> Executable:
     """Mark all but the `keep` furthest checkpoints as deleted; the rows tell which folders to remove afterwards.
 
-    Never the newest good one, the one with the lowest evaluation loss, a pinned one, or one that an unfinished run
-    resumes from.
+    Never the newest good one, the one with the lowest evaluation loss, or a pinned one. Only a live run retires, and
+    only a run that has ended can be resumed by another: nobody needs what goes here.
     """
     one = aliased(Checkpoint)
     there = select(one.id).where(one.run_id == run_id, one.deleted_at.is_(None), one.bad_reason.is_(None))
     furthest = there.order_by(one.step.desc(), one.id.desc()).limit(max(keep, 1))
     eval_loss = one.metrics["eval_loss"].as_float()
-    best = there.where(eval_loss.is_not(None)).order_by(eval_loss, one.step.desc()).limit(1)
-    in_use = select(Run.id).where(Run.resume_checkpoint_id == Checkpoint.id, Run.status.not_in(TERMINAL)).exists()
+    best = there.where(eval_loss.is_not(None)).order_by(eval_loss, one.step).limit(1)
     return (
         update(Checkpoint)
         .where(
@@ -35,10 +33,16 @@ def retire(run_id: str, keep: int) -> Executable:
             Checkpoint.id.not_in(furthest),
             Checkpoint.id.not_in(best),
             Checkpoint.pinned.is_(False),
-            ~in_use,
         )
         .values(deleted_at=func.clock_timestamp())
         .returning(Checkpoint.attempt, Checkpoint.name)
+    )
+
+
+def retired(run_id: str) -> Executable:
+    """Attempt and name of checkpoints whose folders may be left over from a kill between marking and removing."""
+    return select(Checkpoint.attempt, Checkpoint.name).where(
+        Checkpoint.run_id == run_id, Checkpoint.deleted_at.is_not(None)
     )
 
 

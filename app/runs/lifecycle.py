@@ -1,8 +1,7 @@
 """The state machine of a run, and the only writer of `runs.status`.
 
     pending ──claim──▶ initializing ──begin──▶ running ◀──saved── checkpointing
-     ▲  │  │                │                   │  └────saving───────▲
-     │  │  └─reject─▶ failed│                   │
+     ▲  │                   │                   │  └────saving───────▲
      │  └─request_stop─▶ cancelled              │
      └───── hand_back · retry · reap ◀──────────┤   (cancelled when a stop was asked, failed past max_restarts)
                                                 └──▶ complete · fail · cancel
@@ -45,6 +44,8 @@ attempts: Any = Attempt.__table__
 devices: Any = Device.__table__
 events: Any = RunEvent.__table__
 
+_LEAST_PAUSE = 1.0
+_MOST_DOUBLINGS = 6
 _EVENT_COLUMNS = ["run_id", "seq", "type", "attempt", "ts", "data"]
 
 
@@ -136,10 +137,27 @@ def claim(worker_id: str, backends: list[str], lease_seconds: float, kind: str, 
     return select(moved, indexes).add_cte(*parts, opened)
 
 
-def begin(run_id: str, epoch: int, start_step: int, total_steps: int | None, best_loss: float | None) -> Executable:
+def begin(
+    run_id: str, epoch: int, start_step: int, start_epoch: float, total_steps: int | None, best_loss: float | None
+) -> Executable:
     """The first optimizer step is about to run; what an earlier attempt had reached beyond it rolls back."""
-    progress = {"current_step": start_step, "best_loss": best_loss, "total_steps": total_steps}
-    return _guarded(run_id, epoch, ("initializing",), "running", "training", **progress)
+    progress: dict[str, Any] = {
+        "current_step": start_step,
+        "current_epoch": start_epoch,
+        "best_loss": best_loss,
+        "total_steps": total_steps,
+    }
+    where = and_(runs.c.id == run_id, runs.c.epoch == epoch, runs.c.status == "initializing")
+    moved, parts = _move(_pick(where), literal("running"), literal("training"), **progress)
+    started = (
+        update(attempts)
+        .where(attempts.c.run_id == moved.c.id, attempts.c.attempt == moved.c.attempt)
+        .values(start_step=start_step)
+        .returning(attempts.c.attempt)
+        .cte("started")
+    )
+    # The attempt has not ended, so `closed` touches no row that `started` does.
+    return select(moved).add_cte(*parts, started)
 
 
 def saving(run_id: str, epoch: int) -> Executable:
@@ -201,12 +219,6 @@ def reap_dead(worker_ids: list[str]) -> Executable:
     return _requeue(
         owned, "worker lost: its process is gone", "lost", counted=True, delay_seconds=0.0, skip_locked=True
     )
-
-
-def reject(run_id: str, code: str, message: str) -> Executable:
-    """A waiting run that can never start ends before it was claimed."""
-    waiting = and_(runs.c.id == run_id, runs.c.status == "pending")
-    return _statement(_pick(waiting), literal("failed"), code, error_code=code, error_message=message)
 
 
 def request_stop(run_id: str, save_checkpoint: bool) -> Executable:
@@ -277,6 +289,8 @@ def _requeue(
     delay_seconds: float,
     skip_locked: bool = False,
 ) -> Executable:
+    # A first loss whose cause is known needs no pause; one that comes again does.
+    delay = case((runs.c.lost_count == 0, seconds(delay_seconds)), else_=seconds(max(delay_seconds, _LEAST_PAUSE)))
     exhausted = and_(literal(counted), runs.c.lost_count >= runs.c.max_restarts)
     target = case((runs.c.stop_requested_at.is_not(None), "cancelled"), (exhausted, "failed"), else_="pending")
     fails = and_(runs.c.stop_requested_at.is_(None), exhausted)
@@ -293,7 +307,7 @@ def _requeue(
         lost_count=runs.c.lost_count + int(counted),
         hinted_at=None,
         # Twice the pause after each further loss, so that a run that kills its workers does not do it in a loop.
-        not_before=func.clock_timestamp() + seconds(delay_seconds) * func.power(2, runs.c.lost_count),
+        not_before=func.clock_timestamp() + delay * func.power(2, func.least(runs.c.lost_count, _MOST_DOUBLINGS)),
         error_code=case((fails, "worker_lost"), else_=None),
         error_message=case((fails, gave_up), else_=None),
     )

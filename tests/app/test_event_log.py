@@ -114,7 +114,7 @@ class TestAppend:
 
         def others(run_id: str) -> None:
             for statement in (
-                lifecycle.begin(run_id, 1, 0, 10, None),
+                lifecycle.begin(run_id, 1, 0, 0.0, 10, None),
                 lifecycle.saving(run_id, 1),
                 lifecycle.request_stop(run_id, True),
                 lifecycle.saved(run_id, 1),

@@ -106,7 +106,7 @@ class TestTheWholeLife:
         run, worker = add_run(engine), add_worker(engine)
         claim(engine, worker)
         for statement in (
-            lifecycle.begin(run.id, 1, 0, 10, None),
+            lifecycle.begin(run.id, 1, 0, 0.0, 10, None),
             lifecycle.saving(run.id, 1),
             lifecycle.saved(run.id, 1),
             lifecycle.complete(run.id, 1, 1, "training is complete"),
@@ -140,7 +140,7 @@ class TestTheWholeLife:
         move(engine, lifecycle.hand_back(run.id, 1, "drain"))
         claim(engine, worker)
         statement = {
-            "begin": lifecycle.begin(run.id, 1, 0, 10, None),
+            "begin": lifecycle.begin(run.id, 1, 0, 0.0, 10, None),
             "complete": lifecycle.complete(run.id, 1, 1, "done"),
             "fail": lifecycle.fail(run.id, 1, "internal", "x"),
             "hand_back": lifecycle.hand_back(run.id, 1, "x"),

@@ -1,22 +1,24 @@
-"""The pump: what a trainer says is stored once and in order, also when nobody knows whether a commit happened."""
+"""Pump and writer: what a trainer says is stored once and in order, also when a commit's answer got lost."""
 
 import json
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sqlalchemy import Engine, event
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import OperationalError, ProgrammingError
 
 from app.config import Settings
 from app.db import sync_engine
-from app.events.log import Fenced
+from app.events.log import Fenced, NewEvent
 from app.runs import lifecycle
 from app.storage import Storage
 from tests.rows import add_run, add_worker, claim, events_of, run_row
-from worker.pump import LeaseLost, Pump
+from worker.pump import Pump
+from worker.writer import LeaseLost, Step, Writer
 
 
 class Lab:
@@ -26,9 +28,11 @@ class Lab:
         self.engine = engine
         add_run(engine)
         self.run = claim(engine, add_worker(engine))
+        # A lease that neither ends nor is lost unless the test says so: what is under test is what is stored.
         self.lease: Any = SimpleNamespace(fenced=False, expired=False, run_id=self.run.id)
         host: Any = SimpleNamespace(engine=engine, wake=lambda _: None, storage=Storage(settings))
-        self.pump = Pump(host, self.run, self.lease)
+        self.writer = Writer(host, self.run, self.lease)
+        self.pump = Pump(host, self.run, self.writer)
 
     def says(self, type: str, **fields: Any) -> None:
         record = {"type": type, "ts": time.time(), **fields}
@@ -46,7 +50,9 @@ class Lab:
 @pytest.fixture
 def lab(settings: Settings) -> Iterator[Lab]:
     engine = sync_engine(settings.database_url or "")
-    yield Lab(settings, engine)
+    lab = Lab(settings, engine)
+    with lab.writer:
+        yield lab
     engine.dispose()
 
 
@@ -66,7 +72,7 @@ def test_keeps_the_trainers_order_across_lines_records_and_status_changes(lab: L
     lab.says("checkpoint", **checkpoint(1))
     lab.says("phase", name="training")
     lab.prints("three\n")
-    lab.pump.flush()
+    lab.writer.drain()
     told = [data.get("line") or data.get("to") or kind for kind, data in lab.events()[2:]]
     assert told == [
         "one", "progress", "running", "two", "metric", "progress", "checkpointing", "checkpoint", "progress",
@@ -95,7 +101,7 @@ def test_a_commit_whose_answer_got_lost_is_not_stored_twice(lab: Lab, nth: int) 
         lab.says("metric", step=step, epoch=0.1, loss=3.0 - step / 10, total_steps=3)
         lab.says("phase", name="saving")
         lab.says("checkpoint", **checkpoint(step))
-        lab.pump.flush_all()
+        lab.writer.drain()
     event.remove(lab.engine, "commit", lose_answer)
     assert commits > nth
     kinds = [kind for kind, _ in lab.events()]
@@ -109,23 +115,46 @@ def test_what_postgres_refuses_is_told_and_the_rest_is_stored(lab: Lab) -> None:
     lab.prints("before\n")
     lab.says("metric", step=1, epoch=0.1, loss=float("nan"), note="a\x00b\ud800c")
     lab.prints("after \x00 \x1b[31mred\n")
-    lab.pump.flush()
+    lab.writer.drain()
     events = lab.events()[2:]
     assert [kind for kind, _ in events] == ["log", "metric", "log"]
     assert events[1][1]["loss"] is None and "loss" in events[1][1]["non_finite"]
 
 
-def test_one_event_that_is_refused_costs_only_itself(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.pump.clean_record", lambda record: record)
+def test_one_event_that_is_refused_costs_only_itself(lab: Lab) -> None:
     for step in range(1, 20):
-        note = "\x00" if step == 7 else "fine"
-        lab.says("eval", step=step, epoch=0.1, metrics={"note": note})
-    from app.events.log import NewEvent
-
-    lab.pump._waiting[6] = NewEvent("eval", lab.pump._waiting[6].ts, '{"broken": ')  # type: ignore[union-attr]
-    lab.pump.flush()
+        data = '{"broken": ' if step == 7 else "{}"
+        lab.writer.put(NewEvent("eval", datetime.now(UTC), data))
+    lab.writer.drain()
     kinds = [kind for kind, _ in lab.events()[2:]]
     assert kinds == ["eval"] * 6 + ["log"] + ["eval"] * 12
+
+
+def test_a_checkpoint_that_the_database_refuses_is_told_and_training_goes_on(lab: Lab) -> None:
+    lab.says("checkpoint", **{**checkpoint(1), "kind": "unheard of"})
+    lab.says("eval", step=1, epoch=0.1, metrics={})
+    lab.writer.drain()
+    (log, refused), (kind, _) = lab.events()[2:]
+    assert (log, kind) == ("log", "eval")
+    assert "kind_known" in refused["line"]
+
+
+@pytest.mark.parametrize("record", [b"{", b"[]", b'{"type": "metric"}', b'{"type": "eval", "ts": 1e300}', b"\xff"])
+def test_a_record_that_makes_no_sense_is_a_line_in_the_log(lab: Lab, record: bytes) -> None:
+    lab.pump.take([("report", record)])
+    lab.writer.drain()
+    assert [kind for kind, _ in lab.events()[2:]] == ["log"]
+
+
+def test_an_error_that_trying_again_does_not_cure_is_raised_at_once(lab: Lab) -> None:
+    def forbidden(_: Any) -> None:
+        raise ProgrammingError("SELECT", {}, Exception("permission denied"))
+
+    lab.writer.put(Step(forbidden))
+    with pytest.raises(ProgrammingError):
+        lab.writer.drain()
+    with pytest.raises(ProgrammingError):
+        lab.writer.persist(lambda: forbidden(None))
 
 
 def test_a_fenced_pump_writes_nothing(lab: Lab) -> None:
@@ -134,7 +163,7 @@ def test_a_fenced_pump_writes_nothing(lab: Lab) -> None:
     before = lab.events()
     lab.prints("too late\n")
     with pytest.raises(Fenced):
-        lab.pump.flush_all()
+        lab.writer.drain()
     assert lab.events() == before
 
 
@@ -148,7 +177,7 @@ def test_gives_up_only_when_the_lease_is_over(lab: Lab) -> None:
         raise OperationalError("SELECT", {}, Exception("server closed the connection"))
 
     with pytest.raises(LeaseLost):
-        lab.pump.persist(fail)
+        lab.writer.persist(fail)
     assert calls == 3
 
 
@@ -156,7 +185,7 @@ def test_keeps_the_newest_checkpoints_and_marks_the_others(lab: Lab) -> None:
     lab.run.config["save_total_limit"] = 2
     for step in (1, 2, 3, 4):
         lab.says("checkpoint", **checkpoint(step))
-    lab.pump.flush()
+    lab.writer.drain()
     with lab.engine.connect() as connection:
         from sqlalchemy import text
 
@@ -169,7 +198,7 @@ def test_keeps_the_checkpoint_with_the_lowest_evaluation_loss_and_no_other_best(
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None)):
         record = checkpoint(step)
         lab.says("checkpoint", **{**record, "kind": "best", "metrics": {"loss": 1.0, "eval_loss": loss}})
-        lab.pump.flush()
+        lab.writer.drain()
     with lab.engine.connect() as connection:
         from sqlalchemy import text
 

@@ -1,0 +1,223 @@
+"""Stores what a pump has taken, from a thread of its own: a slow database never makes the trainer wait."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeVar
+
+from sqlalchemy import Connection
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+
+from app.db import is_away
+from app.events import log as event_log
+from app.events.log import Fenced, NewEvent, Progress
+from worker.host import Host
+from worker.lease import Lease
+
+log = logging.getLogger(__name__)
+
+FLUSH_SECONDS = 0.1
+_PAUSE_SECONDS = 0.5
+_MOST_AT_ONCE = 2000
+_MOST_WAITING = 50_000
+_MOST_WAITING_BYTES = 64 * 2**20
+
+T = TypeVar("T")
+
+
+class LeaseLost(Exception):
+    """Postgres was not reached in time: the run is to be taken for somebody else's, and nothing can be written."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A change of the run that has its place among the events: what is before it is stored before it."""
+
+    apply: Callable[[Connection], None]
+    event: NewEvent | None = None
+    stored: Callable[[], None] = lambda: None
+    """Called once the change is committed."""
+
+
+class Writer:
+    """A queue of events and changes of one attempt, stored in this order in transactions of up to 100 ms each."""
+
+    def __init__(self, host: Host, run: Any, lease: Lease) -> None:
+        self.progress: Progress | None = None
+        """How far the trainer is; stored with the next events."""
+        self._host = host
+        self._run = run
+        self._lease = lease
+        self._queue: deque[NewEvent | Step] = deque()
+        self._bytes = 0
+        self._stored = 0
+        self._failure: Exception | None = None
+        self._changed = threading.Condition()
+        self._over = False
+        self._thread = threading.Thread(target=self._write, name=f"writer {run.id}", daemon=True)
+
+    def __enter__(self) -> "Writer":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much waits for Postgres that the trainer has to wait too."""
+        return len(self._queue) >= _MOST_WAITING or self._bytes >= _MOST_WAITING_BYTES
+
+    def put(self, item: NewEvent | Step) -> None:
+        """Store this behind everything that was put before."""
+        with self._changed:
+            self._queue.append(item)
+            self._bytes += _size(item)
+            self._changed.notify_all()
+
+    def check(self) -> None:
+        """Raise what the thread cannot mend: `Fenced`, or an error that trying again does not cure."""
+        if self._failure is not None:
+            raise self._failure
+
+    def drain(self) -> None:
+        """Wait until everything is stored, for as long as the lease allows.
+
+        Raises:
+            LeaseLost, Fenced: nothing more may be written.
+        """
+        with self._changed:
+            while self._queue:
+                self.check()
+                self._check_lease()
+                self._changed.wait(FLUSH_SECONDS)
+        self.check()
+
+    def persist(self, work: Callable[[], T]) -> T:
+        """Do what needs the database until it is reached, for as long as the lease allows.
+
+        Raises:
+            LeaseLost, Fenced: nothing more may be written.
+        """
+        while True:
+            try:
+                return work()
+            except SQLAlchemyError as error:
+                if not is_away(error):
+                    raise
+                self._check_lease()
+                log.info("%s: the database is away, trying again: %s", self._run.id, error)
+                time.sleep(FLUSH_SECONDS * 2)
+
+    def _check_lease(self) -> None:
+        if self._lease.fenced:
+            raise Fenced(self._run.id)
+        if self._lease.expired:
+            raise LeaseLost(self._run.id)
+
+    def _write(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._over)
+                if not self._queue or self._over:
+                    return
+            pause = FLUSH_SECONDS
+            try:
+                self._flush()
+            except SQLAlchemyError as error:
+                if not is_away(error):
+                    self._fail(error)
+                    return
+                log.info("%s: %d events wait for the database: %s", self._run.id, len(self._queue), error)
+                pause = _PAUSE_SECONDS
+            except Exception as error:
+                self._fail(error)
+                return
+            # A little patience makes one transaction of what a step says in many pieces.
+            with self._changed:
+                self._changed.wait_for(lambda: self._over, pause)
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+
+    def _flush(self) -> None:
+        """Store what waits: events in batches, each change of the run in a transaction of its own."""
+        while self._queue:
+            first = self._queue[0]
+            if isinstance(first, Step):
+                self._apply(first)
+                self._taken(1)
+                first.stored()
+            else:
+                self._taken(self._store())
+            self._host.wake(self._run.id)
+
+    def _taken(self, count: int) -> None:
+        with self._changed:
+            for _ in range(count):
+                self._bytes -= _size(self._queue.popleft())
+            self._changed.notify_all()
+
+    def _store(self) -> int:
+        with self._changed:
+            head = list(islice(self._queue, _MOST_AT_ONCE))
+        batch: list[NewEvent] = []
+        for item in head:
+            if isinstance(item, Step):
+                break
+            batch.append(item)
+        self._append_or_bisect(batch)
+        return len(batch)
+
+    def _append_or_bisect(self, batch: list[NewEvent]) -> None:
+        """Store a batch; if Postgres refuses it, halve it until the refused event is alone, and say so in its place."""
+        try:
+            return self._append(batch)
+        except SQLAlchemyError as error:
+            if not event_log.is_refused_data(error):
+                raise
+            refusal = error
+        if len(batch) == 1:
+            return self._append([_refused(batch[0], refusal)])
+        middle = len(batch) // 2
+        self._append_or_bisect(batch[:middle])
+        self._append_or_bisect(batch[middle:])
+
+    def _apply(self, step: Step) -> None:
+        if step.event is None:
+            with self._host.engine.begin() as connection:
+                step.apply(connection)
+            return
+        try:
+            self._append([step.event], step.apply)
+        except SQLAlchemyError as error:
+            if not (event_log.is_refused_data(error) or isinstance(error, IntegrityError)):
+                raise
+            self._append([_refused(step.event, error)])
+
+    def _append(self, batch: list[NewEvent], then: Callable[[Connection], None] | None = None) -> None:
+        with self._host.engine.begin() as connection:
+            event_log.append(connection, self._run.id, self._run.epoch, self._stored + 1, batch, self.progress)
+            if then:
+                then(connection)
+        self._stored += len(batch)
+
+
+def _size(item: NewEvent | Step) -> int:
+    event = item.event if isinstance(item, Step) else item
+    return len(event.data) if event else 0
+
+
+def _refused(event: NewEvent, error: Exception) -> NewEvent:
+    reason = str(getattr(error, "orig", None) or error).splitlines()[0][:300].replace("\x00", "")
+    line = f"an event of type {event.type} could not be stored: {reason}"
+    return NewEvent.of("log", event.ts.timestamp(), {"line": line, "stream": "anneal", "level": "error"})
