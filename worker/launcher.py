@@ -15,7 +15,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +33,7 @@ Mode = Literal["zygote", "cold"]
 
 _READY_SECONDS = 120.0
 _FORK_SECONDS = 20.0
+_LOOK_SECONDS = 0.1
 _LONGEST_WAIT_FOR_RESTART = 2.0
 _LARGEST_BACKOFF = 30.0
 _HEALTHY_SECONDS = 60.0
@@ -41,6 +44,10 @@ _CODE_ROOT = Path(__file__).resolve().parent.parent
 
 class LaunchError(RuntimeError):
     """A training process could not be started; the message says why."""
+
+
+class LaunchAbandoned(LaunchError):
+    """`should_end` said yes before there was a process; none is left behind."""
 
 
 class Launcher:
@@ -101,15 +108,20 @@ class Launcher:
         device: dict[str, Any],
         lock_paths: Sequence[Path] = (),
         *,
-        renew_until: float | None = None,
+        renew_until: Callable[[], float] | None = None,
+        should_end: Callable[[], bool] | None = None,
     ) -> TrainingProcess:
         """Start `entry` (`module:function`) on a job file; the job's folder becomes the working directory.
 
-        The process holds `lock_paths` for life (it waits for them). `renew_until` (CLOCK_MONOTONIC seconds)
-        is its first deadline, in force before its first line of Python in the warm case. While the zygote
-        loads this waits for it: a cold start would import the same and not be sooner.
+        The process holds `lock_paths` for life (it waits for them). `renew_until` answers its first deadline
+        (CLOCK_MONOTONIC seconds), in force before its first line of Python in the warm case; it is asked at the
+        moment of starting, since this may wait for long: while the zygote loads a cold start would import the
+        same and not be sooner. `should_end` is asked about ten times a second meanwhile. Both may be called
+        from another thread.
 
-        Raises LaunchError when no process could be started.
+        Raises:
+            LaunchAbandoned: `should_end` said yes.
+            LaunchError: no process could be started.
         """
         start = Start(
             entry=entry,
@@ -117,14 +129,14 @@ class Launcher:
             folder=str(job_path.parent),
             device=device,
             lock_paths=[str(path) for path in lock_paths],
-            deadline=renew_until,
             user=self._settings.trainer_user,
         )
-        process = self._fork(start)
+        wanted = _Wanted(start, renew_until, should_end)
+        process = self._fork(wanted)
         if process is None:
             if self._settings.launch == "zygote":
                 raise LaunchError(self._cold_because or "the zygote is not available, and ANNEAL_LAUNCH=zygote")
-            process = self._start_cold(start)
+            process = self._start_cold(wanted)
         try:
             process.remember(session.record(self._folder, process.identity))
         except OSError as problem:
@@ -142,40 +154,62 @@ class Launcher:
 
     # Launching, in the caller's thread
 
-    def _fork(self, start: Start) -> TrainingProcess | None:
+    def _fork(self, wanted: "_Wanted") -> TrainingProcess | None:
         """Have the zygote fork, the next one if this one dies meanwhile; None when it is better to start cold."""
         for _ in range(_MOST_FORKS):
+            self._await(
+                lambda: self._ready or bool(self._cold_because) or self._backing_off or self._stopping,
+                _READY_SECONDS,
+                wanted,
+            )
             with self._changed:
-                self._changed.wait_for(
-                    lambda: self._ready or bool(self._cold_because) or self._backing_off or self._stopping,
-                    _READY_SECONDS,
-                )
                 if not self._ready or self._socket is None:
                     return None
                 asked = self._socket
                 copy = asked.dup()  # the keeper may close its own at any time
             with copy:
                 try:
-                    return _ask_to_fork(start, copy)
+                    return _ask_to_fork(wanted, copy)
                 except TimeoutError:
                     return None
                 except ConnectionError:
                     pass
-            with self._changed:
-                deadline = time.monotonic() + _FORK_SECONDS
-                while self._socket is asked and time.monotonic() < deadline:
-                    self._changed.wait(_FORK_SECONDS)  # until the keeper has noticed as well
+            # Until the keeper has noticed as well.
+            self._await(partial(self._is_not_served_by, asked), _FORK_SECONDS, wanted)
         return None
 
-    def _start_cold(self, start: Start) -> TrainingProcess:
-        request = _ColdStart(start)
+    def _is_not_served_by(self, zygote: socket.socket) -> bool:
+        return self._socket is not zygote
+
+    def _start_cold(self, wanted: "_Wanted") -> TrainingProcess:
+        request = _ColdStart(wanted)
         self._work.put(request)
         self._wake()
+        try:
+            self._await(lambda: request.outcome is not None or self._stopping, _READY_SECONDS, wanted)
+        except LaunchAbandoned:
+            late = self._take(request)
+            if isinstance(late, TrainingProcess):
+                late.close()  # it came in the moment in which it was given up
+            raise
+        outcome = self._take(request)
+        if isinstance(outcome, TrainingProcess):
+            return outcome
+        raise LaunchError(f"no training process could be started: {outcome or 'the launcher stops'}")
+
+    def _take(self, request: "_ColdStart") -> TrainingProcess | OSError | None:
         with self._changed:
-            self._changed.wait_for(lambda: request.outcome is not None or self._stopping, _READY_SECONDS)
-        if isinstance(request.outcome, TrainingProcess):
+            request.awaited = False
             return request.outcome
-        raise LaunchError(f"no training process could be started: {request.outcome or 'the launcher stops'}")
+
+    def _await(self, done: Callable[[], bool], seconds: float, wanted: "_Wanted") -> None:
+        """Wait until `done` or for `seconds`, and raise LaunchAbandoned as soon as nobody wants the process."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            wanted.check()  # outside the lock: it is the caller's code
+            with self._changed:
+                if self._changed.wait_for(done, min(left, _LOOK_SECONDS)):
+                    return
 
     # Keeping, in the keeper's thread
 
@@ -276,12 +310,14 @@ class Launcher:
             zygote.wait()
 
     def _spawn_cold(self, request: "_ColdStart") -> None:
+        if not request.awaited:
+            return
         outcome: TrainingProcess | OSError
         channel = None
         try:
             channel = Channel()
             fds = channel.trainer_fds
-            arguments = [request.start.to_json(), *map(str, fds), str(os.getpid())]
+            arguments = [request.wanted.start().to_json(), *map(str, fds), str(os.getpid())]
             process = subprocess.Popen(
                 [sys.executable, "-m", "worker.child", *arguments],
                 pass_fds=fds,
@@ -302,7 +338,10 @@ class Launcher:
             outcome = TrainingProcess(identity, pidfd, channel, ColdFate(process, pidfd))
         with self._changed:
             request.outcome = outcome
+            given_up = not request.awaited
             self._changed.notify_all()
+        if given_up and isinstance(outcome, TrainingProcess):
+            outcome.close()
 
     def _wake(self) -> None:
         try:
@@ -311,23 +350,24 @@ class Launcher:
             pass  # it is awake already
 
 
-def _ask_to_fork(start: Start, zygote: socket.socket) -> TrainingProcess:
-    """The process that the zygote forks; raises ConnectionError when it is gone, TimeoutError when frozen.
+def _ask_to_fork(wanted: "_Wanted", zygote: socket.socket) -> TrainingProcess:
+    """The process that the zygote forks.
 
-    Then a child that exists, or that comes late, ends by itself: its parent or its control socket is gone.
+    Raises ConnectionError when the zygote is gone, TimeoutError when it is frozen, LaunchAbandoned. Then a child
+    that exists, or that comes late, ends by itself: its parent or its control socket is gone.
     """
     channel = Channel()
     status, zygote_status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    status.settimeout(_FORK_SECONDS)
     try:
         with zygote_status:
             fds = [*channel.trainer_fds, zygote_status.fileno()]
-            socket.send_fds(zygote, [start.to_json().encode()], fds)
+            socket.send_fds(zygote, [wanted.start().to_json().encode()], fds)
         channel.release()
+        _await_answer(status, wanted)
         packet, pidfds, _flags, _address = socket.recv_fds(status, 1024, 1)
         if not packet:
             raise ConnectionError("the zygote is gone")
-    except OSError:
+    except (OSError, LaunchError):
         channel.close()
         status.close()
         raise
@@ -336,11 +376,42 @@ def _ask_to_fork(start: Start, zygote: socket.socket) -> TrainingProcess:
     return TrainingProcess(identity, pidfds[0], channel, ZygoteFate(status, pidfds[0]))
 
 
+def _await_answer(status: socket.socket, wanted: "_Wanted") -> None:
+    waiting = select.poll()
+    waiting.register(status, select.POLLIN)
+    deadline = time.monotonic() + _FORK_SECONDS
+    while not waiting.poll(_LOOK_SECONDS * 1000):
+        wanted.check()
+        if time.monotonic() >= deadline:
+            raise TimeoutError("the zygote does not answer")
+
+
+class _Wanted:
+    """The process that a caller waits for."""
+
+    def __init__(
+        self, start: Start, renew_until: Callable[[], float] | None, should_end: Callable[[], bool] | None
+    ) -> None:
+        self._start = start
+        self._renew_until = renew_until
+        self._should_end = should_end
+
+    def start(self) -> Start:
+        """What to start now, with the deadline as it stands now."""
+        return self._start if self._renew_until is None else replace(self._start, deadline=self._renew_until())
+
+    def check(self) -> None:
+        """Raise LaunchAbandoned when the caller does not want it any more."""
+        if self._should_end is not None and self._should_end():
+            raise LaunchAbandoned("the process is not wanted any more")
+
+
 class _ColdStart:
     """A cold start that the keeper is asked for, and what came of it."""
 
-    def __init__(self, start: Start) -> None:
-        self.start = start
+    def __init__(self, wanted: _Wanted) -> None:
+        self.wanted = wanted
+        self.awaited = True
         self.outcome: TrainingProcess | OSError | None = None
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from tests.waiting import eventually
 from tests.worker.launching import CPU, Said, is_alive, launch, session_members, start_launcher
 from tests.worker.trainers import write_job
 from worker import session
-from worker.launcher import Launcher, LaunchError
+from worker.launcher import LaunchAbandoned, Launcher, LaunchError
 
 STOP = {"stop": {"save": True, "why": "stop"}}
 
@@ -140,13 +140,14 @@ class TestDeath:
     ) -> None:
         deadline = time.monotonic() + 1.0
         job = write_job(tmp_path)
-        process = launcher.launch("tests.worker.trainers:hang", job, CPU, renew_until=deadline)
+        process = launcher.launch("tests.worker.trainers:hang", job, CPU, renew_until=lambda: deadline)
         assert Said(process).to_the_end().signal == signal.SIGALRM
         assert time.monotonic() >= deadline
 
     def test_renewals_move_its_deadline(self, launcher: Launcher, tmp_path: Path) -> None:
         first = time.monotonic() + 2.0
-        process = launcher.launch("tests.worker.trainers:wait_for_stop", write_job(tmp_path), CPU, renew_until=first)
+        job = write_job(tmp_path)
+        process = launcher.launch("tests.worker.trainers:wait_for_stop", job, CPU, renew_until=lambda: first)
         process.send({"renew_until": first + 3600})
         eventually(lambda: time.monotonic() > first + 0.2)
         assert process.poll() is None
@@ -304,6 +305,61 @@ class TestModes:
         assert process.launched == "zygote"
         assert Said(process).to_the_end().code == 0
         launcher.stop()
+
+
+class TestWaiting:
+    """A launch may wait for long, and what was true when it was asked for may be true no more."""
+
+    def test_the_first_deadline_is_the_one_of_the_moment_of_the_start(self, tmp_path: Path) -> None:
+        launcher = Launcher(Settings(home=tmp_path), preload=["tests.worker.trainers"])
+        launcher.start()
+        ready_when_asked: list[bool] = []
+
+        def renewed() -> float:
+            ready_when_asked.append(launcher.zygote_pid is not None)
+            return time.monotonic() + 3600
+
+        process = launcher.launch("tests.worker.trainers:quick", write_job(tmp_path), CPU, renew_until=renewed)
+        assert ready_when_asked == [True]
+        assert Said(process).to_the_end().code == 0
+        launcher.stop()
+
+    def test_a_launch_that_nobody_wants_any_more_waits_for_no_zygote(self, tmp_path: Path) -> None:
+        launcher = Launcher(Settings(home=tmp_path), preload=["tests.worker.preloads.sleeps"])
+        launcher.start()
+        began = time.monotonic()
+        with pytest.raises(LaunchAbandoned):
+            launcher.launch("tests.worker.trainers:quick", write_job(tmp_path), CPU, should_end=_after(0.3))
+        assert time.monotonic() - began < 5
+        launcher.stop()
+
+    @pytest.mark.parametrize("mode", ["zygote", "cold"])
+    def test_a_launch_that_is_given_up_leaves_no_process(
+        self, tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        launcher = start_launcher(tmp_path, mode)
+        said_no = threading.Event()
+        keeper = launcher._spawn_cold
+        monkeypatch.setattr(launcher, "_spawn_cold", lambda request: (said_no.wait(10), keeper(request)))
+        if (pid := launcher.zygote_pid) is not None:
+            os.kill(pid, signal.SIGSTOP)
+        lock = tmp_path / "lock"
+        job = write_job(tmp_path)
+        with pytest.raises(LaunchAbandoned):
+            launcher.launch("tests.worker.trainers:wait_for_stop", job, CPU, [lock], should_end=_after(0.3))
+        said_no.set()
+        if pid is not None:
+            os.kill(pid, signal.SIGCONT)
+        children = Path(f"/proc/{pid or os.getpid()}/task/{pid or launcher._keeper.native_id}/children")
+        assert Said(launch(launcher, tmp_path / "next", "quick", code=6)).to_the_end().code == 6
+        eventually(lambda: children.read_text() == "", timeout=10)
+        assert list(launcher._folder.iterdir()) == []
+        launcher.stop()
+
+
+def _after(seconds: float) -> Callable[[], bool]:
+    began = time.monotonic()
+    return lambda: time.monotonic() - began > seconds
 
 
 _WORKER = """

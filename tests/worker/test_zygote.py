@@ -288,6 +288,7 @@ class TestSpeed:
 
 def _fake_job(folder: Path) -> Path:
     job = {
+        "run_id": "run_1",
         "attempt": 1,
         "journal": str(folder / "journal.jsonl"),
         "output_dir": str(folder),

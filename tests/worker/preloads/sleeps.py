@@ -1,0 +1,5 @@
+"""A module that takes long to import."""
+
+import select
+
+select.select([], [], [], 60)
