@@ -263,6 +263,19 @@ class TestLoss:
                 pauses.append(connection.scalar(text("SELECT extract(epoch FROM not_before - now()) FROM runs")))
         assert [round(float(pause) / 10) for pause in pauses] == [1, 2, 4]
 
+    def test_pauses_are_bounded_however_often_a_run_was_lost(self, engine: Engine) -> None:
+        run, worker = add_run(engine, max_restarts=100), add_worker(engine)
+        claim(engine, worker)
+        with engine.begin() as connection:
+            connection.execute(text("UPDATE runs SET lost_count = 90"))
+        self.expire(engine)
+        (row,) = move(engine, lifecycle.reap(0.01))
+        assert row["status"] == "pending"
+        with engine.connect() as connection:
+            pause = connection.scalar(text("SELECT extract(epoch FROM not_before - now()) FROM runs"))
+        assert 0 < float(pause) < 120
+        assert run_row(engine, run.id).lost_count == 91
+
 
 class TestHints:
     def test_are_due_once_and_again_after_a_while(self, engine: Engine) -> None:

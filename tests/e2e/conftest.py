@@ -56,5 +56,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingStack]:
 def undisturbed(stack: TrainingStack) -> str:
     """A run from beginning to end that nobody disturbs; its id."""
     run_id = stack.train()
-    stack.until(run_id, "completed", timeout=120)
+    shown = stack.until(run_id, "completed", "failed", timeout=120)
+    assert (shown["status"], shown["attempt"]) == ("completed", 1), shown["error_message"]
     return run_id

@@ -1,0 +1,101 @@
+"""A server that hangs without a word, a signal to everybody at once, and other ways to be held up."""
+
+import os
+import pwd
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+from app.storage import Storage
+from tests.stack import Follower, Stack, pids_of_trainers
+from tests.waiting import eventually
+
+LONG = {"steps": 100_000, "step_seconds": 0.02, "log_lines_per_step": 2}
+
+
+@contextmanager
+def frozen(pid: int) -> Iterator[None]:
+    """SIGSTOP of a whole server, as a network that swallows every packet looks to its clients."""
+    everyone = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    for process in everyone:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in everyone:
+            if process.is_running():
+                process.resume()
+
+
+def steps(stack: Stack, run_id: str) -> int:
+    return max((line.get("step", 0) for line in stack.journal(run_id)), default=0)
+
+
+class TestAFrozenServer:
+    @pytest.mark.parametrize("server", ["postgres", "valkey"])
+    def test_does_not_make_the_trainer_wait(self, stack: Stack, server: str) -> None:
+        run_id = stack.create(LONG)
+        stack.add_worker(lease_seconds=60)  # two thirds of it are longer than this test
+        stack.until_step(run_id, 5)
+        process = getattr(stack.servers, server).process
+        with frozen(process.pid):
+            before = steps(stack, run_id)
+            eventually(lambda: steps(stack, run_id) >= before + 100, timeout=20, what="training goes on")
+        follower = Follower(stack, run_id)
+        stack.stop(run_id)
+        stack.until(run_id, "cancelled")
+        ids = follower.join()
+        assert ids == list(range(1, len(ids) + 1))
+        assert len(pids_of_trainers(stack.journal(run_id))) == 1
+        lines = [event["line"] for event in stack.events(run_id) if event.get("stream") == "stdout"]
+        assert len(lines) == 2 * steps(stack, run_id), "every line of the meantime is stored"
+
+
+class TestASignalToEverybody:
+    @pytest.mark.parametrize("phase", ["loading", "training"])
+    def test_hands_the_run_back_instead_of_failing_it(self, stack: Stack, phase: str) -> None:
+        """systemd's way to stop a service: SIGTERM to each process of the control group."""
+        extra = {**LONG, "load_seconds": 20} if phase == "loading" else LONG
+        run_id = stack.create(extra)
+        worker = stack.add_worker()
+        stack.until(run_id, "initializing" if phase == "loading" else "running")
+        eventually(lambda: worker.descendants())
+        for process in [*worker.descendants(), psutil.Process(worker.process.pid)]:
+            process.send_signal(signal.SIGTERM)
+        assert worker.process.wait(timeout=30) == 0
+        shown = stack.run(run_id)
+        assert shown["status"] == "pending", shown
+        stack.stop(run_id)
+
+
+class TestABusyStart:
+    def test_waiting_for_a_cold_zygote_costs_no_attempt(self, stack: Stack) -> None:
+        run_id = stack.create({"steps": 3})
+        # The zygote imports for seconds, longer than two thirds of this lease.
+        stack.add_worker(launch="zygote")
+        shown = stack.until(run_id, "completed", "failed", "cancelled")
+        assert (shown["status"], shown["attempt"]) == ("completed", 1)
+
+
+class TestAnotherUser:
+    def test_trains_and_owns_only_what_its_trainer_writes(self, stack: Stack) -> None:
+        """As root the trainer is `nobody`; whoever else runs this can only name itself."""
+        is_root = os.getuid() == 0
+        user = pwd.getpwnam("nobody") if is_root else pwd.getpwuid(os.getuid())
+        for folder in [stack.home, *stack.home.parents]:
+            if is_root and folder.is_relative_to(tempfile.gettempdir()):
+                folder.chmod(folder.stat().st_mode | 0o055)
+        run_id = stack.create({"steps": 5})
+        # Forked, so that an interpreter in a folder of root's own has been read before the user changes.
+        stack.add_worker(trainer_user=user.pw_name, launch="zygote")
+        shown = stack.until(run_id, "completed", "failed")
+        assert shown["status"] == "completed", shown["error_message"]
+        run_folder = Storage(stack.settings).run_dir(run_id)
+        assert run_folder.stat().st_uid == os.getuid(), "the trainer can plant no link where the worker writes next"
+        assert (run_folder / "a1" / "job.json").stat().st_uid == os.getuid()
+        assert (run_folder / "a1" / "output").stat().st_uid == user.pw_uid
+        assert (run_folder / "journal.jsonl").stat().st_uid == user.pw_uid
