@@ -46,7 +46,17 @@ class _State:
     step: int
     chain: str
     """A digest over all steps so far; the next loss depends on it."""
+    run_id: str = ""
+    first_step: int = 0
+    """Step at which this run took up training; above 0 when it continues another run."""
+    seconds: float = 0.0
+    """Time in training, all attempts of this run together."""
+    loss: float | None = None
     best_loss: float | None = None
+    eval_loss: float | None = None
+    """Of the last evaluation, which was at `eval_step`."""
+    eval_step: int | None = None
+    best_eval_loss: float | None = None
 
 
 def main(argv: list[str]) -> int:
@@ -88,16 +98,16 @@ class _Training:
         self.per_step = self.config.batch_size * self.config.gradient_accumulation_steps
         self.total = self._total_steps()
         self.faulty = job["attempt"] <= (self.options.faults_until_attempt or job["attempt"])
-        self.state = _State(0, hashlib.sha256(str(self.config.seed).encode()).hexdigest())
+        self.state = _State(0, hashlib.sha256(str(self.config.seed).encode()).hexdigest(), str(job["run_id"]))
         self.saved_step = 0
-        self.loss = math.nan
+        self.improved = False
+        """Whether the evaluation of the present step is the best so far."""
         self.asked = threading.Event()
         if not self.options.ignore_stop:
             control.on_stop(lambda _request: self.asked.set())
 
     def run(self) -> dict[str, Any]:
         """Load, train, save and export; returns the fields of the result record."""
-        began = time.monotonic()
         self.report.phase("loading")
         self.asked.wait(self.options.load_seconds)
         self._resume()
@@ -113,26 +123,28 @@ class _Training:
             },
         )
         self.report.phase("training", start_step=self.state.step, total_steps=self.total)
-        why = self._stop_reason(began)
+        why = self._stop_reason()
         while why is None and self.state.step < self.total:
             self._step()
-            if self.state.step % self.config.save_steps == 0 and self.state.step < self.total:
-                self._save("periodic")
-                self.report.phase("training", start_step=self.state.step, total_steps=self.total)
-            why = self._stop_reason(began)
-        if why is not None and self.state.step < self.total:
-            request = self.control.stop_requested
+            why = self._stop_reason()
+            if why is None and self.state.step < self.total:
+                self._save_if_due()
+        if self.state.step >= self.total:
+            why = None
+        request = self.control.stop_requested
+        if why in ("stop", "drain"):
             if request is None or request.save:
                 self._save("stop")
             return {"outcome": "stopped", "why": why, "step": self.state.step, "epoch": self._epoch()}
-        self._save("final")
+        self._save("stop" if why else "final")
         self._export()
         return {
-            "outcome": "completed",
+            "outcome": "stopped" if why else "completed",
+            "why": why,
             "step": self.state.step,
             "epoch": self._epoch(),
             "output": "output",
-            "metrics": {"loss": self.loss, "best_loss": self.state.best_loss},
+            "metrics": self._losses(),
         }
 
     def _total_steps(self) -> int:
@@ -143,14 +155,25 @@ class _Training:
             return max(1, math.ceil(self.config.epochs * self.rows / self.per_step))
         return self.options.steps
 
-    def _stop_reason(self, began: float) -> str | None:
+    def _stop_reason(self) -> str | None:
         request = self.control.stop_requested
         if request is not None and not self.options.ignore_stop:
             return request.why
-        if self.config.stop_at_step is not None and self.state.step >= self.config.stop_at_step:
-            return "stop_at_step"
-        limit = self.config.time_limit_seconds
-        return "time_limit" if limit is not None and time.monotonic() - began >= limit else None
+        limit, at = self.config.time_limit_seconds, self.config.stop_at_step
+        if limit is not None and self.state.seconds >= limit:
+            return "time_limit"
+        # A run that takes up another behind the step where that one was to stop is meant to go on.
+        return "stop_at_step" if at is not None and self.state.first_step < at <= self.state.step else None
+
+    def _losses(self) -> dict[str, float | None]:
+        state = self.state
+        evaluated = state.eval_loss if state.eval_step == state.step else None
+        return {
+            "loss": state.loss,
+            "best_loss": state.best_loss,
+            "eval_loss": evaluated,
+            "best_eval_loss": state.best_eval_loss,
+        }
 
     def _epoch(self) -> float:
         return self.state.step * self.per_step / self.rows
@@ -165,24 +188,33 @@ class _Training:
         self.asked.wait(self.options.step_seconds)
         samples = self._samples(step)
         chain = hashlib.sha256(f"{self.state.chain} {step} {samples}".encode()).hexdigest()
-        self.loss = 1 + 7 / (1 + step / 5) + int(chain[:13], 16) / 16**13 / 10
+        loss = 1 + 7 / (1 + step / 5) + int(chain[:13], 16) / 16**13 / 10
         if self.faulty and step == self.options.non_finite_at_step:
-            self.loss = math.nan
+            loss = math.nan
         else:
-            self.state.best_loss = min(self.loss, self.state.best_loss or math.inf)
-        self.state.step, self.state.chain = step, chain
-        self.journal.step(step, self.loss.hex(), samples)
-        line = self.options.log_line.replace("{step}", str(step)).replace("{loss}", f"{self.loss:.4f}")
+            self.state.best_loss = min(loss, self.state.best_loss or math.inf)
+        self.state.step, self.state.chain, self.state.loss = step, chain, loss
+        self.state.seconds += time.monotonic() - began
+        self.improved = False
+        self.journal.step(step, loss.hex(), samples)
+        line = self.options.log_line.replace("{step}", str(step)).replace("{loss}", f"{loss:.4f}")
         for _ in range(self.options.log_lines_per_step):
             print(line)  # noqa: T201
-        if step % self.config.logging_steps == 0 or step == self.total or not math.isfinite(self.loss):
-            self._measure(time.monotonic() - began)
-        if not math.isfinite(self.loss):
-            raise _Failure("non_finite_loss", f"the loss of step {step} is {self.loss}")
+        if step % self.config.logging_steps == 0 or step == self.total or not math.isfinite(loss):
+            self._measure(loss, time.monotonic() - began)
+        if not math.isfinite(loss):
+            raise _Failure("non_finite_loss", f"the loss of step {step} is {loss}")
         if self.config.eval_steps is not None and step % self.config.eval_steps == 0:
-            self.report.phase("evaluating")
-            self.report.eval(step, {"eval_loss": self.loss + 0.1}, epoch=self._epoch())
-            self.report.phase("training", start_step=step, total_steps=self.total)
+            self._evaluate(loss + 0.1)
+
+    def _evaluate(self, loss: float) -> None:
+        state = self.state
+        self.report.phase("evaluating")
+        self.report.eval(state.step, {"eval_loss": loss}, epoch=self._epoch())
+        state.eval_loss, state.eval_step = loss, state.step
+        self.improved = state.best_eval_loss is None or loss < state.best_eval_loss
+        state.best_eval_loss = min(loss, state.best_eval_loss or math.inf)
+        self.report.phase("training", start_step=state.step, total_steps=self.total)
 
     def _samples(self, step: int) -> list[int]:
         first = (step - 1) * self.per_step
@@ -196,13 +228,13 @@ class _Training:
             random.Random(f"{self.config.seed} {epoch}").shuffle(self._order)
         return self._order[place]
 
-    def _measure(self, seconds: float) -> None:
+    def _measure(self, loss: float, seconds: float) -> None:
         self.report.metric(
             self.state.step,
             epoch=self._epoch(),
-            loss=self.loss,
+            loss=loss,
             learning_rate=self.config.learning_rate * (1 - self.state.step / (self.total + 1)),
-            grad_norm=self.loss / 10,
+            grad_norm=loss / 10,
             samples_per_second=self.per_step / max(seconds, 1e-6),
             total_steps=self.total,
         )
@@ -218,6 +250,12 @@ class _Training:
             _crash(options.crash)
 
     # Checkpoints
+
+    def _save_if_due(self) -> None:
+        periodic = self.state.step % self.config.save_steps == 0
+        if periodic or self.improved:
+            self._save("periodic" if periodic else "best")
+            self.report.phase("training", start_step=self.state.step, total_steps=self.total)
 
     def _save(self, kind: str) -> None:
         if self.state.step == self.saved_step:
@@ -241,7 +279,7 @@ class _Training:
             bytes=size,
             manifest_sha256=sha256,
             epoch=self._epoch(),
-            metrics={"loss": self.loss, "best_loss": self.state.best_loss},
+            metrics=self._losses(),
         )
 
     def _resume(self) -> None:
@@ -254,13 +292,15 @@ class _Training:
             raise _Failure("internal", f"checkpoint {folder.name} is not whole: {'; '.join(wrong)}")
         self.state = _State(**json.loads((folder / "state.json").read_text()))
         self.saved_step = self.state.step
+        if self.state.run_id != self.job["run_id"]:  # a new run that continues another has its own clock and limits
+            self.state.run_id, self.state.first_step, self.state.seconds = self.job["run_id"], self.state.step, 0.0
 
     def _export(self) -> None:
         self.report.phase("exporting")
         with _staging(self.folder / ".output.tmp") as staging:
             facts = {"base_model": self.config.base_model, "step": self.state.step, "chain": self.state.chain}
             (staging / "fake_model.json").write_text(json.dumps(facts))
-            point = {"step": self.state.step, "loss": self.loss, "best_loss": self.state.best_loss}
+            point = {"step": self.state.step, **self._losses()}
             (staging / "metrics.jsonl").write_text(json.dumps(point) + "\n")
             manifest.commit(staging, self.folder / "output")
 

@@ -39,14 +39,14 @@ class Run:
         self.given = ["base_model", *config, *(f"extra.{name}" for name in extra)]
         self.rows: int | None = None
 
-    def start(self, resume_from: dict[str, Any] | None = None, **config: Any) -> Said:
+    def start(self, resume_from: dict[str, Any] | None = None, run_id: str = "run_x", **config: Any) -> Said:
         """Start the next attempt."""
         self.attempt += 1
         attempt = self.folder / f"a{self.attempt}"
         dataset = {"id": "ds", "path": "", "format": "text", "rows": self.rows, "sha256": ""}
         job = write_job(
             attempt,
-            run_id="run_x",
+            run_id=run_id,
             attempt=self.attempt,
             backend="fake",
             config={**self.config, **config},
@@ -229,6 +229,34 @@ class TestStop:
         said, end = limited.finish()
         assert (end.code, result(said)["why"]) == (0, "time_limit")
         assert said.has("checkpoint")
+
+    def test_an_attempt_lost_after_its_limit_is_not_trained_beyond_it_and_a_new_run_is(
+        self, launcher: Launcher, tmp_path: Path
+    ) -> None:
+        run = Run(launcher, tmp_path, max_steps=10, stop_at_step=5)
+        first, _ = run.finish()
+        saved = run.checkpoint(first)
+        again, _ = run.finish(saved)
+        for said in (first, again):
+            ended = result(said)
+            assert (ended["outcome"], ended["why"], ended["step"], ended["output"]) == (
+                "stopped", "stop_at_step", 5, "output",
+            )  # fmt: skip
+        assert run.steps(2) == {}
+        child = run.start(saved, run_id="run_child")
+        assert child.to_the_end().code == 0
+        assert (result(child)["outcome"], result(child)["step"]) == ("completed", 10)
+
+    def test_a_checkpoint_carries_the_evaluation_of_its_own_step_and_no_other(
+        self, launcher: Launcher, tmp_path: Path
+    ) -> None:
+        said, _ = Run(launcher, tmp_path, max_steps=7, save_steps=2, eval_steps=3).finish()
+        told = {record["step"]: record["metrics"]["eval_loss"] for record in said.records if record["type"] == "eval"}
+        saved = [record for record in said.records if record["type"] == "checkpoint"]
+        assert [(record["step"], record["kind"], record["metrics"]["eval_loss"]) for record in saved] == [
+            (2, "periodic", None), (3, "best", told[3]), (4, "periodic", None), (6, "periodic", told[6]),
+            (7, "final", None),
+        ]  # fmt: skip
 
 
 class TestFaults:

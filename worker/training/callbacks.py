@@ -1,11 +1,13 @@
 """What happens between two optimizer steps: the journal, metrics, limits and stop requests."""
 
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from worker.training.failures import TrainingFailure
 from worker.training.run import Run
 
 if TYPE_CHECKING:
@@ -18,7 +20,6 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
     def __init__(self, run: Run) -> None:
         self.run = run
         self.trainer: SupervisedTrainer | None = None
-        self._start_step = 0
         self._step_began = 0.0
         self._seconds = 0.0
         """Time in steps since the last metric: checkpoints and evaluations left out."""
@@ -31,7 +32,7 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
         trainer.add_callback(self)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._start_step = state.global_step
+        self.run.state.ended_by = None
         self._tokens = self._trained_tokens()
         self.run.report.phase("training", start_step=state.global_step, total_steps=state.max_steps)
         if self.run.stop_requested is not None:
@@ -46,7 +47,7 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
         loss, rows = self.trainer.take_step()
         run.journal.step(step, loss.hex(), rows)
         took = time.monotonic() - self._step_began
-        self.trainer.last_loss = loss
+        run.state.loss = loss
         run.state.losses.append(loss)
         run.state.samples += len(rows)
         run.state.seconds += took
@@ -60,13 +61,11 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
         if step % run.config.save_steps == 0:
             control.should_save = True
             run.save_kind = "periodic"
-        limit, at = run.config.time_limit_seconds, run.config.stop_at_step
+        limit = run.state.limit_reached(run.config, step)
         if run.stop_requested is not None:
             self._end(control, run.stop_requested.why, save=run.stop_requested.save)
-        elif limit is not None and run.state.seconds >= limit:
-            self._end(control, "time_limit", save=True)
-        elif at is not None and self._start_step < at <= step:
-            self._end(control, "stop_at_step", save=True)
+        elif limit is not None:
+            self._end(control, limit, save=True)
 
     def on_evaluate(
         self,
@@ -80,6 +79,13 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
         loss = metrics.get("eval_loss")
         if loss is None:
             return
+        if not math.isfinite(loss):
+            raise TrainingFailure(
+                "non_finite_loss",
+                f"The loss of the evaluation at step {state.global_step} is {loss}. Lower `learning_rate`, or look at "
+                "the evaluation data; earlier checkpoints are sound.",
+            )
+        run.state.eval_loss, run.state.eval_step = loss, state.global_step
         if run.state.best_eval_loss is None or loss < run.state.best_eval_loss:
             run.state.best_eval_loss = loss
             run.state.evals_without_gain = 0
@@ -130,10 +136,11 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
         }
         self._tokens, self._seconds, self._samples = tokens, 0.0, 0
         run.report.metric(**point, total_steps=state.max_steps, extra=extra)
-        run.state.history.append({**point, "extra": extra})
+        run.history.append({**point, "extra": extra})
+        run.state.last_metric = {name: point[name] for name in ("step", "epoch", "loss")}
 
     def _end(self, control: TrainerControl, why: str, save: bool) -> None:
-        self.run.ended_by = why
+        self.run.ended_by = self.run.state.ended_by = why
         self.run.save_kind = "stop"
         control.should_training_stop = True
         control.should_save = save

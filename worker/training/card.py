@@ -20,14 +20,13 @@ def model_card(
     adapter = config.lora_r is not None
     name = job["base_model"]["name"]
     data, held_out = job["dataset"], job.get("eval_dataset")
-    last: dict[str, Any] = next((point for point in reversed(state.history) if "loss" in point), {})
-    evaluated: dict[str, Any] = next((point for point in reversed(state.history) if "eval_loss" in point), {})
+    last = state.last_metric
     figures = {
         "steps": last.get("step"),
         "epochs": last.get("epoch"),
         "training loss (last)": last.get("loss"),
         "training loss (best)": state.best_loss,
-        "evaluation loss (last)": evaluated.get("eval_loss"),
+        "evaluation loss (last)": state.eval_loss,
         "evaluation loss (best)": state.best_eval_loss,
         "tokens trained on": state.tokens,
         "seconds in training": round(state.seconds, 1),

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
-from worker.training import manifest
+from worker.training import fidelity, manifest
 from worker.training.failures import TrainingFailure, classify
-from worker.training.model import versions
 
 if TYPE_CHECKING:
     from worker.training.trainer import SupervisedTrainer
@@ -32,7 +31,7 @@ def save(trainer: "SupervisedTrainer") -> None:
         facts = {
             "run_id": run.job["run_id"],
             "attempt": run.job["attempt"],
-            "versions": versions(),
+            fidelity.FINGERPRINT: run.fingerprint,
             "sampler": {"epoch": trainer.state.epoch, "samples": run.state.samples, "seed": run.config.seed},
         }
         sha256 = manifest.write_manifest(staging, step, facts)
@@ -50,9 +49,10 @@ def save(trainer: "SupervisedTrainer") -> None:
         manifest_sha256=sha256,
         epoch=trainer.state.epoch,
         metrics={
-            "loss": trainer.last_loss,
+            "loss": run.state.loss,
             "best_loss": run.state.best_loss,
-            "eval_loss": trainer.last_eval_loss,
+            # Of these very weights, or of none: it says which checkpoint is the best.
+            "eval_loss": run.state.eval_loss if run.state.eval_step == step else None,
             "best_eval_loss": run.state.best_eval_loss,
         },
     )
@@ -108,5 +108,6 @@ def _write(trainer: "SupervisedTrainer", folder: Path) -> None:
     trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
     trainer.remember_averages()
     trainer.run.state.save(folder)
+    trainer.run.history.copy_to(folder)
     # A pickle of arguments that nothing here reads; none is to be loaded by anyone else either.
     (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)

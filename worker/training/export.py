@@ -33,7 +33,7 @@ def export(trainer: SupervisedTrainer, base: Base, facts: dict[str, Any]) -> str
             # The adapter means nothing without the very weights it was trained on, which exist only here.
             shutil.copytree(base.merged, staging / "base_model")
             _name_base(staging, final / "base_model")
-        run.state.write_history(staging)
+        run.history.copy_to(staging)
         card = model_card(run.job, run.config, facts, versions(), run.state, final)
         (staging / "README.md").write_text(card)
         manifest.commit(staging, final)

@@ -8,7 +8,7 @@ from typing import Any
 from app.runs.config import Machine, TrainingConfig
 from worker.training.failures import Stopped
 from worker.training.report import Control, Journal, Report, StopRequest
-from worker.training.state import RunState
+from worker.training.state import History, RunState
 
 _SECONDS_BETWEEN_PROGRESS = 0.5
 
@@ -30,7 +30,13 @@ class Run:
     """Why training ends before its last step: stop, drain, time_limit, stop_at_step, early_stopping."""
     save_kind: str = "periodic"
     """What the checkpoint that is due is for."""
+    history: History = field(init=False)
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+    """What the numbers of this run depend on beside its configuration."""
     _told: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.history = History(self.folder)
 
     @property
     def folder(self) -> Path:

@@ -1,9 +1,12 @@
 """What a run remembers beside the trainer's own state: saved in every checkpoint, restored on resume."""
 
 import json
+import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from app.runs.config import TrainingConfig
 
 FILE = "anneal_state.json"
 METRICS = "metrics.jsonl"
@@ -14,6 +17,10 @@ class RunState:
     """Loop state that shows in metrics and decisions, so that a resumed run goes on as if never interrupted."""
 
     run_id: str = ""
+    first_step: int = 0
+    """Step at which this run took up training; above 0 when it continues another run."""
+    ended_by: str | None = None
+    """What ended training at this very step, if anything did: early_stopping, time_limit, stop, …"""
     losses: list[float] = field(default_factory=list)
     """Exact losses of the steps since the last metric."""
     averages: dict[str, list[float]] = field(default_factory=dict)
@@ -24,31 +31,67 @@ class RunState:
     """Rows of the data set trained on, repetitions counted."""
     seconds: float = 0.0
     """Time in training, all attempts of this run together."""
+    loss: float | None = None
+    """Of the last step."""
     best_loss: float | None = None
     """Lowest logged training loss."""
+    eval_loss: float | None = None
+    """Of the last evaluation, which was at `eval_step`."""
+    eval_step: int | None = None
     best_eval_loss: float | None = None
     evals_without_gain: int = 0
     eval_pending: bool = False
     """The evaluation due after this step has not been done: a stop came first."""
-    history: list[dict[str, Any]] = field(default_factory=list)
-    """Every metric and evaluation so far, as they go into `metrics.jsonl`."""
+    last_metric: dict[str, Any] = field(default_factory=dict)
+    """Step, epoch and loss as logged last."""
 
     def save(self, folder: Path) -> None:
-        """Write both files into a checkpoint; floats survive exactly."""
-        fields = {name: value for name, value in asdict(self).items() if name != "history"}
-        (folder / FILE).write_text(json.dumps(fields))
-        self.write_history(folder)
-
-    def write_history(self, folder: Path) -> None:
-        """Write `metrics.jsonl`, a line for each metric and evaluation."""
-        (folder / METRICS).write_text("".join(json.dumps(record) + "\n" for record in self.history))
+        """Write it into a checkpoint; floats survive exactly."""
+        (folder / FILE).write_text(json.dumps(asdict(self)))
 
     @classmethod
-    def load(cls, folder: Path, run_id: str) -> "RunState":
-        """Read a checkpoint's; a new run that continues another starts its own clock."""
+    def load(cls, folder: Path, run_id: str, step: int) -> "RunState":
+        """Read that of a checkpoint at `step`; a new run that continues another starts its own clock and limits."""
         state = cls(**json.loads((folder / FILE).read_text()))
-        state.history = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
         if state.run_id != run_id:
-            state.run_id = run_id
-            state.seconds = 0.0
+            state.run_id, state.first_step = run_id, step
+            state.seconds, state.ended_by = 0.0, None
         return state
+
+    def limit_reached(self, config: TrainingConfig, step: int) -> str | None:
+        """What ends this run after `step`, its last step aside: a limit of its own, or that it got no better."""
+        if self.ended_by == "early_stopping":
+            return self.ended_by
+        if config.time_limit_seconds is not None and self.seconds >= config.time_limit_seconds:
+            return "time_limit"
+        # A run that takes up another behind the step where that one was to stop is meant to go on.
+        if config.stop_at_step is not None and self.first_step < config.stop_at_step <= step:
+            return "stop_at_step"
+        return None
+
+
+class History:
+    """`metrics.jsonl` of an attempt: a line for each metric and evaluation since the first step of the training.
+
+    On disk and never in memory, since a long run has very many.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / METRICS
+
+    def begin(self, checkpoint: Path | None) -> None:
+        """Start with the lines of a checkpoint, or with none."""
+        if checkpoint is None:
+            self._path.unlink(missing_ok=True)
+        else:
+            shutil.copyfile(checkpoint / METRICS, self._path)
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Add a line; floats survive exactly."""
+        with self._path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def copy_to(self, folder: Path) -> None:
+        """Put all lines so far into a checkpoint or an output; without any, an empty file."""
+        self._path.touch()
+        shutil.copyfile(self._path, folder / METRICS)

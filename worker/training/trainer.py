@@ -24,6 +24,10 @@ _EVAL_NAMES = {
 }
 
 
+class EndedBeforeStep(Exception):
+    """Training is over where it was taken up: the evaluation that was still due there says so."""
+
+
 class SupervisedTrainer(SFTTrainer):  # type: ignore[misc]
     """An `SFTTrainer` on tokenised data; its losses, data order and updates are SFTTrainer's own."""
 
@@ -31,8 +35,6 @@ class SupervisedTrainer(SFTTrainer):  # type: ignore[misc]
         self.run = run
         self.step_rows: list[int] = []
         """Numbers of the rows in the present optimizer step."""
-        self.last_loss: float | None = None
-        self.last_eval_loss: float | None = None
         self.saved_step = -1
         self._eval_batches = 0
         self._micro_losses: list[torch.Tensor] = []
@@ -101,9 +103,8 @@ class SupervisedTrainer(SFTTrainer):  # type: ignore[misc]
         run.state.eval_pending = False
         told = {ours: metrics[theirs] for theirs, ours in _EVAL_NAMES.items() if theirs in metrics}
         told["eval_perplexity"] = math.exp(min(told["eval_loss"], 700.0))
-        self.last_eval_loss = told["eval_loss"]
         run.report.eval(self.state.global_step, told, epoch=self.state.epoch)
-        run.state.history.append({"step": self.state.global_step, "epoch": self.state.epoch, **told})
+        run.history.append({"step": self.state.global_step, "epoch": self.state.epoch, **told})
         if not self.control.should_training_stop:
             run.report.phase("training")
         return dict(metrics)
@@ -138,9 +139,10 @@ class SupervisedTrainer(SFTTrainer):  # type: ignore[misc]
 
     def go_on_from(self, folder: Path) -> None:
         """Take over what the run remembered at a checkpoint; call before `train(resume_from_checkpoint=…)`."""
-        self.run.state = RunState.load(folder, str(self.run.job["run_id"]))
-        self._total_train_tokens = self.run.state.tokens
         self.saved_step = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)).global_step
+        self.run.state = RunState.load(folder, str(self.run.job["run_id"]), self.saved_step)
+        self.run.history.begin(folder)
+        self._total_train_tokens = self.run.state.tokens
         for name, values in self.run.state.averages.items():
             self._metrics["train"][name] = list(values)
 
@@ -164,9 +166,18 @@ class SupervisedTrainer(SFTTrainer):  # type: ignore[misc]
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
         if self.run.state.eval_pending and self.eval_dataset is not None:
-            # An uninterrupted run evaluated here, before its next step.
-            self.run.state.eval_pending = False
-            self.evaluate()
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Evaluate where an uninterrupted run did, before the next step, and save or end as it would have."""
+        self.run.state.eval_pending = False
+        if not self.evaluate():
+            return  # stopped: that is heeded after the step
+        if self.control.should_save:
+            self._save_checkpoint(self.model, None)
+            self.control.should_save = False
+        if self.control.should_training_stop:
+            raise EndedBeforeStep
 
     def restore_finished(self, folder: Path) -> None:
         """Take over weights and position of a checkpoint after which no step is left."""

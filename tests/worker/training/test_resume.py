@@ -7,8 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import TrainerControl, TrainerState
 
+from app.runs.config import Machine, TrainingConfig
 from tests.worker.training.tiny import Forks, Outcome, make_job
+from worker.training.callbacks import StepWatcher
+from worker.training.failures import TrainingFailure
+from worker.training.run import Run
+from worker.training.state import RunState
 
 STEPS = 10
 METHODS: dict[str, dict[str, Any]] = {
@@ -68,12 +74,14 @@ def undisturbed(
     return outcome
 
 
-def resumed(forks: Forks, original: Outcome, step: int, tmp_path: Path, **changes: Any) -> Outcome:
+def resumed(
+    forks: Forks, original: Outcome, step: int, tmp_path: Path, run_id: str = "run_test", **changes: Any
+) -> Outcome:
     job = original.job
     config = {name: job["config"][name] for name in job["given"] if name != "base_model"} | changes
     again = make_job(
         tmp_path, job["base_model"]["path"], job["dataset"]["path"], attempt=2,
-        resume_from=original.checkpoint(step), **config,
+        resume_from=original.checkpoint(step), run_id=run_id, **config,
     )  # fmt: skip
     return forks.run(again)
 
@@ -125,10 +133,92 @@ class TestChanges:
         part = forks.run(make_job(tmp_path / "2", tiny_model, chats, **config, stop_at_step=6))
         assert (part.result["outcome"], part.result["why"], part.result["step"]) == ("stopped", "stop_at_step", 6)
         assert [record["step"] for record in part.of("eval")] == [3]
-        again = resumed(forks, part, 6, tmp_path / "3")
+        again = resumed(forks, part, 6, tmp_path / "3", run_id="run_child")
         assert [record["step"] for record in again.of("eval")] == [6, 9, 10]
+        (caught_up,) = (record for record in again.of("checkpoint") if record["step"] == 6)
+        assert caught_up["kind"] == "best"
+        assert caught_up["metrics"]["eval_loss"] == again.of("eval")[0]["metrics"]["eval_loss"]
         assert figures(again) == figures(whole)
         assert weights(again) == weights(whole)
+
+
+class TestLimits:
+    CONFIG: dict[str, Any] = {"method": "lora", "max_seq_length": 64, "max_steps": 6}
+
+    @pytest.mark.parametrize(
+        ("limit", "outcome", "why"),
+        [
+            ({"stop_at_step": 3}, "stopped", "stop_at_step"),
+            ({"time_limit_seconds": 1e-6}, "stopped", "time_limit"),
+            (
+                {"eval_split": 0.2, "eval_steps": 1, "early_stopping_patience": 1, "method": "full",
+                 "learning_rate": 1.0, "warmup_ratio": 0.0, "max_steps": 50},
+                "completed", "early_stopping",
+            ),
+        ],
+    )  # fmt: skip
+    def test_an_attempt_lost_after_its_limit_is_not_trained_beyond_it(
+        self, limit: dict[str, Any], outcome: str, why: str, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        first = forks.run(make_job(tmp_path / "1", tiny_model, chats, **self.CONFIG | limit))
+        step = first.result["step"]
+        again = resumed(forks, first, step, tmp_path / "2")
+        for ended in (first, again):
+            assert (ended.result["outcome"], ended.result["why"], ended.result["step"]) == (outcome, why, step)
+        assert again.steps == {}
+        assert weights(again) == weights(first)
+        assert figures(again) == figures(first)
+        assert again.result["metrics"] == first.result["metrics"]
+
+    def test_a_new_run_that_takes_up_another_is_not_held_to_the_step_where_that_one_stopped(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        first = forks.run(make_job(tmp_path / "1", tiny_model, chats, stop_at_step=3, **self.CONFIG))
+        config = self.CONFIG | {"stop_at_step": 3}
+        child = make_job(
+            tmp_path / "2", tiny_model, chats, run_id="run_child", resume_from=first.checkpoint(3), **config
+        )
+        result = forks.run(child).result
+        assert (result["outcome"], result["step"]) == ("completed", 6)
+
+    def test_limits_are_the_runs_own_also_where_another_reason_ended_an_attempt(self, tmp_path: Path) -> None:
+        config = TrainingConfig(base_model="tiny", stop_at_step=3)
+        RunState(run_id="run_a", ended_by="drain").save(tmp_path)
+        assert RunState.load(tmp_path, "run_a", 3).limit_reached(config, 3) == "stop_at_step"
+        assert RunState.load(tmp_path, "run_a", 2).limit_reached(config, 2) is None
+        assert RunState.load(tmp_path, "run_child", 3).limit_reached(config, 9) is None
+
+
+class TestBest:
+    def test_a_checkpoint_carries_the_evaluation_of_its_own_step_and_no_other(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        config = {"method": "full", "max_seq_length": 64, "learning_rate": 1e-2, "max_steps": 7, "eval_split": 0.2}
+        done = forks.run(make_job(tmp_path, tiny_model, chats, save_steps=2, eval_steps=3, **config))
+        told = {record["step"]: record["metrics"]["eval_loss"] for record in done.of("eval")}
+        saved = {record["step"]: (record["kind"], record["metrics"]["eval_loss"]) for record in done.of("checkpoint")}
+        assert saved == {
+            2: ("periodic", None), 3: ("best", told[3]), 4: ("periodic", None), 6: ("periodic", told[6]),
+            7: ("final", told.get(7)),
+        }  # fmt: skip
+
+    def test_an_evaluation_that_is_no_number_ends_the_run_and_is_nobodys_best(self, tmp_path: Path) -> None:
+        config = TrainingConfig(base_model="tiny")
+        nothing: Any = None
+        run = Run({"output_dir": str(tmp_path)}, config, set(), Machine(), nothing, nothing, nothing)
+        arguments: Any = None
+        with pytest.raises(TrainingFailure) as ended:
+            StepWatcher(run).on_evaluate(arguments, TrainerState(), TrainerControl(), {"eval_loss": math.nan})
+        assert ended.value.code == "non_finite_loss"
+        assert run.state.best_eval_loss is None
+
+
+class TestHistory:
+    def test_what_a_run_remembers_does_not_grow_with_its_steps(self, undisturbed: Outcome) -> None:
+        states = [(undisturbed.folder / f"checkpoint-{step}" / "anneal_state.json").stat().st_size for step in (5, 8)]
+        assert abs(states[1] - states[0]) < 60
+        lines = (undisturbed.folder / "checkpoint-8" / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == [3, 3, 6, 6]
 
 
 class TestRefusals:

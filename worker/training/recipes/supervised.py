@@ -16,7 +16,7 @@ from worker.training.data import Tokens
 from worker.training.export import export
 from worker.training.failures import TrainingFailure
 from worker.training.run import Run
-from worker.training.trainer import SupervisedTrainer
+from worker.training.trainer import EndedBeforeStep, SupervisedTrainer
 
 _COMPLETES = {None, "early_stopping"}
 _EXPORTS = _COMPLETES | {"time_limit", "stop_at_step"}
@@ -73,13 +73,10 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
     run.report.config(run.config.model_dump(mode="json"), [one.model_dump(mode="json") for one in replaced], facts)
 
     if resume is None:
+        run.history.begin(None)
         trainer.train()
     else:
-        trainer.go_on_from(Path(resume["path"]))
-        if trainer.saved_step < total_steps:
-            trainer.train(resume_from_checkpoint=resume["path"])
-        else:  # trained to the end already, and lost before its output was written
-            trainer.restore_finished(Path(resume["path"]))
+        _go_on(trainer, Path(resume["path"]), total_steps)
     if trainer.state.global_step >= total_steps:
         run.ended_by = None
 
@@ -92,13 +89,28 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
         "epoch": trainer.state.epoch,
         "output": output,
         "metrics": {
-            "loss": trainer.last_loss,
+            "loss": run.state.loss,
             "best_loss": run.state.best_loss,
-            "eval_loss": trainer.last_eval_loss,
+            "eval_loss": run.state.eval_loss,
             "best_eval_loss": run.state.best_eval_loss,
             "tokens": run.state.tokens,
         },
     }
+
+
+def _go_on(trainer: SupervisedTrainer, checkpoint: Path, total_steps: int) -> None:
+    run = trainer.run
+    trainer.go_on_from(checkpoint)
+    limit = run.state.limit_reached(run.config, trainer.saved_step)
+    if limit is not None or trainer.saved_step >= total_steps:
+        # Trained as far as it is to go already, and lost before its output was written.
+        run.ended_by = limit
+        trainer.restore_finished(checkpoint)
+        return
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    except EndedBeforeStep:
+        pass
 
 
 def _trainer(run: Run, **options: Any) -> SupervisedTrainer:
