@@ -16,38 +16,38 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from app.config import Settings
 from worker import session
-from worker.channel import Channel
 from worker.child import Start
-from worker.process import ColdFate, TrainingProcess, ZygoteFate
+from worker.process import TrainingProcess
+from worker.starting import (
+    CODE_ROOT,
+    FORK_SECONDS,
+    LOOK_SECONDS,
+    ColdStart,
+    LaunchAbandoned,
+    LaunchError,
+    Wanted,
+    cold,
+    forked,
+)
+
+__all__ = ["LaunchAbandoned", "LaunchError", "Launcher", "Mode"]
 
 log = logging.getLogger(__name__)
 
 Mode = Literal["zygote", "cold"]
 
 _READY_SECONDS = 120.0
-_FORK_SECONDS = 20.0
-_LOOK_SECONDS = 0.1
 _LONGEST_WAIT_FOR_RESTART = 2.0
 _LARGEST_BACKOFF = 30.0
 _HEALTHY_SECONDS = 60.0
 _MOST_EARLY_DEATHS = 3
 _MOST_FORKS = 3
-_CODE_ROOT = Path(__file__).resolve().parent.parent
-
-
-class LaunchError(RuntimeError):
-    """A training process could not be started; the message says why."""
-
-
-class LaunchAbandoned(LaunchError):
-    """`should_end` said yes before there was a process; none is left behind."""
 
 
 class Launcher:
@@ -67,7 +67,7 @@ class Launcher:
         self._backing_off = False
         self._cold_because = "ANNEAL_LAUNCH=cold" if settings.launch == "cold" else ""
         self._early_deaths = 0
-        self._work: queue.SimpleQueue[_ColdStart] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[ColdStart] = queue.SimpleQueue()
         self._wake_reading, self._wake_writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._keeper = threading.Thread(target=self._keep, name="launcher", daemon=True)
 
@@ -131,7 +131,7 @@ class Launcher:
             lock_paths=[str(path) for path in lock_paths],
             user=self._settings.trainer_user,
         )
-        wanted = _Wanted(start, renew_until, should_end)
+        wanted = Wanted(start, renew_until, should_end)
         process = self._fork(wanted)
         if process is None:
             if self._settings.launch == "zygote":
@@ -154,7 +154,7 @@ class Launcher:
 
     # Launching, in the caller's thread
 
-    def _fork(self, wanted: "_Wanted") -> TrainingProcess | None:
+    def _fork(self, wanted: Wanted) -> TrainingProcess | None:
         """Have the zygote fork, the next one if this one dies meanwhile; None when it is better to start cold."""
         for _ in range(_MOST_FORKS):
             self._await(
@@ -166,23 +166,28 @@ class Launcher:
                 if not self._ready or self._socket is None:
                     return None
                 asked = self._socket
-                copy = asked.dup()  # the keeper may close its own at any time
+                try:
+                    copy = asked.dup()  # the keeper may close its own at any time
+                except OSError as problem:
+                    raise LaunchError(f"the zygote cannot be asked: {problem}") from problem
             with copy:
                 try:
-                    return _ask_to_fork(wanted, copy)
+                    return forked(wanted, copy)
                 except TimeoutError:
                     return None
                 except ConnectionError:
                     pass
+                except OSError as problem:  # no memory or descriptors just now
+                    raise LaunchError(f"the zygote cannot be asked: {problem}") from problem
             # Until the keeper has noticed as well.
-            self._await(partial(self._is_not_served_by, asked), _FORK_SECONDS, wanted)
+            self._await(partial(self._is_not_served_by, asked), FORK_SECONDS, wanted)
         return None
 
     def _is_not_served_by(self, zygote: socket.socket) -> bool:
         return self._socket is not zygote
 
-    def _start_cold(self, wanted: "_Wanted") -> TrainingProcess:
-        request = _ColdStart(wanted)
+    def _start_cold(self, wanted: Wanted) -> TrainingProcess:
+        request = ColdStart(wanted)
         self._work.put(request)
         self._wake()
         try:
@@ -197,18 +202,18 @@ class Launcher:
             return outcome
         raise LaunchError(f"no training process could be started: {outcome or 'the launcher stops'}")
 
-    def _take(self, request: "_ColdStart") -> TrainingProcess | OSError | None:
+    def _take(self, request: ColdStart) -> TrainingProcess | OSError | None:
         with self._changed:
             request.awaited = False
             return request.outcome
 
-    def _await(self, done: Callable[[], bool], seconds: float, wanted: "_Wanted") -> None:
+    def _await(self, done: Callable[[], bool], seconds: float, wanted: Wanted) -> None:
         """Wait until `done` or for `seconds`, and raise LaunchAbandoned as soon as nobody wants the process."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             wanted.check()  # outside the lock: it is the caller's code
             with self._changed:
-                if self._changed.wait_for(done, min(left, _LOOK_SECONDS)):
+                if self._changed.wait_for(done, min(left, LOOK_SECONDS)):
                     return
 
     # Keeping, in the keeper's thread
@@ -250,7 +255,7 @@ class Launcher:
                 [sys.executable, *command, *self._preload],
                 pass_fds=[theirs.fileno()],
                 env=self._environment,
-                cwd=_CODE_ROOT,
+                cwd=CODE_ROOT,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the worker, which saves first
             )
@@ -309,33 +314,14 @@ class Launcher:
             zygote.kill()
             zygote.wait()
 
-    def _spawn_cold(self, request: "_ColdStart") -> None:
+    def _spawn_cold(self, request: ColdStart) -> None:
         if not request.awaited:
             return
         outcome: TrainingProcess | OSError
-        channel = None
         try:
-            channel = Channel()
-            fds = channel.trainer_fds
-            arguments = [request.wanted.start().to_json(), *map(str, fds), str(os.getpid())]
-            process = subprocess.Popen(
-                [sys.executable, "-m", "worker.child", *arguments],
-                pass_fds=fds,
-                env=self._environment,
-                cwd=_CODE_ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=fds[1],
-                stderr=fds[2],
-            )
+            outcome = cold(request.wanted, self._environment)
         except OSError as problem:
-            if channel is not None:
-                channel.close()
             outcome = problem
-        else:
-            channel.release()
-            identity = session.Identity.of(process.pid, session.start_time(process.pid))
-            pidfd = os.pidfd_open(process.pid)
-            outcome = TrainingProcess(identity, pidfd, channel, ColdFate(process, pidfd))
         with self._changed:
             request.outcome = outcome
             given_up = not request.awaited
@@ -348,71 +334,6 @@ class Launcher:
             os.write(self._wake_writing, b"!")
         except BlockingIOError:
             pass  # it is awake already
-
-
-def _ask_to_fork(wanted: "_Wanted", zygote: socket.socket) -> TrainingProcess:
-    """The process that the zygote forks.
-
-    Raises ConnectionError when the zygote is gone, TimeoutError when it is frozen, LaunchAbandoned. Then a child
-    that exists, or that comes late, ends by itself: its parent or its control socket is gone.
-    """
-    channel = Channel()
-    status, zygote_status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        with zygote_status:
-            fds = [*channel.trainer_fds, zygote_status.fileno()]
-            socket.send_fds(zygote, [wanted.start().to_json().encode()], fds)
-        channel.release()
-        _await_answer(status, wanted)
-        packet, pidfds, _flags, _address = socket.recv_fds(status, 1024, 1)
-        if not packet:
-            raise ConnectionError("the zygote is gone")
-    except (OSError, LaunchError):
-        channel.close()
-        status.close()
-        raise
-    born = json.loads(packet)
-    identity = session.Identity.of(born["pid"], born["start_time"])
-    return TrainingProcess(identity, pidfds[0], channel, ZygoteFate(status, pidfds[0]))
-
-
-def _await_answer(status: socket.socket, wanted: "_Wanted") -> None:
-    waiting = select.poll()
-    waiting.register(status, select.POLLIN)
-    deadline = time.monotonic() + _FORK_SECONDS
-    while not waiting.poll(_LOOK_SECONDS * 1000):
-        wanted.check()
-        if time.monotonic() >= deadline:
-            raise TimeoutError("the zygote does not answer")
-
-
-class _Wanted:
-    """The process that a caller waits for."""
-
-    def __init__(
-        self, start: Start, renew_until: Callable[[], float] | None, should_end: Callable[[], bool] | None
-    ) -> None:
-        self._start = start
-        self._renew_until = renew_until
-        self._should_end = should_end
-
-    def start(self) -> Start:
-        """What to start now, with the deadline as it stands now."""
-        return self._start if self._renew_until is None else replace(self._start, deadline=self._renew_until())
-
-    def check(self) -> None:
-        """Raise LaunchAbandoned when the caller does not want it any more."""
-        if self._should_end is not None and self._should_end():
-            raise LaunchAbandoned("the process is not wanted any more")
-
-
-class _ColdStart:
-    """A cold start that the keeper is asked for, and what came of it."""
-
-    def __init__(self, wanted: _Wanted) -> None:
-        self.wanted = wanted
-        self.awaited = True
-        self.outcome: TrainingProcess | OSError | None = None
 
 
 def _default_preload() -> list[str]:

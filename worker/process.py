@@ -150,7 +150,7 @@ class TrainingProcess:
     def kill(self) -> list[int]:
         """SIGKILL every process of its session, returning when all are gone; returns the process ids hit.
 
-        Raises TimeoutError when one does not die within seconds.
+        Raises StillAliveError when one does not die within seconds.
         """
         if self._exit is None:
             self._killed = True
@@ -159,7 +159,7 @@ class TrainingProcess:
     def close(self) -> Exit:
         """End whatever still runs of the session, and let go of every descriptor; returns the process's end.
 
-        Raises TimeoutError when processes do not die; the record for a later sweep then stays.
+        Raises session.StillAliveError when processes do not die; the record for a later sweep then stays.
         """
         try:
             self.kill()
@@ -180,7 +180,7 @@ class TrainingProcess:
             waiting.poll(_END_SECONDS * 1000)
             end = self.poll()
         if end is None:
-            raise TimeoutError(f"process {self.pid} was killed but its end is not reported")
+            raise session.StillAliveError(f"process {self.pid} was killed but its end is not reported")
         return end
 
 

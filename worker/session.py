@@ -13,6 +13,10 @@ from worker.training.report import boot_id
 _PATIENCE_SECONDS = 5.0
 
 
+class StillAliveError(TimeoutError):
+    """A process was killed and does not die, as one in uninterruptible sleep does: it may still hold its device."""
+
+
 @dataclass(frozen=True)
 class Identity:
     """A process for all time: ids are reused, an id with its start time, boot and pid namespace is not."""
@@ -54,7 +58,7 @@ def kill_session(leader: Identity, pidfd: int | None = None) -> list[int]:
     """SIGKILL every process of the session that `leader` leads or led, until none is left.
 
     `pidfd` reaches the leader even before it has become the leader. Returns the process ids hit. Raises
-    TimeoutError when processes survive for seconds, as one in uninterruptible sleep does.
+    StillAliveError when processes survive for seconds, as one in uninterruptible sleep does.
     """
     hit: set[int] = set()
     if pidfd is not None and _signal(pidfd):
@@ -63,7 +67,7 @@ def kill_session(leader: Identity, pidfd: int | None = None) -> list[int]:
     pause = 0.001
     while members := list(_members(leader)):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"processes {members} of session {leader.pid} do not die")
+            raise StillAliveError(f"processes {members} of session {leader.pid} do not die")
         for pid in members:
             if _kill_member(pid, leader):
                 hit.add(pid)

@@ -6,10 +6,12 @@ that child's own status socket, so that the threads waiting for them never meet.
 its children end with it.
 
 Talks over a SOCK_SEQPACKET pair: it sends `{"ready": true}` or `{"failed": reason}` once, then receives one
-`worker.child.Start` a packet with five descriptors (report, stdout, stderr, control, status).
+`worker.child.Start` a packet with five descriptors (status, report, stdout, stderr, control). On the status
+socket it answers `{"pid", "start_time"}` with a pidfd and later the end, or `{"failed": reason}` once.
 """
 
 import argparse
+import errno
 import gc
 import importlib
 import json
@@ -148,26 +150,47 @@ def serve(worker: socket.socket) -> None:
                 packet, fds, _flags, _address = socket.recv_fds(worker, _LARGEST_REQUEST, _FDS_PER_REQUEST)
                 if not packet:
                     return
-                pidfd, pid, status = _fork(child.Start.from_json(packet), fds)
-                children[pidfd] = (pid, status)
-                waiting.register(pidfd, select.POLLIN)
+                born = _fork(child.Start.from_json(packet), fds)
+                if born is not None:
+                    pidfd, pid, status = born
+                    children[pidfd] = (pid, status)
+                    waiting.register(pidfd, select.POLLIN)
             else:
                 waiting.unregister(descriptor)
                 _tell_end(descriptor, *children.pop(descriptor))
 
 
-def _fork(start: child.Start, fds: list[int]) -> tuple[int, int, socket.socket]:
-    *trainer_fds, status_fd = fds
+def _fork(start: child.Start, fds: list[int]) -> tuple[int, int, socket.socket] | None:
+    """Pidfd, process id and status socket of a new child; None when there was no room for one, which is told.
+
+    That must not end this process: every run of the machine would end with it.
+    """
+    if not fds:
+        return None  # not one descriptor was left: the launcher sees its status socket closed
+    status_fd, *trainer_fds = fds
     status = socket.socket(fileno=status_fd)
     parent = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        child.run(start, trainer_fds, parent)
-    for descriptor in trainer_fds:
-        os.close(descriptor)
-    pidfd = os.pidfd_open(pid)
-    # Taken before the child can be reaped, these mean that child and no other, for ever.
-    born = {"pid": pid, "start_time": session.start_time(pid)}
+    pid = None
+    try:
+        if len(fds) < _FDS_PER_REQUEST:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        pid = os.fork()
+        if pid == 0:
+            child.run(start, trainer_fds, parent)
+        pidfd = os.pidfd_open(pid)
+        # Taken before the child can be reaped, these mean that child and no other, for ever.
+        born = {"pid": pid, "start_time": session.start_time(pid)}
+    except OSError as problem:
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        failed = json.dumps({"failed": str(problem)}).encode()
+        _tell(lambda: status.send(failed))
+        status.close()
+        return None
+    finally:
+        for descriptor in trainer_fds:
+            os.close(descriptor)
     _tell(lambda: socket.send_fds(status, [json.dumps(born).encode()], [pidfd]))
     return pidfd, pid, status
 
@@ -184,8 +207,8 @@ def _tell_end(pidfd: int, pid: int, status: socket.socket) -> None:
 def _tell(send: Callable[[], object]) -> None:
     try:
         send()
-    except (BrokenPipeError, ConnectionError):
-        pass  # whoever launched it no longer listens; the child's own control socket has ended it
+    except OSError:
+        pass  # whoever launched it no longer listens, and the child's own control socket has ended it
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from tests.waiting import eventually
 from tests.worker.launching import CPU, Said, is_alive, launch, session_members, start_launcher
 from tests.worker.trainers import write_job
 from worker import session
-from worker.launcher import LaunchAbandoned, Launcher, LaunchError
+from worker.launcher import Launcher, LaunchError
 
 STOP = {"stop": {"save": True, "why": "stop"}}
 
@@ -160,6 +160,17 @@ class TestDeath:
         process.channel._control.close()
         assert said.until(lambda said: process.poll()).process.poll().code == 1  # type: ignore[union-attr]
         process.close()
+
+    def test_processes_that_do_not_die_are_told_from_other_failures(
+        self, launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        said = Said(process := launch(launcher, tmp_path, "wait_for_stop"))
+        with monkeypatch.context() as patched:
+            patched.setattr(session, "_PATIENCE_SECONDS", 0.1)
+            patched.setattr(session, "_members", lambda leader: iter([leader.pid]))
+            with pytest.raises(session.StillAliveError):
+                process.kill()
+        said.to_the_end()
 
     def test_killing_a_process_that_has_ended_hits_nobody(self, launcher: Launcher, tmp_path: Path) -> None:
         said = Said(process := launch(launcher, tmp_path, "quick"))
@@ -305,61 +316,6 @@ class TestModes:
         assert process.launched == "zygote"
         assert Said(process).to_the_end().code == 0
         launcher.stop()
-
-
-class TestWaiting:
-    """A launch may wait for long, and what was true when it was asked for may be true no more."""
-
-    def test_the_first_deadline_is_the_one_of_the_moment_of_the_start(self, tmp_path: Path) -> None:
-        launcher = Launcher(Settings(home=tmp_path), preload=["tests.worker.trainers"])
-        launcher.start()
-        ready_when_asked: list[bool] = []
-
-        def renewed() -> float:
-            ready_when_asked.append(launcher.zygote_pid is not None)
-            return time.monotonic() + 3600
-
-        process = launcher.launch("tests.worker.trainers:quick", write_job(tmp_path), CPU, renew_until=renewed)
-        assert ready_when_asked == [True]
-        assert Said(process).to_the_end().code == 0
-        launcher.stop()
-
-    def test_a_launch_that_nobody_wants_any_more_waits_for_no_zygote(self, tmp_path: Path) -> None:
-        launcher = Launcher(Settings(home=tmp_path), preload=["tests.worker.preloads.sleeps"])
-        launcher.start()
-        began = time.monotonic()
-        with pytest.raises(LaunchAbandoned):
-            launcher.launch("tests.worker.trainers:quick", write_job(tmp_path), CPU, should_end=_after(0.3))
-        assert time.monotonic() - began < 5
-        launcher.stop()
-
-    @pytest.mark.parametrize("mode", ["zygote", "cold"])
-    def test_a_launch_that_is_given_up_leaves_no_process(
-        self, tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        launcher = start_launcher(tmp_path, mode)
-        said_no = threading.Event()
-        keeper = launcher._spawn_cold
-        monkeypatch.setattr(launcher, "_spawn_cold", lambda request: (said_no.wait(10), keeper(request)))
-        if (pid := launcher.zygote_pid) is not None:
-            os.kill(pid, signal.SIGSTOP)
-        lock = tmp_path / "lock"
-        job = write_job(tmp_path)
-        with pytest.raises(LaunchAbandoned):
-            launcher.launch("tests.worker.trainers:wait_for_stop", job, CPU, [lock], should_end=_after(0.3))
-        said_no.set()
-        if pid is not None:
-            os.kill(pid, signal.SIGCONT)
-        children = Path(f"/proc/{pid or os.getpid()}/task/{pid or launcher._keeper.native_id}/children")
-        assert Said(launch(launcher, tmp_path / "next", "quick", code=6)).to_the_end().code == 6
-        eventually(lambda: children.read_text() == "", timeout=10)
-        assert list(launcher._folder.iterdir()) == []
-        launcher.stop()
-
-
-def _after(seconds: float) -> Callable[[], bool]:
-    began = time.monotonic()
-    return lambda: time.monotonic() - began > seconds
 
 
 _WORKER = """

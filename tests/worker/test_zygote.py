@@ -1,9 +1,12 @@
 """The zygote forks what is warm, touches no device, and its death costs nothing but its children."""
 
+import errno
 import importlib
 import json
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,8 +21,8 @@ from app.config import Settings
 from tests.waiting import eventually
 from tests.worker.launching import CPU, Said, is_alive, launch, start_launcher
 from tests.worker.trainers import write_job
-from worker import devices, zygote
-from worker.launcher import Launcher
+from worker import child, devices, zygote
+from worker.launcher import Launcher, LaunchError
 
 STOP = {"stop": {"save": False, "why": "stop"}}
 
@@ -69,6 +72,56 @@ class TestFork:
         assert Said(launch(launcher, tmp_path, "quick")).to_the_end().code == 0
 
 
+class TestWant:
+    """Want of memory or descriptors costs one launch, never the zygote and the runs that it has forked."""
+
+    def test_without_descriptors_a_launch_fails_with_the_reason_and_the_others_go_on(
+        self, launcher: Launcher, tmp_path: Path
+    ) -> None:
+        pid = zygote_pid(launcher)
+        said = Said(process := launch(launcher, tmp_path, "wait_for_stop"))
+        said.until(lambda said: said.has("message"))
+        taken = {int(path.name) for path in Path(f"/proc/{pid}/fd").iterdir()}
+        limit = [number for number in range(len(taken) + 4) if number not in taken][3]  # three are free below it
+        before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (limit, before[1]))
+        with pytest.raises(LaunchError, match="Too many open files"):
+            launch(launcher, tmp_path / "2", "quick")
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+        assert Said(launch(launcher, tmp_path / "3", "quick", code=3)).to_the_end().code == 3
+        assert zygote_pid(launcher) == pid
+        process.send(STOP)
+        assert said.to_the_end().code == 0
+
+    @pytest.mark.parametrize("call", ["fork", "pidfd_open"])
+    def test_a_call_that_fails_is_told_and_leaves_nothing(self, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+        forked: list[int] = []
+        fork = os.fork
+
+        def no_room(*_: int) -> int:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+        def remembered() -> int:
+            pid = fork()
+            if pid == 0:
+                signal.pause()
+            forked.append(pid)
+            return pid
+
+        monkeypatch.setattr(os, "fork", remembered)
+        monkeypatch.setattr(os, call, no_room)
+        status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        fds = [theirs.detach(), *(os.open(os.devnull, os.O_RDWR) for _ in range(4))]
+        assert zygote._fork(child.Start("x:y", [], "/", CPU), fds) is None
+        assert json.loads(status.recv(1024)) == {"failed": "[Errno 12] Cannot allocate memory"}
+        assert status.recv(1024) == b""
+        status.close()
+        for descriptor in fds:
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.fstat(descriptor)
+        assert not any(is_alive(pid) for pid in forked)
+
+
 class TestTraining:
     def test_a_fork_has_the_training_libraries_warm_and_computes_with_several_threads(self, tmp_path: Path) -> None:
         launcher = Launcher(Settings(home=tmp_path))
@@ -113,7 +166,7 @@ class TestDeath:
     def test_a_frozen_zygote_costs_a_wait_and_never_a_second_process(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("worker.launcher._FORK_SECONDS", 0.5)
+        monkeypatch.setattr("worker.starting.FORK_SECONDS", 0.5)
         launcher = Launcher(Settings(home=tmp_path), preload=["tests.worker.trainers"])
         launcher.start()
         assert launcher.wait_ready(30)
@@ -174,7 +227,7 @@ class TestRefusal:
         monkeypatch.setattr("worker.launcher._READY_SECONDS", 0.2)
         monkeypatch.setattr("worker.launcher.sys.executable", "/bin/sleep")
         launcher = Launcher(Settings(home=tmp_path), preload=["60"])
-        monkeypatch.setattr("worker.launcher._CODE_ROOT", tmp_path)
+        monkeypatch.setattr("worker.launcher.CODE_ROOT", tmp_path)
         launcher.start()
         assert launcher.wait_ready(30)
         assert launcher.mode == "cold"
