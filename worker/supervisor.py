@@ -255,5 +255,7 @@ def finish(host: Host, writer: Writer, ending: Executable) -> None:
             row = connection.execute(ending).one_or_none()
         if row is not None:
             log.info("%s: %s", row.id, row.status)
+        else:  # or the commit of an earlier try has happened, and only its answer got lost
+            log.warning("nothing written at the end: fenced, the run is somebody else's")
 
     writer.persist(write)

@@ -43,6 +43,11 @@ def test_the_tree_names_every_file_of_the_code() -> None:
     assert not missing, f"add a line with a caption for {missing} to the README's tree"
 
 
+def test_the_transcript_is_a_real_one() -> None:
+    transcript = README.split("<!-- transcript -->")[1].split("```")[1]
+    assert "$ make demo" in transcript and "stopped with a checkpoint" in transcript and "held-out" in transcript
+
+
 def test_every_setting_is_in_the_readme() -> None:
     from app.config import Settings
 
