@@ -27,6 +27,9 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _IONBF = 2
 _LARGEST_WRITE = 64 * 1024
+ENDINGS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+"""What a service manager sends to every process of a service. Whoever starts a training process blocks them, so that
+not even the first moments of one are ended by them: they wait until it can take them for a request to stop."""
 _OOM_SCORE_ADJ = "500"
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -73,8 +76,8 @@ def run(start: Start, fds: Sequence[int], parent: int) -> None:
     try:
         _prepare(start, fds, parent)
         report, _stdout, _stderr, control = fds
-        # The first renewals have to arrive during imports that may take longer than the lease.
-        Control.start(control)
+        # The first renewals, and requests to stop, have to arrive during imports that may take longer than the lease.
+        _heed_endings(Control.start(control))
         _take_locks(start.lock_paths)
         if start.user is not None:
             _become(start.user)
@@ -135,10 +138,17 @@ def _close_all_but(kept: set[int]) -> None:
 
 def _reset_signals() -> None:
     signal.set_wakeup_fd(-1)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGCHLD, signal.SIGHUP):
+    signal.pthread_sigmask(signal.SIG_SETMASK, ENDINGS)
+    for number in (signal.SIGALRM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _heed_endings(control: Control) -> None:
+    """From here on a signal to end is a request to stop; one that has come already is delivered now."""
+    control.stop_on_sigterm()
+    for number in ENDINGS - {signal.SIGTERM}:
+        signal.signal(number, lambda _number, _frame: control.request_stop(save=True, why="drain"))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
 
 
 class _Output(io.RawIOBase):

@@ -10,6 +10,7 @@ import logging
 import os
 import queue
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from typing import Any, Literal
 
 from app.config import Settings
 from worker import session
-from worker.child import Start
+from worker.child import ENDINGS, Start
 from worker.process import TrainingProcess
 from worker.starting import (
     CODE_ROOT,
@@ -220,6 +221,8 @@ class Launcher:
 
     def _keep(self) -> None:
         """Start the zygote, again after each death, and start cold processes when asked to."""
+        # Of this thread alone, and inherited by what it starts, which heeds them when it is ready to.
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)
         start_at, started, backoff = 0.0, 0.0, 0.1
         while not self._stopping:
             now = time.monotonic()

@@ -41,9 +41,9 @@ def main(arguments: Sequence[str]) -> None:
     given = parser.parse_args(list(arguments))
     child.die_with_parent(given.parent)
     # A service manager signals every process of the service: the trainers then save, and must not lose their
-    # parent meanwhile. The zygote ends when its worker does.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # parent meanwhile. The zygote ends when its worker does. Blocked and not ignored, since a child inherits it,
+    # and what is sent to a child must wait until the child can heed it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, child.ENDINGS)
     worker = socket.socket(fileno=given.fd)
     try:
         preload(given.modules)

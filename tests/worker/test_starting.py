@@ -67,6 +67,35 @@ class TestWaiting:
         launcher.stop()
 
 
+class TestEarlySignals:
+    """A service manager signals every process of a service, those too that have only just begun."""
+
+    @pytest.mark.parametrize("mode", ["zygote", "cold"])
+    def test_sigterm_while_it_imports_is_a_request_to_stop(self, tmp_path: Path, mode: str) -> None:
+        launcher = start_launcher(tmp_path, mode)
+        process = launcher.launch("tests.worker.imports_slowly:wait_for_stop", write_job(tmp_path), CPU)
+        said = Said(process).until(lambda said: "importing" in said.text)
+        os.kill(process.pid, signal.SIGTERM)
+        (tmp_path / "go").touch()
+        assert said.to_the_end().code == 0
+        assert said.record("stopped")["why"] == "drain"
+        launcher.stop()
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+    @pytest.mark.parametrize("mode", ["zygote", "cold"])
+    def test_a_signal_in_its_first_moments_is_neither_deadly_nor_lost(
+        self, tmp_path: Path, mode: str, number: int
+    ) -> None:
+        launcher = start_launcher(tmp_path, mode)
+        for n in range(10 if mode == "zygote" else 2):
+            process = launch(launcher, tmp_path / str(n), "wait_for_stop")
+            os.kill(process.pid, number)
+            said = Said(process)
+            assert said.to_the_end().code == 0
+            assert said.record("stopped")["save"] is True
+        launcher.stop()
+
+
 class TestFailure:
     def test_a_cold_start_that_fails_half_way_leaves_no_process_and_the_launcher_goes_on(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

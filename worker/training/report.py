@@ -185,6 +185,7 @@ class Control:
         self._lock = threading.RLock()  # re-entrant: a signal handler may interrupt a holder
         self._request: StopRequest | None = None
         self._callbacks: list[Callable[[StopRequest], None]] = []
+        self._heeds_sigterm = False
 
     @classmethod
     def start(cls, control_fd: int | None) -> "Control":
@@ -230,7 +231,13 @@ class Control:
             callback(request)
 
     def stop_on_sigterm(self) -> None:
-        """Let SIGTERM mean: save and hand back. Main thread only; children of this process die of it as ever."""
+        """Let SIGTERM mean: save and hand back. Main thread only; children of this process die of it as ever.
+
+        A launched process does this before its slow imports, and what comes then is in `stop_requested` after them.
+        """
+        if self._heeds_sigterm:
+            return
+        self._heeds_sigterm = True
         signal.signal(signal.SIGTERM, lambda _number, _frame: self.request_stop(save=True, why="drain"))
         # A pool ends its workers with SIGTERM and waits for them; they must not inherit the handler, and a
         # signal in the moment of the fork must not be lost to it.
