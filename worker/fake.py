@@ -25,7 +25,7 @@ from typing import Any
 
 from app.backends.fake_options import FakeOptions
 from app.runs.config import TrainingConfig
-from worker.training import manifest
+from worker.training import fidelity, manifest
 from worker.training.report import Control, Journal, Report, parse_args
 
 _ROWS_WITHOUT_DATASET = 1000
@@ -102,6 +102,12 @@ class _Training:
         self.saved_step = 0
         self.improved = False
         """Whether the evaluation of the present step is the best so far."""
+        self.fingerprint = {
+            "backend": "fake",
+            "dataset": (job.get("dataset") or {}).get("sha256"),
+            "device": job["device"]["kind"],
+            "versions": {"python": sys.version.split()[0]},
+        }
         self.asked = threading.Event()
         if not self.options.ignore_stop:
             control.on_stop(lambda _request: self.asked.set())
@@ -118,8 +124,8 @@ class _Training:
                 "parameters_total": self.options.checkpoint_bytes // 4,
                 "parameters_trainable": self.options.checkpoint_bytes // 4,
                 "device": self.job["device"]["id"],
-                "versions": {"python": sys.version.split()[0]},
-                "fidelity": "exact",
+                "versions": self.fingerprint["versions"],
+                **fidelity.facts(self._differences()),
             },
         )
         self.report.phase("training", start_step=self.state.step, total_steps=self.total)
@@ -266,7 +272,7 @@ class _Training:
             (staging / "state.json").write_text(json.dumps(asdict(self.state)))
             with (staging / "weights.bin").open("wb") as weights:
                 _fill(weights.fileno(), self.options.checkpoint_bytes, self.state.chain)
-            sha256 = manifest.write_manifest(staging, self.state.step, {"backend": "fake"})
+            sha256 = manifest.write_manifest(staging, self.state.step, {fidelity.FINGERPRINT: self.fingerprint})
             time.sleep(self.options.save_seconds)
             size = manifest.size_of(staging)
             manifest.commit(staging, self.folder / name)
@@ -294,6 +300,10 @@ class _Training:
         self.saved_step = self.state.step
         if self.state.run_id != self.job["run_id"]:  # a new run that continues another has its own clock and limits
             self.state.run_id, self.state.first_step, self.state.seconds = self.job["run_id"], self.state.step, 0.0
+
+    def _differences(self) -> list[str]:
+        source = self.job.get("resume_from")
+        return fidelity.reasons(Path(source["path"]), self.fingerprint) if source else []
 
     def _export(self) -> None:
         self.report.phase("exporting")

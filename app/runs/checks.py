@@ -255,7 +255,9 @@ async def online_machines(
     kinds = (await session.scalars(query.where(*_online(settings, backend)))).all()
     # What a GPU can do beyond being one is seen on its worker: here it gets the benefit of the doubt.
     return [
-        Machine(kind="cuda", bf16=True, flash_attention=True) if kind == "cuda" else Machine(kind="cpu")
+        Machine(kind="cuda", bf16=True, flash_attention=True, flash_attention_3=True)
+        if kind == "cuda"
+        else Machine(kind="cpu")
         for kind in sorted(kinds, reverse=True)
     ]
 

@@ -63,7 +63,8 @@ class Machine(BaseModel):
 
     kind: Literal["cpu", "cuda"] = "cpu"
     bf16: bool = False
-    flash_attention: bool = Field(default=False, description="Whether the flash_attn package can be used.")
+    flash_attention: bool = Field(default=False, description="Whether `flash_attention_2` can be used.")
+    flash_attention_3: bool = Field(default=False, description="Whether `flash_attention_3` can be used.")
 
 
 @dataclass(frozen=True)
@@ -234,6 +235,9 @@ def _method_conflicts(config: TrainingConfig, given: set[str]) -> list[Problem]:
             found.append(_problem(group, "conflict", f"belongs to method `{group}`, and the method is `{method}`"))
     if config.lr_scheduler_type == "constant" and "warmup_ratio" in given and config.warmup_ratio > 0:
         found.append(_problem("warmup_ratio", "conflict", "has no effect with `constant`; use `constant_with_warmup`"))
+    # It ends at a rate of 1e-7, and has to come down to it.
+    if config.lr_scheduler_type == "polynomial" and config.learning_rate <= 1e-7:
+        found.append(_problem("learning_rate", "conflict", "must be above 1e-7 with `polynomial`, which ends there"))
     # Lion has momenta and no epsilon; the others here have neither.
     known = {"adamw": ("adam_beta1", "adam_beta2", "adam_epsilon"), "lion": ("adam_beta1", "adam_beta2")}
     used = next((names for family, names in known.items() if family in config.optim), ())
@@ -294,7 +298,8 @@ def _machine_conflicts(config: TrainingConfig, given: set[str], machine: Machine
     if config.use_dora and config.load_in_8bit and machine.kind == "cpu":
         found.append(_problem("use_dora", code, "does not work on an 8-bit base on a CPU; use `load_in_4bit`"))
     attention = config.attn_implementation or ""
-    if attention.startswith("flash_attention") and not (machine.kind == "cuda" and machine.flash_attention):
+    flash = {"flash_attention_2": machine.flash_attention, "flash_attention_3": machine.flash_attention_3}
+    if attention in flash and not (machine.kind == "cuda" and flash[attention]):
         found.append(_problem("attn_implementation", code, f"`{attention}` needs a GPU with flash-attn; use `sdpa`"))
     compute = config.bnb_4bit_compute_dtype if "bnb_4bit_compute_dtype" in given else None
     if compute == "bfloat16" and machine.kind == "cuda" and not machine.bf16:

@@ -214,3 +214,8 @@ class TrainingConfig(Strict):
     extra: dict[str, Any] = Field(
         default_factory=dict, description="Further options of the trainer; an unknown one is an error."
     )
+
+    @property
+    def trainer_options(self) -> TrainerOptions:
+        """`extra`, checked and with every default; raises ValidationError where it holds something else."""
+        return TrainerOptions.model_validate(self.extra)

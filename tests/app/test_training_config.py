@@ -198,6 +198,7 @@ class TestConflicts:
             ({"rlhf": {"beta": 0.2}}, "rlhf"),
             ({"lr_scheduler_type": "constant", "warmup_ratio": 0.1}, "warmup_ratio"),
             ({"max_steps": 5, "min_steps": 6}, "min_steps"),
+            ({"lr_scheduler_type": "polynomial", "learning_rate": 1e-7}, "learning_rate"),
             ({"base_model": "run_1", "revision": "main"}, "revision"),
             ({"packing": True, "max_seq_length": None}, "packing"),
             ({"optim": "sgd", "extra": {"adam_beta1": 0.5}}, "extra.adam_beta1"),
@@ -257,6 +258,11 @@ class TestConflicts:
         refused = ("not_on_this_machine",)
         assert codes({"optim": "paged_adamw_8bit"}, machine=CPU) == {("optim", *refused)}
         assert codes({"attn_implementation": "flash_attention_2"}, machine=GPU) == {("attn_implementation", *refused)}
+        second = Machine(kind="cuda", bf16=True, flash_attention=True)
+        assert codes({"attn_implementation": "flash_attention_2"}, machine=second) == set()
+        assert codes({"attn_implementation": "flash_attention_3"}, machine=second) == {
+            ("attn_implementation", *refused)
+        }
         assert codes({"bnb_4bit_compute_dtype": "bfloat16"}, machine=OLD_GPU) == {("bnb_4bit_compute_dtype", *refused)}
         assert codes({"bnb_4bit_compute_dtype": "float16"}, machine=CPU) == {("bnb_4bit_compute_dtype", *refused)}
         assert codes({"use_dora": True, "load_in_8bit": True}, machine=CPU) == {("use_dora", *refused)}

@@ -15,14 +15,14 @@ import datasets
 import transformers
 from pydantic import ValidationError
 
-from app.runs.config import TrainingConfig, problems, resolve
+from app.runs.config import SUPERVISED, TrainingConfig, problems, resolve
 from worker.training.failures import Stopped, TrainingFailure, classify
 from worker.training.model import machine_of
 from worker.training.recipes import supervised
 from worker.training.report import Control, Journal, Report, parse_args
 from worker.training.run import Run
 
-_RECIPES = {"sft": supervised.train, "full": supervised.train, "lora": supervised.train, "qlora": supervised.train}
+_RECIPES = dict.fromkeys(SUPERVISED, supervised.train)
 
 
 def main(argv: list[str]) -> int:
@@ -31,10 +31,11 @@ def main(argv: list[str]) -> int:
     report = Report.open(report_fd)
     control = Control.start(control_fd)
     control.stop_on_sigterm()
-    journal = Journal(job["journal"], job["attempt"])
-    journal.start()
-    _quiet_libraries()
+    journal: Journal | None = None
     try:
+        journal = Journal(job["journal"], job["attempt"])
+        journal.start()
+        _quiet_libraries()
         result = _train(job, report, control, journal)
     except Stopped:
         request = control.stop_requested
@@ -46,8 +47,9 @@ def main(argv: list[str]) -> int:
         result = {"outcome": "failed", "error": {"code": failure.code, "message": failure.message}}
     # What is told last is the result: a late stop must not cut the goodbye short.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with contextlib.suppress(OSError):  # a full disk, which the result tells about
-        journal.stop(result["outcome"])
+    if journal is not None:
+        with contextlib.suppress(OSError):  # a full disk, which the result tells about
+            journal.stop(result["outcome"])
     report.result(**result)
     return 1 if result["outcome"] == "failed" else 0
 

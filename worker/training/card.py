@@ -44,6 +44,7 @@ def model_card(
         f"Made by Anneal in run `{job['run_id']}`, attempt {job['attempt']}: "
         + (f"a LoRA adapter on `{name}`." if adapter else f"every weight of `{name}` trained."),
         "",
+        *([f"The base is commit `{facts['base_revision']}`.", ""] if facts.get("base_revision") else []),
         "## How to load it",
         "",
         "```python",

@@ -4,9 +4,9 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
@@ -22,6 +22,7 @@ from worker.training.failures import TrainingFailure
 _BATCH = 256
 _BAD_ROWS_TOLD = 20
 _SECONDS_BETWEEN_PROGRESS = 0.5
+_NOTHING_LEFT = "no token to learn is left of any row within {} tokens"
 
 Encode = Callable[[dict[str, Any]], tuple[list[int], list[int]]]
 Progress = Callable[[int, int], None]
@@ -38,6 +39,8 @@ class Tokens:
     tokens: int
     remarks: list[str]
     """What the user should know: rows cut or left out."""
+    highest_id: int
+    """The highest token id in it."""
 
 
 def split(rows: int, part: float, seed: int) -> tuple[list[int], list[int]]:
@@ -64,8 +67,11 @@ def tokenise(
     max_length: int,
     chosen: list[int] | None,
     progress: Progress,
+    purpose: Literal["training", "evaluation"] = "training",
 ) -> Tokens:
     """Read, tokenise, mask, cut and pack the `chosen` rows (None: all) of a file, in its order.
+
+    `purpose` is what messages call the data.
 
     Raises:
         TrainingFailure: `bad_data` that names the rows.
@@ -76,10 +82,10 @@ def tokenise(
     batches: list[pa.RecordBatch] = []
     columns: dict[str, list[Any]] = {"input_ids": [], "labels": [], "rows": []}
     bad: list[str] = []
-    done = kept = tokens = cut = masked = 0
+    done = kept = tokens = cut = masked = highest = 0
     told = 0.0
     limit = slice(-max_length, None) if config.truncation_mode == "keep_end" else slice(max_length)
-    strategy = config.extra.get("packing_strategy", "bfd") if config.packing else None
+    strategy = config.trainer_options.packing_strategy if config.packing else None
     for number, line, row in _rows(path, bad):
         if wanted is not None and number not in wanted:
             continue
@@ -95,10 +101,12 @@ def tokenise(
         if len(ids) > max_length and strategy != "wrapped":
             cut += 1
             ids, labels = ids[limit], labels[limit]
-        if strategy is None and all(label == -100 for label in labels):
+        # Nothing predicts the first token of a text. One long stream has a place for texts that teach nothing.
+        if strategy != "wrapped" and not _teaches(labels):
             masked += 1
             continue
         kept += 1
+        highest = max(highest, max(ids, default=0))
         tokens += len(ids)
         columns["input_ids"].append(ids)
         columns["labels"].append(labels)
@@ -108,22 +116,27 @@ def tokenise(
             batches.append(_batch(columns))
     if bad:
         more = "" if len(bad) <= _BAD_ROWS_TOLD else f" (and {len(bad) - _BAD_ROWS_TOLD} more)"
-        raise TrainingFailure("bad_data", "Rows cannot be used: " + "; ".join(bad[:_BAD_ROWS_TOLD]) + more)
+        raise TrainingFailure(
+            "bad_data", f"Rows of the {purpose} data cannot be used: " + "; ".join(bad[:_BAD_ROWS_TOLD]) + more
+        )
     if kept == 0:
-        why = f"no token to learn is left of any row within {max_length} tokens" if masked else "it has no rows"
-        raise TrainingFailure("bad_data", f"There is nothing to train on: {why}.")
+        why = _NOTHING_LEFT.format(max_length) if masked else "it has no rows"
+        raise TrainingFailure("bad_data", f"There is nothing to train on in the {purpose} data: {why}.")
     progress(done, total)
     batches.append(_batch(columns))
     dataset = Dataset(InMemoryTable(pa.Table.from_batches(batches)))
     if strategy:
         dataset = _pack(dataset, max_length, strategy)
+    if strategy == "wrapped" and not any(_teaches(labels) for labels in dataset["labels"]):
+        why = _NOTHING_LEFT.format(max_length)
+        raise TrainingFailure("bad_data", f"There is nothing to train on in the {purpose} data: {why}.")
     remarks = []
     if cut:
         end = "end" if config.truncation_mode == "keep_start" else "start"
         remarks.append(f"{cut} of {done} rows are longer than {max_length} tokens and were cut at the {end}.")
     if masked:
         remarks.append(f"{masked} of {done} rows were left out: after cutting, no token to learn is left.")
-    return Tokens(dataset, kept, tokens, remarks)
+    return Tokens(dataset, kept, tokens, remarks, highest)
 
 
 def first_batch(data: Dataset, config: TrainingConfig) -> Dataset:
@@ -201,6 +214,11 @@ def _ended(text: Any, eos: str) -> str:
 
 def _note(bad: list[str], line: int, why: str) -> None:
     bad.append(f"line {line}: {why}" if len(bad) < _BAD_ROWS_TOLD else "")
+
+
+def _teaches(labels: Sequence[int]) -> bool:
+    """Whether a sequence has a token to learn; its first one is predicted from nothing."""
+    return any(label != -100 for label in labels[1:])
 
 
 def _batch(columns: dict[str, list[Any]]) -> pa.RecordBatch:

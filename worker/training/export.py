@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from worker.training import manifest
+from worker.training.base import ADAPTER_CONFIG, Base
 from worker.training.card import model_card
 from worker.training.failures import classify
-from worker.training.model import ADAPTER_CONFIG, Base, versions
+from worker.training.model import versions
 from worker.training.trainer import SupervisedTrainer
 
 OUTPUT = "output"
@@ -31,7 +32,7 @@ def export(trainer: SupervisedTrainer, base: Base, facts: dict[str, Any]) -> str
         trainer.processing_class.save_pretrained(staging)
         if base.merged is not None and (staging / ADAPTER_CONFIG).is_file():
             # The adapter means nothing without the very weights it was trained on, which exist only here.
-            shutil.copytree(base.merged, staging / "base_model")
+            base.merged.rename(staging / "base_model")
             _name_base(staging, final / "base_model")
         run.history.copy_to(staging)
         card = model_card(run.job, run.config, facts, versions(), run.state, final)
@@ -40,8 +41,6 @@ def export(trainer: SupervisedTrainer, base: Base, facts: dict[str, Any]) -> str
     except Exception as error:
         shutil.rmtree(staging, ignore_errors=True)
         raise classify(error) from error
-    if base.merged is not None:
-        shutil.rmtree(base.merged, ignore_errors=True)
     return OUTPUT
 
 

@@ -1,50 +1,26 @@
-"""The base model, its tokenizer and the adapter that a run trains."""
+"""The weights on the device: loaded as the configuration says, with the adapter that a run trains."""
 
-import json
+import importlib
 import platform
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import accelerate
 import bitsandbytes
 import datasets
-import huggingface_hub
 import peft
 import torch
 import transformers
 import trl
 from bitsandbytes.nn import Linear4bit
-from peft import LoraConfig, PeftConfig, PeftModel
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from peft import LoraConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from app.runs.config import Machine, TrainingConfig, TrainingMethod
+from app.runs.config import Machine, TrainingConfig
+from worker.training.base import Base, not_loaded
 from worker.training.failures import TrainingFailure
-
-ADAPTER_CONFIG = "adapter_config.json"
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".index.json")
-
-
-@dataclass(frozen=True)
-class Base:
-    """Where the weights that a run starts from lie, once a base that is an adapter has been merged."""
-
-    source: str
-    """Folder or hub name that `from_pretrained` and the adapter's own configuration name."""
-    tokenizer_source: str
-    options: dict[str, Any]
-    """Revision, offline and trust options, the same for configuration, weights and tokenizer."""
-    merged: Path | None = None
-    """The private folder of a merged base; it becomes part of the output."""
-    from_scratch: bool = False
-    """The folder holds an architecture without weights: they start as random numbers drawn with the seed."""
 
 
 def machine_of(device: dict[str, Any] | None) -> Machine:
@@ -54,8 +30,21 @@ def machine_of(device: dict[str, Any] | None) -> Machine:
         return Machine(kind="cpu", bf16=True)
     if not torch.cuda.is_available():
         raise TrainingFailure("config_error", "The run was given a GPU, but torch finds none on this machine.")
-    flash = transformers.utils.is_flash_attn_2_available()
-    return Machine(kind="cuda", bf16=torch.cuda.is_bf16_supported(including_emulation=False), flash_attention=flash)
+    return Machine(
+        kind="cuda",
+        bf16=torch.cuda.is_bf16_supported(including_emulation=False),
+        flash_attention=is_flash_attn_2_available() and _imports("flash_attn"),
+        flash_attention_3=is_flash_attn_3_available() and _imports("flash_attn_interface"),
+    )
+
+
+def _imports(package: str) -> bool:
+    """Whether a compiled package fits this machine: one built for another torch is there, and cannot be imported."""
+    try:
+        importlib.import_module(package)
+    except (ImportError, OSError):
+        return False
+    return True
 
 
 def weights_dtype(config: TrainingConfig, machine: Machine) -> torch.dtype:
@@ -65,64 +54,12 @@ def weights_dtype(config: TrainingConfig, machine: Machine) -> torch.dtype:
     return torch.bfloat16 if machine.bf16 else torch.float16
 
 
-def find_base(job: dict[str, Any], config: TrainingConfig, machine: Machine) -> Base:
-    """Locate the base model; an adapter is merged into its own base first, in 16 or 32 bits.
-
-    Raises:
-        TrainingFailure: `model_not_found` or `config_error`.
-    """
-    named = job["base_model"]
-    options: dict[str, Any] = {
-        "local_files_only": bool(job.get("offline")),
-        "trust_remote_code": bool(job.get("trust_remote_code")),
-    }
-    if named.get("path") is None:
-        options["revision"] = named.get("revision") or config.revision or "main"
-        return Base(named["hub"], named["hub"], options)
-    folder = Path(named["path"])
-    if config.revision is not None:
-        raise TrainingFailure("config_error", "`revision` belongs to a hub model, and the base is a folder.")
-    if not folder.is_dir():
-        raise TrainingFailure("model_not_found", f"The base model {named['name']} is not there any more.")
-    if not (folder / ADAPTER_CONFIG).is_file():
-        return Base(str(folder), str(folder), options, from_scratch=_has_no_weights(folder, named["name"], config))
-    merged = _merge(folder, Path(job["output_dir"]) / "base_model", weights_dtype(config, machine), options)
-    tokenizer = folder if (folder / "tokenizer_config.json").is_file() else merged
-    return Base(str(merged), str(tokenizer), options, merged)
-
-
-def load_tokenizer(base: Base) -> PreTrainedTokenizerBase:
-    """The base's tokenizer, with a padding token.
-
-    Raises:
-        TrainingFailure: there is none, or it cannot say where a text ends.
-    """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(base.tokenizer_source, **base.options)
-    except Exception as error:
-        raise _not_loaded(error, base.tokenizer_source, "tokenizer") from error
-    if tokenizer.eos_token is None:
-        raise TrainingFailure(
-            "config_error", "The tokenizer has no end-of-sequence token; set `eos_token` in its configuration."
-        )
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
-def load_config(base: Base) -> Any:
-    """The base's architecture (a transformers configuration), without its weights."""
-    try:
-        return AutoConfig.from_pretrained(base.source, **base.options)
-    except Exception as error:
-        raise _not_loaded(error, base.source, "configuration") from error
-
-
 def load_model(base: Base, config: TrainingConfig, machine: Machine) -> PreTrainedModel:
     """The base model on the device, quantised as the configuration says; weights from safetensors only."""
     options = dict(base.options)
-    if config.attn_implementation is not None:
-        options["attn_implementation"] = config.attn_implementation
+    attention = _attention(base, config, machine)
+    if attention is not None:
+        options["attn_implementation"] = attention
     if base.from_scratch:
         return _initialise(base, config, machine, options)
     if config.load_in_4bit:
@@ -130,7 +67,7 @@ def load_model(base: Base, config: TrainingConfig, machine: Machine) -> PreTrain
             load_in_4bit=True,
             bnb_4bit_quant_type=config.bnb_4bit_quant_type,
             bnb_4bit_compute_dtype=getattr(torch, config.bnb_4bit_compute_dtype),
-            bnb_4bit_use_double_quant=config.extra.get("double_quant", True),
+            bnb_4bit_use_double_quant=config.trainer_options.double_quant,
         )
     elif config.load_in_8bit:
         options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
@@ -145,10 +82,22 @@ def load_model(base: Base, config: TrainingConfig, machine: Machine) -> PreTrain
     except (RuntimeError, MemoryError):
         raise  # memory, or weights that do not fit their configuration: classified as what they are
     except Exception as error:
-        raise _not_loaded(error, base.source, "model") from error
+        raise not_loaded(error, base.source, "model") from error
     if machine.kind == "cpu":
         keep_evaluation_neutral(model)
     return model
+
+
+def _attention(base: Base, config: TrainingConfig, machine: Machine) -> str | None:
+    """The attention to load with; None leaves it to the model: sdpa where it has that."""
+    if config.attn_implementation is not None:
+        return config.attn_implementation
+    half = weights_dtype(config, machine) is not torch.float32
+    if machine.kind == "cuda" and machine.flash_attention and half:
+        kind = AutoModelForCausalLM._model_mapping.get(type(base.architecture), None)
+        if getattr(kind, "_supports_flash_attn", False):
+            return "flash_attention_2"
+    return None
 
 
 def _initialise(base: Base, config: TrainingConfig, machine: Machine, options: dict[str, Any]) -> PreTrainedModel:
@@ -156,25 +105,12 @@ def _initialise(base: Base, config: TrainingConfig, machine: Machine, options: d
     transformers.set_seed(config.seed)
     chosen = {name: options[name] for name in ("attn_implementation", "trust_remote_code") if name in options}
     try:
-        model = AutoModelForCausalLM.from_config(load_config(base), dtype=weights_dtype(config, machine), **chosen)
+        model = AutoModelForCausalLM.from_config(base.architecture, dtype=weights_dtype(config, machine), **chosen)
     except (RuntimeError, MemoryError):
         raise
     except Exception as error:
-        raise _not_loaded(error, base.source, "architecture") from error
+        raise not_loaded(error, base.source, "architecture") from error
     return model
-
-
-def _has_no_weights(folder: Path, name: str, config: TrainingConfig) -> bool:
-    """Whether the folder holds an architecture alone, which only `full` can start from."""
-    if any(path.name.endswith(_WEIGHTS) for path in folder.iterdir()):
-        return False
-    if config.method is not TrainingMethod.full:
-        raise TrainingFailure(
-            "config_error",
-            f"The folder {name} holds a configuration but no weights, and `{config.method}` needs some to start from: "
-            "put them there, or train the model from scratch with method `full` first and name that run.",
-        )
-    return True
 
 
 def keep_evaluation_neutral(model: torch.nn.Module) -> None:
@@ -188,12 +124,63 @@ def keep_evaluation_neutral(model: torch.nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def lora_config(config: TrainingConfig) -> LoraConfig | None:
-    """The adapter that this run trains, or None when every weight trains."""
+def check_vocabulary(network: PreTrainedModel, highest_id: int) -> None:
+    """Refuse a tokenizer whose ids the model has no embeddings for: they would read beyond its memory."""
+    rows = network.get_input_embeddings().weight.shape[0]
+    if highest_id >= rows:
+        raise TrainingFailure(
+            "config_error",
+            f"The tokenizer gives the token id {highest_id}, but the model has embeddings for {rows} tokens (0 to "
+            f"{rows - 1}): they do not belong together.",
+        )
+
+
+def check_modules(model: torch.nn.Module, config: TrainingConfig) -> None:
+    """Refuse names of modules that lead to nothing: what the user wants trained must be trained."""
+    layers = dict(model.named_modules())
+    adapted = [name for name, layer in layers.items() if isinstance(layer, BaseTunerLayer)]
+    missing = [w for w in config.target_modules or () if not any(name.endswith(f".{w}") for name in adapted)]
+    whole = [w for w in config.modules_to_save or () if not any(f"{w}.modules_to_save" in name for name in layers)]
+    for field, names, there in (
+        ("target_modules", missing, _last_parts([name for name in layers if _is_linear(layers[name])])),
+        ("modules_to_save", whole, _last_parts(list(layers))),
+    ):
+        if names:
+            some = ", ".join(there[:12])
+            raise TrainingFailure(
+                "config_error", f"`{field}`: this model has no module {', '.join(names)}; it has {some}."
+            )
+
+
+def keep_full_precision(model: torch.nn.Module, machine: Machine) -> None:
+    """Let what trains have 32 bits where 16 lose its small updates, or where a scaler of gradients refuses them.
+
+    Modules that train whole do so everywhere; adapters, which TRL casts to bfloat16 on a quantised base, on a GPU
+    that computes in float16.
+    """
+    half_gpu = machine.kind == "cuda" and not machine.bf16
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and (half_gpu or ".modules_to_save." in name):
+            parameter.data = parameter.data.float()
+
+
+def _is_linear(layer: torch.nn.Module) -> bool:
+    return isinstance(layer, torch.nn.Linear | BaseTunerLayer)
+
+
+def _last_parts(names: Sequence[str]) -> list[str]:
+    ours = ("lora_", "base_layer", "default", "base_model")
+    last = (name.rpartition(".")[2] for name in names)
+    return sorted({part for part in last if part and not part.isdigit() and not part.startswith(ours)})
+
+
+def lora_config(config: TrainingConfig, revision: str | None = None) -> LoraConfig | None:
+    """The adapter that this run trains, or None when every weight trains; it names the base's `revision`."""
     if config.lora_r is None:
         return None
     return LoraConfig(
         task_type="CAUSAL_LM",
+        revision=revision,
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
@@ -221,6 +208,8 @@ def first_facts(model: torch.nn.Module, machine: Machine) -> dict[str, Any]:
         "attention": getattr(getattr(model, "config", None), "_attn_implementation", None),
         "device": machine.kind,
         "versions": versions(),
+        # Vector instructions and threads of a CPU decide how its sums are rounded.
+        "cpu_instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
     }
     if machine.kind == "cuda":
@@ -234,38 +223,3 @@ def versions() -> dict[str, str]:
     """Versions of everything that the numbers of a run depend on."""
     modules = (torch, transformers, trl, peft, bitsandbytes, accelerate, datasets)
     return {"python": platform.python_version(), **{m.__name__: str(m.__version__) for m in modules}}
-
-
-def _merge(adapter: Path, target: Path, dtype: torch.dtype, options: dict[str, Any]) -> Path:
-    base_name = json.loads((adapter / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path")
-    if not base_name:
-        raise TrainingFailure("model_not_found", f"The adapter in {adapter.name} does not name its base model.")
-    try:
-        peft_config = PeftConfig.from_pretrained(str(adapter))
-        if peft_config.revision:
-            options = {**options, "revision": peft_config.revision}
-        model = AutoModelForCausalLM.from_pretrained(base_name, dtype=dtype, use_safetensors=True, **options)
-        merged = PeftModel.from_pretrained(model, str(adapter), is_trainable=False).merge_and_unload()
-        tokenizer_source = str(adapter) if (adapter / "tokenizer_config.json").is_file() else base_name
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_source, **options)
-    except (RuntimeError, MemoryError):
-        raise
-    except Exception as error:
-        raise _not_loaded(error, str(base_name), "base of the adapter") from error
-    merged.save_pretrained(target)
-    tokenizer.save_pretrained(target)
-    return target
-
-
-def _not_loaded(error: Exception, source: str, what: str) -> TrainingFailure:
-    name = source if not Path(source).is_absolute() else Path(source).name
-    missing = (
-        OSError,
-        huggingface_hub.errors.HfHubHTTPError,
-        huggingface_hub.errors.HFValidationError,
-        huggingface_hub.errors.LocalEntryNotFoundError,
-    )
-    text = str(error).split("\n")[0][:300]
-    if isinstance(error, missing) or type(error).__name__ == "SafetensorError":
-        return TrainingFailure("model_not_found", f"The {what} {name} cannot be loaded: {text}")
-    return TrainingFailure("config_error", f"The {what} {name} cannot be used: {type(error).__name__}: {text}")

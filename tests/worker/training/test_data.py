@@ -151,6 +151,10 @@ class TestCutting:
         with pytest.raises(TrainingFailure, match="nothing to train on"):
             tokens(tokenizer, tmp_path, rows, "prompt_completion", length=4, loss_on="completion")
 
+    def test_a_single_token_teaches_nothing(self, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+        with pytest.raises(TrainingFailure, match="nothing to train on"):
+            tokens(tokenizer, tmp_path, [{"text": ""}], "text")
+
 
 class TestPacking:
     @pytest.mark.parametrize("strategy", ["bfd", "wrapped"])
@@ -175,6 +179,30 @@ class TestPacking:
                 parts = [loose[number]["input_ids"] for number in row["rows"]]
                 assert row["input_ids"] == [token for part in parts for token in part]
                 assert row["seq_lengths"] == [len(part) for part in parts]
+
+    def test_packed_rows_with_nothing_to_learn_are_bad_data_too(
+        self, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    ) -> None:
+        long = {"prompt": "one two three four five six seven", "completion": "x"}
+        short = {"prompt": "a", "completion": " y"}
+        cut = {"length": 4, "loss_on": "completion", "packing": True}
+        with pytest.raises(TrainingFailure, match="nothing to train on") as refused:
+            tokens(tokenizer, tmp_path, [long, long], "prompt_completion", **cut)
+        assert refused.value.code == "bad_data"
+        made = tokens(tokenizer, tmp_path, [long, short], "prompt_completion", **cut)
+        assert made.rows == 1 and any("left out" in remark for remark in made.remarks)
+
+    def test_a_stream_without_a_token_to_learn_is_bad_data(
+        self, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    ) -> None:
+        # Cut in pieces of two tokens, its one answer is the first token of a piece, which nothing predicts.
+        tokenizer.add_tokens(["<long>"])
+        wrapped = {"length": 2, "loss_on": "completion", "packing": True, "extra": {"packing_strategy": "wrapped"}}
+        rows = [{"prompt": "<long><long>", "completion": "<|end|>"}]
+        with pytest.raises(TrainingFailure, match="nothing to train on"):
+            tokens(tokenizer, tmp_path, rows, "prompt_completion", **wrapped)
+        rows = [{"prompt": "<long>", "completion": "<|end|>"}]
+        assert len(tokens(tokenizer, tmp_path, rows, "prompt_completion", **wrapped).dataset) == 1
 
     def test_keep_end_holds_for_packed_rows_too(self, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
         rows = [{"text": "one two three four five six seven eight"}]

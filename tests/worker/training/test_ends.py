@@ -11,9 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
+from huggingface_hub.errors import GatedRepoError
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from tests.waiting import eventually
 from tests.worker.training.tiny import (
@@ -26,6 +29,7 @@ from tests.worker.training.tiny import (
     write_job,
     write_rows,
 )
+from worker.training.base import not_loaded
 from worker.training.failures import TrainingFailure, classify
 from worker.training.manifest import verify
 
@@ -220,6 +224,66 @@ class TestFailures:
         done = forks.run(make_job(tmp_path, tiny_model, chats, **QUICK, **{field: ["nope"]}))
         assert "nope" in failed(done, "config_error")
 
+    def test_of_several_target_modules_each_must_be_there(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        config = QUICK | {"target_modules": ["q_proj", "kay_proj", "self_attn.v_proj"]}
+        message = failed(forks.run(make_job(tmp_path, tiny_model, chats, **config)), "config_error")
+        assert "no module kay_proj;" in message
+        assert "k_proj" in message.replace("kay_proj", "") and "q_proj" in message
+
+    def test_a_tokenizer_with_more_tokens_than_the_model_is_a_config_error(
+        self, forks: Forks, chats: Path, tmp_path: Path, copy_model: Callable[[], Path]
+    ) -> None:
+        model = copy_model()
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        rows = len(tokenizer)
+        tokenizer.add_tokens([" row"])
+        tokenizer.save_pretrained(model)
+        message = failed(forks.run(make_job(tmp_path, model, chats, **QUICK)), "config_error")
+        assert f"token id {rows}," in message and f"{rows} tokens" in message
+
+    def test_a_pickled_adapter_is_never_loaded(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        adapter = tmp_path / "adapter"
+        adapter.mkdir()
+        described = {"peft_type": "LORA", "base_model_name_or_path": str(tiny_model), "target_modules": ["q_proj"]}
+        (adapter / "adapter_config.json").write_text(json.dumps(described))
+        torch.save({}, adapter / "adapter_model.bin")
+        message = failed(forks.run(make_job(tmp_path, adapter, chats, **QUICK)), "model_not_found")
+        assert "adapter_model.safetensors" in message and "pickle" in message
+
+    def test_a_merged_base_is_gone_however_its_run_ends(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        adapter = forks.run(make_job(tmp_path / "1", tiny_model, chats, max_steps=1, **QUICK)).output
+        stopped = make_job(tmp_path / "2", adapter, chats, max_steps=100_000, logging_steps=1, **QUICK)
+        pid = forks.start(stopped)
+        eventually(lambda: [r for r in forks.said() if r["type"] == "metric"], timeout=60)
+        assert (Path(stopped["output_dir"]) / "base_model").is_dir()
+        os.kill(pid, signal.SIGTERM)
+        assert forks.wait().result["outcome"] == "stopped"
+        wrong = forks.run(make_job(tmp_path / "3", adapter, chats, **QUICK, target_modules=["nope"]))
+        failed(wrong, "config_error")
+        for folder in (Path(stopped["output_dir"]), wrong.folder):
+            assert not (folder / "base_model").exists()
+
+    def test_bad_evaluation_data_are_called_so_before_anything_is_merged(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        bad = write_rows(tmp_path / "bad.jsonl", [{"txt": "?"}])
+        job = make_job(tmp_path, tiny_model, chats, eval_data=bad, eval_steps=1, **QUICK)
+        done = forks.run(job)
+        assert "evaluation data" in failed(done, "bad_data")
+        assert [record["name"] for record in done.of("phase")] == ["loading", "tokenizing"]
+
+    def test_a_disk_that_is_full_at_the_start_is_said_too(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        job = make_job(tmp_path, tiny_model, chats, **QUICK)
+        failed(forks.run(job | {"journal": "/dev/full"}), "disk_full")
+
     def test_a_hub_model_is_not_found_without_the_hub(self, forks: Forks, chats: Path, tmp_path: Path) -> None:
         job = make_job(tmp_path, tmp_path, chats, **QUICK)
         job["base_model"] = {"name": "owner/none", "path": None, "hub": "owner/none", "revision": None}
@@ -249,6 +313,17 @@ class TestClassify:
         error = RuntimeError("the writer failed")
         error.__context__ = OSError(errno.EDQUOT, "Disk quota exceeded")
         assert classify(error).code == "disk_full"
+
+
+class TestNotLoaded:
+    def test_a_model_that_the_hub_keeps_back_tells_the_operator_to_log_in(self) -> None:
+        request = httpx.Request("GET", "https://hub.invalid")
+        refusal = GatedRepoError("gated", response=httpx.Response(403, request=request))
+        error = OSError("You are trying to access a gated repo.")
+        error.__cause__ = refusal
+        failure = not_loaded(error, "owner/gated", "model")
+        assert failure.code == "model_not_found"
+        assert "owner/gated" in failure.message and "`hf auth login`" in failure.message
 
 
 class TestKilledWhileSaving:

@@ -2,14 +2,15 @@
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import transformers
 from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig
 
 from app.runs.config import Machine, Replacement, TrainingConfig
-from worker.training import checkpoints, data, model
+from worker.training import base, checkpoints, data, fidelity, model
+from worker.training.base import Base
 from worker.training.callbacks import StepWatcher
 from worker.training.chat import ensure_template
 from worker.training.data import Tokens
@@ -36,23 +37,41 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
 
     run.report.phase("loading")
     run.report.progress("loading", 0, 2, "tokenizer and configuration")
-    base = model.find_base(run.job, run.config, run.machine)
-    tokenizer = model.load_tokenizer(base)
-    architecture = model.load_config(base)
+    found = base.find_base(run.job, run.config)
+    tokenizer = base.load_tokenizer(found)
     run.heed_stop()
 
+    # Data before weights: bad rows are told before hours of loading or merging.
     run.report.phase("tokenizing")
-    max_length = _max_length(run, architecture, tokenizer, replaced)
-    training, held_out = _tokens(run, tokenizer, max_length)
-    total_steps = _total_steps(run.config, training)
+    max_length = _max_length(run, found.architecture, tokenizer, replaced)
+    tokens = _tokens(run, tokenizer, max_length)
+    with base.merged(found, run.folder / "base_model", model.weights_dtype(run.config, run.machine)) as start:
+        return _train(run, replaced, found, start, tokenizer, tokens, max_length)
 
+
+def _train(
+    run: Run,
+    replaced: list[Replacement],
+    found: Base,
+    start: Base,
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: tuple[Tokens, Tokens | None],
+    max_length: int,
+) -> dict[str, Any]:
+    """From the weights on; `found` is the base that was asked for, `start` the same with an adapter merged in."""
+    training, held_out = tokens
+    resume = run.resume_from
+    total_steps = _total_steps(run.config, training)
     run.report.phase("loading")
-    if base.from_scratch and resume is None:
+    if found.from_scratch and resume is None:
         run.report.message(
             f"The folder {run.job['base_model']['name']} holds no weights: they start as random numbers drawn with "
             f"seed {run.config.seed}, and the model is trained from scratch."
         )
-    network = model.load_model(base, run.config, run.machine)
+    network = model.load_model(start, run.config, run.machine)
+    run.config = run.config.model_copy(update={"attn_implementation": network.config._attn_implementation})
+    ids = [tokenizer.pad_token_id, training.highest_id, held_out.highest_id if held_out else 0]
+    model.check_vocabulary(network, max(ids))
     run.heed_stop()
     trainer = _trainer(
         run,
@@ -61,15 +80,19 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
         train_dataset=_seen(run.config, training),
         eval_dataset=held_out.dataset if held_out else None,
         processing_class=tokenizer,
-        peft_config=model.lora_config(run.config),
+        peft_config=model.lora_config(run.config, start.revision),
     )
+    model.keep_full_precision(trainer.model, run.machine)
     StepWatcher(run).watch(trainer)
     facts = model.first_facts(trainer.model, run.machine)
     facts |= {
         "rows": training.rows, "tokens": training.tokens, "sequences": len(training.dataset),
         "eval_rows": held_out.rows if held_out else 0, "total_steps": total_steps,
         "max_length": max_length, "weights_dtype": str(model.weights_dtype(run.config, run.machine)),
+        "base_revision": found.revision,
     }  # fmt: skip
+    run.fingerprint = _fingerprint(run, found, facts)
+    facts |= fidelity.facts(_differences(run))
     run.report.config(run.config.model_dump(mode="json"), [one.model_dump(mode="json") for one in replaced], facts)
 
     if resume is None:
@@ -81,7 +104,7 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
         run.ended_by = None
 
     outcome = "completed" if run.ended_by in _COMPLETES else "stopped"
-    output = export(trainer, base, facts) if run.ended_by in _EXPORTS else None
+    output = export(trainer, start, facts) if run.ended_by in _EXPORTS else None
     return {
         "outcome": outcome,
         "why": run.ended_by,
@@ -118,10 +141,27 @@ def _trainer(run: Run, **options: Any) -> SupervisedTrainer:
         trainer = SupervisedTrainer(run, **options)
     except ValueError as error:  # how TRL and peft refuse options that do not go together, or with this model
         raise TrainingFailure("config_error", str(error)) from error
-    for wanted in run.config.modules_to_save or ():
-        if not any(f"{wanted}.modules_to_save" in name for name, _ in trainer.model.named_modules()):
-            raise TrainingFailure("config_error", f"`modules_to_save`: this model has no module {wanted}.")
+    model.check_modules(trainer.model, run.config)
     return trainer
+
+
+def _fingerprint(run: Run, found: Base, facts: dict[str, Any]) -> dict[str, Any]:
+    held_out = run.job.get("eval_dataset")
+    return {
+        "base_model": found.identity,
+        "dataset": run.job["dataset"].get("sha256"),
+        "eval_dataset": held_out.get("sha256") if held_out else None,
+        "weights": facts["weights_dtype"],
+        **{name: facts.get(name) for name in ("device", "device_name", "cpu_instructions", "threads", "versions")},
+    }
+
+
+def _differences(run: Run) -> list[str]:
+    """Why this attempt may not go on exactly where the checkpoint stands."""
+    if run.resume_from is None:
+        return []
+    found = fidelity.reasons(Path(run.resume_from["path"]), run.fingerprint)
+    return [*found, fidelity.ON_A_GPU] if run.machine.kind == "cuda" else found
 
 
 def _max_length(run: Run, architecture: Any, tokenizer: PreTrainedTokenizerBase, replaced: list[Replacement]) -> int:
@@ -155,15 +195,16 @@ def _tokens(run: Run, tokenizer: PreTrainedTokenizerBase, max_length: int) -> tu
     if config.eval_split > 0:
         chosen, held = data.split(data.count_rows(source["path"]), config.eval_split, config.seed)
 
-    def tokenise(one: dict[str, Any], rows: list[int] | None) -> Tokens:
+    def tokenise(one: dict[str, Any], rows: list[int] | None, purpose: Literal["training", "evaluation"]) -> Tokens:
         return data.tokenise(
-            one["path"], one["format"], tokenizer, config, max_length=max_length, chosen=rows,
+            one["path"], one["format"], tokenizer, config, max_length=max_length, chosen=rows, purpose=purpose,
             progress=lambda done, total: run.progress("tokenizing", done, total),
         )  # fmt: skip
 
     try:
-        training = tokenise(source, chosen)
-        held_out = tokenise(source, held) if held else tokenise(other, None) if other else None
+        training = tokenise(source, chosen, "training")
+        rest = source if held else other
+        held_out = tokenise(rest, held, "evaluation") if rest else None
     except FileNotFoundError as error:
         raise TrainingFailure("bad_data", "The data set's file is not there any more.") from error
     for tokens in (training, held_out):
@@ -184,22 +225,22 @@ def _seen(config: TrainingConfig, training: Tokens) -> Any:
 
 def _arguments(config: TrainingConfig, machine: Machine, folder: Path, total_steps: int, max_length: int) -> SFTConfig:
     """The configuration in the trainer's own words; every name that is not ours to choose is set here."""
-    extra, cuda = config.extra, machine.kind == "cuda"
+    options, cuda = config.trainer_options, machine.kind == "cuda"
     return SFTConfig(
         output_dir=str(folder),
         max_steps=total_steps,
         per_device_train_batch_size=config.batch_size,
-        per_device_eval_batch_size=extra.get("eval_batch_size") or config.batch_size,
+        per_device_eval_batch_size=options.eval_batch_size or config.batch_size,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         learning_rate=config.learning_rate,
         lr_scheduler_type=config.lr_scheduler_type,
         warmup_steps=config.warmup_ratio,
         weight_decay=config.weight_decay,
         optim=config.optim,
-        adam_beta1=extra.get("adam_beta1", 0.9),
-        adam_beta2=extra.get("adam_beta2", 0.999),
-        adam_epsilon=extra.get("adam_epsilon", 1e-8),
-        max_grad_norm=extra.get("max_grad_norm", 1.0),
+        adam_beta1=options.adam_beta1,
+        adam_beta2=options.adam_beta2,
+        adam_epsilon=options.adam_epsilon,
+        max_grad_norm=options.max_grad_norm,
         neftune_noise_alpha=config.neftune_noise_alpha,
         activation_checkpointing=bool(config.gradient_checkpointing),
         use_cpu=not cuda,
@@ -208,7 +249,7 @@ def _arguments(config: TrainingConfig, machine: Machine, folder: Path, total_ste
         seed=config.seed,
         max_length=max_length,
         packing=config.packing,
-        packing_strategy=extra.get("packing_strategy", "bfd"),
+        packing_strategy=options.packing_strategy,
         dataset_kwargs={"skip_prepare_dataset": True},
         remove_unused_columns=False,
         dataloader_pin_memory=cuda,
