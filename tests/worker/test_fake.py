@@ -38,12 +38,13 @@ class Run:
         self.config = {"base_model": "none", "save_steps": 5, "logging_steps": 1, **config, "extra": extra}
         self.given = ["base_model", *config, *(f"extra.{name}" for name in extra)]
         self.rows: int | None = None
+        self.sha256: str | None = None
 
     def start(self, resume_from: dict[str, Any] | None = None, run_id: str = "run_x", **config: Any) -> Said:
         """Start the next attempt."""
         self.attempt += 1
         attempt = self.folder / f"a{self.attempt}"
-        dataset = {"id": "ds", "path": "", "format": "text", "rows": self.rows, "sha256": ""}
+        dataset = {"id": "ds", "path": "", "format": "text", "rows": self.rows, "sha256": self.sha256}
         job = write_job(
             attempt,
             run_id=run_id,
@@ -72,7 +73,6 @@ class Run:
             "path": str(path),
             "step": record["step"],
             "manifest_sha256": record["manifest_sha256"],
-            "same_config": True,
         }
 
     def steps(self, attempt: int | None = None) -> dict[int, tuple[str, list[int]]]:
@@ -157,6 +157,18 @@ class TestCheckpoints:
         assert resumed.record("phase")["name"] == "loading"
         assert min(run.steps(2)) == 11
         assert {**run.steps(1), **run.steps(2)} == whole.steps()
+
+    def test_a_resume_on_other_data_says_that_it_is_approximate(self, launcher: Launcher, tmp_path: Path) -> None:
+        run = Run(launcher, tmp_path, max_steps=10)
+        said, _ = run.finish()
+        saved = run.checkpoint(said, index=0)
+        same, _ = run.finish(saved)
+        run.rows, run.sha256 = 10, "f" * 64
+        other, _ = run.finish(saved)
+        facts = [one.record("config")["facts"] for one in (said, same, other)]
+        assert [(one["fidelity"], one["fidelity_reasons"]) for one in facts] == [
+            ("exact", []), ("exact", []), ("approximate", ["The data set is another one than at the checkpoint."]),
+        ]  # fmt: skip
 
     def test_a_resume_from_the_wrong_place_shows_in_every_later_loss(self, launcher: Launcher, tmp_path: Path) -> None:
         run = Run(launcher, tmp_path, max_steps=10)

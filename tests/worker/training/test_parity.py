@@ -11,14 +11,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from tests.worker.training.test_data import CHATML
-from tests.worker.training.tiny import Forks, make_job
+from tests.worker.training.tiny import CORPUS, Forks, make_job, write_rows
 
 STEPS = 8
 
 
-def plain_losses(model: Path, chats: Path, folder: Path, lora: bool, **options: Any) -> list[float]:
+def plain_losses(model: Path, data: Path, folder: Path, lora: bool, **options: Any) -> list[float]:
     """Losses of TRL's trainer, used as its manual says."""
-    rows = [json.loads(line) for line in chats.read_text().splitlines()]
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = CHATML
     set_seed(42)
@@ -69,3 +69,26 @@ def test_losses_equal_plain_trls(
     assert done.result["outcome"] == "completed", done.result
     losses = [float.fromhex(loss) for loss, _ in done.steps.values()]
     assert losses == pytest.approx(plain_losses(model, chats, tmp_path / "plain", method == "lora", **theirs), abs=1e-6)
+
+
+def test_losses_on_completions_alone_equal_plain_trls_and_not_those_on_everything(
+    forks: Forks, tiny_model: Path, tmp_path: Path
+) -> None:
+    pairs = ({"prompt": f"what is row {n}\n", "completion": CORPUS[n % 40][: 20 + n % 50]} for n in range(40))
+    path = write_rows(tmp_path / "pairs.jsonl", pairs)
+
+    def losses(loss_on: str) -> list[float]:
+        job = make_job(
+            tmp_path / loss_on, tiny_model, path, data_format="prompt_completion", method="full", max_steps=STEPS,
+            batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2, optim="adamw_torch", loss_on=loss_on,
+            max_seq_length=128,
+        )  # fmt: skip
+        done = forks.run(job)
+        assert done.result["outcome"] == "completed", done.result
+        return [float.fromhex(loss) for loss, _ in done.steps.values()]
+
+    ours = losses("completion")
+    assert ours == pytest.approx(
+        plain_losses(tiny_model, path, tmp_path / "plain", lora=False, max_length=128), abs=1e-6
+    )
+    assert ours != pytest.approx(losses("all"), abs=1e-3)

@@ -10,7 +10,8 @@ import pytest
 from transformers import TrainerControl, TrainerState
 
 from app.runs.config import Machine, TrainingConfig
-from tests.worker.training.tiny import Forks, Outcome, make_job
+from tests.worker.training.tiny import Forks, Outcome, make_job, make_tiny_model
+from worker.training import fidelity
 from worker.training.callbacks import StepWatcher
 from worker.training.failures import TrainingFailure
 from worker.training.run import Run
@@ -96,6 +97,38 @@ class TestExact:
         assert again.steps == {n: told for n, told in undisturbed.steps.items() if n > step}
         assert weights(again) == weights(undisturbed)
         assert figures(again) == figures(undisturbed)
+        facts = again.of("config")[0]["facts"]
+        assert (facts["fidelity"], facts["fidelity_reasons"]) == ("exact", [])
+
+
+class TestFidelity:
+    def test_what_differs_from_the_checkpoint_is_told_and_the_run_calls_itself_approximate(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        config = {"method": "lora", "max_steps": 2, "save_steps": 1, "max_seq_length": 64}
+        first = forks.run(make_job(tmp_path / "1", tiny_model, chats, **config))
+        other = make_tiny_model(tmp_path / "other", dropout=0.2)
+        job = make_job(tmp_path / "2", other, chats, attempt=2, resume_from=first.checkpoint(1), **config)
+        job["dataset"]["sha256"] = "f" * 64
+        again = forks.run(job)
+        facts = again.of("config")[0]["facts"]
+        assert again.result["outcome"] == "completed"
+        assert facts["fidelity"] == "approximate"
+        assert facts["fidelity_reasons"] == [
+            "The base model is another one than at the checkpoint.",
+            "The data set is another one than at the checkpoint.",
+        ]
+
+    def test_versions_devices_and_an_unknown_past_are_reasons_too(self, tmp_path: Path) -> None:
+        then = {"device": "cpu", "versions": {"torch": "2.13.0", "peft": "1"}}
+        (tmp_path / "manifest.json").write_text(json.dumps({"fingerprint": then}))
+        assert fidelity.reasons(tmp_path, then) == []
+        now = {"device": "cuda", "versions": {"torch": "2.14.0", "peft": "1"}}
+        assert fidelity.reasons(tmp_path, now) == [
+            "device: cpu at the checkpoint, cuda now.", "torch: 2.13.0 at the checkpoint, 2.14.0 now.",
+        ]  # fmt: skip
+        (tmp_path / "manifest.json").write_text("{}")
+        assert len(fidelity.reasons(tmp_path, now)) == 1
 
 
 class TestChanges:

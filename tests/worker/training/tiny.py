@@ -197,7 +197,6 @@ class Outcome:
             "path": str(path),
             "step": step,
             "manifest_sha256": record["manifest_sha256"],
-            "same_config": True,
         }
 
 
