@@ -62,27 +62,28 @@ class _State:
 def main(argv: list[str]) -> int:
     """Run one job; returns the exit code: 0 when completed or stopped, 1 when failed."""
     job, report_fd, control_fd = parse_args(argv)
-    report = Report.open(report_fd)
+    report = Report(report_fd)
     control = Control.start(control_fd)
     control.stop_on_sigterm()
-    journal = Journal(job["journal"], job["attempt"])
-    journal.start()
-    training = _Training(job, report, control, journal)
+    journal: Journal | None = None
+    step = 0
     try:
-        result = training.run()
+        journal = Journal(job["journal"], job["attempt"])
+        journal.start()
+        training = _Training(job, report, control, journal)
+        try:
+            result = training.run()
+        finally:
+            step = training.state.step
     except Exception as problem:
         traceback.print_exc()
-        code = _classify(problem)
-        journal.stop("failed")
-        report.result(
-            "failed",
-            step=training.state.step,
-            error={"code": code, "message": str(problem) or type(problem).__name__},
-        )
-        return 1
-    journal.stop(result["outcome"])
+        error = {"code": _classify(problem), "message": str(problem) or type(problem).__name__}
+        result = {"outcome": "failed", "step": step, "error": error}
+    if journal is not None:
+        with contextlib.suppress(OSError):  # a full disk, which the result tells about
+            journal.stop(result["outcome"])
     report.result(**result)
-    return 0
+    return 1 if result["outcome"] == "failed" else 0
 
 
 class _Training:

@@ -303,6 +303,12 @@ class TestFaults:
             assert result(said)["error"]["code"] == error
             assert result(said)["error"]["message"]
 
+    def test_a_disk_that_is_full_at_the_start_is_said(self, launcher: Launcher, tmp_path: Path) -> None:
+        (tmp_path / "journal.jsonl").symlink_to("/dev/full")
+        said, end = Run(launcher, tmp_path).finish()
+        assert end.code == 1
+        assert result(said)["error"]["code"] == "disk_full"
+
     def test_a_loss_that_is_no_number_is_reported_as_such(self, launcher: Launcher, tmp_path: Path) -> None:
         said, _ = Run(launcher, tmp_path, extra={"non_finite_at_step": 2}).finish()
         assert math.isnan([record for record in said.records if record["type"] == "metric"][-1]["loss"])

@@ -38,7 +38,7 @@ class Number:
 def pair() -> Any:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     with ours, theirs:
-        yield Report.open(theirs.fileno()), lambda: json.loads(ours.recv(1 << 20))
+        yield Report(theirs.fileno()), lambda: json.loads(ours.recv(1 << 20))
 
 
 class TestReport:
@@ -78,7 +78,7 @@ class TestReport:
         assert len(json.dumps(record)) <= MAX_RECORD_BYTES
 
     def test_by_hand_records_are_lines_on_standard_output(self) -> None:
-        code = "from worker.training.report import Report; Report.open(None).result('completed', step=2)"
+        code = "from worker.training.report import Report; Report(None).result('completed', step=2)"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert json.loads(done.stdout)["outcome"] == "completed"
 
@@ -86,7 +86,7 @@ class TestReport:
         code = (
             "import socket; from worker.training.report import Report\n"
             "ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM); ours.close()\n"
-            "Report.open(theirs.fileno()).message('x'); print('still here')"
+            "Report(theirs.fileno()).message('x'); print('still here')"
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert (done.returncode, done.stdout) == (1, "")
@@ -107,10 +107,18 @@ class TestArguments:
         (tmp_path / "run.json").write_text("{}")
         assert parse_args([str(tmp_path / "run.json")]) == ({}, None, None)
 
-    def test_a_job_that_is_no_object_is_refused(self, tmp_path: Path) -> None:
-        (tmp_path / "run.json").write_text("[]")
-        with pytest.raises(SystemExit):
+    @pytest.mark.parametrize("text", ["[]", "{torn", None])
+    def test_a_job_that_cannot_be_read_is_told_as_a_failed_result(
+        self, text: str | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        if text is not None:
+            (tmp_path / "run.json").write_text(text)
+        with pytest.raises(SystemExit) as ended:
             parse_args([str(tmp_path / "run.json")])
+        assert ended.value.code == 1
+        result = json.loads(capfd.readouterr().out)
+        assert (result["type"], result["outcome"], result["error"]["code"]) == ("result", "failed", "internal")
+        assert "run.json" in result["error"]["message"]
 
 
 class TestControl:

@@ -19,7 +19,7 @@ libc = ctypes.CDLL(None)
 
 def start(arguments: list[str]) -> tuple[dict[str, Any], Report, Control]:
     job, report_fd, control_fd = parse_args(arguments)
-    return job, Report.open(report_fd), Control.start(control_fd)
+    return job, Report(report_fd), Control.start(control_fd)
 
 
 def quick(arguments: list[str]) -> int:

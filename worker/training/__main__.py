@@ -28,7 +28,7 @@ _RECIPES = dict.fromkeys(SUPERVISED, supervised.train)
 def main(argv: list[str]) -> int:
     """Run one job; returns the exit code: 0 when completed or stopped, 1 when failed."""
     job, report_fd, control_fd = parse_args(argv)
-    report = Report.open(report_fd)
+    report = Report(report_fd)
     control = Control.start(control_fd)
     control.stop_on_sigterm()
     journal: Journal | None = None

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,16 +25,23 @@ Why = Literal["stop", "drain"]
 def parse_args(argv: Sequence[str]) -> tuple[dict[str, Any], int | None, int | None]:
     """Arguments of a training process: `job.json [--report-fd N] [--control-fd M]`.
 
-    Returns the job (the parsed file), the descriptor for records and the one for requests; both None by hand.
+    Returns the job (the parsed file), the descriptor for records and the one for requests; both None by hand. A file
+    that cannot be read is told as a failed result, and ends the process.
     """
     parser = argparse.ArgumentParser(description="Run one training job.")
     parser.add_argument("job", type=Path, help="JSON file that describes the job")
     parser.add_argument("--report-fd", type=int, default=None, help="records go here, not to standard output")
     parser.add_argument("--control-fd", type=int, default=None, help="renewals and stop requests come from here")
     given = parser.parse_args(list(argv))
-    job = json.loads(given.job.read_text())
+    try:
+        job = json.loads(given.job.read_text())
+    except (OSError, ValueError) as problem:
+        job = problem
     if not isinstance(job, dict):
-        parser.error(f"{given.job} must hold a JSON object")
+        why = job if isinstance(job, Exception) else "it must hold a JSON object"
+        error = {"code": "internal", "message": f"The job file {given.job.name} cannot be read: {why}"}
+        Report(given.report_fd).result("failed", error=error)
+        sys.exit(1)
     return job, given.report_fd, given.control_fd
 
 
@@ -44,12 +52,8 @@ class Report:
     """
 
     def __init__(self, descriptor: int | None) -> None:
+        """`descriptor` is a connected datagram socket or None."""
         self._descriptor = descriptor
-
-    @classmethod
-    def open(cls, report_fd: int | None) -> "Report":
-        """The report of this process; `report_fd` is a connected datagram socket or None."""
-        return cls(report_fd)
 
     def send(self, type: str, **fields: Any) -> None:
         """Send one record; `ts` (unix seconds) is added, long strings of an oversized record are cut.
