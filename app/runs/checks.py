@@ -15,7 +15,16 @@ from app.datasets.models import Dataset
 from app.errors import ApiError, FieldError, invalid
 from app.experiments.models import Experiment
 from app.runs import base_models
-from app.runs.config import Machine, Problem, TrainingConfig, TrainingMethod, given_fields, problems, resolve
+from app.runs.config import (
+    SUPERVISED,
+    Machine,
+    Problem,
+    TrainingConfig,
+    TrainingMethod,
+    given_fields,
+    problems,
+    resolve,
+)
 from app.runs.lifecycle import seconds
 from app.runs.models import Run
 from app.runs.schemas import RunCreate
@@ -23,8 +32,7 @@ from app.storage import Storage
 from app.workers.models import Device, Worker
 from app.workers.service import FRESH_LEASES
 
-_SUPERVISED = (TrainingMethod.sft, TrainingMethod.full, TrainingMethod.lora, TrainingMethod.qlora)
-_FORMATS = dict.fromkeys(_SUPERVISED, ("chat", "prompt_completion", "text"))
+_FORMATS = dict.fromkeys(SUPERVISED, ("chat", "prompt_completion", "text"))
 """What each method trains on; methods that are not here are refused by name."""
 
 
