@@ -135,16 +135,18 @@ def _is_refused(error: BaseException | None) -> bool:
 
 def _pinned(source: str, options: dict[str, Any], revision: str | None) -> Base:
     """A folder, or a hub model at the commit that `revision` (None: its main branch) means now."""
-    is_folder = Path(source).is_dir()
-    asked = {} if is_folder else {"revision": revision or "main"}
+    commit = None
     try:
-        architecture = AutoConfig.from_pretrained(source, **options, **asked)
+        if not Path(source).is_dir():
+            offline = options["local_files_only"]
+            path = huggingface_hub.hf_hub_download(source, "config.json", revision=revision, local_files_only=offline)
+            commit = Path(path).parent.name  # the hub's cache has a folder for each commit
+            options = {**options, "revision": commit}
+        architecture = AutoConfig.from_pretrained(source, **options)
     except Exception as error:
         raise not_loaded(error, source, "configuration") from error
-    if is_folder:
-        return Base(source, source, options, architecture, fidelity.identity(Path(source)))
-    commit = getattr(architecture, "_commit_hash", None) or asked["revision"]
-    return Base(source, source, {**options, "revision": commit}, architecture, f"commit {commit}", revision=commit)
+    identity = f"commit {commit}" if commit else fidelity.identity(Path(source))
+    return Base(source, source, options, architecture, identity, revision=commit)
 
 
 def _adapted(folder: Path, name: str, options: dict[str, Any]) -> Base:

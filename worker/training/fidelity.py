@@ -57,4 +57,6 @@ def _flat(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file()]
+    """What a model is made of: its description and hidden files may change without changing it."""
+    found = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".md")
+    return [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]

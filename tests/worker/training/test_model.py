@@ -1,15 +1,17 @@
 """The weights on the device: pinned to a commit, in the precision that training needs."""
 
+import json
+import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from app.runs.config import Machine, TrainingConfig
+from tests.worker.training.tiny import ENVIRONMENT, make_job, run_cold
 from worker.training import base, model
 
 CPU = Machine(kind="cpu", bf16=True)
@@ -66,34 +68,26 @@ class TestAttention:
 
 
 class TestRevision:
-    def test_a_hub_model_is_pinned_to_the_commit_that_its_branch_means(
-        self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    def test_a_hub_model_is_pinned_to_its_commit_in_every_part_and_so_are_adapters_on_it(
+        self, tiny_model: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        asked = []
+        cache = tmp_path / "cache" / "models--owner--m"
+        shutil.copytree(tiny_model, cache / "snapshots" / COMMIT)
+        (cache / "refs").mkdir()
+        (cache / "refs" / "v1").write_text(COMMIT)
+        monkeypatch.setitem(ENVIRONMENT, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        config = {"method": "lora", "max_steps": 1, "max_seq_length": 64}
+        job = make_job(tmp_path / "1", tiny_model, chats, **config)
+        job["base_model"] = {"name": "owner/m", "path": None, "hub": "owner/m", "revision": "v1"}
+        first = run_cold(job)
+        assert first.result["outcome"] == "completed", (first.result, first.stderr[-2000:])
+        assert first.of("config")[0]["facts"]["base_revision"] == COMMIT
+        assert f"commit `{COMMIT}`" in (first.output / "README.md").read_text()
+        described = json.loads((first.output / "adapter_config.json").read_text())
+        assert (described["base_model_name_or_path"], described["revision"]) == ("owner/m", COMMIT)
 
-        def resolve(source: str, **options: Any) -> Any:
-            asked.append((source, options["revision"]))
-            architecture = AutoConfig.for_model("llama")
-            architecture._commit_hash = COMMIT
-            return architecture
-
-        monkeypatch.setattr(base, "AutoConfig", SimpleNamespace(from_pretrained=resolve))
-        job = {"base_model": {"name": "owner/m", "path": None, "hub": "owner/m", "revision": "v1"}, "offline": True}
-        found = base.find_base(job, TrainingConfig(base_model="owner/m", revision="v1"))
-        assert asked == [("owner/m", "v1")]
-        assert found.options["revision"] == found.revision == COMMIT
-        assert COMMIT in found.identity
-        described = model.lora_config(TrainingConfig(base_model="owner/m"), found.revision)
-        assert described is not None and described.revision == COMMIT
-
-    def test_a_run_on_an_adapter_loads_the_base_at_the_commit_that_the_adapter_names(
-        self, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        LoraConfig(base_model_name_or_path="owner/m", revision=COMMIT).save_pretrained(tmp_path)
-        (tmp_path / "adapter_model.safetensors").write_bytes(b"")
-        monkeypatch.setattr(
-            base, "AutoConfig", SimpleNamespace(from_pretrained=lambda source, **options: SimpleNamespace(**options))
-        )
-        job = {"base_model": {"name": "adapter", "path": str(tmp_path)}}
-        found = base.find_base(job, TrainingConfig(base_model="adapter"))
-        assert (found.source, found.options["revision"], found.adapter) == ("owner/m", COMMIT, tmp_path)
+        # No branch leads there any more: what builds on the adapter asks for the commit that the adapter names.
+        shutil.rmtree(cache / "refs")
+        again = run_cold(make_job(tmp_path / "2", first.output, chats, **config))
+        assert again.result["outcome"] == "completed", (again.result, again.stderr[-2000:])
+        assert again.of("config")[0]["facts"]["base_revision"] == COMMIT
