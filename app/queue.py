@@ -82,6 +82,7 @@ class Queue:
         self._listeners: dict[str, Callable[[], None]] = {}
         self._pubsub: PubSub | None = None
         self._listening: asyncio.Task[None] | None = None
+        self._closing = False
 
     async def start(self) -> None:
         """Begin to listen for wake-ups."""
@@ -89,6 +90,7 @@ class Queue:
 
     async def close(self) -> None:
         """Stop listening and close every connection."""
+        self._closing = True  # the client's own time-out around a read may swallow the cancellation
         if self._listening:
             await background.end(self._listening)
         await self._redis.aclose()
@@ -150,14 +152,14 @@ class Queue:
             log.debug("%s for %s failed, polling covers it: %s", verb, run_id, error)
 
     async def _listen(self) -> None:
-        while True:
+        while not self._closing:
             try:
                 async with self._redis.pubsub(ignore_subscribe_messages=True) as pubsub:
                     # A subscription to one's own channel keeps the connection alive while no stream is open.
                     await pubsub.subscribe("anneal:api", *self._listeners)
                     self._pubsub = pubsub
                     self._call_all()
-                    while True:
+                    while not self._closing:
                         message: dict[str, Any] | None = await pubsub.get_message(timeout=15)
                         callback = self._listeners.get(message["channel"]) if message else None
                         if callback:
@@ -168,7 +170,8 @@ class Queue:
                 log.info("wake-ups are away, streams poll until they are back: %s", error)
             finally:
                 self._pubsub = None
-            await asyncio.sleep(1)
+            if not self._closing:
+                await asyncio.sleep(1)
 
     def _call_all(self) -> None:
         """After a gap in listening everybody looks once."""
