@@ -152,7 +152,6 @@ def _resume(host: Host, checkpoint: Any) -> dict[str, Any] | None:
         "path": str(host.storage.attempt_dir(checkpoint.run_id, checkpoint.attempt) / checkpoint.name),
         "step": checkpoint.step,
         "manifest_sha256": checkpoint.manifest_sha256,
-        "run_id": checkpoint.run_id,
     }
 
 
