@@ -1,24 +1,21 @@
 """`GET /v1/runs/{id}/events`: the event stream of a run."""
 
-from collections.abc import AsyncIterator
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from sqlalchemy import select
-from sse_starlette import EventSourceResponse
 
 from app.errors import ApiError, FieldError, not_found
+from app.events import serving
 from app.events.stream import Frame, Streams
-from app.runs.models import TERMINAL, Run
+from app.runs.models import Run
 
 router = APIRouter(tags=["events"])
 
 EVENT_TYPES = (
     "status", "log", "metric", "eval", "checkpoint", "config", "progress", "sample", "error", "end",
 )  # fmt: skip
-_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-_RETRY = b"retry: 2000\n\n"
 _EXAMPLE = (
     "retry: 2000\n\nid: 41\nevent: metric\n"
     'data: {"run_id":"run_01k3x9m6q2v8s4t0w7y5z1a3b6","seq":41,"ts":"2026-01-02T03:04:05.678Z","step":10,'
@@ -51,13 +48,12 @@ async def stream_events(
     ] = None,
     follow: Annotated[bool, Query(description="False: end at the newest event instead of waiting.")] = True,
     format: Annotated[Literal["sse", "ndjson"], Query(description="`ndjson`: one JSON object a line.")] = "sse",
-    last_event_id: Annotated[
-        str | None, Header(description="What an EventSource sends on reconnect; wins over `after`.")
-    ] = None,
+    last_event_id: serving.LastEventId = None,
 ) -> Response:
     """Follow a run: logs, metrics, status and checkpoints in one order, from any cursor, without a gap."""
-    cursor = _cursor(last_event_id, after)
-    wanted = _types(types)
+    sent = serving.cursor(last_event_id)
+    cursor = after if sent is None else sent
+    chosen = _types(types)
     # Streams live for days: the look at the run is over before the first byte, no session stays open.
     async with request.app.state.sessions() as session:
         run = (
@@ -65,43 +61,27 @@ async def stream_events(
         ).one_or_none()
     if run is None:
         raise not_found("run", run_id)
-    if run.status in TERMINAL and cursor >= run.event_seq:
-        return Response(status_code=204, headers=_HEADERS)
+    if over := serving.nothing_to_come(run.status, run.event_seq, cursor):
+        return over
     streams: Streams = request.app.state.streams
-    caller = request.state.caller
-
-    async def still_allowed() -> bool:
-        allowed: bool = await request.app.state.auth.still_valid(caller.key_id)
-        return allowed
-
     batches = streams.batches(
         run_id,
         max(cursor, run.first_seq - 1),
         until=None if follow else run.event_seq,
-        still_allowed=still_allowed,
+        wanted=None if chosen is None else lambda frame: frame.type in chosen,
+        still_allowed=lambda: serving.still_allowed(request),
     )
     truncated = run.first_seq if cursor < run.first_seq - 1 else None
     if format == "ndjson":
-        return StreamingResponse(
-            _lines(batches, run_id, wanted, truncated), media_type="application/x-ndjson", headers=_HEADERS
-        )
-    return EventSourceResponse(
-        _frames(batches, run_id, wanted, truncated),
-        headers=_HEADERS,
-        ping=3600 * 24,  # the stream's own keep-alive carries the cursor; this one would not
-        send_timeout=60,
-    )
+        opening = b"" if truncated is None else _truncated(run_id, truncated).line
+        return serving.LiveResponse(request, serving.as_ndjson(batches, opening), "application/x-ndjson")
+    opening = b"" if truncated is None else _truncated(run_id, truncated).sse
+    return serving.LiveResponse(request, serving.as_sse(batches, opening))
 
 
-def _cursor(last_event_id: str | None, after: int) -> int:
-    if not last_event_id:
-        return after
-    if not last_event_id.isascii() or not last_event_id.isdigit() or len(last_event_id) > 18:
-        message = "Last-Event-ID must be the id of an event of this stream, a whole number"
-        raise ApiError(
-            422, "invalid", message, errors=[FieldError(field="Last-Event-ID", code="invalid", message=message)]
-        )
-    return int(last_event_id)
+def _truncated(run_id: str, first_seq: int) -> Frame:
+    """In place of events that retention has dropped."""
+    return Frame(first_seq - 1, "truncated", b'{"run_id":"%s","first_seq":%d}' % (run_id.encode(), first_seq))
 
 
 def _types(text: str | None) -> frozenset[str] | None:
@@ -113,36 +93,3 @@ def _types(text: str | None) -> frozenset[str] | None:
         message = f"unknown event types {', '.join(unknown) or '(none)'}: choose from {', '.join(EVENT_TYPES)}"
         raise ApiError(422, "invalid", message, errors=[FieldError(field="types", code="unknown", message=message)])
     return wanted | {"end"}
-
-
-async def _frames(
-    batches: AsyncIterator[tuple[int, list[Frame]]],
-    run_id: str,
-    wanted: frozenset[str] | None,
-    truncated: int | None,
-) -> AsyncIterator[bytes]:
-    yield _RETRY
-    if truncated is not None:
-        yield b'id: %d\nevent: truncated\ndata: {"run_id":"%s","first_seq":%d}\n\n' % (
-            truncated - 1, run_id.encode(), truncated,
-        )  # fmt: skip
-    async for cursor, frames in batches:
-        chosen = [frame for frame in frames if wanted is None or frame.type in wanted]
-        if chosen:
-            yield b"".join(frame.sse for frame in chosen)
-        elif not frames:
-            yield b": keep-alive\nid: %d\n\n" % cursor
-
-
-async def _lines(
-    batches: AsyncIterator[tuple[int, list[Frame]]],
-    run_id: str,
-    wanted: frozenset[str] | None,
-    truncated: int | None,
-) -> AsyncIterator[bytes]:
-    if truncated is not None:
-        yield b'{"type":"truncated","run_id":"%s","first_seq":%d}\n' % (run_id.encode(), truncated)
-    async for _, frames in batches:
-        chosen = [frame for frame in frames if wanted is None or frame.type in wanted]
-        if chosen:
-            yield b"".join(frame.line for frame in chosen)

@@ -146,14 +146,17 @@ class Streams:
         after: int,
         *,
         until: int | None = None,
-        keep_alive: float = KEEP_ALIVE_SECONDS,
+        wanted: Callable[[Frame], bool] | None = None,
+        keep_alive: float | None = None,
         still_allowed: Callable[[], Awaitable[bool]] | None = None,
     ) -> AsyncIterator[tuple[int, list[Frame]]]:
         """Events behind `after` in order, without gap or duplicate, then live ones, as (cursor, frames).
 
-        Frames are empty when nothing came for `keep_alive` seconds. Ends after the `end` event, at `until`, or when
-        `still_allowed`, asked about every 10 s, says no.
+        Only those that are `wanted`. Frames are empty when there were none for `keep_alive` seconds, however much
+        came that is not wanted. Ends after the `end` event, at `until`, or when `still_allowed`, asked about every
+        10 s, says no.
         """
+        keep_alive = KEEP_ALIVE_SECONDS if keep_alive is None else keep_alive
         reader = Reader(after)
         last_sent = last_checked = time.monotonic()
         try:
@@ -163,12 +166,15 @@ class Streams:
                 if frames:
                     if until is not None:
                         frames = [frame for frame in frames if frame.seq <= until]
-                    reader.position = frames[-1].seq if frames else reader.position
-                    last_sent = now
-                    yield reader.position, frames
-                    if not frames or frames[-1].type == "end":
+                    reader.position = frames[-1].seq if frames else until or reader.position
+                    over = not frames or frames[-1].type == "end"
+                    frames = [frame for frame in frames if wanted is None or wanted(frame)]
+                    if frames:
+                        last_sent = now
+                        yield reader.position, frames
+                    if over:
                         return
-                elif now - last_sent >= keep_alive:
+                if not frames and now - last_sent >= keep_alive:
                     last_sent = now
                     yield reader.position, []
                 if still_allowed and now - last_checked >= RECHECK_SECONDS:

@@ -4,15 +4,12 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
-from sse_starlette import EventSourceResponse
 
-from app.auth import CurrentCaller
+from app.events import serving
 from app.events.stream import Streams
 from app.runs import logs, service
 
 router = APIRouter(prefix="/runs", tags=["runs"])
-
-_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"}
 
 
 @router.get(
@@ -25,30 +22,35 @@ _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-T
                 "text/plain": {"schema": {"type": "string"}, "example": "step 10 loss 2.31\n"},
                 "text/event-stream": {"schema": {"type": "string"}},
             },
-        }
+        },
+        204: {"description": "As events: the run has ended and the cursor is behind its `end`."},
     },
 )
 async def get_logs(
     request: Request,
     run_id: str,
-    caller: CurrentCaller,
     tail: Annotated[int | None, Query(ge=0, le=1_000_000, description="Only the last lines.")] = None,
     follow: Annotated[bool, Query(description="Wait for more until the run ends.")] = False,
     grep: Annotated[str | None, Query(max_length=1000, description="Only lines with this text.")] = None,
+    last_event_id: serving.LastEventId = None,
 ) -> Response:
     """What the training process printed."""
+    as_events = "text/event-stream" in request.headers.get("accept", "")
+    sent = serving.cursor(last_event_id) if as_events else None
     # A stream may last for days: its look at the run is over before the first byte, no session stays open.
     async with request.app.state.sessions() as session:
         run = await service.get(session, run_id)
-        after = await logs.cursor(session, run, tail, grep)
+        after = await logs.cursor(session, run, tail, grep) if sent is None else max(sent, run.first_seq - 1)
+    if as_events and (over := serving.nothing_to_come(run.status, run.event_seq, after)):
+        return over
     streams: Streams = request.app.state.streams
-
-    async def still_allowed() -> bool:
-        allowed: bool = await request.app.state.auth.still_valid(caller.key_id)
-        return allowed
-
-    until = None if follow else run.event_seq
-    batches = streams.batches(run_id, after, until=until, still_allowed=still_allowed)
-    if "text/event-stream" in request.headers.get("accept", ""):
-        return EventSourceResponse(logs.as_sse(batches, grep), headers=_HEADERS, ping=3600 * 24, send_timeout=60)
-    return StreamingResponse(logs.as_text(batches, grep), media_type="text/plain; charset=utf-8", headers=_HEADERS)
+    batches = streams.batches(
+        run_id,
+        after,
+        until=None if follow else run.event_seq,
+        wanted=(lambda frame: logs.is_shown(frame, grep)) if as_events else None,
+        still_allowed=lambda: serving.still_allowed(request),
+    )
+    if as_events:
+        return serving.LiveResponse(request, serving.as_sse(batches))
+    return serving.LiveResponse(request, logs.as_text(batches, grep), "text/plain; charset=utf-8")

@@ -7,10 +7,9 @@ from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.events.models import RunEvent
+from app.events.serving import Batches
 from app.events.stream import Frame
 from app.runs.models import Run
-
-Batches = AsyncIterator[tuple[int, list[Frame]]]
 
 
 async def cursor(session: AsyncSession, run: Run, tail: int | None, grep: str | None) -> int:
@@ -45,15 +44,9 @@ async def as_text(batches: Batches, grep: str | None) -> AsyncIterator[bytes]:
             yield ("\n".join(found) + "\n").encode()
 
 
-async def as_sse(batches: Batches, grep: str | None) -> AsyncIterator[bytes]:
-    """`log` events and the `end`, as a body of `text/event-stream` with the cursors of the event stream."""
-    yield b"retry: 2000\n\n"
-    async for reached, frames in batches:
-        found = [frame for frame in frames if frame.type == "end" or _line(frame, grep) is not None]
-        if found:
-            yield b"".join(frame.sse for frame in found)
-        elif not frames:
-            yield b": keep-alive\nid: %d\n\n" % reached
+def is_shown(frame: Frame, grep: str | None) -> bool:
+    """Whether an event is one of `log` that contains `grep`, or the `end`."""
+    return frame.type == "end" or _line(frame, grep) is not None
 
 
 def _line(frame: Frame, grep: str | None) -> str | None:

@@ -114,6 +114,20 @@ class TestFollow:
         assert [frame.split("\n")[1] for frame in frames] == ["event: log", "event: end"]
         assert '"line":"two"' in frames[0]
 
+    def test_as_events_it_continues_behind_the_last_event_id(self, api: ApiServer, trainer: Trainer) -> None:
+        trainer.log("one", "two")
+        trainer.complete()
+        path = f"/v1/runs/{trainer.run_id}/logs"
+        events = {"Accept": "text/event-stream"}
+        whole = api.client.get(path, params={"follow": True}, headers=events).text
+        ids = [line.removeprefix("id: ") for line in whole.splitlines() if line.startswith("id: ")]
+        rest = api.client.get(
+            path, params={"follow": True, "tail": 9}, headers={**events, "Last-Event-ID": ids[0]}
+        ).text
+        assert '"line":"one"' not in rest and '"line":"two"' in rest and "event: end" in rest
+        assert api.client.get(path, headers={**events, "Last-Event-ID": ids[-1]}).status_code == 204
+        assert api.client.get(path, headers={**events, "Last-Event-ID": "x"}).status_code == 422
+
     def test_a_reader_that_leaves_holds_nothing(self, api: ApiServer, engine: Engine, trainer: Trainer) -> None:
         for _ in range(15):
             with (

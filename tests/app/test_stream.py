@@ -146,6 +146,25 @@ async def test_silence_is_answered_with_the_cursor(lab: Lab) -> None:
     assert await anext(batches) == (2, [])
 
 
+async def test_a_reader_who_wants_little_hears_the_cursor_while_much_else_flows(lab: Lab) -> None:
+    batches = lab.streams.batches(lab.run_id, 0, wanted=lambda frame: frame.type == "end", keep_alive=0.3)
+
+    async def flow() -> None:
+        while True:
+            await lab.write(3)
+            await asyncio.sleep(0.02)
+
+    flowing = asyncio.create_task(flow())
+    heard = [await asyncio.wait_for(anext(batches), 10) for _ in range(3)]
+    flowing.cancel()
+    assert [frames for _, frames in heard] == [[], [], []]
+    cursors = [reached for reached, _ in heard]
+    assert cursors == sorted(set(cursors)) and cursors[0] > 2
+    await lab.end()
+    rest = [frames async for _, frames in batches if frames]
+    assert [frame.type for frames in rest for frame in frames] == ["end"]
+
+
 async def test_a_caller_who_may_no_longer_read_is_cut_off(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "RECHECK_SECONDS", 0.0)
 

@@ -1,0 +1,102 @@
+"""How streams of a run are served, whatever they show of it: cursors, forms, and when they are cut off."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from fastapi import Header, Request, Response
+from sse_starlette import EventSourceResponse
+from sse_starlette.sse import SendTimeoutError
+from starlette.types import Receive, Scope, Send
+
+from app import background
+from app.errors import ApiError, FieldError
+from app.events import stream
+from app.events.stream import Frame
+from app.runs.models import TERMINAL
+
+log = logging.getLogger(__name__)
+
+Batches = AsyncIterator[tuple[int, list[Frame]]]
+LastEventId = Annotated[str | None, Header(description="What an EventSource sends on reconnect; wins over the query.")]
+
+HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"}
+SEND_SECONDS = 60.0
+"""A client that takes nothing for this long is disconnected; it continues from its cursor."""
+_CUT_SECONDS = 5.0
+
+
+def cursor(last_event_id: str | None) -> int | None:
+    """The cursor that a reconnecting client sends; raises ApiError 422 when it is no id of ours."""
+    if not last_event_id:
+        return None
+    if not last_event_id.isascii() or not last_event_id.isdigit() or len(last_event_id) > 18:
+        message = "Last-Event-ID must be the id of an event of this stream, a whole number"
+        raise ApiError(
+            422, "invalid", message, errors=[FieldError(field="Last-Event-ID", code="invalid", message=message)]
+        )
+    return int(last_event_id)
+
+
+def nothing_to_come(status: str, event_seq: int, after: int) -> Response | None:
+    """204 when the run has ended and the reader has seen all of it: an EventSource then stops asking."""
+    if status in TERMINAL and after >= event_seq:
+        return Response(status_code=204, headers=HEADERS)
+    return None
+
+
+class LiveResponse(EventSourceResponse):
+    """A body that may take days: cut off when its client takes nothing, or may no longer read."""
+
+    def __init__(self, request: Request, body: AsyncIterator[bytes], media_type: str = "text/event-stream") -> None:
+        # Its own pings would not carry the cursor; the keep-alive of `as_sse` does.
+        super().__init__(body, headers=HEADERS, media_type=media_type, ping=0, send_timeout=SEND_SECONDS)
+        self._request = request
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        serving = asyncio.create_task(super().__call__(scope, receive, send), name="serve a stream")
+        watching = asyncio.create_task(self._watch(serving), name="watch a stream")
+        try:
+            await asyncio.wait([serving])
+        finally:
+            await background.end(watching)
+            await background.end(serving)
+        if serving.cancelled():
+            log.info("a stream was cut off: its key is no longer valid")
+        elif problem := serving.exception():
+            if isinstance(problem, SendTimeoutError):
+                log.info("a stream was cut off: its client took nothing for %.0f s", SEND_SECONDS)
+            else:
+                raise problem
+
+    async def _watch(self, serving: asyncio.Task[None]) -> None:
+        """By the clock and not by what is sent: the stream itself asks as well, but not while its client is slow."""
+        while True:
+            await asyncio.sleep(stream.RECHECK_SECONDS)
+            if not await still_allowed(self._request):
+                break
+        await asyncio.sleep(_CUT_SECONDS)  # in which it ends by itself
+        serving.cancel()
+
+
+async def still_allowed(request: Request) -> bool:
+    """Whether the caller of a stream may go on reading."""
+    allowed: bool = await request.app.state.auth.still_valid(request.state.caller.key_id)
+    return allowed
+
+
+async def as_sse(batches: Batches, opening: bytes = b"") -> AsyncIterator[bytes]:
+    """As `text/event-stream`."""
+    yield b"retry: 2000\n\n" + opening
+    async for reached, frames in batches:
+        yield b"".join(frame.sse for frame in frames) if frames else b": keep-alive\nid: %d\n\n" % reached
+
+
+async def as_ndjson(batches: Batches, opening: bytes = b"") -> AsyncIterator[bytes]:
+    """As lines of JSON."""
+    if opening:
+        yield opening
+    async for _, frames in batches:
+        if frames:
+            yield b"".join(frame.line for frame in frames)

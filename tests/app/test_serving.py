@@ -1,0 +1,68 @@
+"""A stream is cut off when its client takes nothing, and when its key is no longer valid, in every form."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+
+from app.events import serving, stream
+from app.events.serving import LiveResponse
+
+FORMS = ["text/event-stream", "application/x-ndjson", "text/plain; charset=utf-8"]
+
+
+class Client:
+    """The far end of a stream, which takes nothing of the body, or takes all of it."""
+
+    def __init__(self, reads: bool, allowed: bool) -> None:
+        self.body_was_closed = False
+        self._reads = reads
+        app = SimpleNamespace(state=SimpleNamespace(auth=SimpleNamespace(still_valid=self._still_valid)))
+        caller = SimpleNamespace(key_id="key_1")
+        self.scope: Any = {"type": "http", "method": "GET", "headers": [], "app": app, "state": {"caller": caller}}
+        self._allowed = allowed
+
+    async def serve(self, media_type: str) -> None:
+        response = LiveResponse(Request(self.scope), self._body(), media_type)
+        await asyncio.wait_for(response(self.scope, self._receive, self._send), 10)
+
+    async def _body(self) -> AsyncIterator[bytes]:
+        try:
+            while True:
+                yield b"more\n"
+                await asyncio.sleep(0.01)
+        finally:
+            self.body_was_closed = True
+
+    async def _still_valid(self, key_id: str) -> bool:
+        assert key_id == "key_1"
+        return self._allowed
+
+    async def _receive(self) -> Any:
+        await asyncio.Event().wait()
+
+    async def _send(self, message: Any) -> None:
+        if message["type"] == "http.response.body" and not self._reads:
+            await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_a_client_that_takes_nothing_is_disconnected(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "SEND_SECONDS", 0.2)
+    client = Client(reads=False, allowed=True)
+    await client.serve(form)
+    assert client.body_was_closed
+
+
+@pytest.mark.parametrize("reads", [True, False])
+async def test_a_key_that_is_no_longer_valid_ends_its_streams_also_those_that_nobody_reads(
+    reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "RECHECK_SECONDS", 0.1)
+    monkeypatch.setattr(serving, "_CUT_SECONDS", 0.1)
+    client = Client(reads, allowed=False)
+    await client.serve(FORMS[0])
+    assert client.body_was_closed
