@@ -165,19 +165,11 @@ async def _authenticate(scope: Scope) -> Caller:
     kind, _, key = sent[0].partition(" ")
     caller = auth.remembered(key)
     if caller is None:
-        address = _address(scope)
-        if auth.failures.exhausted(address):
-            raise ApiError(
-                429,
-                "too_many_failures",
-                "Too many wrong keys came from your address; wait a few seconds and use a valid key.",
-                headers={"Retry-After": str(int(_FAILURE_SECONDS))},
-            )
+        # Malformed ones never reach the database; a right one gets in whatever others tried from its address.
         if len(sent) == 1 and kind.lower() == "bearer" and _KEY.fullmatch(key):
             caller = await _verified(auth, key)
         if caller is None:
-            auth.failures.count(address)
-            raise _unauthorized("invalid_key", "This key is unknown, expired or revoked")
+            raise _wrong_key(auth.failures, _address(scope))
     needed = "read" if scope["method"] in ("GET", "HEAD", "OPTIONS") else "write"
     if not caller.may(needed):
         raise ApiError(
@@ -197,6 +189,18 @@ async def _verified(auth: Auth, key: str) -> Caller | None:
         if answer is None:
             raise
         raise answer from error
+
+
+def _wrong_key(failures: FailureLimit, address: str) -> ApiError:
+    if failures.exhausted(address):
+        return ApiError(
+            429,
+            "too_many_failures",
+            "Too many wrong keys came from your address; wait a few seconds and use a valid key.",
+            headers={"Retry-After": str(int(_FAILURE_SECONDS))},
+        )
+    failures.count(address)
+    return _unauthorized("invalid_key", "This key is unknown, expired or revoked")
 
 
 def _unauthorized(code: str, what: str) -> ApiError:

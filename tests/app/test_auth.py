@@ -218,6 +218,14 @@ def test_an_address_that_tries_many_wrong_keys_has_to_wait(api: ApiServer) -> No
     assert api.client.get("/v1/experiments").status_code == 200, "a known key is not locked out by its neighbours"
 
 
+def test_a_right_key_that_was_never_used_gets_in_though_its_neighbours_try_wrong_ones(api: ApiServer) -> None:
+    with api.client_with("anneal_" + "x" * 43) as stranger:
+        answers = [stranger.get("/v1/experiments") for _ in range(30)]
+    assert answers[-1].status_code == 429
+    with api.client_with(api.key_with(["read"])) as friend:
+        assert friend.get("/v1/experiments").status_code == 200
+
+
 def test_the_list_of_failing_addresses_is_bounded() -> None:
     limit = FailureLimit()
     for number in range(20_000):
