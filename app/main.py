@@ -85,7 +85,8 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     sessions = session_maker(engine)
     storage = Storage(settings)
     queue = Queue(settings)
-    dispatcher = Dispatcher(engine, queue, settings)
+    dispatching = async_engine(settings.database_url or "", pool_size=1)
+    dispatcher = Dispatcher(dispatching, queue, settings)
     streams = Streams(engine, queue)
     api.state.engine, api.state.sessions, api.state.storage = engine, sessions, storage
     api.state.auth, api.state.queue, api.state.streams = Auth(sessions), queue, streams
@@ -99,4 +100,5 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
         await dispatcher.stop()
         await streams.close()
         await queue.close()
+        await dispatching.dispose()
         await engine.dispose()

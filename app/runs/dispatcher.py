@@ -3,15 +3,17 @@
 import asyncio
 import logging
 import time
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
-from sqlalchemy import Connection, text, update
-from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy import text, update
+from sqlalchemy.exc import TimeoutError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from app import background
 from app.clock import utc_now
 from app.config import Settings
+from app.errors import is_database_away
 from app.events.partitions import ensure_partitions
 from app.queue import Queue
 from app.runs import lifecycle
@@ -19,15 +21,19 @@ from app.workers.models import Worker
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _LOCK = 0x646973  # "dis": one replica at a time does a round; it does not matter which
 _HINTS_A_ROUND = 100
 _PARTITION_EVERY = 3600.0
+_PARTITION_AGAIN = 60.0
 
 
 class Dispatcher:
     """Runs in every API process; whichever gets the advisory lock does the round."""
 
     def __init__(self, engine: AsyncEngine, queue: Queue, settings: Settings) -> None:
+        """`engine` is best its own: with that of the requests, many of those would look like an absent database."""
         self._engine = engine
         self._queue = queue
         self._lease = settings.lease_seconds
@@ -49,32 +55,47 @@ class Dispatcher:
         while True:
             try:
                 hints, moved = await self.round()
-            except (SQLAlchemyError, OSError) as error:
-                # While Postgres was away nobody could renew: one lease of grace before anything is called lost.
-                self._no_reap_before = time.monotonic() + self._lease
-                log.warning("dispatcher: the database is away, trying again: %s", error)
-            else:
                 if hints:
                     await self._queue.hint(hints)
                 for run_id in moved:
                     await self._queue.wake(run_id)
+            except Exception:  # without this loop no run would ever start again
+                log.exception("dispatcher: a round failed")
             await asyncio.sleep(self._interval)
 
     async def round(self) -> tuple[int, list[str]]:
-        """One look: how many hints to send (marked already, sent after the commit), and which runs moved."""
-        async with self._engine.begin() as connection:
-            if not await connection.scalar(text("SELECT pg_try_advisory_xact_lock(:key)"), {"key": _LOCK}):
-                return 0, []
-            moved: list[str] = []
-            if time.monotonic() >= self._no_reap_before:
-                rows = (await connection.execute(lifecycle.reap(self._lease))).mappings().all()
-                moved = [_told(row) for row in rows]
-            await connection.execute(silent_workers(self._lease))
-            hints = (await connection.execute(lifecycle.hint_due(_HINTS_A_ROUND))).all()
-            if time.monotonic() >= self._partitions_at:
-                await connection.run_sync(_partitions)
-                self._partitions_at = time.monotonic() + _PARTITION_EVERY
-            return len(hints), moved
+        """One look: how many hints to send (marked already, sent after the commit), and which runs moved.
+
+        In a transaction for each job, so that one that fails takes no other with it.
+        """
+        now = time.monotonic()
+        moved = await self._job("taking back lost runs", self._reap) if now >= self._no_reap_before else None
+        hints = await self._job("telling workers of waiting runs", _hint)
+        if now >= self._partitions_at:
+            done = await self._job("making partitions", _partitions)
+            self._partitions_at = now + (_PARTITION_AGAIN if done is None else _PARTITION_EVERY)
+        return hints or 0, moved or []
+
+    async def _job(self, what: str, job: Callable[[AsyncConnection], Awaitable[T]]) -> T | None:
+        """What one job answers, in a transaction of its own; None when another replica is at it, or it failed."""
+        try:
+            async with self._engine.begin() as connection:
+                if not await connection.scalar(text("SELECT pg_try_advisory_xact_lock(:key)"), {"key": _LOCK}):
+                    return None
+                return await job(connection)
+        except Exception as error:
+            if _is_absence(error):
+                # While Postgres was away nobody could renew: one lease of grace before anything is called lost.
+                self._no_reap_before = time.monotonic() + self._lease
+                log.warning("dispatcher: the database is away, trying again: %s", error)
+            else:
+                log.exception("dispatcher: %s failed, trying again", what)
+            return None
+
+    async def _reap(self, connection: AsyncConnection) -> list[str]:
+        rows = (await connection.execute(lifecycle.reap(self._lease))).mappings().all()
+        await connection.execute(silent_workers(self._lease))
+        return [_told(row) for row in rows]
 
 
 def _told(row: Any) -> str:
@@ -89,5 +110,21 @@ def silent_workers(lease_seconds: float) -> Any:
     return update(Worker).where(Worker.state != "offline", Worker.heartbeat_at < silence).values(state="offline")
 
 
-def _partitions(connection: Connection) -> None:
-    ensure_partitions(connection, utc_now())
+async def _hint(connection: AsyncConnection) -> int:
+    return len((await connection.execute(lifecycle.hint_due(_HINTS_A_ROUND))).all())
+
+
+async def _partitions(connection: AsyncConnection) -> list[str]:
+    # A new partition needs a lock that every append waits behind; better none today than no events meanwhile.
+    await connection.execute(text("SET LOCAL lock_timeout = '2s'"))
+    return await connection.run_sync(lambda sync: ensure_partitions(sync, utc_now()))
+
+
+def _is_absence(error: Exception) -> bool:
+    """Whether the database itself could not be reached, as against a busy pool, a lock or a mistake."""
+    if isinstance(error, OSError):
+        return True
+    if isinstance(error, TimeoutError) or not is_database_away(error):
+        return False
+    state = getattr(getattr(error, "orig", None) or error, "sqlstate", None)
+    return state is None or state[:2] in ("08", "57")  # connection failures, shutdowns

@@ -1,0 +1,130 @@
+"""The loop that hands out waiting runs and takes back lost ones: no trouble of one job stops another."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from app.config import Settings
+from app.db import async_engine, sync_engine
+from app.ids import id_at
+from app.queue import Queue
+from app.runs.dispatcher import Dispatcher
+from tests.rows import add_run, add_worker, claim, run_row
+from tests.waiting import eventually, eventually_async
+
+
+@pytest.fixture
+def engine(settings: Settings) -> Iterator[Engine]:
+    engine = sync_engine(settings.database_url or "")
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+async def own(settings: Settings) -> AsyncIterator[AsyncEngine]:
+    own = async_engine(settings.database_url or "", pool_size=1)
+    yield own
+    await own.dispose()
+
+
+@pytest.fixture
+def dispatcher(own: AsyncEngine, settings: Settings) -> Dispatcher:
+    return Dispatcher(own, Queue(settings), settings)
+
+
+@pytest.fixture(autouse=True)
+def servers_that_are_up(engine: Engine, settings: Settings) -> None:
+    """For longer than a lease: before that nothing is called lost."""
+
+    def are_up() -> Any:
+        with engine.connect() as connection:
+            since = text("SELECT now() - pg_postmaster_start_time() > make_interval(secs => :lease)")
+            return connection.scalar(since, {"lease": settings.lease_seconds})
+
+    eventually(are_up)
+
+
+def lost_and_waiting(engine: Engine) -> tuple[str, str]:
+    lost = add_run(engine).id
+    claim(engine, add_worker(engine), lease=-1.0)
+    return lost, add_run(engine).id
+
+
+def drop_the_last_partition(connection: Any) -> str:
+    """Leaves the dispatcher something to create; answers the id of a run of that month."""
+    names = connection.scalars(text("SELECT relname FROM pg_class WHERE relispartition AND relkind = 'r'")).all()
+    last = max(name for name in names if name != "run_events_default" and name.startswith("run_events_2"))
+    connection.execute(text(f"DROP TABLE {last}"))
+    year, month = (int(part) for part in last.split("_")[2:])
+    return id_at("run", datetime(year, month, 1, tzinfo=UTC) + timedelta(days=3))
+
+
+async def test_one_round_takes_back_lost_runs_and_hints_waiting_ones(dispatcher: Dispatcher, engine: Engine) -> None:
+    lost, _waiting = lost_and_waiting(engine)
+    hints, moved = await dispatcher.round()
+    assert moved == [lost]
+    assert hints >= 1
+    assert run_row(engine, lost).status == "pending"
+
+
+async def test_a_partition_that_cannot_be_created_stops_neither_hints_nor_reaping(
+    dispatcher: Dispatcher, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    lost, waiting = lost_and_waiting(engine)
+    with engine.begin() as connection:
+        later = drop_the_last_partition(connection)
+        row = {"id": later}
+        connection.execute(text("INSERT INTO run_events VALUES (:id, 1, 'log', 1, now(), '{}')"), row)
+    hints, moved = await dispatcher.round()
+    assert (hints >= 1, moved) == (True, [lost])
+    assert "making partitions failed" in caplog.text
+    claim(engine, add_worker(engine), lease=-1.0)
+    assert (await dispatcher.round())[1] == [waiting]  # nor is it taken for an absent database, which gives grace
+
+
+async def test_a_partition_that_others_are_in_the_way_of_is_given_up_soon(
+    dispatcher: Dispatcher, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    lost, _waiting = lost_and_waiting(engine)
+    with engine.begin() as connection:
+        drop_the_last_partition(connection)
+    with engine.begin() as appending:
+        appending.execute(text("LOCK TABLE run_events IN ROW EXCLUSIVE MODE"))
+        began = time.monotonic()
+        hints, moved = await dispatcher.round()
+    assert (hints >= 1, moved) == (True, [lost])
+    assert time.monotonic() - began < 10
+    assert "making partitions failed" in caplog.text
+
+
+async def test_the_loop_survives_whatever_a_round_raises(
+    dispatcher: Dispatcher, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = 0
+    real = dispatcher.round
+
+    async def round() -> tuple[int, list[str]]:
+        nonlocal rounds
+        rounds += 1
+        if rounds == 1:
+            raise KeyError("a mistake of ours")
+        return await real()
+
+    monkeypatch.setattr(dispatcher, "round", round)
+    lost, _waiting = lost_and_waiting(engine)
+    await dispatcher.start()
+    try:
+
+        async def taken_back() -> bool:
+            return (await asyncio.to_thread(run_row, engine, lost)).status == "pending"
+
+        assert await eventually_async(taken_back)
+    finally:
+        await dispatcher.stop()
+        await dispatcher._queue.close()
