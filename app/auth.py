@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from app.auth_models import ApiKey
 from app.config import Settings
 from app.db import sync_engine
-from app.errors import ApiError, as_api_error, is_database_away, problem
+from app.errors import ApiError, as_api_error, problem
 from app.ids import new_id
 
 T = TypeVar("T")
@@ -130,7 +130,7 @@ class Auth:
             async with self._sessions() as session:
                 found = await session.scalar(select(ApiKey.id).where(ApiKey.id == key_id, _valid()))
         except Exception as error:
-            if not is_database_away(error):
+            if as_api_error(error) is None:
                 raise
         else:
             verdict = found is not None

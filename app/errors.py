@@ -119,10 +119,23 @@ def database_unavailable() -> ApiError:
     )
 
 
+def took_too_long() -> ApiError:
+    """503 for a statement that Postgres ended at its time limit: the database is there, this was too much for it."""
+    return ApiError(
+        503,
+        "statement_timeout",
+        "The database was still at this after its time limit and gave it up; ask for less at once, or try again "
+        f"in {RETRY_SECONDS} seconds.",
+        headers={"Retry-After": str(RETRY_SECONDS)},
+    )
+
+
 def is_database_away(error: BaseException) -> bool:
     """Whether the database could not be reached or gave up, as against a mistake of ours."""
     if isinstance(error, sqlalchemy.exc.DBAPIError) and error.connection_invalidated:
         return True
+    if isinstance(getattr(error, "orig", None) or error, psycopg.errors.QueryCanceled):
+        return False  # it is there, and busy
     return isinstance(
         error,
         sqlalchemy.exc.OperationalError
@@ -138,6 +151,8 @@ def as_api_error(error: BaseException) -> ApiError | None:
     original = getattr(error, "orig", None) or error
     if isinstance(original, psycopg.errors.DiskFull):
         return disk_full()
+    if isinstance(original, psycopg.errors.QueryCanceled):
+        return took_too_long()
     if is_database_away(error):
         return database_unavailable()
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

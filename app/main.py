@@ -1,5 +1,6 @@
 """The API process."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -18,6 +19,7 @@ import app.experiments.endpoints
 import app.health
 import app.runs.endpoints
 import app.runs.log_endpoints
+import app.runs.metrics
 import app.workers.endpoints
 from app import embedded, errors, openapi
 from app.auth import Auth, Authentication
@@ -90,6 +92,7 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     streams = Streams(engine, queue)
     api.state.engine, api.state.sessions, api.state.storage = engine, sessions, storage
     api.state.auth, api.state.queue, api.state.streams = Auth(sessions), queue, streams
+    api.state.curve_reads = asyncio.Semaphore(app.runs.metrics.READS_AT_A_TIME)
     await queue.start()
     await dispatcher.start()
     sweeping = app.datasets.service.sweep_in_background(sessions, storage)

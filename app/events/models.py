@@ -14,7 +14,7 @@ class RunEvent(Base):
 
     __tablename__ = "run_events"
     __table_args__ = (
-        Index("ix_run_events_metric", "run_id", "seq", postgresql_where=text("type = 'metric'")),
+        Index("ix_run_events_metric", "run_id", "seq", postgresql_where=text("type IN ('metric', 'eval')")),
         # Ids sort by time, so a range of run ids is a range of time, and old partitions can be dropped.
         {"postgresql_partition_by": "RANGE (run_id)"},
     )

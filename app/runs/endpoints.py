@@ -1,8 +1,9 @@
 """`/v1/runs`: only translation between the wire and `service`, `resume`, `metrics` and `logs`."""
 
+from collections.abc import AsyncIterator
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, BackgroundTasks, Header, Query, Request, Response
+from fastapi import APIRouter, BackgroundTasks, Depends, Header, Query, Request, Response
 
 from app.auth import CurrentCaller
 from app.backends.registry import RULES
@@ -122,7 +123,13 @@ async def resume_run(
     return await views.one(session, storage, run)
 
 
-@router.get("/{run_id}/metrics")
+async def _turn(request: Request) -> AsyncIterator[None]:
+    """Waits before the session takes a connection, so that those who wait hold none."""
+    async with request.app.state.curve_reads:
+        yield
+
+
+@router.get("/{run_id}/metrics", dependencies=[Depends(_turn, scope="function")])
 async def get_metrics(
     run_id: str,
     session: Session,

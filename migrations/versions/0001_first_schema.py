@@ -75,7 +75,7 @@ def upgrade() -> None:
         "run_events",
         ["run_id", "seq"],
         unique=False,
-        postgresql_where=sa.text("type = 'metric'"),
+        postgresql_where=sa.text("type IN ('metric', 'eval')"),
     )
     op.create_table(
         "workers",

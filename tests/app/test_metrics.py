@@ -1,14 +1,17 @@
 """Curves: the newest pass over each step, thinned without losing an extreme."""
 
+import asyncio
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine
+from sqlalchemy import Engine, text
 
 from app.db import sync_engine
 from app.ids import new_id
+from app.runs import metrics
 from tests.factories import Trainer, make_dataset, make_run
 from tests.server import ApiServer
 
@@ -106,6 +109,49 @@ class TestThinning:
         for step in range(10):
             trainer.metric(step, loss=1.0)
         assert series(api, trainer, max_points=10)["loss"]["steps"] == list(range(10))
+
+
+class TestCost:
+    def test_the_index_of_metrics_and_evaluations_serves_the_query(self, engine: Engine, trainer: Trainer) -> None:
+        trainer.log(*("x" * 50 for _ in range(3000)))
+        for step in range(20):
+            trainer.metric(step, loss=1.0)
+            trainer.events("eval", {"step": step, "metrics": {"loss": 1.0}})
+        with engine.begin() as connection:
+            connection.execute(text("ANALYZE run_events"))
+            for types in (("metric",), ("metric", "eval")):
+                query = metrics._newest_first(trainer.run_id, types)
+                for _ in range(12):  # often enough for a prepared statement with a plan for any parameters
+                    connection.execute(query)
+                written = query.compile(connection, compile_kwargs={"render_postcompile": True, "literal_binds": True})
+                plan = "\n".join(connection.scalars(text(f"EXPLAIN {written}")))
+                assert "run_id_seq_idx" in plan and "pkey" not in plan, plan
+        with engine.connect() as connection:
+            index = connection.scalar(text("SELECT pg_get_indexdef('ix_run_events_metric'::regclass)"))
+        assert "'metric'" in index and "'eval'" in index
+
+    def test_many_curves_at_once_leave_connections_for_everybody_else(
+        self, api: ApiServer, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        trainer.metric(1, loss=1.0)
+        real, now, most = metrics.curves, 0, 0
+
+        async def watched(*arguments: Any) -> Any:
+            nonlocal now, most
+            now += 1
+            most = max(most, now)
+            await asyncio.sleep(0.02)
+            found = await real(*arguments)
+            now -= 1
+            return found
+
+        monkeypatch.setattr(metrics, "curves", watched)
+        with ThreadPoolExecutor(60) as pool:
+            curves = [pool.submit(series, api, trainer) for _ in range(60)]
+            others = [pool.submit(api.client.get, "/v1/experiments") for _ in range(10)]
+            assert all("loss" in one.result() for one in curves)
+            assert {one.result().status_code for one in others} == {200}
+        assert most == metrics.READS_AT_A_TIME
 
 
 class TestRefusals:
