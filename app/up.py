@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from subprocess import Popen
 from typing import Protocol
@@ -33,6 +33,7 @@ _LONGEST_BACKOFF_SECONDS = 30.0
 _PATIENCE_SECONDS = 60.0  # after which a start that is not ready yet is worth a word
 _TICK_SECONDS = 0.2
 _API_GRACE_SECONDS = 10.0
+_WORKER_MORE_SECONDS = 10.0  # than its trainers have to save: it then kills those that did not, and tells of it
 
 Say = Callable[[str], None]
 
@@ -116,6 +117,10 @@ class Supervised:
         self._say(f"{what}; starting it again" + (f" in {delay:g} s" if delay else ""))
 
 
+class _EndedEarly(BaseException):
+    """A signal to end came while things were still being started."""
+
+
 class Up:
     """One `anneal up`; `run` returns the exit code, or raises HomeError before anything was started."""
 
@@ -123,7 +128,7 @@ class Up:
         self.settings = settings
         self._say = say
         self._home = settings.home
-        self._stopping = False
+        self._starting = self._stopping = False
         self._ready = False
         self._key = ""
         self._url = ""
@@ -144,7 +149,10 @@ class Up:
             self._api.descriptors = (listener.fileno(),)
             self._worker = Program("worker", ["worker.main"], logs / "worker.log", self._env)
             try:
-                self._start()
+                with suppress(_EndedEarly):
+                    self._starting = True
+                    self._start()
+                    self._starting = False
                 while not self._stopping:
                     self._tend()
                     _wait(wake)
@@ -152,6 +160,10 @@ class Up:
             finally:
                 self._end_at_once()
         return 0
+
+    @property
+    def _worker_grace(self) -> float:
+        return self.settings.save_grace_seconds + _WORKER_MORE_SECONDS
 
     def _start(self) -> None:
         if self._servers.servers:
@@ -178,7 +190,7 @@ class Up:
             # Its old port was taken while it was down: those who use it start again, knowing the new one.
             self._servers.publish()
             self._api.stop(_API_GRACE_SECONDS)
-            self._worker.stop(self.settings.save_grace_seconds)
+            self._worker.stop(self._worker_grace)
         if changed:
             self._publish()
         for log in self._logs:
@@ -251,7 +263,7 @@ class Up:
     def _end_gently(self) -> None:
         """The worker first: its trainers save, and what they say must still find a database."""
         self._say("Ending: runs save and are handed back (Ctrl-C again ends at once) …")
-        if not self._worker.stop(self.settings.save_grace_seconds):
+        if not self._worker.stop(self._worker_grace):
             self._say("The worker did not end in time and was killed; its runs go on from their last checkpoint.")
         self._api.stop(_API_GRACE_SECONDS)
         self._servers.stop()
@@ -275,6 +287,9 @@ class Up:
             if self._stopping and number == signal.SIGINT:
                 raise KeyboardInterrupt
             self._stopping = True
+            if self._starting:
+                self._starting = False
+                raise _EndedEarly  # wherever it waits, for a server that recovers, say
 
         handlers: dict[signal.Signals, Callable[[int, object], None]] = {
             signal.SIGINT: stop,

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from app.config import Settings
-from app.up import Supervised
+from app.up import Supervised, Up
 from tests.waiting import eventually
 
 READY_SECONDS = 90.0
@@ -158,6 +158,24 @@ class TestEnd:
         assert "killed" not in first.said
         second = start().until_ready()
         assert second.connection["api_key"] == key
+
+    @pytest.mark.parametrize("moment", ["Starting ", "Starting the API"])
+    def test_sigterm_ends_it_while_it_starts_too_and_the_next_start_finds_nothing_amiss(
+        self, start: Start, moment: str
+    ) -> None:
+        first = start()
+        eventually(lambda: moment in first.said, timeout=READY_SECONDS)
+        family = psutil.Process(first.process.pid).children(recursive=True)
+        first.process.send_signal(signal.SIGTERM)
+        assert first.process.wait(20) == 0, first.said
+        assert "Traceback" not in first.said and "Anneal is ready" not in first.said
+        _, alive = psutil.wait_procs(family, timeout=10)
+        assert not alive
+        start().until_ready()
+
+    def test_the_worker_has_longer_to_end_than_its_trainers_have_to_save(self, tmp_path: Path) -> None:
+        settings = Settings(home=tmp_path, lease_seconds=3)
+        assert Up(settings, print)._worker_grace >= settings.save_grace_seconds + 10
 
     def test_sigkill_leaves_nothing_behind_and_hinders_no_new_start(self, start: Start) -> None:
         first = start().until_ready()
