@@ -10,7 +10,7 @@ from app.config import Settings
 from app.db import driver_url
 from app.embedded_postgres import Postgres
 from app.embedded_valkey import Valkey
-from app.home import HomeError, HomeLock, make_private_folder, read_json, write_private_json
+from app.home import HomeError, make_private_folder, read_json, write_private_json
 
 
 class EmbeddedServers:
@@ -142,6 +142,3 @@ def _secrets(home: Path) -> dict[str, str]:
     made = {name: secrets.token_urlsafe(24) for name in names}
     write_private_json(path, dict(made))
     return made
-
-
-__all__ = ["EmbeddedServers", "HomeError", "HomeLock", "check_urls", "resolve_urls"]

@@ -15,7 +15,8 @@ from sqlalchemy.engine import make_url
 
 from app import migrate
 from app.config import Settings
-from app.embedded import EmbeddedServers, HomeLock
+from app.embedded import EmbeddedServers
+from app.home import HomeLock
 from tests.server import ApiServer, ThreadServer
 
 _REDIS_DATABASES = 512

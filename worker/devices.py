@@ -7,7 +7,7 @@ fork, so all answers come from the driver's management library (NVML).
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -34,17 +34,12 @@ class Device:
         """What the training process is told: kind, index and id."""
         return {"kind": self.kind, "index": self.index, "id": self.id}
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, for the record of the worker."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Machine:
     """Slots of a worker, one device each, and the machine they are on."""
 
     devices: tuple[Device, ...]
-    cpus: int
     memory_bytes: int
 
     @property
@@ -59,7 +54,6 @@ def find(settings: Settings) -> Machine:
     Raises ValueError when more slots are asked for than there are GPUs, since a run needs a GPU of its own.
     """
     memory = psutil.virtual_memory().total
-    cpus = len(os.sched_getaffinity(0))
     found = gpus()
     if found:
         wanted = settings.slots or len(found)
@@ -68,10 +62,10 @@ def find(settings: Settings) -> Machine:
                 f"ANNEAL_SLOTS={wanted}, but this machine has {len(found)} GPUs and a run needs its own. "
                 f"Set ANNEAL_SLOTS to {len(found)} or less."
             )
-        return Machine(found[:wanted], cpus, memory)
+        return Machine(found[:wanted], memory)
     slots = settings.slots or 1
     cpu = tuple(Device("cpu", index, f"cpu-{index}", _cpu_name(), memory // slots) for index in range(slots))
-    return Machine(cpu, cpus, memory)
+    return Machine(cpu, memory)
 
 
 @lru_cache(maxsize=1)

@@ -77,7 +77,6 @@ class TestCpu:
         assert cpu.for_job() == {"kind": "cpu", "index": 0, "id": "cpu-0"}
         assert cpu.name
         assert cpu.memory_bytes == machine.memory_bytes
-        assert machine.cpus >= 1
 
     def test_slots_can_be_set_and_share_the_memory(self, tmp_path: Path) -> None:
         machine = devices.find(Settings(home=tmp_path, slots=4))
@@ -101,7 +100,7 @@ class TestGpu:
             {"kind": "cuda", "index": 0, "id": "GPU-0abc"},
             {"kind": "cuda", "index": 1, "id": "GPU-1abc"},
         ]
-        assert machine.devices[0].to_dict()["capability"] == (9, 0)
+        assert machine.devices[0].capability == (9, 0)
         assert machine.devices[0].memory_bytes == 80 << 30
         assert driver.open == 0  # a fork inherits nothing of it
 
