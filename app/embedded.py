@@ -1,6 +1,7 @@
 """The embedded default: PostgreSQL and Valkey below ANNEAL_HOME, for everybody who brings no servers."""
 
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 
 import redis
@@ -66,13 +67,16 @@ class EmbeddedServers:
         """URL of the embedded Valkey; None when the user brings one."""
         return self.valkey.url if self.valkey else None
 
-    def start(self) -> None:
-        """Start both at once, wait until both answer, and tell commands on this home where they are."""
+    def start(self, check: Callable[[], None] = lambda: None) -> None:
+        """Start both at once, wait until both answer, and tell commands on this home where they are.
+
+        `check` is called while waiting; what it raises ends both again.
+        """
         try:
             for server in self.servers:
                 server.start()
             for server in self.servers:
-                server.wait_ready()
+                server.wait_ready(check)
         except BaseException:
             self.stop()
             raise

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,8 +87,8 @@ class Postgres:
             death_signal=signal.SIGQUIT,
         )
 
-    def wait_ready(self) -> None:
-        """Wait until the server answers, and see to its role and database."""
+    def wait_ready(self, check: Callable[[], None] = lambda: None) -> None:
+        """Wait until the server answers, and see to its role and database; `check` may raise to give up."""
         deadline = time.monotonic() + _READY_SECONDS
         while True:
             try:
@@ -103,6 +104,7 @@ class Postgres:
                 break
             except psycopg.OperationalError as error:
                 self._explain_failure(error, time.monotonic() > deadline)
+            check()
             time.sleep(0.02)
         with connection:
             self._ensure_database(connection)

@@ -4,6 +4,7 @@ import importlib.util
 import platform
 import subprocess
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -54,8 +55,8 @@ class Valkey:
         write_private(configuration, "\n".join(lines) + "\n")
         self.process = start_child([str(_binary()), str(configuration)], log=self.log, folder=self.folder)
 
-    def wait_ready(self) -> None:
-        """Wait until the server answers."""
+    def wait_ready(self, check: Callable[[], None] = lambda: None) -> None:
+        """Wait until the server answers; `check` may raise to give up."""
         deadline = time.monotonic() + _READY_SECONDS
         set_aside = False
         with redis.Redis.from_url(self.url, socket_timeout=5, retry=Retry(NoBackoff(), 0)) as client:
@@ -73,6 +74,7 @@ class Valkey:
                     raise HomeError(
                         f"Valkey did not answer within {_READY_SECONDS:.0f} s; {self.log} says:\n{last_lines(self.log)}"
                     )
+                check()
                 time.sleep(0.02)
 
     def stop(self, grace: float = 10.0) -> None:

@@ -117,7 +117,7 @@ class Supervised:
         self._say(f"{what}; starting it again" + (f" in {delay:g} s" if delay else ""))
 
 
-class _EndedEarly(BaseException):
+class _EndedEarly(Exception):
     """A signal to end came while things were still being started."""
 
 
@@ -128,7 +128,7 @@ class Up:
         self.settings = settings
         self._say = say
         self._home = settings.home
-        self._starting = self._stopping = False
+        self._stopping = False
         self._ready = False
         self._key = ""
         self._url = ""
@@ -150,9 +150,7 @@ class Up:
             self._worker = Program("worker", ["worker.main"], logs / "worker.log", self._env)
             try:
                 with suppress(_EndedEarly):
-                    self._starting = True
                     self._start()
-                    self._starting = False
                 while not self._stopping:
                     self._tend()
                     _wait(wake)
@@ -168,7 +166,8 @@ class Up:
     def _start(self) -> None:
         if self._servers.servers:
             self._say(f"Starting {' and '.join(server.name for server in self._servers.servers)} in {self._home} …")
-        self._servers.start()
+        self._servers.start(self._check)
+        self._check()
         settings = self._resolved()
         before, after = migrate.upgrade(settings)
         if before != after:
@@ -176,12 +175,18 @@ class Up:
         self._key = str((read_json(self.settings.connection_file) or {}).get("api_key") or "")
         if not self._key:
             self._make_key()
+        self._check()
         self._say("Starting the API and a worker …")
         self._api.start()
         self._worker.start()
         targets: list[Startable] = [*self._servers.servers, self._api, self._worker]
         self._supervised = [Supervised(target, self._say) for target in targets]
         self._publish()
+
+    def _check(self) -> None:
+        """Raise when a signal to end came. The handler does not: in a destructor, say, that would be lost."""
+        if self._stopping:
+            raise _EndedEarly
 
     def _tend(self) -> None:
         ports = [server.port for server in self._servers.servers]
@@ -287,9 +292,6 @@ class Up:
             if self._stopping and number == signal.SIGINT:
                 raise KeyboardInterrupt
             self._stopping = True
-            if self._starting:
-                self._starting = False
-                raise _EndedEarly  # wherever it waits, for a server that recovers, say
 
         handlers: dict[signal.Signals, Callable[[int, object], None]] = {
             signal.SIGINT: stop,
