@@ -76,7 +76,7 @@ def supervise(host: Host, run: Any, claimed_at: float) -> None:
         except Fenced:
             log.warning("%s: fenced, its trainer is gone, nothing more is written", run.id)
         except LeaseLost:
-            log.warning("%s: the database stayed away; the run will be taken back and go on", run.id)
+            log.warning("%s: its lease ran out unrenewed; the run will be taken back and go on", run.id)
     host.wake(run.id)
 
 
