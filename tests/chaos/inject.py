@@ -1,0 +1,149 @@
+"""What a process of the service does to itself when the suite asks for it: lies about commits, a clock that jumps.
+
+The suite asks through files in a folder, so that nothing of it is known to the product.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_SCAN_SECONDS = 0.01
+
+
+class Orders:
+    """Orders of the suite to its processes: a file each, which the process that carries it out renames."""
+
+    def __init__(self, folder: Path) -> None:
+        self.waiting = folder / "waiting"
+        self.taken = folder / "taken"
+        self.waiting.mkdir(parents=True, exist_ok=True)
+        self.taken.mkdir(exist_ok=True)
+
+    def give(self, name: str, **order: Any) -> None:
+        """Lay down an order; it is carried out once."""
+        draft = self.waiting.parent / f".{name}"
+        draft.write_text(json.dumps(order))
+        draft.rename(self.waiting / name)
+
+    def withdraw(self) -> None:
+        """Nothing that is still waiting shall happen any more."""
+        for path in self.waiting.iterdir():
+            path.unlink(missing_ok=True)
+
+    def carried_out(self) -> list[str]:
+        """Names of the orders that were carried out since the last call."""
+        done = sorted(self.taken.iterdir())
+        for path in done:
+            path.unlink()
+        return [path.name for path in done]
+
+    def take(self, process: str, verbs: set[str]) -> dict[str, Any] | None:
+        """An order for this process and one of these verbs, now ours alone; None if there is none."""
+        for path in self.waiting.iterdir():
+            try:
+                order: dict[str, Any] = json.loads(path.read_text())
+                if order["verb"] in verbs and process.startswith(order["process"]):
+                    path.rename(self.taken / path.name)
+                    return order
+            except FileNotFoundError:
+                continue  # another process was faster
+        return None
+
+
+def lie_about_commits(folder: Path, process: str) -> None:
+    """From now on a COMMIT whose transaction has a verb of an order goes wrong the way the order says.
+
+    `after`: it happened, but the caller sees a dead connection. `before`: it did not happen, the caller sees the
+    same. `hold`: it happens `seconds` later. Verbs are the functions of `app.runs.lifecycle`, `append` and
+    `checkpoint`.
+    """
+    import psycopg
+    from sqlalchemy import Engine, event
+    from sqlalchemy.engine.default import DefaultDialect
+
+    from app.events import log as event_log
+    from app.runs import lifecycle
+
+    for name in (
+        "create", "claim", "begin", "saving", "saved", "complete", "fail", "cancel", "hand_back", "retry", "reap",
+        "request_stop", "renew", "hint_due",
+    ):  # fmt: skip
+        setattr(lifecycle, name, _marked(name, getattr(lifecycle, name)))
+
+    orders = Orders(folder)
+    done: dict[int, set[str]] = {}
+    """Verbs of the transaction that each connection is in."""
+
+    @event.listens_for(Engine, "before_execute")
+    def note(connection: Any, clause: Any, _many: Any, _params: Any, options: Any) -> None:
+        verb = options.get("chaos_verb")
+        if clause is event_log._RESERVE:
+            verb = "append"
+        elif getattr(clause, "is_insert", False) and clause.table.name == "checkpoints":
+            verb = "checkpoint"
+        if verb:
+            done.setdefault(id(connection.connection.dbapi_connection), set()).add(verb)
+
+    commit, rollback = DefaultDialect.do_commit, DefaultDialect.do_rollback
+    scanned = 0.0
+
+    def do_commit(self: Any, connection: Any) -> None:
+        nonlocal scanned
+        verbs = done.pop(id(connection), set())
+        order = None
+        if verbs and time.monotonic() - scanned > _SCAN_SECONDS:
+            scanned = time.monotonic()
+            order = orders.take(process, verbs)
+        if order is None:
+            return commit(self, connection)
+        if order["how"] == "hold":
+            time.sleep(order["seconds"])
+            return commit(self, connection)
+        if order["how"] == "after":
+            commit(self, connection)
+        connection.close()
+        raise psycopg.OperationalError(f"injected: the server closed the connection unexpectedly ({order['how']})")
+
+    def do_rollback(self: Any, connection: Any) -> None:
+        done.pop(id(connection), None)
+        rollback(self, connection)
+
+    DefaultDialect.do_commit = do_commit  # type: ignore[method-assign]
+    DefaultDialect.do_rollback = do_rollback  # type: ignore[method-assign]
+
+
+def _marked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def statement(*arguments: Any, **named: Any) -> Any:
+        return function(*arguments, **named).execution_options(chaos_verb=name)
+
+    return statement
+
+
+def let_clock_jump(path: Path) -> None:
+    """From now on the wall clock of this process is ahead by the seconds in the file (none: right)."""
+    from app import clock
+
+    right_time, right_now = time.time, clock.utc_now
+    seen, offset = 0, 0.0
+
+    def ahead() -> float:
+        nonlocal seen, offset
+        try:
+            changed = os.stat(path).st_mtime_ns
+            if changed != seen:
+                offset, seen = float(Path(path).read_text() or 0), changed
+        except (FileNotFoundError, ValueError):
+            seen, offset = 0, 0.0
+        return offset
+
+    def jumped_now() -> Any:
+        from datetime import timedelta
+
+        return right_now() + timedelta(seconds=ahead())
+
+    time.time = lambda: right_time() + ahead()
+    time.time_ns = lambda: int((right_time() + ahead()) * 1e9)
+    clock.utc_now = jumped_now
