@@ -4,7 +4,6 @@ The suite asks through files in a folder, so that nothing of it is known to the 
 """
 
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -132,9 +131,9 @@ def let_clock_jump(path: Path) -> None:
     def ahead() -> float:
         nonlocal seen, offset
         try:
-            changed = os.stat(path).st_mtime_ns
+            changed = path.stat().st_mtime_ns
             if changed != seen:
-                offset, seen = float(Path(path).read_text() or 0), changed
+                offset, seen = float(path.read_text() or 0), changed
         except (FileNotFoundError, ValueError):
             seen, offset = 0, 0.0
         return offset

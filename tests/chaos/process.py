@@ -6,13 +6,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.inject import let_clock_jump, lie_about_commits
+from tests.chaos.inject import lie_about_commits
 
 
 def main() -> None:
-    """Run a module as `python -m` does, after the injections are in place."""
+    """Run a module as `python -m` does, with commits that can go wrong."""
     folder, name, module, *arguments = sys.argv[1:]
-    let_clock_jump(Path(folder) / "clock" / name)
     lie_about_commits(Path(folder), name)
     if name.endswith("-without-torch"):
         _hide_torch()

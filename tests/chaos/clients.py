@@ -1,0 +1,298 @@
+"""Clients of the service under attack: they create, stop, resume and stream, try again on every error, and remember."""
+
+import contextlib
+import json
+import random
+import socket
+import threading
+import time
+from collections import Counter
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+from httpx_sse import connect_sse
+
+from tests.chaos.history import Creation, StopCall, Transcript
+from tests.chaos.profiles import PLANS, Plan, body
+from tests.chaos.world import World
+
+UNFINISHED = 7
+FOLLOWED = 0.5
+STOPPED = 0.25
+RESUMED = 0.6
+
+
+class Clients:
+    """All clients of one segment of a campaign."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        self.world = world
+        self.hits: Counter[str] = Counter()
+        """What the clients themselves met that is worth counting."""
+        self.stops: list[StopCall] = []
+        self._seed = seed
+        self._lock = threading.Lock()
+        self._creations: dict[str, tuple[str, list[str], str | None]] = {}
+        self._profile_of: dict[str, str] = {}
+        self._ended: set[str] = set()
+        self._streams: list[_Stream] = []
+        self._wanted: list[tuple[Plan, int]] = []
+        self._over = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._create_for_ever, args=(number,), name=f"creator {number}", daemon=True)
+            for number in range(2)
+        ] + [
+            threading.Thread(target=self._stop_for_ever, name="stopper", daemon=True),
+            threading.Thread(target=self._resume_for_ever, name="resumer", daemon=True),
+            threading.Thread(target=self._never_read, name="deaf reader", daemon=True),
+        ]
+        self._watched = time.monotonic()
+
+    def start(self) -> None:
+        """Begin."""
+        for thread in self._threads:
+            thread.start()
+
+    def finish(self) -> None:
+        """Ask for nothing new; streams go on until their runs end."""
+        self._over.set()
+        for thread in self._threads:
+            thread.join(60)
+            assert not thread.is_alive(), f"{thread.name} hangs"
+
+    def join_streams(self, timeout: float) -> None:
+        """Wait for the `end` event of every followed run."""
+        deadline = time.monotonic() + timeout
+        for stream in self._streams:
+            stream.thread.join(max(0.0, deadline - time.monotonic()))
+            stream.over.set()
+
+    def want(self, name: str, priority: int = 0) -> None:
+        """Have a run of this profile created soon, before others."""
+        with self._lock:
+            self._wanted.append((PLANS[name], priority))
+
+    def create(self, name: str, priority: int = 0) -> str:
+        """Create a run of this profile now; answers its id once the API has accepted it."""
+        return self._create(random.Random(f"{self._seed} {time.monotonic_ns()}"), PLANS[name], priority)
+
+    def stop(self, run_id: str, save: bool = True, attempts: int = 200) -> int | None:
+        """Ask for a stop until there is an answer; its status, None if the clients were told to end before."""
+        for _ in range(attempts):
+            try:
+                with self.world.client() as client:
+                    answer = client.post(f"/v1/runs/{run_id}/stop", json={"save_checkpoint": save})
+            except httpx.HTTPError:
+                self._over.wait(0.1)
+                continue
+            if answer.status_code == 202:
+                self.stops.append(StopCall(run_id, time.time(), save))
+            if answer.status_code < 500:
+                assert answer.status_code in (202, 409), answer.text
+                return answer.status_code
+            self._over.wait(0.1)
+        return None
+
+    def creations(self) -> tuple[Creation, ...]:
+        """All that was asked for, and what was answered."""
+        return tuple(
+            Creation(key, profile, tuple(answers), parent)
+            for key, (profile, answers, parent) in self._creations.items()
+        )
+
+    def transcripts(self) -> tuple[Transcript, ...]:
+        """What the followers received."""
+        return tuple(
+            Transcript(stream.run_id, tuple(stream.received), stream.connections, stream.ended)
+            for stream in self._streams
+        )
+
+    def profile_of(self, run_id: str) -> str | None:
+        """Which profile a run has."""
+        return self._profile_of.get(run_id)
+
+    # Creating
+
+    def _create_for_ever(self, number: int) -> None:
+        rng = random.Random(f"{self._seed} creator {number}")
+        plans = [plan for plan in PLANS.values() for _ in range(plan.weight)]
+        while not self._over.is_set():
+            with self._lock:
+                wanted = self._wanted.pop(0) if self._wanted else None
+            if wanted is None and self._unfinished() >= UNFINISHED:
+                self._over.wait(0.1)
+                continue
+            plan, priority = wanted or (rng.choice(plans), rng.choice((0, 0, 0, 5)))
+            self._create(rng, plan, priority)
+
+    def _unfinished(self) -> int:
+        # Looked up at most twice a second: two creators ask all the time.
+        if time.monotonic() - self._watched > 0.5:
+            self._watched = time.monotonic()
+            with contextlib.suppress(Exception):  # Postgres may be down
+                rows = self.world.rows("SELECT id FROM runs WHERE status IN ('completed', 'failed', 'cancelled')")
+                self._ended = {row["id"] for row in rows}
+        return len(self._profile_of.keys() - self._ended)
+
+    def _create(self, rng: random.Random, plan: Plan, priority: int) -> str:
+        key = f"{plan.name}-{rng.getrandbits(64):x}"
+        asked = body(plan, self.world.datasets, priority)
+        answers: list[str] = []
+        with self._lock:
+            self._creations[key] = (plan.name, answers, None)
+        run_id = self._post_until_accepted("/v1/runs", key, asked)
+        answers.append(run_id)
+        self._profile_of[run_id] = plan.name
+        if rng.random() < 0.15:  # as a client does that lost its note of the answer
+            answers.append(self._post_until_accepted("/v1/runs", key, asked))
+            self.hits["creation replayed"] += 1
+        self._maybe_follow(rng, run_id)
+        return run_id
+
+    def _post_until_accepted(self, path: str, key: str, asked: dict[str, Any]) -> str:
+        failed = False
+        while True:
+            try:
+                with self.world.client() as client:
+                    answer = client.post(path, json=asked, headers={"Idempotency-Key": key})
+            except httpx.HTTPError:
+                failed = True
+                self._over.wait(0.1)
+                continue
+            if answer.status_code == 202:
+                self.hits["creation tried again after an error"] += failed
+                run_id: str = answer.json()["id"]
+                return run_id
+            assert answer.status_code >= 500, f"{path}: {answer.status_code} {answer.text}"
+            failed = True
+            self._over.wait(0.1)
+
+    # Stopping and resuming
+
+    def _stop_for_ever(self) -> None:
+        rng = random.Random(f"{self._seed} stopper")
+        decided: set[str] = set()
+        while not self._over.wait(0.1):
+            for run_id in list(self._profile_of.keys() - decided):
+                decided.add(run_id)
+                plan = PLANS[self._profile_of[run_id]]
+                if plan.weight and rng.random() < STOPPED:
+                    self._over.wait(rng.uniform(0, 1.5))
+                    self.stop(run_id, save=rng.random() < 0.8)
+
+    def _resume_for_ever(self) -> None:
+        rng = random.Random(f"{self._seed} resumer")
+        decided: set[str] = set()
+        while not self._over.wait(0.2):
+            try:
+                ended = self.world.rows(
+                    "SELECT id FROM runs WHERE status IN ('cancelled', 'failed') AND checkpoint_step IS NOT NULL"
+                )
+            except Exception:  # Postgres is down
+                continue
+            for row in ended:
+                run_id = row["id"]
+                profile = self._profile_of.get(run_id)
+                if run_id in decided or profile is None or PLANS[profile].must_fail_with:
+                    continue
+                decided.add(run_id)
+                if rng.random() < RESUMED:
+                    self._resume(rng, run_id, profile)
+
+    def _resume(self, rng: random.Random, parent: str, profile: str) -> None:
+        key = f"resume-{rng.getrandbits(64):x}"
+        answers: list[str] = []
+        while True:
+            try:
+                with self.world.client() as client:
+                    answer = client.post(f"/v1/runs/{parent}/resume", json={}, headers={"Idempotency-Key": key})
+            except httpx.HTTPError:
+                self._over.wait(0.1)
+                continue
+            if answer.status_code < 500:
+                break
+            self._over.wait(0.1)
+        if answer.status_code == 202:
+            answers.append(answer.json()["id"])
+            with self._lock:
+                self._creations[key] = (profile, answers, parent)
+            self._profile_of[answers[0]] = profile
+            self._maybe_follow(rng, answers[0])
+        else:  # its checkpoints were all damaged, or nothing is left to train
+            code = answer.json().get("code")
+            assert answer.status_code in (409, 422) and code in ("no_checkpoint", "nothing_left_to_train"), answer.text
+
+    # Streaming
+
+    def _maybe_follow(self, rng: random.Random, run_id: str) -> None:
+        if rng.random() < FOLLOWED:
+            stream = _Stream(self.world, run_id, rng.getrandbits(32))
+            self._streams.append(stream)
+            stream.thread.start()
+
+    def _never_read(self) -> None:
+        """A client that asks for streams and never reads what comes."""
+        rng = random.Random(f"{self._seed} deaf")
+        kept: list[socket.socket] = []
+        while not self._over.wait(1.0):
+            known = list(self._profile_of)
+            if not known:
+                continue
+            host = urlsplit(self.world.address(rng.choice(self.world.apis))).netloc
+            connection = socket.socket()
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            with contextlib.suppress(OSError):
+                connection.settimeout(2)
+                name, port = host.split(":")
+                connection.connect((name, int(port)))
+                head = f"GET /v1/runs/{rng.choice(known[-5:])}/events HTTP/1.1\r\nHost: {host}\r\n"
+                connection.sendall(f"{head}Authorization: Bearer {self.world.key}\r\n\r\n".encode())
+                self.hits["reader that never reads"] += 1
+            kept.append(connection)
+            if len(kept) > 30:
+                kept.pop(0).close()
+        for connection in kept:
+            connection.close()
+
+
+class _Stream:
+    """A client that follows a run and reconnects whenever it is cut off, and now and then for no reason."""
+
+    def __init__(self, world: World, run_id: str, seed: int) -> None:
+        self.run_id = run_id
+        self.received: list[tuple[int, str, dict[str, Any]]] = []
+        self.connections = 0
+        self.ended = False
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self._follow, name=f"stream {run_id}", daemon=True)
+        self._world = world
+        self._random = random.Random(seed)
+
+    def _follow(self) -> None:
+        while not self.over.is_set() and not self.ended:
+            self.connections += 1
+            try:
+                self._connect()
+            except (httpx.HTTPError, httpx.StreamError, ValueError, KeyError):
+                self.over.wait(0.1)  # the replica is down, or was just killed in the middle of a frame
+
+    def _connect(self) -> None:
+        headers = {"Last-Event-ID": str(self.received[-1][0])} if self.received else {}
+        stay = self._random.choice((3, 20, 200, 10**9))
+        with (
+            self._world.client(timeout=20) as client,
+            connect_sse(client, "GET", f"/v1/runs/{self.run_id}/events", headers=headers) as stream,
+        ):
+            stream.response.raise_for_status()
+            for count, event in enumerate(stream.iter_sse(), 1):
+                if self.over.is_set():
+                    return
+                if not event.data:
+                    continue
+                self.received.append((int(event.id), event.event, json.loads(event.data)))
+                if event.event == "end":
+                    self.ended = True
+                    return
+                if count >= stay:
+                    return

@@ -1,0 +1,77 @@
+"""The kinds of runs that a campaign's clients ask for. Each is deterministic, so any loss tells whether it went right."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to POST for a profile, and how often."""
+
+    name: str
+    steps: int
+    extra: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    backend: str = "fake"
+    max_restarts: int = 20
+    """High: with a fault every few seconds a run may be lost often without being at fault."""
+    must_fail_with: str | None = None
+    weight: int = 1
+    """How often the clients want it, against the others; 0: only faults ask for it."""
+    may_be_stopped: bool = True
+
+
+PLANS = {
+    plan.name: plan
+    for plan in (
+        Plan("plain", 40, {"step_seconds": 0.04}, {"save_steps": 10}, weight=6),
+        Plan("long", 120, {"step_seconds": 0.04}, {"save_steps": 20, "eval_steps": 30}, weight=4),
+        Plan(
+            "saver",
+            30,
+            {"step_seconds": 0.03, "save_seconds": 0.25, "checkpoint_bytes": 200_000},
+            {"save_steps": 5, "save_total_limit": 2},
+            weight=4,
+        ),
+        Plan("chatty", 25, {"step_seconds": 0.05, "log_lines_per_step": 60}, {"save_steps": 10}, weight=2),
+        Plan("loader", 10, {"step_seconds": 0.03, "load_seconds": 0.8}, {"save_steps": 5}, weight=2),
+        Plan("crasher", 20, {"crash_at_step": 7, "crash": "segv"}, must_fail_with="trainer_crashed"),
+        Plan("broken", 20, {"non_finite_at_step": 5}, must_fail_with="non_finite_loss"),
+        Plan(
+            "qlora",
+            24,
+            config={
+                "base_model": "tiny",
+                "method": "qlora",
+                "lora_r": 4,
+                "lora_dropout": 0.1,
+                "learning_rate": 1e-2,
+                "batch_size": 2,
+                "gradient_accumulation_steps": 2,
+                "max_steps": 24,
+                "save_steps": 4,
+                "logging_steps": 1,
+                "max_seq_length": 64,
+                "packing": True,
+            },
+            backend="celery",
+            weight=0,
+        ),
+        Plan("fragile", 400, {"step_seconds": 0.05}, {"save_steps": 1000}, max_restarts=0, weight=0),
+        Plan("hanger", 20, {"hang_at_step": 5}, {"save_steps": 4}, max_restarts=0, weight=0),
+    )
+}
+
+
+def body(plan: Plan, datasets: dict[str, str], priority: int = 0) -> dict[str, Any]:
+    """What to send to `POST /v1/runs`."""
+    extra = {"extra": {"steps": plan.steps, "log_lines_per_step": 1, **plan.extra}} if plan.backend == "fake" else {}
+    config = {"base_model": "any", "method": "sft", "logging_steps": 1, **extra, **plan.config}
+    return {
+        "backend": plan.backend,
+        "dataset_id": datasets[plan.backend],
+        "config": config,
+        "priority": priority,
+        "max_restarts": plan.max_restarts,
+        "name": plan.name,
+    }

@@ -1,0 +1,308 @@
+"""The whole service as a campaign sees it: two API replicas, two workers, Postgres and Valkey behind proxies."""
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+import redis
+from sqlalchemy import Engine
+
+from app import migrate
+from app.auth import create_key_sync
+from app.config import Settings
+from app.db import sync_engine
+from app.embedded import EmbeddedServers
+from tests.chaos.inject import Orders
+from tests.chaos.proxy import Proxies, Proxy
+from tests.server import _free_port
+from tests.waiting import eventually
+from tests.worker.training.tiny import make_chat_dataset, make_tiny_model
+from worker.training.report import read_journal
+
+LEASE_SECONDS = 3.0
+HANG_SECONDS = 12.0
+STORAGE_BYTES = 192 * 2**20
+_REPOSITORY = Path(__file__).parents[2]
+
+
+class Service:
+    """One process of the service (an API replica or a worker), which can be killed, stalled and started again."""
+
+    def __init__(self, world: "World", name: str, module: str, arguments: list[str], **values: Any) -> None:
+        self.name = name
+        self.log = world.home / f"{name}.log"
+        self.postgres, self.valkey = world.ways()
+        settings = world.settings.model_copy(
+            update={
+                "database_url": _with_port(world.settings.database_url, self.postgres.port),
+                "redis_url": _with_port(world.settings.redis_url, self.valkey.port),
+                **values,
+            }
+        )
+        site = world.home / "site" / name
+        site.mkdir(parents=True)
+        clock = world.orders_folder / "clock" / name
+        (site / "sitecustomize.py").write_text(
+            "from pathlib import Path\nfrom tests.chaos.inject import let_clock_jump\n"
+            f"let_clock_jump(Path({str(clock)!r}))\n"
+        )
+        self._environment = settings.child_environment() | {"PYTHONPATH": f"{site}{os.pathsep}{_REPOSITORY}"}
+        self._environment.setdefault("OMP_NUM_THREADS", "1")
+        prefix = [sys.executable, "-m", "tests.chaos.process", str(world.orders_folder), name]
+        self._command = [*prefix, module, *arguments]
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it (again)."""
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(
+                self._command, env=self._environment, stdout=output, stderr=output, cwd=_REPOSITORY
+            )
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        assert self.process is not None
+        return self.process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self.process is not None and self.process.poll() is None
+
+    def signal(self, number: int) -> None:
+        """Send a signal."""
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """As a power cut would."""
+        self.signal(signal.SIGKILL)
+        assert self.process is not None
+        self.process.wait(30)
+
+    def terminate(self, timeout: float) -> float:
+        """SIGTERM; answers the seconds that it took to end."""
+        assert self.process is not None
+        began = time.monotonic()
+        self.process.terminate()
+        self.process.wait(timeout)
+        return time.monotonic() - began
+
+    def said(self) -> str:
+        """Its log so far."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def zygote(self) -> psutil.Process | None:
+        """The process that its trainers are forked from, if it has one."""
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(self.pid).children():
+                if "worker.zygote" in " ".join(child.cmdline()):
+                    return child
+        return None
+
+
+class World:
+    """Everything that runs, and what the suite knows of it from outside."""
+
+    def __init__(self, home: Path, seed: int) -> None:
+        self.home = home
+        self.random = random.Random(seed)
+        self.orders_folder = home / "orders"
+        (self.orders_folder / "clock").mkdir(parents=True)
+        self.orders = Orders(self.orders_folder)
+        self.storage = home / "storage"
+        self.storage.mkdir()
+        self.has_small_disk = _mount(self.storage)
+        self.servers = EmbeddedServers(home)
+        self.servers.start()
+        self.proxies = Proxies()
+        self.settings = Settings(
+            home=home,
+            storage=self.storage,
+            database_url=self.servers.database_url,
+            redis_url=self.servers.redis_url,
+            port=0,
+            lease_seconds=LEASE_SECONDS,
+            hang_seconds=HANG_SECONDS,
+        )
+        migrate.upgrade(self.settings)
+        self.engine: Engine = sync_engine(self.settings.database_url or "", name="chaos")
+        self.key = create_key_sync(self.settings, "chaos", ["admin"])
+        make_tiny_model(self.settings.models_folder / "tiny", hidden=32, dropout=0.1)
+        self.apis = [self._api(f"api-{number}") for number in (1, 2)]
+        self.workers = [
+            Service(self, "worker-1", "worker.main", [], launch="zygote", slots=2),
+            # The second starts its trainers cold and has no torch: it takes runs of the fake backend only.
+            Service(self, "worker-2-without-torch", "worker.main", [], launch="cold", slots=2),
+        ]
+        for service in self.services:
+            service.start()
+        for api in self.apis:
+            self.wait_until_answers(api)
+        self.datasets = self._upload()
+        self.wait_for_workers()
+
+    @property
+    def services(self) -> list[Service]:
+        """All processes of the service itself."""
+        return [*self.apis, *self.workers]
+
+    def ways(self) -> tuple[Proxy, Proxy]:
+        """New proxies to Postgres and Valkey."""
+        assert self.servers.postgres is not None and self.servers.valkey is not None
+        assert self.servers.postgres.port is not None and self.servers.valkey.port is not None
+        return self.proxies.to(self.servers.postgres.port), self.proxies.to(self.servers.valkey.port)
+
+    def address(self, api: Service) -> str:
+        """Base URL of a replica."""
+        return f"http://127.0.0.1:{self._ports[api.name]}"
+
+    def client(self, api: Service | None = None, timeout: float = 10) -> httpx.Client:
+        """A client of a replica, of any if none is named."""
+        api = api or self.random.choice(self.apis)
+        headers = {"Authorization": f"Bearer {self.key}"}
+        return httpx.Client(base_url=self.address(api), headers=headers, timeout=timeout, trust_env=False)
+
+    def wait_until_answers(self, api: Service) -> None:
+        """Return once the replica serves."""
+
+        def answers() -> bool:
+            assert api.is_running, api.said()[-3000:]
+            try:
+                with self.client(api, timeout=2) as client:
+                    return client.get("/readyz").status_code == 200
+            except httpx.HTTPError:
+                return False
+
+        eventually(answers, timeout=60, what=f"{api.name} answers, see {api.log}")
+
+    def wait_for_workers(self) -> None:
+        """Return once both workers are registered."""
+
+        def registered() -> bool:
+            for worker in self.workers:
+                assert worker.is_running, worker.said()[-3000:]
+            pids = {row["pid"] for row in self.rows("SELECT pid FROM workers WHERE state = 'online'")}
+            return {worker.pid for worker in self.workers} <= pids
+
+        eventually(registered, timeout=60, what="both workers are registered")
+
+    def rows(self, statement: str, **values: Any) -> list[dict[str, Any]]:
+        """Look into the database, past the proxies."""
+        from sqlalchemy import text
+        from sqlalchemy.exc import DBAPIError
+
+        for _ in range(2):
+            try:
+                with self.engine.connect() as connection:
+                    return [dict(row) for row in connection.execute(text(statement), values).mappings()]
+            except DBAPIError as error:
+                last = error  # Postgres was restarted since: the pool has noticed now
+        raise last
+
+    def live_runs(self, worker: Service | None = None) -> list[dict[str, Any]]:
+        """Runs that a worker has, of this one or of any; newest first."""
+        found = self.rows(
+            "SELECT runs.id, runs.name, runs.status, runs.attempt, runs.current_step, workers.pid AS worker_pid "
+            "FROM runs JOIN workers ON workers.id = runs.lease_owner "
+            "WHERE runs.status IN ('initializing', 'running', 'checkpointing') ORDER BY runs.id DESC"
+        )
+        return [run for run in found if worker is None or run["worker_pid"] == worker.pid]
+
+    def journal(self, run_id: str) -> list[dict[str, Any]]:
+        """What the trainers of a run wrote down themselves."""
+        return read_journal(self.storage / "runs" / run_id / "journal.jsonl")
+
+    def trainer(self, run_id: str) -> psutil.Process | None:
+        """The training process that the journal names last, if it is alive."""
+        lines = self.journal(run_id)
+        if lines:
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(lines[-1]["pid"])
+                above = {parent.pid for parent in process.parents()}
+                if process.status() != psutil.STATUS_ZOMBIE and above & {worker.pid for worker in self.workers}:
+                    return process
+        return None
+
+    def redis(self) -> redis.Redis:
+        """A connection to Valkey, past the proxies."""
+        return redis.Redis.from_url(self.settings.redis_url or "", socket_timeout=5)
+
+    def down(self, server: Any) -> None:
+        """kill -9 of an embedded server."""
+        assert server is not None and server.process is not None
+        process = psutil.Process(server.process.pid)
+        for one in [process, *process.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                one.kill()
+        server.process.wait(30)
+
+    def up(self, server: Any) -> None:
+        """Start it again, on the same port and data."""
+        server.start()
+        server.wait_ready()
+
+    def server_processes(self, server: Any) -> list[psutil.Process]:
+        """All processes of an embedded server."""
+        process = psutil.Process(server.process.pid)
+        return [process, *process.children(recursive=True)]
+
+    def close(self) -> None:
+        """End everything."""
+        for service in self.services:
+            if service.is_running:
+                with contextlib.suppress(ProcessLookupError):
+                    service.signal(signal.SIGCONT)
+                    service.kill()
+        self.proxies.close()
+        self.engine.dispose()
+        self.servers.stop()
+        if self.has_small_disk:
+            subprocess.run(["umount", "--lazy", str(self.storage)], check=True)
+
+    def _api(self, name: str) -> Service:
+        self._ports = getattr(self, "_ports", {})
+        self._ports[name] = _free_port()
+        arguments = ["--factory", "app.main:create_app", "--host", "127.0.0.1", "--port", str(self._ports[name])]
+        return Service(
+            self, name, "uvicorn", [*arguments, "--log-level", "warning", "--timeout-graceful-shutdown", "5"]
+        )
+
+    def _upload(self) -> dict[str, str]:
+        texts = self.home / "texts.jsonl"
+        texts.write_bytes(b"".join(b'{"text": "row %d"}\n' % number for number in range(50)))
+        chats = make_chat_dataset(self.home / "chats.jsonl", 60)
+        ids = {}
+        with self.client(self.apis[0]) as client:
+            for backend, path in (("fake", texts), ("celery", chats)):
+                answer = client.post("/v1/datasets", files={"file": (path.name, path.read_bytes())})
+                assert answer.status_code == 201, answer.text
+                ids[backend] = answer.json()["id"]
+        return ids
+
+
+def _with_port(url: str | None, port: int) -> str:
+    assert url is not None
+    parts = urlsplit(url)
+    return parts._replace(netloc=f"{parts.netloc.rpartition(':')[0]}:{port}").geturl()
+
+
+def _mount(folder: Path) -> bool:
+    """A file system so small that it can be filled; False where this user may not mount one."""
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        return False
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={STORAGE_BYTES}", "chaos", str(folder)], capture_output=True
+    )
+    return done.returncode == 0
