@@ -98,16 +98,33 @@ def api(
             serve(settings, listener)
 
 
-@cli.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
-def worker(context: typer.Context) -> None:
+@cli.command()
+def worker(
+    drain: Annotated[
+        bool, typer.Option("--drain", help="Have the workers of this machine and home end once their runs are done.")
+    ] = False,
+    timeout: Annotated[
+        float | None, typer.Option(min=0, help="With --drain: seconds after which runs are saved and handed back.")
+    ] = None,
+) -> None:
     """Run a worker alone: as many runs at a time as this machine has GPUs (ANNEAL_SLOTS sets another number).
 
     Example: `ANNEAL_DATABASE_URL=postgresql://… ANNEAL_REDIS_URL=redis://… anneal worker`
+
+    With --drain, workers that run already take no further run, finish those at work, and end; the command shows what
+    is still running and returns when they are gone. Ctrl-C ends the command, not the draining.
+    Example: `anneal worker --drain --timeout 3600`
     """
     with _plain_errors():
+        if drain:
+            from app.workers.drain import drain as drain_workers
+
+            raise typer.Exit(drain_workers(get_settings(), timeout))
+        if timeout is not None:
+            raise HomeError("--timeout goes with --drain: it says when what still runs is to be saved and handed back.")
         _settings()  # a missing URL is told here, in a sentence
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-P", "-m", "worker.main", *context.args])
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "worker.main"])
 
 
 @cli.command()
@@ -117,12 +134,15 @@ def migrate() -> None:
     Example: `ANNEAL_DATABASE_URL=postgresql://… anneal migrate`
     """
     from app.embedded import resolve_urls
-    from app.migrate import upgrade
+    from app.migrate import head, upgrade
 
     with _plain_errors():
         settings = get_settings()
-        before, after = upgrade(settings if settings.database_url else resolve_urls(settings))
-    typer.echo(f"Already at revision {after}." if before == after else f"From {before or 'nothing'} to {after}.")
+        before, after = upgrade(settings if settings.database_url else resolve_urls(settings), typer.echo)
+    if before > head():
+        typer.echo(f"At revision {after}, which a later version made; this one, of {head()}, works with it.")
+    else:
+        typer.echo(f"Already at revision {after}." if before == after else f"From {before or 'nothing'} to {after}.")
 
 
 @keys.command("create")

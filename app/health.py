@@ -41,11 +41,10 @@ async def healthz() -> Alive:
 
 @router.get("/readyz", responses={503: {"description": "Names what is missing."}})
 async def readyz(request: Request) -> Ready:
-    """Database reachable, schema at the version of this code, broker reachable."""
+    """Database reachable, its schema at the version of this code or a later one, broker reachable."""
     state = request.app.state
-    missing = [
-        found for found in await asyncio.gather(_database(state.engine), _broker(state.queue)) if found is not None
-    ]
+    database, broker = await asyncio.gather(_database(state.engine), _broker(state.queue))
+    missing = [found for found in (database, broker) if isinstance(found, FieldError)]
     if missing:
         raise ApiError(
             503,
@@ -54,10 +53,11 @@ async def readyz(request: Request) -> Ready:
             errors=missing,
             headers={"Retry-After": str(RETRY_SECONDS)},
         )
-    return Ready(migrations=migrate.head())
+    return Ready(migrations=str(database))
 
 
-async def _database(engine: AsyncEngine) -> FieldError | None:
+async def _database(engine: AsyncEngine) -> FieldError | str:
+    """The revision of the schema, or what is wrong."""
     try:
         async with asyncio.timeout(_CHECK_SECONDS), engine.connect() as connection:
             revision = await connection.run_sync(migrate.current)
@@ -67,14 +67,8 @@ async def _database(engine: AsyncEngine) -> FieldError | None:
         return FieldError(
             field="database", code="unreachable", message="The database does not answer; start it and try again."
         )
-    head = migrate.head()
-    if revision == head:
-        return None
-    return FieldError(
-        field="migrations",
-        code="not_at_head",
-        message=f"The database is at revision {revision or 'none'}, this version needs {head}: run `anneal migrate`.",
-    )
+    older = migrate.too_old(revision)
+    return FieldError(field="migrations", code="not_at_head", message=older) if older else revision
 
 
 async def _broker(queue: Queue) -> FieldError | None:

@@ -1,14 +1,24 @@
 """The API's socket and its server."""
 
+import asyncio
 import errno
 import os
 import signal
 import socket
+import time
 
+import uvicorn
+from sqlalchemy.exc import SQLAlchemyError
+
+from app import migrate
 from app.config import Settings
-from app.home import HomeError, make_private_folder, write_private_json
+from app.db import is_away, sync_engine
+from app.home import HomeError, make_private_folder, read_json, write_private_json
 
-_STREAM_GRACE_SECONDS = 5  # a rolling deploy closes streams within this time; their readers resume by cursor
+REQUEST_GRACE_SECONDS = 20
+"""Time that requests in flight, an upload say, get to finish once the API is to end. Streams end at once."""
+_FLUSH_SECONDS = 3.0
+"""Time that a client gets to take the last of an answer: a rolling deploy closes all streams within 5 s."""
 
 
 def listen(settings: Settings) -> socket.socket:
@@ -42,15 +52,36 @@ def base_url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+class Server(uvicorn.Server):
+    """uvicorn, for clients that read nothing: it would wait for their connections until the end of the grace."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        cutting = asyncio.create_task(self._cut(), name="cut connections")
+        try:
+            await super().shutdown(sockets)
+        finally:
+            cutting.cancel()
+
+    async def _cut(self) -> None:
+        """Reset connections that are closed on our side and whose last bytes nobody takes."""
+        closing_since: dict[object, float] = {}
+        while True:
+            await asyncio.sleep(0.1)
+            now = time.monotonic()
+            for connection in list(self.server_state.connections):
+                transport = connection.transport
+                if transport.is_closing() and now - closing_since.setdefault(connection, now) > _FLUSH_SECONDS:
+                    transport.abort()
+
+
 def serve(settings: Settings, listener: socket.socket) -> None:
     """Serve the API until SIGTERM or SIGINT; tells url and process id in `run/api.json`."""
-    import uvicorn
-
     from app.main import create_app
 
-    run_folder = make_private_folder(settings.home / "run")
-    write_private_json(run_folder / "api.json", {"url": base_url(listener), "pid": os.getpid()})
-    server = uvicorn.Server(
+    refuse_older_database(settings)
+    told = make_private_folder(settings.home / "run") / "api.json"
+    write_private_json(told, {"url": base_url(listener), "pid": os.getpid()})
+    server = Server(
         uvicorn.Config(
             create_app(settings),
             loop="uvloop",
@@ -62,12 +93,34 @@ def serve(settings: Settings, listener: socket.socket) -> None:
             # A client's word on its own address would get round the limit on wrong keys.
             proxy_headers=False,
             server_header=False,
-            timeout_graceful_shutdown=_STREAM_GRACE_SECONDS,
+            timeout_graceful_shutdown=REQUEST_GRACE_SECONDS,
         )
     )
-    # uvicorn repeats the signal once it has shut down; by then there is nothing left to end.
+
+    def end(*_: object) -> None:
+        server.should_exit = True
+
+    # For a signal that comes before uvicorn listens to them; it repeats its own once it has shut down.
     for ending in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(ending, lambda *_: None)
+        signal.signal(ending, end)
     server.run(sockets=[listener])
+    if (read_json(told) or {}).get("pid") == os.getpid():
+        told.unlink(missing_ok=True)
     if not server.started:
         raise HomeError("The API did not start; the lines above say why.")
+
+
+def refuse_older_database(settings: Settings) -> None:
+    """Raises HomeError when the schema is older than this code; one that cannot be reached is waited for later."""
+    engine = sync_engine(settings.database_url or "", pool_size=0, name="anneal-start")
+    try:
+        with engine.connect() as connection:
+            older = migrate.too_old(migrate.current(connection))
+    except SQLAlchemyError as error:
+        if not is_away(error):
+            raise
+        return
+    finally:
+        engine.dispose()
+    if older:
+        raise HomeError(older)

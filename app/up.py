@@ -25,14 +25,15 @@ from app.db import sync_engine
 from app.embedded import EmbeddedServers, check_urls
 from app.home import HomeLock, make_private_folder, read_json, write_private_json
 from app.processes import start_child, stop_child
-from app.serve import base_url, listen
+from app.serve import REQUEST_GRACE_SECONDS, base_url, listen
+from app.workers import local
 from app.workers.models import Worker
 
 _STEADY_SECONDS = 30.0  # who lived this long before dying is started again at once
 _LONGEST_BACKOFF_SECONDS = 30.0
 _PATIENCE_SECONDS = 60.0  # after which a start that is not ready yet is worth a word
 _TICK_SECONDS = 0.2
-_API_GRACE_SECONDS = 10.0
+_API_GRACE_SECONDS = REQUEST_GRACE_SECONDS + 5.0
 _WORKER_MORE_SECONDS = 10.0  # than its trainers have to save: it then kills those that did not, and tells of it
 
 Say = Callable[[str], None]
@@ -75,9 +76,12 @@ class Program:
 class Supervised:
     """Keeps one process running: starts it again when it dies, less eagerly each time."""
 
-    def __init__(self, target: Startable, say: Say) -> None:
+    def __init__(self, target: Startable, say: Say, meant: Callable[[int], bool] = lambda _pid: False) -> None:
+        """`meant` answers whether the end of a process was asked for, by others than us: it then stays ended."""
         self.target = target
         self._say = say
+        self._meant = meant
+        self._retired = False
         self._running = target.process is not None
         self._since = self._due = time.monotonic()
         self._failures = 0
@@ -95,10 +99,16 @@ class Supervised:
             if code is None:
                 return False
             self._running = False
+            if self.target.process is not None and self._meant(self.target.process.pid):
+                self._retired = True
+                self._say(
+                    f"{self.target.name} was drained and has ended; the next `anneal up` starts one again"
+                )
+                return True
             self._failures = 0 if now - self._since > _STEADY_SECONDS else self._failures + 1
             self._back_off(now, f"{self.target.name} {_ending(code)}")
             return True
-        if now < self._due:
+        if self._retired or now < self._due:
             return False
         try:
             self.target.start()
@@ -169,7 +179,7 @@ class Up:
         self._servers.start(self._check)
         self._check()
         settings = self._resolved()
-        before, after = migrate.upgrade(settings)
+        before, after = migrate.upgrade(settings, self._say)
         if before != after:
             self._say(f"Database brought to revision {after}.")
         self._key = str((read_json(self.settings.connection_file) or {}).get("api_key") or "")
@@ -179,8 +189,9 @@ class Up:
         self._say("Starting the API and a worker …")
         self._api.start()
         self._worker.start()
-        targets: list[Startable] = [*self._servers.servers, self._api, self._worker]
+        targets: list[Startable] = [*self._servers.servers, self._api]
         self._supervised = [Supervised(target, self._say) for target in targets]
+        self._supervised.append(Supervised(self._worker, self._say, lambda pid: local.was_drained(self._home, pid)))
         self._publish()
 
     def _check(self) -> None:

@@ -10,7 +10,7 @@ context.configure(
     target_metadata=all_models(),
     compare_type=True,
     compare_server_default=True,
-    transaction_per_migration=False,
+    transaction_per_migration=True,
 )
 with context.begin_transaction():
     context.run_migrations()

@@ -10,16 +10,20 @@ from typing import TYPE_CHECKING
 
 from redis import Redis
 from redis.exceptions import RedisError
-from sqlalchemy import Connection
+from sqlalchemy import Connection, select
 from sqlalchemy.exc import SQLAlchemyError
 
+from app import migrate
 from app.config import Settings
 from app.db import is_away, sync_engine
+from app.home import HomeError
 from app.ids import new_id
 from app.queue import CONTROL_CHANNEL, events_channel
 from app.runs import lifecycle
+from app.runs.models import Run
 from app.storage import Storage
 from app.workers import registry
+from app.workers.local import Notebook
 from worker import devices, session
 from worker.launcher import Launcher
 
@@ -58,32 +62,56 @@ class Host:
         self.redis: Redis = Redis.from_url(
             settings.redis_url, socket_connect_timeout=1, socket_timeout=1, decode_responses=True
         )
+        self.closing = threading.Event()
+        """No further run is taken; what is at work finishes."""
         self.draining = threading.Event()
+        """What is at work saves and is handed back now."""
+        self._notebook = Notebook(settings.home, self.id)
         self._leases: dict[str, Lease] = {}
         self._to_wake: set[str] = set()
         self._wake_up = threading.Event()
+        self._beat_now = threading.Event()
+        self._heartbeat = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._ended = threading.Event()
 
-    def start(self) -> None:
-        """Clear away what a dead predecessor left, register (as soon as the database is there), beat and listen."""
+    def start(self) -> bool:
+        """Clear away what a dead predecessor left, register (as soon as the database is there), beat and listen.
+
+        False when meanwhile the worker was told to end. HomeError when the database is older than this code.
+        """
+        self._notebook.open()
         self.launcher.start()
         while not self._sign_on():
-            self._ended.wait(_DATABASE_PAUSE)
-        for name, work in (("heartbeat", self._beat), ("control", self._listen), ("wake-ups", self._tell)):
+            if self.closing.wait(_DATABASE_PAUSE):
+                return False
+        self._heartbeat.start()
+        for name, work in (("control", self._listen), ("wake-ups", self._tell)):
             threading.Thread(target=work, name=name, daemon=True).start()
         log.info(
             "worker %s on %s: %d slot(s) of %s", self.id, self.name, self.machine.slots, self.machine.devices[0].name
         )
+        return True
+
+    def take_no_more(self) -> None:
+        """Take no more runs; those at work finish."""
+        self.closing.set()
+        self._notebook.update(draining=True)
+        self._beat_now.set()
 
     def drain(self) -> None:
         """Take no more runs; those at work save and are handed back."""
         self.draining.set()
+        self.closing.set()
+        self._beat_now.set()
 
     def close(self) -> None:
         """Sign off and end what is left."""
         self._ended.set()
         self._wake_up.set()
+        self._beat_now.set()
         self.launcher.stop()
+        if self._heartbeat.is_alive():
+            self._heartbeat.join(_DATABASE_PAUSE)  # a beat on its way would say that we are still there
         try:
             with self.engine.begin() as connection:
                 connection.execute(registry.gone([self.id]))
@@ -91,15 +119,18 @@ class Host:
             log.warning("could not sign off, the missing heartbeat will tell: %s", error)
         self.engine.dispose()
         self.lease_engine.dispose()
+        self._notebook.close()
 
     def hold(self, lease: "Lease") -> None:
         """A lease that control messages may concern."""
         self._leases[lease.run_id] = lease
+        self._note_runs()
 
     def release(self, lease: "Lease") -> None:
         """The lease is over; one on a later attempt of the same run stays."""
         if self._leases.get(lease.run_id) is lease:
             del self._leases[lease.run_id]
+        self._note_runs()
 
     def wake(self, run_id: str) -> None:
         """Have streams told of new events; without Redis they poll. Never waits."""
@@ -122,6 +153,8 @@ class Host:
     def _sign_on(self) -> bool:
         try:
             with self.engine.begin() as connection:
+                if older := migrate.too_old(migrate.current(connection)):
+                    raise HomeError(older)
                 self._bury_dead(connection)
                 connection.execute(registry.forget(older_than_days=30))
                 self._register(connection)
@@ -180,15 +213,30 @@ class Host:
         )
 
     def _beat(self) -> None:
-        while not self._ended.wait(self.settings.renew_seconds):
-            state = "draining" if self.draining.is_set() else "online"
+        while True:
+            self._beat_now.wait(self.settings.renew_seconds)
+            self._beat_now.clear()
+            if self._ended.is_set():
+                return
+            state = "draining" if self.closing.is_set() else "online"
             try:
                 with self.lease_engine.begin() as connection:
                     alive = registry.beat(self.id, state, self.launcher.mode, self.launcher.reason)
                     if connection.execute(alive).one_or_none() is None:
                         self._register(connection)
+                    if self.closing.is_set():
+                        self._note_progress(connection)
             except SQLAlchemyError as error:
                 log.info("heartbeat missed: %s", error)
+
+    def _note_runs(self) -> None:
+        self._notebook.update(runs={run_id: [None, None] for run_id in list(self._leases)})
+
+    def _note_progress(self, connection: Connection) -> None:
+        """For whoever waits for the last runs to finish."""
+        steps = select(Run.id, Run.current_step, Run.total_steps).where(Run.id.in_(list(self._leases)))
+        found = {row.id: [row.current_step, row.total_steps] for row in connection.execute(steps)}
+        self._notebook.update(runs={run_id: found.get(run_id, [None, None]) for run_id in list(self._leases)})
 
     def _listen(self) -> None:
         """Requests to stop, sooner than the next renewal would bring them."""

@@ -3,54 +3,76 @@
 import logging
 import sys
 import warnings
+from typing import Any
 
-from celery import signals
+from celery.apps.worker import Worker
 
-from app.config import get_settings
+from app.config import Settings, get_settings
 from app.embedded import resolve_urls
+from app.home import HomeError
 from app.queue import QUEUE, celery_app
 from worker import tasks
 from worker.host import Host
+from worker.orders import Orders
 
 log = logging.getLogger(__name__)
 
 
 def main() -> int:
     """Run until SIGTERM or SIGINT; then trainers save, runs are handed back, and 0 is returned."""
+    orders = Orders()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    settings = resolve_urls(get_settings())
+    try:
+        return run(resolve_urls(get_settings()), orders)
+    except HomeError as error:
+        print(f"anneal: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+
+
+def run(settings: Settings, orders: Orders) -> int:
+    """Be a worker until `orders` say otherwise."""
     host = Host(settings)
     app = celery_app(settings.redis_url or "")
     tasks.register(app, host)
-
-    @signals.worker_shutting_down.connect(weak=False)  # type: ignore[untyped-decorator]
-    def drain(**_: object) -> None:
-        log.info("shutting down: trainers save, runs are handed back")
-        host.drain()
-
     # Celery's warning about root concerns pickled messages; ours are JSON without arguments.
     warnings.filterwarnings("ignore", message=".*superuser privileges")
+    orders.obey(host)
     try:
-        host.start()
-        app.worker_main(
-            [
-                "--quiet",
-                "worker",
-                "--pool=threads",
-                f"--concurrency={host.machine.slots}",
-                f"--queues={QUEUE}",
-                f"--hostname={host.id}@%h",
-                "--loglevel=WARNING",
-                "--without-gossip",
-                "--without-mingle",
-                "--without-heartbeat",
-            ]
+        if not host.start():
+            return 0
+        program = Program(
+            orders,
+            app=app,
+            quiet=True,
+            pool="threads",
+            concurrency=host.machine.slots,
+            queues=[QUEUE],
+            hostname=f"{host.id}@{host.name}",
+            loglevel="WARNING",
+            without_gossip=True,
+            without_mingle=True,
+            without_heartbeat=True,
         )
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else 0
+        program.start()
+        return program.exitcode or 0
     finally:
         host.close()
-    return 0
+
+
+class Program(Worker):  # type: ignore[misc]  # Celery has no types
+    """Celery's worker, with our handlers of signals in place of its own."""
+
+    def __init__(self, orders: Orders, **options: Any) -> None:
+        self._orders = orders
+        super().__init__(**options)
+
+    def install_platform_tweaks(self, _worker: Worker) -> None:
+        """None: Celery's second SIGINT would cancel tasks, and its SIGHUP replace the process without ending them."""
+
+    def register_with_event_loop(self, hub: Any) -> None:
+        """Wake up for an order to end, which the loop would look for only every few seconds."""
+        super().register_with_event_loop(hub)
+        hub.add_reader(self._orders.ending, lambda: None)
 
 
 if __name__ == "__main__":

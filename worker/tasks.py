@@ -12,4 +12,8 @@ def register(app: Celery, host: Host) -> None:
 
     @app.task(name=TASK, ignore_result=True)  # type: ignore[untyped-decorator]
     def run_next() -> None:
+        if host.closing.is_set():
+            # Taken in the last moment: somebody else should hear of it now, not with the next round of hints.
+            app.send_task(TASK, ignore_result=True, retry=False)
+            return
         supervisor.work(host)

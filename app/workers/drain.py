@@ -1,0 +1,119 @@
+"""`anneal worker --drain`: the workers of this machine and home finish what they have, and end."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from app.config import Settings
+from app.workers.local import END_SOON, TAKE_NO_MORE, Note, notes
+
+_LOOK_SECONDS = 0.2
+_MORE_SECONDS = 15.0
+"""Than runs have to save: a worker that is there after that hangs."""
+
+
+def drain(settings: Settings, timeout: float | None = None, console: Console | None = None) -> int:
+    """Drain them, show what is still at work, return the exit code once they are gone.
+
+    After `timeout` seconds the runs are saved and handed back, for other workers to go on with. Needs no database,
+    no broker, and may be run again at any time.
+    """
+    view = View(console or Console())
+    found = notes(settings.home)
+    workers = [note for note in found if note.signal(TAKE_NO_MORE)]
+    for note in found:
+        if not note.is_near and not note.draining:
+            view.say(f"Worker {note.id} is not of this machine or container: drain it where it runs.")
+    if not workers:
+        view.say(f"No worker runs on this machine with ANNEAL_HOME={settings.home}: there is nothing to drain.")
+        return 0
+    for note in workers:
+        view.say(f"Worker {note.id} (process {note.pid}) takes no further run.")
+    try:
+        return _wait(settings, {note.id: note for note in workers}, timeout, view)
+    except KeyboardInterrupt:
+        view.say("The workers go on draining; run the command again to watch them, or with --timeout 0 to end them.")
+        return 130
+
+
+def _wait(settings: Settings, workers: dict[str, Note], timeout: float | None, view: "View") -> int:
+    began = time.monotonic()
+    told_to_save = False
+    gone = 0
+    with view.live():
+        while workers:
+            latest = {note.id: note for note in notes(settings.home)}
+            workers = {worker_id: latest.get(worker_id, note) for worker_id, note in workers.items()}
+            for note in [note for note in workers.values() if not note.is_alive]:
+                view.say(_ended(note))
+                del workers[note.id]
+                gone += 1
+            view.show(list(workers.values()), time.monotonic() - began)
+            waited = time.monotonic() - began - (timeout or 0.0)
+            if timeout is not None and workers and not told_to_save and waited >= 0:
+                told_to_save = True
+                view.say(f"After {timeout:g} s what still runs is saved and handed back.")
+                for note in workers.values():
+                    note.signal(END_SOON)
+            if told_to_save and workers and waited > settings.save_grace_seconds + _MORE_SECONDS:
+                for note in workers.values():
+                    view.say(f"Worker {note.id} (process {note.pid}) does not end: look at its log, or kill it.")
+                return 1
+            if workers:
+                time.sleep(_LOOK_SECONDS)
+    view.say(f"Drained: {gone} worker{'s' if gone > 1 else ''} ended.")
+    return 0
+
+
+def _ended(note: Note) -> str:
+    if note.runs:
+        return f"Worker {note.id} was killed; other workers go on with {', '.join(note.runs)}."
+    return f"Worker {note.id} has ended."
+
+
+class View:
+    """What is still at work: a table that follows on a terminal, elsewhere a line for each change."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live: Live | None = None
+        self._told: list[str] = []
+
+    def say(self, line: str) -> None:
+        """A line that stays."""
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def live(self) -> Iterator[None]:
+        """While `show` may be called."""
+        if not self._console.is_terminal:
+            yield
+            return
+        with Live(console=self._console, transient=True, refresh_per_second=4) as self._live:
+            yield
+        self._live = None
+
+    def show(self, workers: list[Note], seconds: float) -> None:
+        """What is at work now."""
+        if self._live is not None:
+            table = Table(box=None, pad_edge=False)
+            for title in ("worker", "run", "step", ""):
+                table.add_column(title)
+            for note in workers:
+                for run_id, (step, total) in (note.runs or {"(ending)": [None, None]}).items():
+                    table.add_row(note.id, run_id, _steps(step, total), f"{seconds:.0f} s")
+            self._live.update(table)
+            return
+        lines = [f"Still at work on {run_id}." for note in workers for run_id in note.runs]
+        for line in lines:
+            if line not in self._told:
+                self.say(line)
+        self._told = lines
+
+
+def _steps(step: int | None, total: int | None) -> str:
+    return "" if step is None else f"{step:,} of {total:,}" if total else f"{step:,}"
