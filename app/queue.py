@@ -154,18 +154,19 @@ class Queue:
     async def _listen(self) -> None:
         while not self._closing:
             try:
-                async with self._redis.pubsub(ignore_subscribe_messages=True) as pubsub:
+                # Answers to our own commands count as messages here: passed over by the client, each looks like a
+                # silence, which we end with a command.
+                async with self._redis.pubsub() as pubsub:
                     # A subscription to one's own channel keeps the connection alive while no stream is open.
                     await pubsub.subscribe("anneal:api", *self._listeners)
                     self._pubsub = pubsub
                     self._call_all()
                     while not self._closing:
                         message: dict[str, Any] | None = await pubsub.get_message(timeout=15)
-                        callback = self._listeners.get(message["channel"]) if message else None
-                        if callback:
-                            callback()
-                        elif message is None:
+                        if message is None:
                             await pubsub.ping()
+                        elif message["type"] == "message" and (heard := self._listeners.get(message["channel"])):
+                            heard()
             except (RedisError, OSError, RuntimeError) as error:
                 log.info("wake-ups are away, streams poll until they are back: %s", error)
             finally:
