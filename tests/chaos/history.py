@@ -117,6 +117,8 @@ class History:
     """Process ids of trainers that the suite killed with SIGKILL, the worker being left alone."""
     stop_bound: float = 60.0
     """Seconds within which an accepted stop must have ended its run, faults included."""
+    lease_seconds: float = 3.0
+    """The lease that the service ran with."""
     disk_was_full: bool = False
     """Whether the suite filled the disk."""
 

@@ -1,0 +1,139 @@
+"""Decides whether a campaign broke a promise, from nothing but what it left behind.
+
+Each promise is a function over the course of one run (or over what one reader received) that yields what breaks it;
+they are in `promises_runs`, `promises_events` and `promises_training`. A false alarm is as bad as a broken promise
+that nobody sees, so each says why what it asserts holds whatever the order in which things happened.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from tests.chaos import promises_events, promises_runs, promises_training
+from tests.chaos.course import COUNTED, Course, candidates, courses
+from tests.chaos.history import History, Violation
+
+PROMISES: tuple[Callable[[History, Course], Iterator[Violation]], ...] = (
+    promises_runs.no_run_is_lost,
+    promises_training.one_trainer_at_a_time,
+    promises_events.stale_writers_write_nothing,
+    promises_events.events_are_whole,
+    promises_events.hints_do_no_harm,
+    promises_events.ambiguous_commits_are_safe,
+    promises_runs.stop_always_wins,
+    promises_runs.stop_is_bounded,
+    promises_training.resume_is_exact,
+    promises_training.torn_checkpoints_are_never_resumed,
+    promises_training.clean_up_keeps_what_is_needed,
+    promises_runs.disk_full_is_said,
+    promises_runs.failures_are_classified,
+    promises_runs.alive_means_progress,
+    promises_runs.poison_runs_do_not_loop,
+    promises_runs.requeues_are_explained,
+)
+"""About each run. Promises 1 and 5, 17, 18 (for readers) are about keys and transcripts, see `check`."""
+
+
+@dataclass
+class Report:
+    """What the checker found."""
+
+    violations: list[Violation] = field(default_factory=list)
+    counted: dict[str, int] = field(default_factory=dict)
+    """How much was looked at: a campaign without violations proves as much as this."""
+    observed: Counter[str] = field(default_factory=Counter)
+    """Windows that the faults really hit, as far as the history itself tells."""
+
+
+def check(history: History) -> Report:
+    """Hold the history against every promise."""
+    found = courses(history)
+    violations = list(promises_events.accepted_is_durable(history))
+    for course in found.values():
+        for promise in PROMISES:
+            violations += promise(history, course)
+    for transcript in history.transcripts:
+        violations += promises_events.readers_see_every_event_once(history, transcript)
+    return Report(violations, count(history, found), observe(history, found))
+
+
+def count(history: History, found: dict[str, Course]) -> dict[str, int]:
+    """How many of each thing were compared."""
+    steps = [
+        line
+        for course in found.values()
+        if course.profile and course.profile.losses
+        for line in course.journal
+        if line["event"] == "step"
+    ]
+    return {
+        "runs": len(found),
+        "runs of unknown origin": sum(course.creation is None for course in found.values()),
+        "creations": len(history.creations),
+        "stops": len(history.stops),
+        "faults": len(history.faults),
+        "clock faults": sum("clock" in fault.kind for fault in history.faults),
+        "attempts": sum(len(course.attempts) for course in found.values()),
+        "status changes": sum(len(course.moves) for course in found.values()),
+        "events": sum(len(course.events) for course in found.values()),
+        "stream events compared": sum(len(transcript.received) for transcript in history.transcripts),
+        "streams": len(history.transcripts),
+        "journal lines": sum(len(course.journal) for course in found.values()),
+        "journal steps compared": len(steps),
+        "checkpoints": sum(len(course.checkpoints) for course in found.values()),
+        "checkpoints verified": sum(
+            row["deleted_at"] is None for course in found.values() for row in course.checkpoints
+        ),
+        "outputs compared": sum(
+            course.row["status"] == "completed" and course.profile is not None and course.profile.output is not None
+            for course in found.values()
+        ),
+        "attempts whose every word is stored": sum(
+            promises_runs.ended_in_good_order(course, row["attempt"])
+            for course in found.values()
+            for row in course.attempts
+        ),
+    }
+
+
+def observe(history: History, found: dict[str, Course]) -> Counter[str]:
+    """Which windows were hit."""
+    seen: Counter[str] = Counter()
+    for course in found.values():
+        seen[f"ended {course.row['status']}"] += 1
+        if course.row["error_code"]:
+            seen[f"failed with {course.row['error_code']}"] += 1
+        if course.creation and not course.creation.answers:
+            seen["creation that was never answered"] += 1
+        for loss in course.losses:
+            verb = "requeued" if loss.move.target == "pending" else f"{loss.move.target} instead of requeued"
+            seen[f"{verb}:{loss.how}"] += 1
+            seen[f"lost while {loss.move.source}"] += loss.how in COUNTED
+        if course.stops:
+            seen[f"stop while {promises_runs.phase_at(course, course.stops[0])}"] += 1
+            seen["completed despite stop"] += course.row["status"] == "completed"
+        for row in course.attempts:
+            seen.update(_how_it_began(history, course, row["attempt"]))
+    for creation in history.creations:
+        seen["replayed creation"] += max(len(creation.answers) - 1, 0)
+    for transcript in history.transcripts:
+        seen["stream reconnects"] += max(transcript.connections - 1, 0)
+    return +seen
+
+
+def _how_it_began(history: History, course: Course, attempt: int) -> Counter[str]:
+    seen: Counter[str] = Counter()
+    start = course.start_of(attempt)
+    if start is None:
+        seen["attempt that never came to train"] += 1
+        return seen
+    if attempt > 1:
+        seen["resumed from checkpoint" if start else "resumed from the start"] += 1
+    elif start:
+        seen["child resumed from checkpoint"] += 1
+    earlier = [step for before in range(1, attempt) for step in course.steps_of(before)]
+    seen["rolled back steps"] += max(0, max(earlier, default=start) - start)
+    seen["fell back past a damaged checkpoint"] += any(
+        row["step"] > start and row["bad_reason"] is not None for row in candidates(history, course, attempt)
+    )
+    return seen

@@ -1,0 +1,293 @@
+"""The course of one run, put together from what a campaign left behind, for the promises to look at."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
+from typing import Any
+
+from app.backends.fake_options import FakeOptions
+from app.runs.models import LIVE, TERMINAL
+from tests.chaos.history import Creation, Event, History, Profile, Row, StopCall, Violation
+
+TOLD_BY_LIFECYCLE = ("status", "error", "end")
+"""Types of events that no trainer causes: written together with the change of status that they tell of."""
+REQUEUES = ("lost", "handed_back", "retried")
+COUNTED = ("lost", "retried")
+"""Requeues that raise `lost_count`."""
+
+_NUMBERED_LINE = re.compile(r"step (\d+) loss")
+_DROPPED_LINES = re.compile(r"… \d+ lines dropped")
+
+
+@dataclass(frozen=True)
+class Move:
+    """A change of status; `ts` is the database's clock, read while the run's row was locked."""
+
+    seq: int
+    ts: float
+    source: str | None
+    target: str
+    reason: str
+    attempt: int
+
+    @property
+    def ends_attempt(self) -> bool:
+        return self.source in LIVE and self.target not in LIVE
+
+
+@dataclass(frozen=True)
+class Loss:
+    """An attempt that ended because the run was taken from its worker, or given back by it."""
+
+    move: Move
+    how: str
+    """One of `REQUEUES`."""
+    before: int
+    """Counted losses since the last new checkpoint, without this one."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """Everything about one run."""
+
+    run_id: str
+    row: Row
+    profile: Profile | None
+    """None for a run of which it is not known who created it."""
+    creation: Creation | None
+    events: tuple[Event, ...]
+    attempts: tuple[Row, ...]
+    checkpoints: tuple[Row, ...]
+    journal: tuple[Row, ...]
+    stops: tuple[StopCall, ...]
+
+    def broke(self, promise: int, what: str) -> Violation:
+        return Violation(promise, self.run_id, what)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.row["status"] in TERMINAL
+
+    @property
+    def must_complete(self) -> bool:
+        """Whether only a stop or a fault may keep the run from its last step."""
+        return self.profile is not None and self.profile.must_fail_with is None and not self.hangs
+
+    @property
+    def hangs(self) -> bool:
+        """Whether its trainers are made to hang."""
+        return self.options is not None and self.options.hang_at_step is not None
+
+    def hung_in(self, attempt: int) -> bool:
+        """Whether the trainer of the attempt got as far as the step that it never ends."""
+        if self.options is None or self.options.hang_at_step is None or self.outcome_of(attempt) is not None:
+            return False
+        start = self.start_of(attempt)
+        reached = max(self.steps_of(attempt), default=start)
+        return reached == self.options.hang_at_step - 1
+
+    @cached_property
+    def options(self) -> FakeOptions | None:
+        """How the trainer was to behave; None for a real one, which says nothing that a checker could foretell."""
+        if self.row["backend"] != "fake":
+            return None
+        return FakeOptions.model_validate((self.row.get("config") or {}).get("extra") or {})
+
+    @cached_property
+    def moves(self) -> tuple[Move, ...]:
+        """Changes of status, in the order of the log."""
+        told = (event for event in self.events if event.type == "status")
+        return tuple(
+            Move(
+                event.seq,
+                event.ts.timestamp(),
+                event.data.get("from"),
+                str(event.data.get("to")),
+                str(event.data.get("reason")),
+                event.attempt,
+            )
+            for event in told
+        )
+
+    def claim_of(self, attempt: int) -> Move | None:
+        return next((move for move in self.moves if move.target == "initializing" and move.attempt == attempt), None)
+
+    def end_of(self, attempt: int) -> Move | None:
+        """The first move that ended the attempt."""
+        return next((move for move in self.moves if move.ends_attempt and move.attempt == attempt), None)
+
+    def of_trainer(self, attempt: int) -> list[Event]:
+        return self._of_trainers.get(attempt, [])
+
+    @cached_property
+    def _of_trainers(self) -> dict[int, list[Event]]:
+        grouped: dict[int, list[Event]] = {}
+        for event in self.events:
+            if event.type not in TOLD_BY_LIFECYCLE:
+                grouped.setdefault(event.attempt, []).append(event)
+        return grouped
+
+    def lines_of(self, attempt: int) -> list[Row]:
+        return self._journals.get(attempt, [])
+
+    @cached_property
+    def _journals(self) -> dict[int, list[Row]]:
+        grouped: dict[int, list[Row]] = {}
+        for line in self.journal:
+            grouped.setdefault(line["attempt"], []).append(line)
+        return grouped
+
+    def steps_of(self, attempt: int) -> list[int]:
+        """Steps that the trainer of the attempt wrote down, in the order of the file."""
+        return [line["step"] for line in self.lines_of(attempt) if line["event"] == "step"]
+
+    def start_of(self, attempt: int) -> int | None:
+        """The step at which the attempt took up the run; None if it never got to the training."""
+        steps = self.steps_of(attempt)
+        if steps:
+            return steps[0] - 1
+        return next((row["start_step"] for row in self.attempts if row["attempt"] == attempt), None)
+
+    def outcome_of(self, attempt: int) -> str | None:
+        """What the trainer itself wrote down as its end."""
+        return next((line["outcome"] for line in self.lines_of(attempt) if line["event"] == "stop"), None)
+
+    def pid_of(self, attempt: int) -> int | None:
+        return next((line["pid"] for line in self.lines_of(attempt)), None)
+
+    def printed_by(self, attempt: int) -> tuple[list[int], bool]:
+        """Numbers of the stored lines of the attempt, and whether the pump dropped some and said so."""
+        lines = [event.data for event in self.of_trainer(attempt) if event.type == "log"]
+        numbered = (_NUMBERED_LINE.match(data["line"]) for data in lines if data.get("stream") == "stdout")
+        dropped = any(_DROPPED_LINES.match(data["line"]) for data in lines)
+        return [int(found[1]) for found in numbered if found], dropped
+
+    def measured_by(self, attempt: int) -> list[int]:
+        """Steps of the stored metrics of the attempt."""
+        return [int(event.data["step"]) for event in self.of_trainer(attempt) if event.type == "metric"]
+
+    def to_be_printed(self, attempt: int) -> list[int] | None:
+        """The numbers of all lines that the trainer printed, from its journal; None if it cannot be known."""
+        if self.options is None or not _NUMBERED_LINE.match(self.options.log_line.replace("{step}", "1")):
+            return None
+        return [step for step in self.steps_of(attempt) for _ in range(self.options.log_lines_per_step)]
+
+    def to_be_measured(self, attempt: int) -> list[int] | None:
+        """The steps of all metrics that the trainer sent, from its journal; None if it cannot be known."""
+        total = self.profile.steps if self.profile else self.row["total_steps"]
+        if self.options is None or total is None:
+            return None
+        every = (self.row.get("config") or {}).get("logging_steps") or 1
+        steps = [line for line in self.lines_of(attempt) if line["event"] == "step"]
+        return [
+            line["step"]
+            for line in steps
+            if line["step"] % every == 0 or line["step"] == total or line["loss_hex"] == "nan"
+        ]
+
+    @cached_property
+    def losses(self) -> tuple[Loss, ...]:
+        """How often the run changed hands; a new checkpoint sets the count back in the transaction of its event."""
+        found: list[Loss] = []
+        count = 0
+        moves = {move.seq: move for move in self.moves}
+        for event in self.events:
+            if event.type == "checkpoint":
+                count = 0
+            move = moves.get(event.seq)
+            how = self._requeue(move) if move else None
+            if move and how:
+                found.append(Loss(move, how, count))
+                count += how in COUNTED
+        return tuple(found)
+
+    def _requeue(self, move: Move) -> str | None:
+        """How the move took the run from its worker; one that meets a stop or the limit ends the run all the same."""
+        if not move.ends_attempt:
+            return None
+        if move.target == "pending":
+            rows = (row["outcome"] for row in self.attempts if row["attempt"] == move.attempt)
+            return next((outcome for outcome in rows if outcome in REQUEUES), None)
+        if move.target == "cancelled" and move.reason != "stopped on request":
+            return "handed_back" if move.reason.startswith("handed back") else "lost"
+        if move.target == "failed" and self.row["error_code"] == "worker_lost":
+            return "lost" if move.reason.startswith("worker lost") else "retried"
+        return None
+
+
+def courses(history: History) -> dict[str, Course]:
+    """Every run's course. A run is known by its idempotency key, because an answer may never have come."""
+    by_key = {creation.key: creation for creation in history.creations}
+    by_answer = {answer: creation for creation in history.creations for answer in creation.answers}
+    stops: dict[str, list[StopCall]] = {}
+    for stop in history.stops:
+        stops.setdefault(stop.run_id, []).append(stop)
+    found = {}
+    for run_id, row in history.runs.items():
+        creation = by_key.get(row["idempotency_key"]) or by_answer.get(run_id)
+        found[run_id] = Course(
+            run_id=run_id,
+            row=row,
+            profile=history.profiles[creation.profile] if creation else None,
+            creation=creation,
+            events=history.events.get(run_id, ()),
+            attempts=history.attempts.get(run_id, ()),
+            checkpoints=history.checkpoints.get(run_id, ()),
+            journal=history.journals.get(run_id, ()),
+            stops=tuple(stops.get(run_id, ())),
+        )
+    return found
+
+
+def ancestors(history: History, row: Row) -> Iterator[str]:
+    """The runs that a run resumes, nearest first."""
+    seen: set[str] = set()
+    parent = row["parent_run_id"]
+    while parent and parent in history.runs and parent not in seen:
+        seen.add(parent)
+        yield parent
+        parent = history.runs[parent]["parent_run_id"]
+
+
+def candidates(history: History, course: Course, attempt: int) -> Iterator[Row]:
+    """Checkpoints that the worker looked at for this attempt, in its order, as far as they were there.
+
+    Rows are inserted and marked as deleted in transactions that are fenced by the claim, so what an earlier attempt
+    left is there unless it was deleted before the claim, and the rows of runs that have ended stay as they are.
+    """
+    claim = course.claim_of(attempt)
+    when = claim.ts if claim else 0.0
+    own = [row for row in course.checkpoints if row["attempt"] < attempt and not _gone(row, when)]
+    yield from _furthest_first(own)
+    row = course.row
+    while (chosen := resumed_checkpoint(history, row)) is not None:
+        earlier = [one for one in history.checkpoints[chosen["run_id"]] if one["step"] < chosen["step"]]
+        yield from (one for one in [chosen, *_furthest_first(earlier)] if not _gone(one, when))
+        row = history.runs[chosen["run_id"]]
+
+
+def resumed_checkpoint(history: History, row: Row) -> Row | None:
+    """The checkpoint that a run was created to go on from, which is one of a run that it resumes."""
+    wanted = row["resume_checkpoint_id"]
+    inherited = (one for run_id in ancestors(history, row) for one in history.checkpoints.get(run_id, ()))
+    return next((one for one in inherited if one["id"] == wanted), None) if wanted else None
+
+
+def is_prefix(part: Sequence[int], whole: Sequence[int]) -> bool:
+    return list(part) == list(whole[: len(part)])
+
+
+def first_difference(part: Sequence[int], whole: Sequence[int]) -> str:
+    """Where two sequences part, for a message."""
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(part, whole, strict=False)))
+    return f"…{list(part[max(same - 1, 0) : same + 3])} instead of …{list(whole[max(same - 1, 0) : same + 3])}"
+
+
+def _gone(row: Row, when: float) -> bool:
+    return row["deleted_at"] is not None and row["deleted_at"].timestamp() < when
+
+
+def _furthest_first(rows: Sequence[Row]) -> list[Any]:
+    return sorted(rows, key=lambda row: (row["step"], row["id"]), reverse=True)
