@@ -3,28 +3,31 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Annotated
 
 from fastapi import Header, Request, Response
 from sse_starlette import EventSourceResponse
 from sse_starlette.sse import SendTimeoutError
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from app import background
 from app.errors import ApiError, FieldError
 from app.events import stream
-from app.events.stream import Frame
+from app.events.stream import Batch
 from app.runs.models import TERMINAL
 
 log = logging.getLogger(__name__)
 
-Batches = AsyncIterator[tuple[int, list[Frame]]]
+Batches = AsyncIterator[tuple[int, Batch]]
 LastEventId = Annotated[str | None, Header(description="What an EventSource sends on reconnect; wins over the query.")]
 
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"}
 SEND_SECONDS = 60.0
 """A client that takes nothing for this long is disconnected; it continues from its cursor."""
 _CUT_SECONDS = 5.0
+_LAST_SECONDS = 1.0
+"""A reader that takes nothing has so long to take the end of its stream, when this process is to end."""
 
 
 def cursor(last_event_id: str | None) -> int | None:
@@ -55,7 +58,14 @@ class LiveResponse(EventSourceResponse):
         self._request = request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        serving = asyncio.create_task(super().__call__(scope, receive, send), name="serve a stream")
+        is_open = False
+
+        async def tell(message: Message) -> None:
+            nonlocal is_open
+            is_open = message["type"] == "http.response.start" or bool(message.get("more_body"))
+            await send(message)
+
+        serving = asyncio.create_task(super().__call__(scope, receive, tell), name="serve a stream")
         watching = asyncio.create_task(self._watch(serving), name="watch a stream")
         try:
             await asyncio.wait([serving])
@@ -69,6 +79,12 @@ class LiveResponse(EventSourceResponse):
                 log.info("a stream was cut off: its client took nothing for %.0f s", SEND_SECONDS)
             else:
                 raise problem
+        elif is_open:
+            # The server is to end. Frames are sent whole, so here is a good place: without this last word the client
+            # would take the end of its stream for a broken connection.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_SECONDS):
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _watch(self, serving: asyncio.Task[None]) -> None:
         """By the clock and not by what is sent: the stream itself asks as well, but not while its client is slow."""
@@ -90,7 +106,7 @@ async def as_sse(batches: Batches, opening: bytes = b"") -> AsyncIterator[bytes]
     """As `text/event-stream`."""
     yield b"retry: 2000\n\n" + opening
     async for reached, frames in batches:
-        yield b"".join(frame.sse for frame in frames) if frames else b": keep-alive\nid: %d\n\n" % reached
+        yield frames.sse if frames else b": keep-alive\nid: %d\n\n" % reached
 
 
 async def as_ndjson(batches: Batches, opening: bytes = b"") -> AsyncIterator[bytes]:
@@ -99,4 +115,4 @@ async def as_ndjson(batches: Batches, opening: bytes = b"") -> AsyncIterator[byt
         yield opening
     async for _, frames in batches:
         if frames:
-            yield b"".join(frame.line for frame in frames)
+            yield frames.lines
