@@ -33,7 +33,7 @@ _REQUESTS_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 def work(host: Host) -> None:
     """Train what waits and fits, the most urgent first, until there is nothing left."""
-    while not host.draining.is_set():
+    while not host.closing.is_set():
         sent = time.monotonic()
         run = claim(host)
         if run is None:
