@@ -27,6 +27,8 @@ class Settings(BaseSettings):
     """Runs at a time on this worker; unset: one per GPU, or one on a machine without."""
     lease_seconds: float = Field(default=60.0, ge=1.0, le=3600.0)
     """How long a run belongs to a worker that has gone silent; renewal, kill and grace times follow from it."""
+    hang_seconds: float = Field(default=1800.0, ge=1.0)
+    """A trainer that neither reports nor prints anything for this long hangs: it is killed and its run tried again."""
     models_root: Path | None = None
     """Folder of local base models, named in `base_model` by their path below it."""
     storage: Path | None = None
@@ -73,6 +75,11 @@ class Settings(BaseSettings):
     def kill_after_seconds(self) -> float:
         """A trainer is killed this long after the last renewal was sent, well before its lease can be reaped."""
         return self.lease_seconds * 2 / 3
+
+    @property
+    def save_after_seconds(self) -> float:
+        """A trainer is asked for a checkpoint this long after the last renewal, while there is time to write one."""
+        return self.lease_seconds / 2
 
     @property
     def save_grace_seconds(self) -> float:

@@ -259,7 +259,8 @@ class _Training:
     # Checkpoints
 
     def _save_if_due(self) -> None:
-        periodic = self.state.step % self.config.save_steps == 0
+        asked = self.control.take_checkpoint_request()
+        periodic = asked or self.state.step % self.config.save_steps == 0
         if periodic or self.improved:
             self._save("periodic" if periodic else "best")
             self.report.phase("training", start_step=self.state.step, total_steps=self.total)

@@ -13,6 +13,8 @@ from worker.process import TrainingProcess
 
 log = logging.getLogger(__name__)
 
+_JOIN_SECONDS = 5.0
+
 
 @dataclass(frozen=True)
 class StopAsked:
@@ -25,7 +27,8 @@ class Lease:
     """A run is ours as long as Postgres hears of us in time; the trainer's own timer counts from the same moment.
 
     The clock is this machine's monotonic one, and a renewal counts from when it was *sent*: however long the answer
-    took, the trainer is dead before the lease, which the database counts from later, can have run out.
+    took, the trainer is dead before the lease, which the database counts from later, can have run out. Renewing goes on
+    after that moment: it only keeps others away for longer, while what the dead trainer said is stored.
     """
 
     def __init__(self, host: Host, run_id: str, epoch: int, sent: float) -> None:
@@ -36,6 +39,7 @@ class Lease:
         """The run belongs to somebody else."""
         self._host = host
         self._sent = sent
+        self._longest_silence = 0.0
         self._process: TrainingProcess | None = None
         self._now = threading.Event()
         self._over = False
@@ -49,13 +53,24 @@ class Lease:
     def __exit__(self, *_: object) -> None:
         self._over = True
         self._now.set()
-        self._thread.join()
+        # One that hangs in a statement of a frozen server must not keep the worker from ending.
+        self._thread.join(_JOIN_SECONDS)
         self._host.release(self)
 
     @property
     def kill_at(self) -> float:
         """Monotonic time at which the trainer has to be dead unless a renewal succeeds before."""
         return self._sent + self._host.settings.kill_after_seconds
+
+    @property
+    def silent_seconds(self) -> float:
+        """How long ago the last renewal was sent that was answered."""
+        return time.monotonic() - self._sent
+
+    @property
+    def longest_silence(self) -> float:
+        """Seconds of the longest time without an answer so far."""
+        return max(self._longest_silence, self.silent_seconds)
 
     @property
     def expired(self) -> bool:
@@ -95,6 +110,7 @@ class Lease:
             self.fenced = True
             log.warning("%s: another worker has the run, or it has ended", self.run_id)
             return True
+        self._longest_silence = self.longest_silence
         self._sent = sent
         if row.stop_requested_at is not None:
             self.stop = StopAsked(save=row.stop_save_checkpoint)

@@ -17,7 +17,8 @@ from worker.channel import Source
 from worker.host import Host
 from worker.job import Job, remove_folders
 from worker.lines import LogLines, parse_record
-from worker.writer import Step, Writer
+from worker.spool import Step
+from worker.writer import Writer
 
 _TAIL_LINES = 50
 _PLAIN_EVENTS = {"eval", "progress", "sample"}
@@ -32,6 +33,8 @@ class Pump:
         self.phase = "loading"
         self.has_begun = False
         """Whether the trainer has reached its first step, so that there is something to save."""
+        self.heard_at = time.monotonic()
+        """When the trainer last said anything at all."""
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
         """The last lines it printed."""
         self._host = host
@@ -52,6 +55,8 @@ class Pump:
     def take(self, pieces: Sequence[tuple[Source, bytes]]) -> None:
         """Sort what came from the trainer."""
         now = time.time()
+        if pieces:
+            self.heard_at = time.monotonic()
         for source, data in pieces:
             if source == "report":
                 self._take_record(data, now)

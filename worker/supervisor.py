@@ -4,6 +4,8 @@ import errno
 import logging
 import signal
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from sqlalchemy import Executable
@@ -13,6 +15,7 @@ from app.db import is_away
 from app.events.log import Fenced
 from app.runs import lifecycle
 from worker.devices import Device
+from worker.following import Following, KilledFor
 from worker.host import Host
 from worker.job import Job, JobError, prepare
 from worker.launcher import LaunchAbandoned, LaunchError
@@ -25,10 +28,11 @@ log = logging.getLogger(__name__)
 
 ENTRIES = {"celery": "worker.training.__main__:main", "fake": "worker.fake:main"}
 _RETRY_SECONDS = 2.0
-_NO_SAVE_GRACE_SECONDS = 5.0
-_LOOK_SECONDS = 0.05
 _HEAR_OF_SHUTDOWN_SECONDS = 1.0
 _REQUESTS_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+Ending = Callable[[], Executable]
+"""The transition that ends an attempt, made when it is stored."""
 
 
 def work(host: Host) -> None:
@@ -63,25 +67,50 @@ def supervise(host: Host, run: Any, claimed_at: float) -> None:
     """See a claimed run through to its end, or give it back; whatever happens, no process of it is left."""
     with Lease(host, run.id, run.epoch, claimed_at) as lease, Writer(host, run, lease) as writer:
         try:
-            try:
-                ending = attempt(host, run, lease, writer)
-                writer.drain()
-            except (Fenced, LeaseLost):
-                raise
-            except Exception as error:
-                # A mistake of ours must neither look like a lost worker nor be repeated attempt after attempt.
-                log.exception("%s: attempt %d", run.id, run.attempt)
-                ending = lifecycle.fail(run.id, run.epoch, "internal", f"{error!r}; the worker's log has more")
+            ending = see_through(host, run, lease, writer)
             finish(host, writer, ending)
         except Fenced:
             log.warning("%s: fenced, its trainer is gone, nothing more is written", run.id)
         except LeaseLost:
-            log.warning("%s: its lease ran out unrenewed; the run will be taken back and go on", run.id)
+            log.warning("%s: nothing heard from the database; the run will be taken back and go on", run.id)
     host.wake(run.id)
 
 
+def see_through(host: Host, run: Any, lease: Lease, writer: Writer) -> Ending:
+    """One attempt, and all that was said in it stored; answers the transition to end it with.
+
+    The lease binds only the trainer. Once that is gone, to wait for the database endangers nothing: either the run
+    is still ours when it answers (after an absence leases have a time of grace), or its epoch tells that it is not.
+
+    Raises:
+        Fenced, LeaseLost: the run is not ours any more; the worker is to end and the database is silent.
+    """
+    try:
+        try:
+            transition = attempt(host, run, lease, writer)
+            ending: Ending = lambda: transition  # noqa: E731
+        except LeaseLost:
+            log.warning("%s: its lease ran out unrenewed, its trainer is gone; waiting for the database", run.id)
+            ending = partial(out_of_reach, run, lease)
+        writer.outlive_lease()
+        writer.drain()
+        return ending
+    except (Fenced, LeaseLost):
+        raise
+    except Exception as error:
+        # A mistake of ours must neither look like a lost worker nor be repeated attempt after attempt.
+        log.exception("%s: attempt %d", run.id, run.attempt)
+        writer.outlive_lease()
+        return partial(lifecycle.fail, run.id, run.epoch, "internal", f"{error!r}; the worker's log has more")
+
+
 def attempt(host: Host, run: Any, lease: Lease, writer: Writer) -> Executable:
-    """One try: prepare, launch, follow; answers the transition to end it with."""
+    """One try: prepare, launch, follow; answers the transition to end it with.
+
+    Raises:
+        LeaseLost: the lease ran out; there is no trainer, or no more.
+        Fenced: the run is not ours any more; the same holds.
+    """
     device = next(one for one in host.machine.devices if one.index == run.device_indexes[0])
     pump = Pump(host, run, writer)
     try:
@@ -103,7 +132,7 @@ def attempt(host: Host, run: Any, lease: Lease, writer: Writer) -> Executable:
             return lifecycle.fail(run.id, run.epoch, "disk_full", f"{error}; make room in the storage and resume")
         return lifecycle.retry(run.id, run.epoch, f"the attempt could not be prepared: {error}", _RETRY_SECONDS)
     try:
-        end, killed_for = follow(host, lease, writer, pump, process)
+        end, killed_for = Following(host, lease, writer, pump, process).until_the_end()
     finally:
         process.close()
     return conclude(host, run, lease, pump, end, killed_for)
@@ -139,61 +168,12 @@ def launch(host: Host, run: Any, lease: Lease, job: Job, device: Device) -> Trai
     return process
 
 
-class Following:
-    """What the supervisor has asked the trainer for, and since when."""
-
-    def __init__(self) -> None:
-        self.asked_at: float | None = None
-        self.grace = 0.0
-        self.killed_for: str | None = None
-
-
-def follow(host: Host, lease: Lease, writer: Writer, pump: Pump, process: TrainingProcess) -> tuple[Exit, str | None]:
-    """Pump until the process has ended and all it said is taken; answers its end and why we killed it, if we did.
+def conclude(host: Host, run: Any, lease: Lease, pump: Pump, end: Exit, killed_for: KilledFor | None) -> Executable:
+    """The transition that follows from what the trainer said last and how it ended.
 
     Raises:
-        Fenced, LeaseLost: the run is not ours any more; the process has been killed.
+        LeaseLost: the lease ran out first.
     """
-    state = Following()
-    while (ended := process.poll()) is None:
-        if writer.is_full:
-            time.sleep(_LOOK_SECONDS)  # unread output makes the trainer wait, memory stays bounded
-        else:
-            process.wait(_LOOK_SECONDS)
-            pump.take(process.channel.receive(0.0))
-        if lease.fenced or lease.expired:
-            process.kill()
-            raise Fenced(lease.run_id) if lease.fenced else LeaseLost(lease.run_id)
-        writer.check()
-        obey(host, lease, pump, process, state)
-    process.kill()  # what it left behind in its session
-    pump.take(process.channel.drain())
-    pump.end_of_output()
-    return ended, state.killed_for
-
-
-def obey(host: Host, lease: Lease, pump: Pump, process: TrainingProcess, state: Following) -> None:
-    """Pass on a request to stop (or the worker's own shutdown) and see that it is followed within the grace."""
-    stop = lease.stop
-    if stop is None and not host.draining.is_set():
-        return
-    why = "stop" if stop else "drain"
-    save = stop.save if stop else True
-    now = time.monotonic()
-    if state.asked_at is None:
-        state.asked_at = now
-        process.send({"stop": {"save": save, "why": why}})
-    state.grace = host.settings.save_grace_seconds if save else _NO_SAVE_GRACE_SECONDS
-    nothing_to_save = not pump.has_begun
-    if nothing_to_save or now - state.asked_at > state.grace:
-        if not nothing_to_save:
-            pump.say(f"the training process did not stop within {state.grace:.0f} s and was killed", "warning")
-        state.killed_for = why
-        process.kill()
-
-
-def conclude(host: Host, run: Any, lease: Lease, pump: Pump, end: Exit, killed_for: str | None) -> Executable:
-    """The transition that follows from what the trainer said last and how it ended."""
     result = pump.result or {}
     outcome = result.get("outcome")
     if outcome == "completed":
@@ -208,6 +188,10 @@ def conclude(host: Host, run: Any, lease: Lease, pump: Pump, end: Exit, killed_f
     if outcome == "failed":
         error = result.get("error") or {}
         return lifecycle.fail(run.id, run.epoch, error.get("code", "internal"), error.get("message", ""))
+    if killed_for == "lease" or (end.signal == signal.SIGALRM and not outcome):
+        raise LeaseLost(run.id)  # noticed by us, or by the trainer's own timer
+    if killed_for == "hang":
+        return hung(host, run, pump)
     if outcome == "stopped" or killed_for or end.signal in _REQUESTS_TO_END:
         return given_up(host, run, lease)
     return crashed(run, pump, end)
@@ -224,6 +208,23 @@ def given_up(host: Host, run: Any, lease: Lease) -> Executable:
     return lifecycle.hand_back(run.id, run.epoch, "handed back: the worker is shutting down")
 
 
+def out_of_reach(run: Any, lease: Lease) -> Executable:
+    """The transition of a run whose lease ran out; it counts as a loss, but any newer checkpoint undoes that."""
+    if lease.stop:
+        return lifecycle.cancel(run.id, run.epoch)
+    reason = (
+        f"the database was out of reach for {lease.longest_silence:.0f} s; the run goes on from its last checkpoint"
+    )
+    return lifecycle.retry(run.id, run.epoch, reason, _RETRY_SECONDS)
+
+
+def hung(host: Host, run: Any, pump: Pump) -> Executable:
+    """The transition of a run whose trainer was killed because it was silent for too long."""
+    silence = f"it had neither reported nor printed anything for {host.settings.hang_seconds:.0f} s"
+    reason = f"the training process hung during {pump.phase} and was killed: {silence}"
+    return lifecycle.retry(run.id, run.epoch, reason, _RETRY_SECONDS)
+
+
 def output(run: Any, result: dict[str, Any]) -> int | None:
     """The attempt whose folder holds the fine-tuned model, if the trainer exported one."""
     return run.attempt if result.get("output") else None
@@ -233,9 +234,6 @@ def crashed(run: Any, pump: Pump, end: Exit) -> Executable:
     """No last word: classified by how the process ended, with its last lines."""
     if end.launcher_lost:
         reason = "the process that training processes are forked from was lost"
-        return lifecycle.retry(run.id, run.epoch, reason, _RETRY_SECONDS)
-    if end.signal == signal.SIGALRM:
-        reason = "the training process ended itself because its lease was not renewed in time"
         return lifecycle.retry(run.id, run.epoch, reason, _RETRY_SECONDS)
     last = "\n".join(pump.tail) or "(it printed nothing)"
     if end.out_of_memory:
@@ -247,12 +245,12 @@ def crashed(run: Any, pump: Pump, end: Exit) -> Executable:
     return lifecycle.fail(run.id, run.epoch, code, f"{what}. Its last lines:\n{last}")
 
 
-def finish(host: Host, writer: Writer, ending: Executable) -> None:
+def finish(host: Host, writer: Writer, ending: Ending) -> None:
     """Store the end of the attempt; it is the last thing written of it."""
 
     def write() -> None:
         with host.engine.begin() as connection:
-            row = connection.execute(ending).one_or_none()
+            row = connection.execute(ending()).one_or_none()
         if row is not None:
             log.info("%s: %s", row.id, row.status)
         else:  # or the commit of an earlier try has happened, and only its answer got lost

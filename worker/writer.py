@@ -1,12 +1,9 @@
-"""Stores what a pump has taken, from a thread of its own: a slow database never makes the trainer wait."""
+"""Stores what a pump has taken, from a thread of its own: a slow or absent database never makes the trainer wait."""
 
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import islice
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection
@@ -17,30 +14,20 @@ from app.events import log as event_log
 from app.events.log import Fenced, NewEvent, Progress
 from worker.host import Host
 from worker.lease import Lease
+from worker.spool import Spool, Step
 
 log = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 0.1
 _PAUSE_SECONDS = 0.5
 _MOST_AT_ONCE = 2000
-_MOST_WAITING = 50_000
-_MOST_WAITING_BYTES = 64 * 2**20
+_JOIN_SECONDS = 5.0
 
 T = TypeVar("T")
 
 
 class LeaseLost(Exception):
-    """Postgres was not reached in time: the run is to be taken for somebody else's, and nothing can be written."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """A change of the run that has its place among the events: what is before it is stored before it."""
-
-    apply: Callable[[Connection], None]
-    event: NewEvent | None = None
-    stored: Callable[[], None] = lambda: None
-    """Called once the change is committed."""
+    """Postgres was not reached in time: the run is to be taken for somebody else's, and no trainer of it may live."""
 
 
 class Writer:
@@ -52,12 +39,12 @@ class Writer:
         self._host = host
         self._run = run
         self._lease = lease
-        self._queue: deque[NewEvent | Step] = deque()
-        self._bytes = 0
+        self._waiting = Spool(run.id, host.settings.home / "spool")
         self._stored = 0
         self._failure: Exception | None = None
         self._changed = threading.Condition()
         self._over = False
+        self._is_patient = False
         self._thread = threading.Thread(target=self._write, name=f"writer {run.id}", daemon=True)
 
     def __enter__(self) -> "Writer":
@@ -67,19 +54,27 @@ class Writer:
     def __exit__(self, *_: object) -> None:
         with self._changed:
             self._over = True
+            self._waiting.close()
             self._changed.notify_all()
-        self._thread.join()
+        # One that hangs in a statement of a frozen server must not keep the worker from ending.
+        self._thread.join(_JOIN_SECONDS)
 
     @property
     def is_full(self) -> bool:
         """Whether so much waits for Postgres that the trainer has to wait too."""
-        return len(self._queue) >= _MOST_WAITING or self._bytes >= _MOST_WAITING_BYTES
+        return self._waiting.is_full
+
+    def outlive_lease(self) -> None:
+        """From now on wait for the database as long as it takes: no trainer is left that the lease would bind.
+
+        The epoch still decides: whatever is stored late is stored for the run's present owner, or not at all.
+        """
+        self._is_patient = True
 
     def put(self, item: NewEvent | Step) -> None:
         """Store this behind everything that was put before."""
         with self._changed:
-            self._queue.append(item)
-            self._bytes += _size(item)
+            self._waiting.put(item)
             self._changed.notify_all()
 
     def check(self) -> None:
@@ -88,24 +83,21 @@ class Writer:
             raise self._failure
 
     def drain(self) -> None:
-        """Wait until everything is stored, for as long as the lease allows.
+        """Wait until everything is stored, for as long as the lease allows or, with no trainer left, beyond it.
 
         Raises:
-            LeaseLost, Fenced: nothing more may be written.
+            LeaseLost: it took too long, or the worker is to end and nothing is heard from the database.
+            Fenced: nothing more may be written.
         """
         with self._changed:
-            while self._queue:
+            while self._waiting:
                 self.check()
                 self._check_lease()
                 self._changed.wait(FLUSH_SECONDS)
         self.check()
 
     def persist(self, work: Callable[[], T]) -> T:
-        """Do what needs the database until it is reached, for as long as the lease allows.
-
-        Raises:
-            LeaseLost, Fenced: nothing more may be written.
-        """
+        """Do what needs the database until it is reached, for as long as `drain` would wait; raises the same."""
         while True:
             try:
                 return work()
@@ -119,14 +111,14 @@ class Writer:
     def _check_lease(self) -> None:
         if self._lease.fenced:
             raise Fenced(self._run.id)
-        if self._lease.expired:
+        if self._lease.expired and (not self._is_patient or self._host.draining.is_set()):
             raise LeaseLost(self._run.id)
 
     def _write(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._over)
-                if not self._queue or self._over:
+                self._changed.wait_for(lambda: self._waiting or self._over)
+                if self._over:
                     return
             pause = FLUSH_SECONDS
             try:
@@ -135,7 +127,7 @@ class Writer:
                 if not is_away(error):
                     self._fail(error)
                     return
-                log.info("%s: %d events wait for the database: %s", self._run.id, len(self._queue), error)
+                log.info("%s: %d events wait for the database: %s", self._run.id, len(self._waiting), error)
                 pause = _PAUSE_SECONDS
             except Exception as error:
                 self._fail(error)
@@ -151,32 +143,26 @@ class Writer:
 
     def _flush(self) -> None:
         """Store what waits: events in batches, each change of the run in a transaction of its own."""
-        while self._queue:
-            first = self._queue[0]
+        while batch := self._next():
+            first = batch[0]
             if isinstance(first, Step):
                 self._apply(first)
-                self._taken(1)
-                first.stored()
             else:
-                self._taken(self._store())
+                self._append_or_bisect([event for event in batch if isinstance(event, NewEvent)])
+            with self._changed:
+                if not self._over:
+                    self._waiting.drop(len(batch))
+                self._changed.notify_all()
+            if isinstance(first, Step):
+                first.stored()
             self._host.wake(self._run.id)
 
-    def _taken(self, count: int) -> None:
+    def _next(self) -> list[NewEvent | Step]:
+        """The first events that wait, up to the next change; or one change; or nothing."""
         with self._changed:
-            for _ in range(count):
-                self._bytes -= _size(self._queue.popleft())
-            self._changed.notify_all()
-
-    def _store(self) -> int:
-        with self._changed:
-            head = list(islice(self._queue, _MOST_AT_ONCE))
-        batch: list[NewEvent] = []
-        for item in head:
-            if isinstance(item, Step):
-                break
-            batch.append(item)
-        self._append_or_bisect(batch)
-        return len(batch)
+            head = self._waiting.head(_MOST_AT_ONCE)
+        changes = [place for place, item in enumerate(head) if isinstance(item, Step)]
+        return head[: max(changes[0], 1)] if changes else head
 
     def _append_or_bisect(self, batch: list[NewEvent]) -> None:
         """Store a batch; if Postgres refuses it, halve it until the refused event is alone, and say so in its place."""
@@ -210,11 +196,6 @@ class Writer:
             if then:
                 then(connection)
         self._stored += len(batch)
-
-
-def _size(item: NewEvent | Step) -> int:
-    event = item.event if isinstance(item, Step) else item
-    return len(event.data) if event else 0
 
 
 def _refused(event: NewEvent, error: Exception) -> NewEvent:

@@ -1,6 +1,7 @@
 """Pump and writer: what a trainer says is stored once and in order, also when a commit's answer got lost."""
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -18,7 +19,8 @@ from app.runs import lifecycle
 from app.storage import Storage
 from tests.rows import add_run, add_worker, claim, events_of, run_row
 from worker.pump import Pump
-from worker.writer import LeaseLost, Step, Writer
+from worker.spool import Step
+from worker.writer import LeaseLost, Writer
 
 
 class Lab:
@@ -30,7 +32,14 @@ class Lab:
         self.run = claim(engine, add_worker(engine))
         # A lease that neither ends nor is lost unless the test says so: what is under test is what is stored.
         self.lease: Any = SimpleNamespace(fenced=False, expired=False, run_id=self.run.id)
-        host: Any = SimpleNamespace(engine=engine, wake=lambda _: None, storage=Storage(settings))
+        self.draining = threading.Event()
+        host: Any = SimpleNamespace(
+            engine=engine,
+            wake=lambda _: None,
+            storage=Storage(settings),
+            settings=settings,
+            draining=self.draining,
+        )
         self.writer = Writer(host, self.run, self.lease)
         self.pump = Pump(host, self.run, self.writer)
 

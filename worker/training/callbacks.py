@@ -58,7 +58,9 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
             control.should_log = control.should_save = True
             run.save_kind = "final"
             return
-        if step % run.config.save_steps == 0:
+        # The database is away: a state on disk now, in case it stays away for longer than the lease allows.
+        asked = run.control.take_checkpoint_request()
+        if asked or step % run.config.save_steps == 0:
             control.should_save = True
             run.save_kind = "periodic"
         limit = run.state.limit_reached(run.config, step)

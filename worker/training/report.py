@@ -181,7 +181,7 @@ class StopRequest:
 
 
 class Control:
-    """Hears the supervisor: renewals of the lease, stop requests, and its end."""
+    """Hears the supervisor: renewals of the lease, requests for a checkpoint or a stop, and its end."""
 
     _by_descriptor: dict[int, "Control"] = {}
 
@@ -189,6 +189,7 @@ class Control:
         self._lock = threading.RLock()  # re-entrant: a signal handler may interrupt a holder
         self._request: StopRequest | None = None
         self._callbacks: list[Callable[[StopRequest], None]] = []
+        self._wants_checkpoint = threading.Event()
         self._heeds_sigterm = False
 
     @classmethod
@@ -210,6 +211,12 @@ class Control:
     def stop_requested(self) -> StopRequest | None:
         """The stop request in force, if any."""
         return self._request
+
+    def take_checkpoint_request(self) -> bool:
+        """Whether a checkpoint was asked for since the last call; training goes on after it."""
+        wanted = self._wants_checkpoint.is_set()
+        self._wants_checkpoint.clear()
+        return wanted
 
     def on_stop(self, callback: Callable[[StopRequest], None]) -> None:
         """Call `callback` (from another thread or a signal handler) when a stop is asked for or changes."""
@@ -267,6 +274,8 @@ class Control:
             message = json.loads(packet)
             if "renew_until" in message:
                 arm_deadline(float(message["renew_until"]))
+            if "checkpoint" in message:
+                self._wants_checkpoint.set()
             if "stop" in message:
                 self.request_stop(save=bool(message["stop"]["save"]), why=message["stop"]["why"])
 

@@ -1,0 +1,93 @@
+"""A live training process under watch: what it says is taken, what concerns it is sent, and in the end it is gone."""
+
+import signal
+import time
+from typing import Literal
+
+from app.events.log import Fenced
+from worker.host import Host
+from worker.lease import Lease
+from worker.process import Exit, TrainingProcess
+from worker.pump import Pump
+from worker.writer import Writer
+
+_NO_SAVE_GRACE_SECONDS = 5.0
+_LOOK_SECONDS = 0.05
+
+KilledFor = Literal["stop", "drain", "lease", "hang"]
+
+
+class Following:
+    """The watch over one training process."""
+
+    def __init__(self, host: Host, lease: Lease, writer: Writer, pump: Pump, process: TrainingProcess) -> None:
+        self._host = host
+        self._lease = lease
+        self._writer = writer
+        self._pump = pump
+        self._process = process
+        self._asked_at: float | None = None
+        self._has_asked_for_checkpoint = False
+        self._waited_for_us_at = 0.0
+
+    def until_the_end(self) -> tuple[Exit, KilledFor | None]:
+        """Pump until the process is gone and all it said is taken; answers its end and why we killed it, if we did.
+
+        Raises:
+            Fenced: the run is not ours any more; the process has been killed.
+        """
+        killed_for = None
+        while (ended := self._process.poll()) is None and killed_for is None:
+            self._take()
+            if self._lease.fenced:
+                self._process.kill()
+                raise Fenced(self._lease.run_id)
+            self._writer.check()
+            killed_for = self._reason_to_kill()
+        self._process.kill()  # and what it left behind in its session
+        self._pump.take(self._process.channel.drain())
+        self._pump.end_of_output()
+        return ended or self._process.poll() or Exit(signal=signal.SIGKILL), killed_for
+
+    def _take(self) -> None:
+        if self._writer.is_full:
+            time.sleep(_LOOK_SECONDS)  # unread output makes the trainer wait, memory stays bounded
+            self._waited_for_us_at = time.monotonic()
+        else:
+            self._process.wait(_LOOK_SECONDS)
+            self._pump.take(self._process.channel.receive(0.0))
+
+    def _reason_to_kill(self) -> KilledFor | None:
+        if self._lease.expired:
+            return "lease"
+        silent = time.monotonic() - max(self._pump.heard_at, self._waited_for_us_at)
+        if silent > self._host.settings.hang_seconds:
+            return "hang"
+        if self._lease.stop or self._host.draining.is_set():
+            return self._bring_to_stop()
+        self._provide_for_absence()
+        return None
+
+    def _bring_to_stop(self) -> KilledFor | None:
+        """Pass on a request to stop (or the worker's own shutdown) and see that it is followed within the grace."""
+        stop = self._lease.stop
+        why: KilledFor = "stop" if stop else "drain"
+        save = stop.save if stop else True
+        now = time.monotonic()
+        if self._asked_at is None:
+            self._asked_at = now
+            self._process.send({"stop": {"save": save, "why": why}})
+        if not self._pump.has_begun:
+            return why  # there is nothing to save
+        grace = self._host.settings.save_grace_seconds if save else _NO_SAVE_GRACE_SECONDS
+        if now - self._asked_at <= grace:
+            return None
+        self._pump.say(f"the training process did not stop within {grace:.0f} s and was killed", "warning")
+        return why
+
+    def _provide_for_absence(self) -> None:
+        """Have a checkpoint saved while there is time, if the database is silent for long; once in each absence."""
+        is_silent = self._lease.silent_seconds >= self._host.settings.save_after_seconds
+        if is_silent and not self._has_asked_for_checkpoint and self._pump.has_begun:
+            self._process.send({"checkpoint": {}})
+        self._has_asked_for_checkpoint = is_silent
