@@ -14,12 +14,12 @@ from starlette.types import Message, Receive, Scope, Send
 from app import background
 from app.errors import ApiError, FieldError
 from app.events import stream
-from app.events.stream import Batch
+from app.events.stream import Frame
 from app.runs.models import TERMINAL
 
 log = logging.getLogger(__name__)
 
-Batches = AsyncIterator[tuple[int, Batch]]
+Batches = AsyncIterator[tuple[int, list[Frame]]]
 LastEventId = Annotated[str | None, Header(description="What an EventSource sends on reconnect; wins over the query.")]
 
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"}
@@ -106,7 +106,7 @@ async def as_sse(batches: Batches, opening: bytes = b"") -> AsyncIterator[bytes]
     """As `text/event-stream`."""
     yield b"retry: 2000\n\n" + opening
     async for reached, frames in batches:
-        yield frames.sse if frames else b": keep-alive\nid: %d\n\n" % reached
+        yield b"".join(frame.sse for frame in frames) if frames else b": keep-alive\nid: %d\n\n" % reached
 
 
 async def as_ndjson(batches: Batches, opening: bytes = b"") -> AsyncIterator[bytes]:
@@ -115,4 +115,4 @@ async def as_ndjson(batches: Batches, opening: bytes = b"") -> AsyncIterator[byt
         yield opening
     async for _, frames in batches:
         if frames:
-            yield frames.lines
+            yield b"".join(frame.line for frame in frames)
