@@ -1,4 +1,4 @@
-"""The kinds of runs that a campaign's clients ask for. Each is deterministic, so any loss tells whether it went right."""
+"""The kinds of runs that clients ask for, each deterministic: any loss tells whether its run went right."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,14 +18,13 @@ class Plan:
     must_fail_with: str | None = None
     weight: int = 1
     """How often the clients want it, against the others; 0: only faults ask for it."""
-    may_be_stopped: bool = True
 
 
 PLANS = {
     plan.name: plan
     for plan in (
         Plan("plain", 40, {"step_seconds": 0.04}, {"save_steps": 10}, weight=6),
-        Plan("long", 120, {"step_seconds": 0.04}, {"save_steps": 20, "eval_steps": 30}, weight=4),
+        Plan("long", 120, {"step_seconds": 0.04}, {"save_steps": 20, "eval_steps": 30, "eval_split": 0.2}, weight=4),
         Plan(
             "saver",
             30,
@@ -35,8 +34,8 @@ PLANS = {
         ),
         Plan("chatty", 25, {"step_seconds": 0.05, "log_lines_per_step": 60}, {"save_steps": 10}, weight=2),
         Plan("loader", 10, {"step_seconds": 0.03, "load_seconds": 0.8}, {"save_steps": 5}, weight=2),
-        Plan("crasher", 20, {"crash_at_step": 7, "crash": "segv"}, must_fail_with="trainer_crashed"),
-        Plan("broken", 20, {"non_finite_at_step": 5}, must_fail_with="non_finite_loss"),
+        Plan("crasher", 20, {"crash_at_step": 7, "crash": "segv"}, must_fail_with="trainer_crashed", weight=1),
+        Plan("broken", 20, {"non_finite_at_step": 5}, must_fail_with="non_finite_loss", weight=1),
         Plan(
             "qlora",
             24,
@@ -58,7 +57,9 @@ PLANS = {
             weight=0,
         ),
         Plan("fragile", 400, {"step_seconds": 0.05}, {"save_steps": 1000}, max_restarts=0, weight=0),
-        Plan("hanger", 20, {"hang_at_step": 5}, {"save_steps": 4}, max_restarts=0, weight=0),
+        Plan(
+            "hanger", 20, {"hang_at_step": 5}, {"save_steps": 4}, max_restarts=0, must_fail_with="worker_lost", weight=0
+        ),
     )
 }
 

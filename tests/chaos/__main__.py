@@ -1,0 +1,24 @@
+"""`python -m tests.chaos [--rounds 200] [--seed N]`: a campaign, its report, and exit code 1 if a promise broke."""
+
+import argparse
+import random
+import sys
+
+from tests.chaos.campaign import run
+from tests.chaos.report import show
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description="Break everything, then look.")
+    parser.add_argument("--rounds", type=int, default=200, help="faults to inject")
+    parser.add_argument("--seed", type=int, default=None, help="replays a schedule; default: a new one")
+    arguments = parser.parse_args()
+    seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}: make chaos ROUNDS={arguments.rounds} SEED={seed}", flush=True)
+    result = run(seed, arguments.rounds, say=lambda line: print(line, flush=True))
+    print(show(result))
+    return 0 if result.held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

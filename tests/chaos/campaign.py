@@ -1,0 +1,145 @@
+"""A campaign: rounds of faults under load in segments, each checked as a whole when all its runs have ended."""
+
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from tests.chaos.checker import check
+from tests.chaos.clients import Clients
+from tests.chaos.collect import collect, profile, reference_plans
+from tests.chaos.faults import FAULTS
+from tests.chaos.history import Profile, Violation
+from tests.chaos.profiles import PLANS
+from tests.chaos.scene import Scene, wait_for
+from tests.chaos.world import World
+from tests.waiting import _pause
+
+SEGMENT_ROUNDS = 100
+QUIET_SECONDS = 150.0
+API_BYTES = 400 * 2**20
+
+
+@dataclass
+class Result:
+    """What a campaign has shown."""
+
+    seed: int
+    rounds: int
+    seconds: float = 0.0
+    faults: Counter[str] = field(default_factory=Counter)
+    hits: Counter[str] = field(default_factory=Counter)
+    observed: Counter[str] = field(default_factory=Counter)
+    counted: Counter[str] = field(default_factory=Counter)
+    times: dict[str, list[float]] = field(default_factory=dict)
+    violations: list[Violation] = field(default_factory=list)
+    not_tried: list[str] = field(default_factory=list)
+
+    @property
+    def missed(self) -> list[str]:
+        """Windows that the faults of this campaign should have hit and never did."""
+        windows = [window for fault in FAULTS if fault.__name__ in self.faults for window in FAULTS[fault]]
+        return [window for window in windows if not self.hits[window]]
+
+    @property
+    def held(self) -> bool:
+        """Whether no promise was broken, and every window was hit."""
+        return not self.violations and not self.missed
+
+
+def schedule(seed: int, rounds: int) -> list[Callable[[Scene], None]]:
+    """The faults in their order: each kind once in every twenty rounds, shuffled by the seed."""
+    rng = random.Random(seed)
+    order: list[Callable[[Scene], None]] = []
+    while len(order) < rounds:
+        deck = list(FAULTS)
+        rng.shuffle(deck)
+        order += deck
+    return order[:rounds]
+
+
+def run(seed: int, rounds: int, home: Path | None = None, say: Callable[[str], None] = print) -> Result:
+    """Run a campaign; everything random in it follows from the seed, except the machine's own timing."""
+    result = Result(seed, rounds)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="anneal-chaos-", ignore_cleanup_errors=True) as folder:
+        world = World(home or Path(folder), seed)
+        try:
+            profiles = _references(world, say)
+            order = schedule(seed, rounds)
+            for first in range(0, rounds, SEGMENT_ROUNDS):
+                _segment(world, profiles, order[first : first + SEGMENT_ROUNDS], first, result, say)
+        finally:
+            world.close()
+    result.seconds = time.monotonic() - began
+    return result
+
+
+def _references(world: World, say: Callable[[str], None]) -> dict[str, Profile]:
+    """Let a run of each kind go through undisturbed."""
+    say("runs that nobody disturbs, to know every loss …")
+    clients = Clients(world, 0)
+    ids = {plan.name: clients.create(plan.name) for plan in reference_plans()}
+    statement = "SELECT name, status, attempt, error_message FROM runs WHERE status NOT IN ('completed')"
+    if wait_for(lambda: not world.rows(statement), 120) is None:
+        raise AssertionError(f"undisturbed runs did not complete: {world.rows(statement)}")
+    clients.join_streams(30)
+    return {plan.name: profile(world, plan, ids.get(plan.name)) for plan in PLANS.values()}
+
+
+def _segment(
+    world: World,
+    profiles: dict[str, Profile],
+    order: list[Callable[[Scene], None]],
+    first: int,
+    result: Result,
+    say: Callable[[str], None],
+) -> None:
+    since = world.rows("SELECT max(id) AS id FROM runs")[0]["id"]
+    clients = Clients(world, result.seed * 1000 + first)
+    scene = Scene(world, clients, random.Random(f"{result.seed} {first}"))
+    clients.start()
+    for number, fault in enumerate(order, first + 1):
+        if number % 20 == 1:
+            clients.want("qlora", priority=10)
+            clients.want("hanger")
+        scene.round, scene.kind = number, fault.__name__
+        scene.random.seed(f"{result.seed} {number}")
+        began, before = time.monotonic(), Counter(scene.hits)
+        fault(scene)
+        result.faults[fault.__name__] += 1
+        hit = ", ".join(scene.hits - before) or "missed"
+        say(f"round {number:4d}  {fault.__name__:22s} {time.monotonic() - began:5.1f} s  {hit}")
+        _look_at_memory(world, scene)
+        _pause(scene.random.uniform(0.0, 0.5))
+    clients.finish()
+    unfinished = "SELECT id FROM runs WHERE status NOT IN ('completed', 'failed', 'cancelled')"
+    quiet = time.monotonic()
+    wait_for(lambda: not world.rows(unfinished), QUIET_SECONDS, every=0.2)
+    clients.join_streams(30)
+    say(f"all runs ended {time.monotonic() - quiet:.1f} s after the last fault; checking …")
+    history = collect(world, clients, scene, profiles, since)
+    report = check(history)
+    result.hits += scene.hits + clients.hits
+    result.observed += report.observed
+    result.counted += Counter(report.counted)
+    for what, seconds in scene.seconds.items():
+        result.times.setdefault(what, []).extend(seconds)
+    found = [*report.violations, *(Violation(promise, "", what) for promise, what in scene.broken)]
+    result.violations += found
+    for violation in found:
+        say(f"BROKEN promise {violation.promise} {violation.run_id}: {violation.what}")
+    if not world.has_small_disk and "disk_full" in result.faults:
+        result.not_tried = ["disk full: this user may not mount the small file system that it takes"]
+
+
+def _look_at_memory(world: World, scene: Scene) -> None:
+    for api in world.apis:
+        size = psutil.Process(api.pid).memory_info().rss
+        if size > API_BYTES:
+            scene.broken.append((17, f"{api.name} has grown to {size >> 20} MiB"))

@@ -1,0 +1,109 @@
+"""Gathers the history of a segment from the database, the trainers' journals, the storage and the clients."""
+
+import hashlib
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.clients import Clients
+from tests.chaos.history import Creation, Event, History, Profile
+from tests.chaos.profiles import PLANS, Plan
+from tests.chaos.scene import Scene
+from tests.chaos.world import World
+from worker.training import manifest
+
+_EXPORTED = {"fake": "fake_model.json", "celery": "adapter_model.safetensors"}
+
+
+def profile(world: World, plan: Plan, run_id: str | None) -> Profile:
+    """What is known of a kind of run, from one that nobody disturbed."""
+    steps = [line for line in world.journal(run_id) if line["event"] == "step"] if run_id else []
+    return Profile(
+        plan.name,
+        plan.backend,
+        plan.steps,
+        plan.max_restarts,
+        {line["step"]: line["loss_hex"] for line in steps},
+        {line["step"]: tuple(line["samples"]) for line in steps},
+        _output(world, run_id, 1, plan.backend) if run_id else None,
+        plan.must_fail_with,
+    )
+
+
+def collect(world: World, clients: Clients, scene: Scene, profiles: dict[str, Profile], since: str) -> History:
+    """Everything of the runs that were created after the run `since`."""
+    rows = {row["id"]: row for row in world.rows("SELECT * FROM runs WHERE id > :since ORDER BY id", since=since)}
+    creations = clients.creations()
+    answered = {run_id for creation in creations for run_id in creation.answers}
+    # A client that asked for a resume and was told to end before it heard an answer.
+    unheard = tuple(
+        Creation(f"unheard-{run_id}", rows[row["parent_run_id"]]["name"], (run_id,), row["parent_run_id"])
+        for run_id, row in rows.items()
+        if run_id not in answered and row["parent_run_id"] in rows
+    )
+    checkpoints = _grouped(
+        world.rows("SELECT * FROM checkpoints WHERE run_id > :since ORDER BY created_at, id", since=since)
+    )
+    return History(
+        profiles=profiles,
+        creations=creations + unheard,
+        stops=tuple(clients.stops),
+        transcripts=clients.transcripts(),
+        faults=tuple(scene.records),
+        runs=rows,
+        attempts=_grouped(
+            world.rows("SELECT * FROM run_attempts WHERE run_id > :since ORDER BY run_id, attempt", since=since)
+        ),
+        events=_events(world, since),
+        checkpoints=checkpoints,
+        journals={run_id: tuple(world.journal(run_id)) for run_id in rows},
+        broken=_broken(world.storage, [row for group in checkpoints.values() for row in group]),
+        outputs={
+            run_id: _output(world, run_id, row["output_attempt"], row["backend"])
+            for run_id, row in rows.items()
+            if row["output_attempt"] is not None
+        },
+        damaged=frozenset(scene.damaged),
+        killed_trainers=frozenset(scene.killed_trainers),
+        disk_was_full=scene.disk_was_full,
+    )
+
+
+def _grouped(rows: list[dict[str, Any]]) -> dict[str, tuple[dict[str, Any], ...]]:
+    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        groups[row["run_id"]].append(row)
+    return {run_id: tuple(group) for run_id, group in groups.items()}
+
+
+def _events(world: World, since: str) -> dict[str, tuple[Event, ...]]:
+    found: dict[str, list[Event]] = defaultdict(list)
+    statement = (
+        "SELECT run_id, seq, type, attempt, ts, data::text AS data FROM run_events WHERE run_id > :since "
+        "ORDER BY run_id, seq"
+    )
+    for row in world.rows(statement, since=since):
+        event = Event(row["seq"], row["type"], row["attempt"], row["ts"], json.loads(row["data"]))
+        found[row["run_id"]].append(event)
+    return {run_id: tuple(events) for run_id, events in found.items()}
+
+
+def _broken(storage: Path, rows: list[dict[str, Any]]) -> dict[str, tuple[str, ...]]:
+    broken = {}
+    for row in rows:
+        if row["deleted_at"] is None:
+            folder = storage / "runs" / row["run_id"] / f"a{row['attempt']}" / row["name"]
+            if wrong := manifest.verify(folder, row["manifest_sha256"]):
+                broken[row["id"]] = tuple(wrong)
+    return broken
+
+
+def _output(world: World, run_id: str, attempt: int, backend: str) -> str:
+    path = world.storage / "runs" / run_id / f"a{attempt}" / "output" / _EXPORTED[backend]
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else "missing"
+
+
+def reference_plans() -> list[Plan]:
+    """The kinds whose course an undisturbed run has to tell."""
+    return [plan for plan in PLANS.values() if plan.must_fail_with is None]

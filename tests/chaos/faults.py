@@ -1,0 +1,55 @@
+"""Every fault of a campaign, and the windows that it has to hit."""
+
+from collections.abc import Callable
+
+from tests.chaos.faults_of_moments import (
+    LIED_ABOUT,
+    ambiguous_commits,
+    flip_a_byte,
+    stop_during_claim,
+    stop_during_save,
+    torn_save,
+)
+from tests.chaos.faults_of_processes import (
+    deploy,
+    drain,
+    freeze_worker,
+    kill_api,
+    kill_trainer,
+    kill_worker,
+    kill_zygote,
+)
+from tests.chaos.faults_of_servers import (
+    disk_full,
+    freeze_postgres,
+    kill_postgres,
+    kill_valkey,
+    latency_and_clocks,
+    long_absence,
+    lose_and_double_hints,
+    silent_cut,
+)
+from tests.chaos.scene import Scene
+
+FAULTS: dict[Callable[[Scene], None], tuple[str, ...]] = {
+    kill_worker: ("worker killed with a run", "stop while the worker is lost"),
+    kill_zygote: ("zygote killed with a run",),
+    kill_trainer: ("trainer killed",),
+    kill_api: ("API killed with clients connected",),
+    kill_postgres: ("Postgres killed with runs",),
+    kill_valkey: ("trained while Valkey was away",),
+    freeze_worker: ("stale worker woke up and was fenced",),
+    freeze_postgres: ("trained while Postgres stood still",),
+    long_absence: ("lease unrenewed while Postgres was away",),
+    silent_cut: ("connection fell silent",),
+    latency_and_clocks: ("slow answers of the database", "clocks jumped under runs"),
+    lose_and_double_hints: ("hints lost", "doubled hints"),
+    ambiguous_commits: tuple(f"{verb} committed, answer lost" for verb in LIED_ABOUT),
+    stop_during_claim: ("stop during claim",),
+    stop_during_save: ("stop during save",),
+    torn_save: ("torn save",),
+    flip_a_byte: ("damaged checkpoint passed over",),
+    deploy: ("API replaced with clients connected",),
+    drain: ("run handed back",),
+    disk_full: ("disk full",),
+}

@@ -1,0 +1,114 @@
+"""Faults at a chosen moment: between a write and its commit, in the middle of a save."""
+
+from pathlib import Path
+
+import psutil
+
+from tests.chaos.scene import Scene, is_alive, wait_for
+from tests.chaos.world import Service
+from worker.training.report import read_journal
+
+LIED_ABOUT = ("create", "claim", "begin", "append", "checkpoint", "complete", "request_stop", "cancel", "hint_due")
+
+
+def ambiguous_commits(scene: Scene) -> None:
+    """Each kind of transaction once commits and once does not, and either way its caller sees a dead connection."""
+    orders = scene.world.orders
+    orders.carried_out()
+    taken: set[str] = set()
+    with scene.fault("all", requeues=True):
+        wanted = {f"{verb} {how}": (verb, how) for verb in LIED_ABOUT for how in ("after", "before")}
+        for name, (verb, how) in wanted.items():
+            orders.give(name, verb=verb, how=how, process="")
+        stopped = [scene.clients.create(profile, priority=500) for profile in ("plain", "saver")]
+        wait_for(lambda: all(scene.world.journal(run_id) for run_id in stopped), 5)
+        for run_id in stopped:
+            scene.clients.stop(run_id)
+        wait_for(lambda: taken.update(orders.carried_out()) or len(taken) == len(wanted), 5)
+        orders.withdraw()
+        taken.update(orders.carried_out())
+    for name in taken:
+        verb, how = wanted[name]
+        scene.hits[f"{verb} committed, answer lost" if how == "after" else f"{verb} lost before its commit"] += 1
+
+
+def stop_during_claim(scene: Scene) -> None:
+    """A stop arrives between a claim and its commit."""
+    orders = scene.world.orders
+    orders.carried_out()
+    with scene.fault("workers", requeues=False):
+        orders.give("claim hold", verb="claim", how="hold", seconds=0.6, process="worker")
+        run_id = scene.clients.create("plain", priority=950)
+        if wait_for(orders.carried_out, 10, every=0.005):
+            scene.hits["stop during claim"] += scene.clients.stop(run_id) == 202
+        orders.withdraw()
+
+
+def _saving(scene: Scene) -> tuple[str, Service, Path] | None:
+    """A run, its worker and the folder of the checkpoint that it is writing at this moment."""
+    found = scene.a_training_run("saver")
+    if not found:
+        return None
+    run_id, worker = found
+    folder = scene.world.storage / "runs" / run_id
+    staging = wait_for(lambda: next(folder.glob("a*/.checkpoint-*"), None), 5, every=0.005)
+    return (run_id, worker, staging) if staging else None
+
+
+def stop_during_save(scene: Scene) -> None:
+    """A stop arrives while a checkpoint is being written."""
+    saving = _saving(scene)
+    if saving:
+        with scene.fault(saving[1].name, requeues=False):
+            scene.hits["stop during save"] += scene.clients.stop(saving[0]) == 202
+
+
+def torn_save(scene: Scene) -> None:
+    """kill -9 while a checkpoint is being written: what is half there is never resumed from."""
+    saving = _saving(scene)
+    if not saving:
+        return
+    _, worker, staging = saving
+    with scene.fault(worker.name, requeues=True):
+        zygote = worker.zygote()
+        if zygote is not None:
+            zygote.kill()
+        else:
+            worker.kill()
+        wait_for(lambda: not _trainers_of(staging), 2)
+        scene.hits["torn save"] += staging.exists() and not staging.with_name(staging.name[1:-4]).exists()
+        if zygote is None:
+            worker.start()
+
+
+def _trainers_of(staging: Path) -> bool:
+    lines = read_journal(staging.parent.parent / "journal.jsonl")
+    return bool(lines) and psutil.pid_exists(lines[-1]["pid"]) and is_alive(psutil.Process(lines[-1]["pid"]))
+
+
+def flip_a_byte(scene: Scene) -> None:
+    """The newest checkpoint rots on disk, then the worker dies: the run falls back to the one before."""
+    found = scene.a_training_run("long", steps=42)
+    if not found:
+        return
+    run_id, worker = found
+    rows = scene.world.rows(
+        "SELECT id, attempt, name FROM checkpoints WHERE run_id = :run AND deleted_at IS NULL ORDER BY step DESC",
+        run=run_id,
+    )
+    if not rows or worker is not scene.a_worker_with(run_id, 0):
+        return
+    with scene.fault(worker.name, requeues=True):
+        weights = scene.world.storage / "runs" / run_id / f"a{rows[0]['attempt']}" / rows[0]["name"] / "weights.bin"
+        with weights.open("r+b") as file:
+            byte = file.read(1)
+            file.seek(0)
+            file.write(bytes([byte[0] ^ 1]))
+        scene.damaged.add(rows[0]["id"])
+        worker.kill()
+        worker.start()
+
+    def noticed() -> bool:
+        return bool(scene.world.rows("SELECT 1 FROM checkpoints WHERE id = :id AND bad_reason IS NOT NULL", **rows[0]))
+
+    scene.hits["damaged checkpoint passed over"] += bool(wait_for(noticed, 6))

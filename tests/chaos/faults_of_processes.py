@@ -1,0 +1,142 @@
+"""Faults of the service's own processes: killed, stalled, told to end."""
+
+import signal
+import time
+from typing import Any
+
+import psutil
+
+from tests.chaos.scene import Scene, is_alive, wait_for
+from tests.chaos.world import LEASE_SECONDS, Service
+
+GRACE_SECONDS = 2 * LEASE_SECONDS
+CLOSE_STREAMS_WITHIN = 5.0
+
+
+def kill_worker(scene: Scene) -> None:
+    """kill -9 of a worker that has a run without restarts and another; that one is stopped before anybody notices."""
+    found = scene.a_training_run("fragile")
+    other = scene.a_training_run("long", steps=1)
+    if not found:
+        return
+    _, worker = found
+    victims = scene.world.live_runs(worker)
+    with scene.fault(worker.name, requeues=True):
+        worker.kill()
+        scene.hits["worker killed with a run"] += bool(victims)
+        if other and other[1] is worker:
+            scene.hits["stop while the worker is lost"] += scene.clients.stop(other[0]) == 202
+        if scene.random.random() < 0.4:
+            # Nobody comes back who could bury the dead: the lease has to run out.
+            wait_for(lambda: not _still(scene, victims), LEASE_SECONDS * 3)
+            scene.hits["lease ran out"] += not _still(scene, victims)
+        worker.start()
+
+
+def _still(scene: Scene, victims: list[dict[str, Any]]) -> bool:
+    live = {(run["id"], run["attempt"]) for run in scene.world.live_runs()}
+    return any((run["id"], run["attempt"]) in live for run in victims)
+
+
+def kill_zygote(scene: Scene) -> None:
+    """kill -9 of the process that trainers are forked from, and with it of all of them."""
+    worker = scene.world.workers[0]
+    zygote = wait_for(lambda: worker.zygote() if _has_trainer(scene, worker) else None, 15)
+    if zygote is None:
+        return
+    with scene.fault(worker.name, requeues=True):
+        zygote.kill()
+        scene.hits["zygote killed with a run"] += 1
+
+
+def _has_trainer(scene: Scene, worker: Service) -> bool:
+    return any(scene.world.trainer(run["id"]) for run in scene.world.live_runs(worker))
+
+
+def kill_trainer(scene: Scene) -> None:
+    """kill -9 of a training process alone: a failure of the run, told with its last lines."""
+    found = scene.a_training_run("plain")
+    trainer = scene.world.trainer(found[0]) if found else None
+    if trainer is None:
+        return
+    with scene.fault(str(trainer.pid), requeues=False):
+        scene.killed_trainers.add(trainer.pid)
+        trainer.kill()
+        scene.hits["trainer killed"] += 1
+
+
+def kill_api(scene: Scene) -> None:
+    """kill -9 of a replica while clients create, stop and stream."""
+    api = scene.random.choice(scene.world.apis)
+    with scene.fault(api.name, requeues=False):
+        open_connections = _connections(api)
+        api.kill()
+        scene.hits["API killed with clients connected"] += open_connections > 0
+        api.start()
+        scene.world.wait_until_answers(api)
+
+
+def _connections(service: Service) -> int:
+    try:
+        return sum(one.status == "ESTABLISHED" for one in psutil.Process(service.pid).net_connections("tcp"))
+    except psutil.Error:
+        return 0
+
+
+def freeze_worker(scene: Scene) -> None:
+    """SIGSTOP of a worker past its lease: its trainers must be gone before others start, and it writes no more."""
+    found = scene.a_training_run("long")
+    if not found:
+        return
+    run_id, worker = found
+    trainer = scene.world.trainer(run_id)
+    said = len(worker.said())
+    with scene.fault(worker.name, requeues=True):
+        worker.signal(signal.SIGSTOP)
+        try:
+            frozen_at = time.monotonic()
+            wait_for(lambda: trainer is None or not is_alive(trainer), LEASE_SECONDS)
+            if trainer is not None and is_alive(trainer):
+                scene.broken.append((3, f"the trainer of a frozen worker lives after a lease: {trainer.pid}"))
+            scene.time("trainer of a frozen worker gone", time.monotonic() - frozen_at)
+            wait_for(lambda: not any(run["id"] == run_id for run in scene.world.live_runs(worker)), LEASE_SECONDS * 3)
+        finally:
+            worker.signal(signal.SIGCONT)
+
+        def noticed() -> bool:
+            news = worker.said()[said:]
+            return f"{run_id}: fenced" in news or f"{run_id}: its lease ran out" in news or "fenced" in news
+
+        scene.hits["stale worker woke up and was fenced"] += bool(wait_for(noticed, 8))
+
+
+def deploy(scene: Scene) -> None:
+    """SIGTERM of a replica: streams are closed in time, their readers go on elsewhere."""
+    api = scene.random.choice(scene.world.apis)
+    with scene.fault(api.name, requeues=False):
+        streams = _connections(api)
+        took = api.terminate(timeout=30)
+        scene.time("API ended after SIGTERM", took)
+        if took > CLOSE_STREAMS_WITHIN + 2:
+            scene.broken.append((18, f"{api.name} took {took:.1f} s to end"))
+        scene.hits["API replaced with clients connected"] += streams > 0
+        api.start()
+        scene.world.wait_until_answers(api)
+
+
+def drain(scene: Scene) -> None:
+    """SIGTERM of a worker: its trainers save, its runs are handed back."""
+    found = scene.a_training_run("long")
+    if not found:
+        return
+    worker = found[1]
+    with scene.fault(worker.name, requeues=True):
+        took = worker.terminate(timeout=60)
+        scene.time("worker ended after SIGTERM", took)
+        if took > GRACE_SECONDS + 6:
+            scene.broken.append((18, f"{worker.name} took {took:.1f} s to end"))
+        rows = scene.world.rows(
+            "SELECT 1 FROM run_attempts WHERE run_id = :run AND outcome = 'handed_back'", run=found[0]
+        )
+        scene.hits["run handed back"] += bool(rows)
+        worker.start()

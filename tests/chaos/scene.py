@@ -1,0 +1,96 @@
+"""What a fault of a campaign works with, and what is written down of it."""
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import psutil
+
+from tests.chaos.clients import Clients
+from tests.chaos.history import FaultRecord
+from tests.chaos.world import Service, World
+from tests.waiting import _pause
+
+T = TypeVar("T")
+
+
+@dataclass
+class Scene:
+    """What a fault works with, and what is written down of it."""
+
+    world: World
+    clients: Clients
+    random: random.Random
+    round: int = 0
+    hits: Counter[str] = field(default_factory=Counter)
+    records: list[FaultRecord] = field(default_factory=list)
+    broken: list[tuple[int, str]] = field(default_factory=list)
+    """Promises seen broken at the moment of the fault: number, what was seen."""
+    killed_trainers: set[int] = field(default_factory=set)
+    damaged: set[str] = field(default_factory=set)
+    disk_was_full: bool = False
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    """Times worth reporting, by what was timed."""
+
+    @contextmanager
+    def fault(self, target: str, *, requeues: bool) -> Iterator[None]:
+        """Write down when the fault lasted."""
+        began = time.time()
+        try:
+            yield
+        finally:
+            kind = self.kind
+            self.records.append(FaultRecord(self.round, kind, target, began, time.time(), requeues))
+
+    kind: str = ""
+
+    def time(self, what: str, seconds: float) -> None:
+        """Note a time."""
+        self.seconds.setdefault(what, []).append(seconds)
+
+    def a_worker_with(self, run_id: str, seconds: float = 10) -> Service | None:
+        """The worker that has a run."""
+
+        def owner() -> Service | None:
+            for worker in self.world.workers:
+                if any(run["id"] == run_id for run in self.world.live_runs(worker)):
+                    return worker
+            return None
+
+        return wait_for(owner, seconds)
+
+    def a_training_run(self, profile: str, steps: int = 2, seconds: float = 15) -> tuple[str, Service] | None:
+        """A new run, put before all others, once it trains; and the worker that has it."""
+        run_id = self.clients.create(profile, priority=900)
+        worker = self.a_worker_with(run_id, seconds)
+        reached = wait_for(lambda: self._step(run_id) >= steps, seconds) if worker else None
+        return (run_id, worker) if worker and reached else None
+
+    def _step(self, run_id: str) -> int:
+        return max((line.get("step", 0) for line in self.world.journal(run_id)), default=0)
+
+    def all_steps(self) -> int:
+        """Steps that all live runs have in their journals."""
+        return sum(len(self.world.journal(run["id"])) for run in self.world.live_runs())
+
+
+def wait_for(probe: Callable[[], T | None], seconds: float, every: float = 0.03) -> T | None:
+    """The first truthy answer of `probe`, or None when time is up: then the fault has missed."""
+    deadline = time.monotonic() + seconds
+    while True:
+        if value := probe():
+            return value
+        if time.monotonic() > deadline:
+            return None
+        _pause(every)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
