@@ -78,19 +78,25 @@ class Dispatcher:
 
     async def _job(self, what: str, job: Callable[[AsyncConnection], Awaitable[T]]) -> T | None:
         """What one job answers, in a transaction of its own; None when another replica is at it, or it failed."""
+        asked = time.monotonic()
         try:
             async with self._engine.begin() as connection:
-                if not await connection.scalar(text("SELECT pg_try_advisory_xact_lock(:key)"), {"key": _LOCK}):
+                mine = await connection.scalar(text("SELECT pg_try_advisory_xact_lock(:key)"), {"key": _LOCK})
+                if time.monotonic() - asked > self._lease / 2:
+                    self._grant_grace("it has only now answered")
                     return None
-                return await job(connection)
+                return await job(connection) if mine else None
         except Exception as error:
             if _is_absence(error):
-                # While Postgres was away nobody could renew: one lease of grace before anything is called lost.
-                self._no_reap_before = time.monotonic() + self._lease
-                log.warning("dispatcher: the database is away, trying again: %s", error)
+                self._grant_grace(error)
             else:
                 log.exception("dispatcher: %s failed, trying again", what)
             return None
+
+    def _grant_grace(self, why: object) -> None:
+        """While Postgres was away, or hung, nobody could renew: one lease of grace before anything is called lost."""
+        self._no_reap_before = time.monotonic() + self._lease
+        log.warning("dispatcher: the database was away, trying again: %s", why)
 
     async def _reap(self, connection: AsyncConnection) -> list[str]:
         rows = (await connection.execute(lifecycle.reap(self._lease))).mappings().all()

@@ -1,13 +1,14 @@
 """The loop that hands out waiting runs and takes back lost ones: no trouble of one job stops another."""
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, event, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from app.config import Settings
@@ -101,6 +102,28 @@ async def test_a_partition_that_others_are_in_the_way_of_is_given_up_soon(
     assert (hints >= 1, moved) == (True, [lost])
     assert time.monotonic() - began < 10
     assert "making partitions failed" in caplog.text
+
+
+async def test_after_a_time_without_answers_leases_have_one_of_grace(
+    dispatcher: Dispatcher, engine: Engine, own: AsyncEngine, settings: Settings
+) -> None:
+    """A server that hangs and goes on raises no error; what waited for it meanwhile runs before anyone renews."""
+    silence = settings.lease_seconds / 2 + 0.1
+
+    def hang(*_: Any) -> None:
+        threading.Event().wait(silence)
+
+    event.listen(own.sync_engine, "before_cursor_execute", hang, once=True)
+    lost, _waiting = lost_and_waiting(engine)
+    answered = time.monotonic()
+    assert (await dispatcher.round())[1] == []
+    assert (await dispatcher.round())[1] == []
+
+    async def moved() -> list[str]:
+        return (await dispatcher.round())[1]
+
+    assert await eventually_async(moved) == [lost]
+    assert time.monotonic() - answered >= silence + settings.lease_seconds
 
 
 async def test_the_loop_survives_whatever_a_round_raises(
