@@ -1,0 +1,163 @@
+"""What waits for the database keeps its order, within a bound, whatever the disk does."""
+
+import errno
+import os
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sqlalchemy import Connection
+
+from app.events.log import NewEvent
+from worker.spool import Limits, Spool, Step
+
+SMALL = Limits(memory_events=3, memory_bytes=200, disk_bytes=2000, steps=5, segment_bytes=300)
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+
+
+def line(text: str, ts: datetime = NOON) -> NewEvent:
+    return NewEvent("log", ts, text)
+
+
+def nothing(_: Connection) -> None: ...
+
+
+def everything(spool: Spool, at_once: int = 2) -> list[NewEvent | Step]:
+    taken: list[NewEvent | Step] = []
+    while head := spool.head(at_once):
+        taken += head
+        spool.drop(len(head))
+    assert len(spool) == 0 and not spool.is_full
+    return taken
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Any:
+    spool = Spool("run", tmp_path / "home" / "spool", SMALL)
+    yield spool
+    spool.close()
+
+
+events = st.builds(
+    NewEvent,
+    st.sampled_from(["log", "metric", "eval"]),
+    st.datetimes(timezones=st.just(UTC)),
+    st.text(st.characters(codec=None), max_size=120),
+)
+items = st.one_of(events, st.builds(Step, st.just(nothing), st.none() | events))
+actions = st.lists(st.one_of(items, st.integers(1, 6)), max_size=80)
+
+
+@given(
+    actions=actions,
+    limits=st.builds(Limits, *(st.integers(1, most) for most in (5, 300, 1500, 4, 400))),
+    refused_writes=st.sets(st.integers(0, 60)),
+)
+def test_order_and_content_are_kept_whatever_waits_where(
+    actions: list[NewEvent | Step | int], limits: Limits, refused_writes: set[int]
+) -> None:
+    """Puts and takes in any order, with any limits, and a disk that refuses some writes or takes them in part."""
+    spool, put, taken, writes = Spool("run", Path(tempfile.gettempdir()), limits), [], [], 0
+    pwrite = os.pwrite
+
+    def unreliable(descriptor: int, data: bytes, offset: int) -> int:
+        nonlocal writes
+        writes += 1
+        if writes in refused_writes:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return pwrite(descriptor, data[: max(1, len(data) // 2)], offset)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwrite", unreliable)
+        for action in actions:
+            if isinstance(action, int):
+                head = spool.head(action)
+                assert 0 < len(head) <= action or len(spool) == 0
+                spool.drop(len(head))
+                taken += head
+            else:
+                spool.put(action)
+                put.append(action)
+            assert len(spool) == len(put) - len(taken)
+        taken += everything(spool)
+    spool.close()
+    assert taken == put
+
+
+def test_the_disk_is_bounded_then_whoever_puts_has_to_wait(spool: Spool, caplog: pytest.LogCaptureFixture) -> None:
+    count = 0
+    while not spool.is_full:
+        spool.put(line(f"{count:050}"))
+        count += 1
+        assert count < 100
+    assert 20 < count < 45, "2,000 bytes on disk and three in memory"
+    spool.put(line("said before the trainer noticed"))
+    assert [record.levelname for record in caplog.records] == ["WARNING"], "one line, not one for each event"
+    assert "training waits" in caplog.text
+    taken = everything(spool)
+    assert [item.data for item in taken if isinstance(item, NewEvent)] == [
+        *(f"{number:050}" for number in range(count)),
+        "said before the trainer noticed",
+    ]
+
+
+def test_the_disk_is_free_again_when_all_is_taken(spool: Spool) -> None:
+    for _ in range(3):
+        for number in range(30):
+            spool.put(line(f"{number:040}"))
+        assert not spool.is_full
+        everything(spool)
+    assert not spool._segments
+
+
+def test_changes_of_the_run_are_bounded_too(spool: Spool) -> None:
+    for _ in range(8):
+        assert not spool.is_full
+        spool.put(Step(nothing))
+    assert spool.is_full
+    everything(spool)
+
+
+def test_nobody_else_finds_the_files_and_a_kill_leaves_none(spool: Spool, tmp_path: Path) -> None:
+    for number in range(20):
+        spool.put(line(f"secret {number:040}"))
+    folder = tmp_path / "home" / "spool"
+    assert spool._segments and list(folder.iterdir()) == []
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_disk_that_refuses_makes_the_trainer_wait_and_loses_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    spool = Spool("run", tmp_path / "file" / "spool", SMALL)
+    for number in range(10):
+        spool.put(line(str(number)))
+    assert spool.is_full
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert [item.data for item in everything(spool) if isinstance(item, NewEvent)] == list("0123456789")
+
+
+def test_a_disk_that_has_recovered_is_used_again(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        for number in range(10):
+            spool.put(line(str(number)))
+        assert spool.is_full
+    everything(spool)
+    for number in range(10):
+        spool.put(line(str(number)))
+    assert not spool.is_full
+
+
+def test_a_large_event_goes_through_alone(spool: Spool) -> None:
+    for item in (line("small"), line("x" * 1500), line("small")):
+        spool.put(item)
+    assert [len(item.data) for item in everything(spool) if isinstance(item, NewEvent)] == [5, 1500, 5]
