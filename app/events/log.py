@@ -60,6 +60,8 @@ _WHERE_STORED = text(
     "SELECT src_hwm FROM runs WHERE id = :id AND epoch = :epoch "
     "AND status IN ('initializing', 'running', 'checkpointing')"
 )
+# Legal in JSON as they are, and the end of a line to many clients, httpx's `iter_lines` for one.
+_LINE_ENDS = (("\x85", "\\u0085"), ("\u2028", "\\u2028"), ("\u2029", "\\u2029"))
 _COPY = "COPY run_events (run_id, seq, type, attempt, ts, data) FROM STDIN"
 
 
@@ -138,6 +140,9 @@ def read_after(run_id: str, after: int, limit: int) -> Select[int, str, datetime
 
 def payload(run_id: str, seq: int, ts: datetime, data: str) -> str:
     """The whole JSON object of an event, as it goes over the wire."""
+    if not data.isascii():
+        for mark, escape in _LINE_ENDS:
+            data = data.replace(mark, escape)
     head = f'{{"run_id":"{run_id}","seq":{seq},"ts":"{timestamp(ts)}"'
     body = data.lstrip()[1:]
     return f"{head},{body}" if body.lstrip() != "}" else head + "}"

@@ -1,5 +1,6 @@
 """The event log: gap-free, duplicate-free, fenced."""
 
+import json
 import random
 import threading
 from collections.abc import Iterator
@@ -140,6 +141,12 @@ class TestWire:
         assert log.payload("run_x", 41, event.ts, event.data) == (
             '{"run_id":"run_x","seq":41,"ts":"2023-11-14T22:13:20.250Z","step":1,"loss":0.5}'
         )
+
+    def test_a_payload_is_one_line_to_every_client(self) -> None:
+        event = NewEvent.of("log", 0.0, {"line": "a\u2028b\u2029c\x85d"})
+        wire = log.payload("run_x", 1, event.ts, event.data)
+        assert wire.splitlines() == [wire]
+        assert json.loads(wire)["line"] == "a\u2028b\u2029c\x85d"
 
     def test_an_empty_payload_is_still_an_object(self) -> None:
         event = NewEvent.of("log", 0.0, {})
