@@ -39,7 +39,7 @@ def stop_during_claim(scene: Scene) -> None:
     with scene.fault("workers", requeues=False):
         orders.give("claim hold", verb="claim", how="hold", seconds=0.6, process="worker")
         run_id = scene.clients.create("plain", priority=950)
-        if wait_for(orders.carried_out, 10, every=0.005):
+        if wait_for(orders.carried_out, 30, every=0.005):
             scene.hits["stop during claim"] += scene.clients.stop(run_id) == 202
         orders.withdraw()
 

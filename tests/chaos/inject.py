@@ -91,7 +91,7 @@ def lie_about_commits(folder: Path, process: str) -> None:
 
     def do_commit(self: Any, connection: Any) -> None:
         nonlocal scanned
-        verbs = done.pop(id(connection), set())
+        verbs = done.pop(id(connection.dbapi_connection), set())
         order = None
         if verbs and time.monotonic() - scanned > _SCAN_SECONDS:
             scanned = time.monotonic()
@@ -103,11 +103,11 @@ def lie_about_commits(folder: Path, process: str) -> None:
             return commit(self, connection)
         if order["how"] == "after":
             commit(self, connection)
-        connection.close()
+        connection.dbapi_connection.close()
         raise psycopg.OperationalError(f"injected: the server closed the connection unexpectedly ({order['how']})")
 
     def do_rollback(self: Any, connection: Any) -> None:
-        done.pop(id(connection), None)
+        done.pop(id(getattr(connection, "dbapi_connection", connection)), None)
         rollback(self, connection)
 
     DefaultDialect.do_commit = do_commit  # type: ignore[method-assign]

@@ -63,7 +63,7 @@ class Scene:
 
         return wait_for(owner, seconds)
 
-    def a_training_run(self, profile: str, steps: int = 2, seconds: float = 15) -> tuple[str, Service] | None:
+    def a_training_run(self, profile: str, steps: int = 2, seconds: float = 30) -> tuple[str, Service] | None:
         """A new run, put before all others, once it trains; and the worker that has it."""
         run_id = self.clients.create(profile, priority=900)
         worker = self.a_worker_with(run_id, seconds)
