@@ -14,6 +14,7 @@ _CLOCKS_DIFFER_BY = 0.001
 _SLACK = 5.0
 """Seconds that a busy machine may take beyond what the leases explain."""
 _SAYS_DISK = ("space", "room", "disk")
+_NO_SPACE = "No space left"
 
 
 def no_run_is_lost(history: History, course: Course) -> Iterator[Violation]:
@@ -27,10 +28,10 @@ def no_run_is_lost(history: History, course: Course) -> Iterator[Violation]:
         if not course.hangs:
             yield course.broke(2, f"it is still {course.row['status']}")
         return
-    code = course.row["error_code"]
-    explained_elsewhere = {"worker_lost", "trainer_crashed", "disk_full"}
-    if course.must_complete and code in CODES - explained_elsewhere and not _lost_its_checkpoint(history, course):
-        yield course.broke(2, f"failed with {code}: {course.row['error_message']}")
+    code, message = course.row["error_code"], course.row["error_message"] or ""
+    judged_elsewhere = code in ("worker_lost", "trainer_crashed", "disk_full") or _NO_SPACE in message
+    if course.must_complete and code in CODES and not judged_elsewhere and not _lost_its_checkpoint(history, course):
+        yield course.broke(2, f"failed with {code}: {message}")
 
 
 def _lost_its_checkpoint(history: History, course: Course) -> bool:
@@ -99,16 +100,17 @@ def _end_of_run(course: Course) -> float:
 def disk_full_is_said(history: History, course: Course) -> Iterator[Violation]:
     """13. A full disk, and nothing else, ends a run with `disk_full` and a message that says what to do.
 
-    Sound: a storage that was never full refuses no write, and the kernel's words for it are always the same.
+    Sound: a storage that was never full refuses no write, and the kernel's words for it are always the same. They
+    may stand among the last lines of a trainer that ended without a word, whose end they do not explain.
     """
     code, message = course.row["error_code"], course.row["error_message"] or ""
-    if course.profile is not None and course.profile.must_fail_with == code:
+    if course.profile is not None and course.profile.must_fail_with == "disk_full":
         return
     if code == "disk_full" and not history.disk_was_full:
         yield course.broke(13, f"failed with disk_full on a disk that was not: {message}")
     elif code == "disk_full" and not any(word in message.lower() for word in _SAYS_DISK):
         yield course.broke(13, f"the message does not speak of the disk: {message!r}")
-    elif code is not None and code != "disk_full" and "No space left" in message:
+    elif code not in (None, "disk_full", "trainer_crashed", "out_of_memory") and _NO_SPACE in message:
         yield course.broke(13, f"failed with {code} because of a full disk: {message}")
 
 
