@@ -6,7 +6,7 @@ READY := .venv/.ready
 # Where this is set, every process would compile PyTorch's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo up test lint bench venv
+.PHONY: demo up test lint bench venv chaos
 
 demo: $(READY)  ## fine-tune a small model through the service and watch; MODEL=<hub name> for another
 	@$(BIN)/anneal demo $(if $(MODEL),--model '$(MODEL)')
@@ -19,6 +19,9 @@ test: lint  ## everything that has to hold; ARGS='-k stream' for a part
 
 lint: $(READY)  ## style, types, and who may import whom
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
+
+chaos: $(READY)  ## break everything for ROUNDS=200 rounds; SEED=7 replays a schedule
+	@$(BIN)/python -m tests.chaos --rounds $(or $(ROUNDS),200) $(if $(SEED),--seed $(SEED))
 
 bench: $(READY)  ## all benchmarks; ONLY=C8 for one
 	@$(BIN)/python -m benchmarks $(ONLY)

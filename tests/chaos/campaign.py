@@ -1,6 +1,7 @@
 """A campaign: rounds of faults under load in segments, each checked as a whole when all its runs have ended."""
 
 import random
+import shutil
 import tempfile
 import time
 from collections import Counter
@@ -134,6 +135,8 @@ def _segment(
     result.violations += found
     for violation in found:
         say(f"BROKEN promise {violation.promise} {violation.run_id}: {violation.what}")
+    for run_id in history.runs:
+        shutil.rmtree(world.storage / "runs" / run_id, ignore_errors=True)
     if not world.has_small_disk and "disk_full" in result.faults:
         result.not_tried = ["disk full: this user may not mount the small file system that it takes"]
 

@@ -33,8 +33,8 @@ from tests.chaos.scene import Scene
 
 FAULTS: dict[Callable[[Scene], None], tuple[str, ...]] = {
     kill_worker: ("worker killed with a run", "stop while the worker is lost"),
-    kill_zygote: ("zygote killed with a run",),
-    kill_trainer: ("trainer killed",),
+    kill_zygote: ("zygote killed with a run", "retry committed, answer lost"),
+    kill_trainer: ("trainer killed", "fail committed, answer lost"),
     kill_api: ("API killed with clients connected",),
     kill_postgres: ("Postgres killed with runs",),
     kill_valkey: ("trained while Valkey was away",),
@@ -50,6 +50,6 @@ FAULTS: dict[Callable[[Scene], None], tuple[str, ...]] = {
     torn_save: ("torn save",),
     flip_a_byte: ("damaged checkpoint passed over",),
     deploy: ("API replaced with clients connected",),
-    drain: ("run handed back",),
+    drain: ("run handed back", "hand_back committed, answer lost"),
     disk_full: ("disk full",),
 }

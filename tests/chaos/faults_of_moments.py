@@ -8,7 +8,19 @@ from tests.chaos.scene import Scene, is_alive, wait_for
 from tests.chaos.world import Service
 from worker.training.report import read_journal
 
-LIED_ABOUT = ("create", "claim", "begin", "append", "checkpoint", "complete", "request_stop", "cancel", "hint_due")
+LIED_ABOUT = (
+    "create",
+    "claim",
+    "begin",
+    "append",
+    "saving",
+    "checkpoint",
+    "renew",
+    "complete",
+    "request_stop",
+    "cancel",
+    "hint_due",
+)
 
 
 def ambiguous_commits(scene: Scene) -> None:

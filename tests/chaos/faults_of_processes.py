@@ -28,7 +28,8 @@ def kill_worker(scene: Scene) -> None:
             scene.hits["stop while the worker is lost"] += scene.clients.stop(other[0]) == 202
         if scene.random.random() < 0.4:
             # Nobody comes back who could bury the dead: the lease has to run out.
-            wait_for(lambda: not _still(scene, victims), LEASE_SECONDS * 3)
+            with scene.lying("reap"):
+                wait_for(lambda: not _still(scene, victims), LEASE_SECONDS * 3)
             scene.hits["lease ran out"] += not _still(scene, victims)
         worker.start()
 
@@ -44,7 +45,7 @@ def kill_zygote(scene: Scene) -> None:
     zygote = wait_for(lambda: worker.zygote() if _has_trainer(scene, worker) else None, 15)
     if zygote is None:
         return
-    with scene.fault(worker.name, requeues=True):
+    with scene.fault(worker.name, requeues=True), scene.lying("retry"):
         zygote.kill()
         scene.hits["zygote killed with a run"] += 1
 
@@ -59,7 +60,7 @@ def kill_trainer(scene: Scene) -> None:
     trainer = scene.world.trainer(found[0]) if found else None
     if trainer is None:
         return
-    with scene.fault(str(trainer.pid), requeues=False):
+    with scene.fault(str(trainer.pid), requeues=False), scene.lying("fail"):
         scene.killed_trainers.add(trainer.pid)
         trainer.kill()
         scene.hits["trainer killed"] += 1
@@ -131,7 +132,8 @@ def drain(scene: Scene) -> None:
         return
     worker = found[1]
     with scene.fault(worker.name, requeues=True):
-        took = worker.terminate(timeout=60)
+        with scene.lying("hand_back"):
+            took = worker.terminate(timeout=60)
         scene.time("worker ended after SIGTERM", took)
         if took > GRACE_SECONDS + 6:
             scene.broken.append((18, f"{worker.name} took {took:.1f} s to end"))

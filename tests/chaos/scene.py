@@ -52,6 +52,18 @@ class Scene:
         """Note a time."""
         self.seconds.setdefault(what, []).append(seconds)
 
+    @contextmanager
+    def lying(self, verb: str) -> Iterator[None]:
+        """The next transaction of this kind commits, and its caller sees a dead connection."""
+        orders = self.world.orders
+        orders.carried_out()
+        orders.give(f"{verb} after", verb=verb, how="after", process="")
+        try:
+            yield
+            self.hits[f"{verb} committed, answer lost"] += bool(wait_for(orders.carried_out, 5))
+        finally:
+            orders.withdraw()
+
     def a_worker_with(self, run_id: str, seconds: float = 10) -> Service | None:
         """The worker that has a run."""
 
