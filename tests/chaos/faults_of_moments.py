@@ -9,6 +9,9 @@ from tests.chaos.world import Service
 from worker.training.report import read_journal
 
 LIED_ABOUT = (
+    "create", "claim", "begin", "append", "renew", "saving", "checkpoint", "complete", "request_stop", "cancel",
+    "hint_due",
+)  # fmt: skip
     "create",
     "claim",
     "begin",

@@ -16,14 +16,16 @@ KILL_AFTER_SECONDS = 2 / 3 * LEASE_SECONDS
 
 def kill_postgres(scene: Scene) -> None:
     """kill -9 of the whole database, and a start on the same data."""
+    live = wait_for(scene.world.live_runs, 10)
     with scene.fault("postgres", requeues=True):
-        scene.hits["Postgres killed with runs"] += bool(scene.world.live_runs())
+        scene.hits["Postgres killed with runs"] += bool(live)
         scene.world.down(scene.world.servers.postgres)
         scene.world.up(scene.world.servers.postgres)
 
 
 def kill_valkey(scene: Scene) -> None:
     """kill -9 of Valkey; training and streaming go on while it is away."""
+    scene.a_training_run("plain")
     with scene.fault("valkey", requeues=False):
         scene.world.down(scene.world.servers.valkey)
         before = scene.all_steps()
@@ -97,7 +99,7 @@ def latency_and_clocks(scene: Scene) -> None:
     """Every answer of the database is late, and every clock is wrong by an hour, each in its own direction."""
     ways = [service.postgres for service in scene.world.services]
     before = sum(way.delayed for way in ways)
-    live = scene.world.live_runs()
+    live = wait_for(scene.world.live_runs, 10)
     with scene.fault("all", requeues=True):
         clocks = scene.world.orders_folder / "clock"
         for service in scene.world.services:
