@@ -239,6 +239,88 @@ BROKEN: list[tuple[int, str, Spoil]] = [
 ]  # fmt: skip
 
 
+def unnoticed_until_later() -> Spoil:
+    """A checkpoint rots after it was resumed from, and the next attempt passes it over."""
+    story = training(9).lost().claimed().begins(8).trains(11).lost().claimed().begins(4).completes()
+    rotten = story.checkpoints[1]
+    rotten["bad_reason"] = "weights.bin differs"
+    return together(
+        run_added(story, after=LATE),
+        lambda h: replace(h, damaged=h.damaged | {rotten["id"]}, broken={**h.broken, rotten["id"]: ("differs",)}),
+    )
+
+
+def newest_was_deleted_beside_a_bad_one() -> Spoil:
+    story = waiting().claimed().begins().completes()
+    story.checkpoints[1]["deleted_at"] = moment(story.now)
+    story.checkpoints[0]["deleted_at"] = moment(story.now)
+    story.checkpoints[2]["bad_reason"] = "weights.bin differs"
+    return together(run_added(story), lambda h: replace(h, damaged=h.damaged | {story.checkpoints[2]["id"]}))
+
+
+def child_of_a_damaged_checkpoint() -> Spoil:
+    parent = training(9).stop_accepted().stops_in_good_order()
+    parent.checkpoints[-1]["bad_reason"] = "weights.bin differs"
+    damaged = parent.checkpoints[-1]["id"]
+    child = Story("child of odd", "plain", LATE + 50, "odd", damaged).claimed().begins(8).completes()
+    return together(run_added(parent), run_added(child), lambda h: replace(h, damaged=h.damaged | {damaged}))
+
+
+def killed_before_its_first_line() -> Spoil:
+    story = waiting().claimed().fails("trainer_crashed", "signal 9")
+    return together(run_added(story), lambda h: replace(h, killed_trainers=h.killed_trainers | {1}))
+
+
+def lost_while_nobody_could_take_it_back() -> Spoil:
+    """The fault is long over, but another one began before the lease had run out."""
+    story = training()
+    story.now += 60
+    killed = FaultRecord(1, "kill_worker", "", LATE, LATE + 1, requeues=True)
+    away = FaultRecord(2, "kill_api", "", LATE + 2, LATE + 55, requeues=False)
+    spoil = run_added(story.lost().claimed().begins().completes())
+    return together(spoil, lambda h: replace(h, faults=(*h.faults, killed, away)))
+
+
+def killed_before_the_last_words_were_stored() -> Spoil:
+    story = training(7)
+    story.events, story.src_hwm = story.events[:-2], story.src_hwm - 2
+    return run_added(story.lost().claimed().begins(4).completes(), after=LATE)
+
+
+def dropped_lines(history: History) -> History:
+    note = {"line": "… 1 lines dropped: more than 200 a second", "stream": "stderr"}
+    told = event_added("plain", prints(6), "log", **note)
+    return together(told, event_removed("plain", prints(5)))(history)
+
+
+def first_line_refused(history: History) -> History:
+    """A full disk refused the journal's first line; there was room again when the process ended."""
+    story = waiting().claimed()
+    story._write(event="stop", outcome="failed")
+    return run_added(story.fails("disk_full", "No space left on device"))(history)
+
+
+RIGHT: list[tuple[str, Spoil]] = [
+    ("stopped while its worker was lost", run_added(training().stop_accepted().lost("cancelled"), after=LATE)),
+    ("stopped while it waits for another try", run_added(training().lost().stop_accepted(), after=LATE)),
+    ("stopped at its last step", run_added(training(11).stop_accepted().completes())),
+    ("stopped twice", run_added(training().stop_accepted().stop_accepted().stops_in_good_order())),
+    ("lost twice, with a checkpoint in between",
+     run_added(training(2, max_restarts=1).lost().claimed().begins().trains(6).lost().claimed().begins(4).completes(),
+               after=LATE)),
+    ("lost before its trainer began", run_added(waiting().claimed().lost().claimed().begins().completes(), after=LATE)),
+    ("lost with its last words", killed_before_the_last_words_were_stored()),
+    ("lost for long, because nobody could take it back", lost_while_nobody_could_take_it_back()),
+    ("hanging, and found", run_added(hanging(3).requeued("retried", "it hangs").stop_accepted())),
+    ("killed before its first line", killed_before_its_first_line()),
+    ("resumed from a checkpoint that broke later", unnoticed_until_later()),
+    ("resumed from before the damaged checkpoint of another run", child_of_a_damaged_checkpoint()),
+    ("left without its newest whole checkpoint by later damage", newest_was_deleted_beside_a_bad_one()),
+    ("too talkative", dropped_lines),
+    ("failed before it could write", first_line_refused),
+]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def history() -> History:
     return correct()
@@ -251,6 +333,11 @@ def report(history: History) -> Report:
 
 def test_a_correct_history_breaks_nothing(report: Report) -> None:
     assert report.violations == []
+
+
+@pytest.mark.parametrize("happened", [pytest.param(happened, id=what) for what, happened in RIGHT])
+def test_what_may_rightly_happen_breaks_nothing(history: History, happened: Spoil) -> None:
+    assert check(happened(history)).violations == []
 
 
 @pytest.mark.parametrize(
