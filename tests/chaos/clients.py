@@ -36,6 +36,7 @@ class Clients:
         self._creations: dict[str, tuple[str, list[str], str | None]] = {}
         self._profile_of: dict[str, str] = {}
         self._ended: set[str] = set()
+        self._spared: set[str] = set()
         self._streams: list[_Stream] = []
         self._wanted: list[tuple[Plan, int]] = []
         self._over = threading.Event()
@@ -75,7 +76,8 @@ class Clients:
 
     def create(self, name: str, priority: int = 0) -> str:
         """Create a run of this profile now; answers its id once the API has accepted it."""
-        return self._create(random.Random(f"{self._seed} {time.monotonic_ns()}"), PLANS[name], priority)
+        rng = random.Random(f"{self._seed} {time.monotonic_ns()}")
+        return self._create(rng, PLANS[name], priority, is_spared=True)
 
     def stop(self, run_id: str, save: bool = True, attempts: int = 200) -> int | None:
         """Ask for a stop until there is an answer; its status, None if the clients were told to end before."""
@@ -135,7 +137,7 @@ class Clients:
                 self._ended = {row["id"] for row in rows}
         return len(self._profile_of.keys() - self._ended)
 
-    def _create(self, rng: random.Random, plan: Plan, priority: int) -> str:
+    def _create(self, rng: random.Random, plan: Plan, priority: int, is_spared: bool = False) -> str:
         key = f"{plan.name}-{rng.getrandbits(64):x}"
         asked = body(plan, self.world.datasets, priority)
         answers: list[str] = []
@@ -143,6 +145,8 @@ class Clients:
             self._creations[key] = (plan.name, answers, None)
         run_id = self._post_until_accepted("/v1/runs", key, asked)
         answers.append(run_id)
+        if is_spared:  # a fault has its own plans with it
+            self._spared.add(run_id)
         self._profile_of[run_id] = plan.name
         if rng.random() < 0.15:  # as a client does that lost its note of the answer
             answers.append(self._post_until_accepted("/v1/runs", key, asked))
@@ -174,7 +178,7 @@ class Clients:
         rng = random.Random(f"{self._seed} stopper")
         decided: set[str] = set()
         while not self._over.wait(0.1):
-            for run_id in list(self._profile_of.keys() - decided):
+            for run_id in list(self._profile_of.keys() - decided - self._spared):
                 decided.add(run_id)
                 plan = PLANS[self._profile_of[run_id]]
                 if plan.weight and rng.random() < STOPPED:

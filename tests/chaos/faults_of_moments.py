@@ -12,18 +12,6 @@ LIED_ABOUT = (
     "create", "claim", "begin", "append", "renew", "saving", "checkpoint", "complete", "request_stop", "cancel",
     "hint_due",
 )  # fmt: skip
-    "create",
-    "claim",
-    "begin",
-    "append",
-    "saving",
-    "checkpoint",
-    "renew",
-    "complete",
-    "request_stop",
-    "cancel",
-    "hint_due",
-)
 
 
 def ambiguous_commits(scene: Scene) -> None:
