@@ -26,6 +26,14 @@ QUIET_SECONDS = 150.0
 API_BYTES = 400 * 2**20
 
 
+_WINDOWS_OF_CLIENTS = (
+    "creation replayed",
+    "creation tried again after an error",
+    "reader that never reads",
+    "hanging trainer found",
+)
+
+
 @dataclass
 class Result:
     """What a campaign has shown."""
@@ -45,6 +53,10 @@ class Result:
     def missed(self) -> list[str]:
         """Windows that the faults of this campaign should have hit and never did."""
         windows = [window for fault in FAULTS if fault.__name__ in self.faults for window in FAULTS[fault]]
+        if self.rounds >= len(FAULTS):
+            windows += _WINDOWS_OF_CLIENTS
+        if self.not_tried:
+            windows.remove("disk full")
         return [window for window in windows if not self.hits[window]]
 
     @property
@@ -126,6 +138,13 @@ def _segment(
     say(f"all runs ended {time.monotonic() - quiet:.1f} s after the last fault; checking …")
     history = collect(world, clients, scene, profiles, since)
     report = check(history)
+    found_hanging = [
+        event
+        for events in history.events.values()
+        for event in events
+        if event.type == "status" and "neither reported nor printed" in str(event.data.get("reason"))
+    ]
+    scene.hits["hanging trainer found"] += len(found_hanging)
     result.hits += scene.hits + clients.hits
     result.observed += report.observed
     result.counted += Counter(report.counted)

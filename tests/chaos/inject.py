@@ -4,6 +4,7 @@ The suite asks through files in a folder, so that nothing of it is known to the 
 """
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -99,7 +100,7 @@ def lie_about_commits(folder: Path, process: str) -> None:
         if order is None:
             return commit(self, connection)
         if order["how"] == "hold":
-            time.sleep(order["seconds"])
+            threading.Event().wait(order["seconds"])
             return commit(self, connection)
         if order["how"] == "after":
             commit(self, connection)

@@ -30,7 +30,7 @@ from tests.worker.training.tiny import make_chat_dataset, make_tiny_model
 from worker.training.report import read_journal
 
 LEASE_SECONDS = 3.0
-HANG_SECONDS = 12.0
+HANG_SECONDS = 8.0
 STORAGE_BYTES = 192 * 2**20
 _REPOSITORY = Path(__file__).parents[2]
 
