@@ -14,8 +14,9 @@ demo: $(READY)  ## fine-tune a small model through the service and watch; MODEL=
 up: $(READY)  ## run the service until Ctrl-C
 	@exec $(BIN)/anneal up
 
+# All of it in two processes; a part, often small, in one.
 test: lint  ## everything that has to hold; ARGS='-k stream' for a part
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest $(or $(ARGS),-n 2 --dist loadgroup --no-loadscope-reorder)
 
 lint: $(READY)  ## style, types, and who may import whom
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports

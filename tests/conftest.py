@@ -21,9 +21,23 @@ from tests.server import ApiServer, ThreadServer
 
 _REDIS_DATABASES = 512
 
+# Where several processes share the tests, what takes long begins first, and none of them waits for another at the end.
+_LONG_FIRST = ("chaos", "e2e", "reliability", "training", "worker", "mutants")
+
 # The tests are about the code, not about what the shell that runs them has set.
 for _name in [name for name in os.environ if name.startswith("ANNEAL_")]:
     del os.environ[_name]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep together, in one process, the tests of a file and those of a folder that share what starts slowly."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    items.sort(key=lambda item: next((n for n, name in enumerate(_LONG_FIRST) if name in item.path.parts), 99))
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @dataclass(frozen=True)

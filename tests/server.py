@@ -1,6 +1,5 @@
 """A real uvicorn server on a real socket: in a thread where it should start fast, in a process to be killed."""
 
-import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ import uvicorn
 from app.auth import create_key_sync
 from app.config import Settings
 from app.main import create_app
+from app.processes import free_port
 from tests.waiting import eventually
 
 
@@ -109,7 +109,5 @@ class ProcessServer(ApiServer):
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Not one of those that connections are given: a server that is away for a while has to find its port again."""
+    return free_port()

@@ -101,12 +101,10 @@ def wait_for_stop(arguments: list[str]) -> int:
     """Wait for a stop request and tell it."""
     _, report, control = start(arguments)
     control.stop_on_sigterm()
-    reading, writing = os.pipe()
-    control.on_stop(lambda _request: os.write(writing, b"!"))
     report.message("waiting")
-    select.select([reading], [], [])
-    request = control.stop_requested
-    assert request is not None
+    # Looks again and again: a signal just before a wait that has no end would not be handled before its end.
+    while (request := control.stop_requested) is None:
+        select.select([], [], [], 0.05)
     report.send("stopped", save=request.save, why=request.why)
     return 0
 
