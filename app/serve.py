@@ -17,7 +17,7 @@ from app.home import HomeError, make_private_folder, read_json, write_private_js
 
 REQUEST_GRACE_SECONDS = 20
 """Time that requests in flight, an upload say, get to finish once the API is to end. Streams end at once."""
-_FLUSH_SECONDS = 3.0
+_FLUSH_SECONDS = 2.5
 """Time that a client gets to take the last of an answer: a rolling deploy closes all streams within 5 s."""
 
 
@@ -53,7 +53,16 @@ def base_url(listener: socket.socket) -> str:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, for clients that read nothing: it would wait for their connections until the end of the grace."""
+    """uvicorn, for signals that come early, and for clients that read nothing, for whom it would wait a whole grace."""
+
+    def __init__(self, told_to_end: list[int], config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._told_to_end = told_to_end
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self._told_to_end:
+            self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         cutting = asyncio.create_task(self._cut(), name="cut connections")
@@ -76,12 +85,17 @@ class Server(uvicorn.Server):
 
 def serve(settings: Settings, listener: socket.socket) -> None:
     """Serve the API until SIGTERM or SIGINT; tells url and process id in `run/api.json`."""
+    told_to_end: list[int] = []
+    # For a signal that comes before uvicorn listens to them; it repeats its own once it has shut down.
+    for ending in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(ending, lambda number, _: told_to_end.append(number))
     from app.main import create_app
 
     refuse_older_database(settings)
     told = make_private_folder(settings.home / "run") / "api.json"
     write_private_json(told, {"url": base_url(listener), "pid": os.getpid()})
     server = Server(
+        told_to_end,
         uvicorn.Config(
             create_app(settings),
             loop="uvloop",
@@ -94,15 +108,8 @@ def serve(settings: Settings, listener: socket.socket) -> None:
             proxy_headers=False,
             server_header=False,
             timeout_graceful_shutdown=REQUEST_GRACE_SECONDS,
-        )
+        ),
     )
-
-    def end(*_: object) -> None:
-        server.should_exit = True
-
-    # For a signal that comes before uvicorn listens to them; it repeats its own once it has shut down.
-    for ending in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(ending, end)
     server.run(sockets=[listener])
     if (read_json(told) or {}).get("pid") == os.getpid():
         told.unlink(missing_ok=True)

@@ -101,9 +101,7 @@ class Supervised:
             self._running = False
             if self.target.process is not None and self._meant(self.target.process.pid):
                 self._retired = True
-                self._say(
-                    f"{self.target.name} was drained and has ended; the next `anneal up` starts one again"
-                )
+                self._say(f"{self.target.name} was drained and has ended; the next `anneal up` starts one again")
                 return True
             self._failures = 0 if now - self._since > _STEADY_SECONDS else self._failures + 1
             self._back_off(now, f"{self.target.name} {_ending(code)}")

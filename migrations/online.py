@@ -1,0 +1,18 @@
+"""What migrations do to tables that are in use."""
+
+from alembic import op
+from sqlalchemy import text
+
+
+def create_index(name: str, table: str, columns: list[str], *, unique: bool = False) -> None:
+    """Build an index without keeping anybody from writing; half an index of an earlier try is removed first."""
+    with op.get_context().autocommit_block():
+        connection = op.get_bind()
+        # It waits for every transaction that runs now, but nobody waits for it.
+        patience = connection.scalar(text("SHOW lock_timeout"))
+        connection.execute(text("SET lock_timeout = 0"))
+        torn = text("SELECT 1 FROM pg_index WHERE indexrelid = to_regclass(:name) AND NOT indisvalid")
+        if connection.scalar(torn, {"name": name}):
+            op.drop_index(name, postgresql_concurrently=True)
+        op.create_index(name, table, columns, unique=unique, if_not_exists=True, postgresql_concurrently=True)
+        connection.execute(text("SELECT set_config('lock_timeout', :patience, false)"), {"patience": patience})
