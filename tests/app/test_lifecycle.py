@@ -11,6 +11,7 @@ from app.config import Settings
 from app.db import sync_engine
 from app.runs import lifecycle
 from tests.rows import add_run, add_worker, claim, events_of, run_row
+from tests.waiting import eventually
 
 
 @pytest.fixture
@@ -32,6 +33,13 @@ def told(engine: Engine, run_id: str) -> list[tuple[str, str]]:
     return [
         (event.type, event.data.get("to") or event.data.get("code") or event.data.get("status")) for event in events
     ]
+
+
+def waits_for_a_lock(engine: Engine) -> bool:
+    """Whether any statement in this database does."""
+    query = "SELECT count(*) > 0 FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    with engine.connect() as connection:
+        return bool(connection.scalar(text(query)))
 
 
 class TestClaim:
@@ -87,6 +95,25 @@ class TestClaim:
         for thread in threads:
             thread.join(30)
         assert sorted(got) == sorted(runs)
+
+    def test_needs_no_hint(self, engine: Engine) -> None:
+        assert add_run(engine).hinted_at is None
+        assert claim(engine, add_worker(engine)) is not None
+
+    def test_a_run_that_another_is_just_claiming_is_passed_over(self, engine: Engine) -> None:
+        run, (one, two) = add_run(engine), (add_worker(engine), add_worker(engine))
+        got: list[object] = []
+        with engine.connect() as first:
+            statement = lifecycle.claim(one, ["fake"], 60.0, "cpu", 1000)
+            assert first.execute(statement).one().id == run.id
+            second = threading.Thread(target=lambda: got.append(claim(engine, two)))
+            second.start()
+            eventually(lambda: got or waits_for_a_lock(engine), what="the second claim has picked, or has nothing to")
+            first.commit()
+            second.join(30)
+        assert got == [None]
+        row = run_row(engine, run.id)
+        assert (row.lease_owner, row.epoch, row.attempt) == (one, 1, 1)
 
     def test_a_second_thread_of_a_worker_sees_what_the_first_left(self, engine: Engine) -> None:
         for _ in range(2):
@@ -150,6 +177,15 @@ class TestTheWholeLife:
         assert move(engine, statement) == []
         assert events_of(engine, run.id) == before
         assert run_row(engine, run.id).status == "initializing"
+
+    def test_a_stale_worker_renews_nothing_and_hears_no_stop(self, engine: Engine) -> None:
+        run, worker = add_run(engine), add_worker(engine)
+        claim(engine, worker)
+        move(engine, lifecycle.hand_back(run.id, 1, "drain"))
+        claim(engine, worker)
+        before = run_row(engine, run.id).lease_expires_at
+        assert move(engine, lifecycle.renew(run.id, 1, 3600)) == []
+        assert run_row(engine, run.id).lease_expires_at == before
 
     def test_an_impossible_row_is_refused_by_the_database(self, engine: Engine) -> None:
         run, worker = add_run(engine), add_worker(engine)

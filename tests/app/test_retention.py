@@ -1,0 +1,74 @@
+"""Clean-up marks what nobody needs, and never a checkpoint that somebody may want."""
+
+from collections.abc import Iterator
+
+import pytest
+from sqlalchemy import Engine, select
+
+from app.checkpoints import retention
+from app.checkpoints.models import Checkpoint
+from app.config import Settings
+from app.db import sync_engine
+from tests.factories import Trainer, mark_checkpoint
+from tests.rows import add_run
+
+
+@pytest.fixture
+def trainer(settings: Settings) -> Iterator[Trainer]:
+    engine = sync_engine(settings.database_url or "")
+    yield Trainer(engine, add_run(engine).id)
+    engine.dispose()
+
+
+def retire(trainer: Trainer, keep: int) -> list[str]:
+    """Names of what went."""
+    with trainer.engine.begin() as connection:
+        return sorted(name for _, name in connection.execute(retention.retire(trainer.run_id, keep)).all())
+
+
+def kept(engine: Engine) -> list[int]:
+    with engine.connect() as connection:
+        there = select(Checkpoint.step).where(Checkpoint.deleted_at.is_(None)).order_by(Checkpoint.step)
+        return list(connection.scalars(there).all())
+
+
+@pytest.mark.parametrize(("keep", "steps"), [(1, [4]), (2, [3, 4]), (9, [1, 2, 3, 4])])
+def test_the_furthest_are_kept_and_the_others_go(trainer: Trainer, keep: int, steps: list[int]) -> None:
+    for step in (1, 2, 3, 4):
+        trainer.checkpoint(step)
+    retire(trainer, keep)
+    assert kept(trainer.engine) == steps
+
+
+def test_a_pinned_one_stays_however_old(trainer: Trainer) -> None:
+    pinned = trainer.checkpoint(1)
+    for step in (2, 3):
+        trainer.checkpoint(step)
+    mark_checkpoint(trainer.engine, pinned, pinned=True)
+    assert retire(trainer, 1) == ["checkpoint-2"]
+    assert kept(trainer.engine) == [1, 3]
+
+
+def test_the_one_with_the_lowest_evaluation_loss_stays(trainer: Trainer) -> None:
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None)):
+        trainer.checkpoint(step, metrics={"eval_loss": loss})
+    retire(trainer, 1)
+    assert kept(trainer.engine) == [2, 4]
+
+
+def test_a_damaged_one_does_not_count_as_the_newest(trainer: Trainer) -> None:
+    trainer.checkpoint(1)
+    trainer.checkpoint(2)
+    damaged = trainer.checkpoint(3)
+    mark_checkpoint(trainer.engine, damaged, bad_reason="weights has other contents than were written")
+    assert retire(trainer, 1) == ["checkpoint-1", "checkpoint-3"]
+    assert kept(trainer.engine) == [2]
+
+
+def test_nothing_of_another_run_is_touched(trainer: Trainer) -> None:
+    trainer.checkpoint(1)
+    other = Trainer(trainer.engine, add_run(trainer.engine).id)
+    for step in (2, 3):
+        other.checkpoint(step)
+    assert retire(other, 1) == ["checkpoint-2"]
+    assert kept(trainer.engine) == [1, 3]

@@ -1,0 +1,63 @@
+"""The end of an attempt: everything that was said in it is stored before its last status."""
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, text
+
+from app.config import Settings
+from app.db import sync_engine
+from app.runs import lifecycle
+from tests.rows import add_run, add_worker, claim, events_of
+from tests.waiting import eventually
+from worker import supervisor
+from worker.host import Host
+from worker.pump import Pump
+
+_SLOW = """
+CREATE FUNCTION dawdle() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_sleep(0.5); RETURN NEW; END $$;
+CREATE TRIGGER dawdle BEFORE INSERT ON run_events FOR EACH ROW
+    WHEN (NEW.type = 'log' AND NEW.data->>'line' = 'first') EXECUTE FUNCTION dawdle();
+"""
+
+
+@pytest.fixture
+def engine(settings: Settings) -> Iterator[Engine]:
+    engine = sync_engine(settings.database_url or "")
+    yield engine
+    engine.dispose()
+
+
+def is_storing_the_first_line(engine: Engine) -> bool:
+    query = "SELECT count(*) > 0 FROM pg_stat_activity WHERE datname = current_database() AND wait_event = 'PgSleep'"
+    with engine.connect() as connection:
+        return bool(connection.scalar(text(query)))
+
+
+def test_the_last_status_waits_for_the_last_line_of_the_log(
+    settings: Settings, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer is gone while Postgres still takes its first line; a change of the run and more lines wait behind."""
+    with engine.begin() as connection:
+        connection.execute(text(_SLOW))
+    add_run(engine)
+    run = claim(engine, add_worker(engine), lease=60.0)
+    host = Host(settings.model_copy(update={"lease_seconds": 60.0}))
+
+    def attempt(host: Host, run: Any, lease: Any, writer: Any) -> Any:
+        pump = Pump(host, run, writer)
+        pump.take([("stdout", b"first\n")])
+        eventually(lambda: is_storing_the_first_line(engine))
+        record = {"type": "phase", "ts": time.time(), "name": "training", "total_steps": 1}
+        pump.take([("report", json.dumps(record).encode()), ("stdout", b"second\n"), ("stderr", b"last\n")])
+        return lifecycle.complete(run.id, run.epoch, None, "training is complete")
+
+    monkeypatch.setattr(supervisor, "attempt", attempt)
+    supervisor.supervise(host, run, time.monotonic())
+    host.engine.dispose()
+    host.lease_engine.dispose()
+    told = [event.data.get("line") or event.data.get("to") or event.type for event in events_of(engine, run.id)]
+    assert told[2:] == ["first", "progress", "running", "second", "last", "completed", "end"]

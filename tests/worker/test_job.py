@@ -1,0 +1,153 @@
+"""What a training process is told: above all, from which checkpoint it goes on."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, select, update
+
+from app.checkpoints.models import Checkpoint
+from app.config import Settings
+from app.datasets.models import Dataset
+from app.db import sync_engine
+from app.runs.models import Run
+from app.storage import Storage
+from tests.factories import Trainer
+from tests.rows import add_run, run_row
+from worker.job import Job, JobError, prepare
+from worker.training import manifest
+
+CPU = {"kind": "cpu", "index": 0, "id": "cpu-0"}
+
+
+class Host:
+    """What preparing a job needs of its worker."""
+
+    def __init__(self, settings: Settings, engine: Engine) -> None:
+        self.id, self.name = "wrk_test", "here"
+        self.settings, self.engine, self.storage = settings, engine, Storage(settings)
+
+
+class Lab:
+    """A run whose first attempt has left checkpoints, row and folder, and the worker of its next one."""
+
+    def __init__(self, settings: Settings, engine: Engine) -> None:
+        self.engine = engine
+        self.host: Any = Host(settings, engine)
+        self.storage = Storage(settings)
+        run = add_run(engine)
+        with engine.begin() as connection:
+            row = connection.execute(select(Dataset.__table__).where(Dataset.id == run.dataset_id)).one()
+        file = self.storage.dataset_file(row.id, row.extension)
+        file.parent.mkdir(parents=True)
+        file.write_text('{"text": "a"}\n')
+        self.trainer = Trainer(engine, run.id)
+        self.ids: dict[int, str] = {}
+
+    def save(self, step: int) -> Path:
+        """A whole checkpoint, as a trainer leaves it; answers its folder."""
+        attempt = self.storage.attempt_dir(self.trainer.run_id, self.trainer.attempt)
+        staging = attempt / ".staging"
+        staging.mkdir(parents=True)
+        (staging / "weights").write_bytes(bytes([step]) * 1000)
+        digest = manifest.write_manifest(staging, step, {})
+        manifest.commit(staging, attempt / f"checkpoint-{step}")
+        self.ids[step] = self.trainer.checkpoint(step, manifest_sha256=digest, metrics={"best_loss": float(step)})
+        return attempt / f"checkpoint-{step}"
+
+    def next_attempt(self) -> tuple[Job, dict[str, Any]]:
+        """Prepare it; answers the job and what its file says."""
+        self.trainer = self.trainer.retry()
+        job = prepare(self.host, run_row(self.engine, self.trainer.run_id), CPU)
+        return job, json.loads(job.path.read_text())
+
+    def bad_reasons(self) -> dict[int, str | None]:
+        with self.engine.connect() as connection:
+            rows = connection.execute(select(Checkpoint.step, Checkpoint.bad_reason)).all()
+        return {row.step: row.bad_reason for row in rows}
+
+
+@pytest.fixture
+def lab(settings: Settings) -> Iterator[Lab]:
+    engine = sync_engine(settings.database_url or "")
+    yield Lab(settings, engine)
+    engine.dispose()
+
+
+def flip(folder: Path) -> None:
+    """One bit of its weights, as a disk that ages does it."""
+    content = bytearray((folder / "weights").read_bytes())
+    content[500] ^= 1
+    (folder / "weights").write_bytes(content)
+
+
+def test_it_goes_on_from_the_furthest_checkpoint(lab: Lab) -> None:
+    lab.save(10)
+    newest = lab.save(20)
+    job, told = lab.next_attempt()
+    assert (told["resume_from"]["path"], told["resume_from"]["step"]) == (str(newest), 20)
+    assert (job.start_step, job.best_loss, job.remarks) == (20, 20.0, [])
+
+
+@pytest.mark.parametrize("damage", ["flipped", "torn", "gone"])
+def test_a_damaged_checkpoint_is_marked_told_and_passed_over(lab: Lab, damage: str) -> None:
+    good, newest = lab.save(10), lab.save(20)
+    match damage:
+        case "flipped":
+            flip(newest)
+        case "torn":
+            (newest / "weights").write_bytes(b"\x14" * 400)
+        case "gone":
+            (newest / manifest.MANIFEST).unlink()
+    job, told = lab.next_attempt()
+    assert (told["resume_from"]["path"], job.start_step) == (str(good), 10)
+    (remark,) = job.remarks
+    assert lab.ids[20] in remark and "cannot be resumed from" in remark
+    reasons = lab.bad_reasons()
+    assert reasons[10] is None and reasons[20]
+
+
+def test_when_every_checkpoint_is_damaged_training_starts_anew(lab: Lab) -> None:
+    for step in (10, 20):
+        flip(lab.save(step))
+    job, told = lab.next_attempt()
+    assert told["resume_from"] is None
+    assert (job.start_step, job.best_loss, len(job.remarks)) == (0, None, 2)
+
+
+def test_a_run_that_resumes_another_never_starts_anew_by_itself(lab: Lab) -> None:
+    flip(lab.save(10))
+    parent = lab.trainer
+    parent.complete()
+    child = add_run(lab.engine, parent_run_id=parent.run_id, resume_checkpoint_id=lab.ids[10])
+    with lab.engine.begin() as connection:
+        connection.execute(update(Run).where(Run.id == child.id).values(dataset_id=_dataset_of(lab)))
+    lab.trainer = Trainer(lab.engine, child.id)
+    with pytest.raises(JobError) as refused:
+        prepare(lab.host, run_row(lab.engine, child.id), CPU)
+    assert refused.value.code == "config_error"
+    assert '{"from": "start"}' in refused.value.message
+
+
+def test_half_written_folders_of_a_killed_trainer_are_swept(lab: Lab) -> None:
+    whole = lab.save(10)
+    torn = whole.with_name(".checkpoint-20.tmp")
+    torn.mkdir()
+    (torn / "weights").write_bytes(b"half")
+    lab.next_attempt()
+    assert whole.is_dir() and not torn.exists()
+
+
+def test_a_file_that_this_worker_does_not_see_is_its_own_trouble(lab: Lab) -> None:
+    run = run_row(lab.engine, lab.trainer.run_id)
+    lab.storage.dataset_file(run.dataset_id, "jsonl").unlink()
+    with pytest.raises(JobError) as refused:
+        lab.next_attempt()
+    assert refused.value.is_passing
+
+
+def _dataset_of(lab: Lab) -> str:
+    dataset_id: str = run_row(lab.engine, lab.trainer.run_id).dataset_id
+    return dataset_id

@@ -1,0 +1,115 @@
+"""How long a run counts as ours: from the moment a renewal was sent, by a clock that nobody sets."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, event
+
+import app.clock
+from app.config import Settings
+from app.db import sync_engine
+from app.runs.dispatcher import Dispatcher
+from tests.rows import add_run, add_worker, claim, run_row
+from worker import lease
+from worker.lease import Lease
+
+HOUR = 3600.0
+
+
+class Process:
+    """Stands for a training process: remembers what it was sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, Any]] = []
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.sent.append(message)
+
+
+class Host:
+    """What a lease needs of its worker."""
+
+    def __init__(self, settings: Settings, engine: Engine) -> None:
+        self.settings = settings
+        self.lease_engine = engine
+
+    def hold(self, lease: Lease) -> None: ...
+
+    def release(self, lease: Lease) -> None: ...
+
+
+class Clock:
+    """A monotonic clock that moves when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def engine(settings: Settings) -> Iterator[Engine]:
+    engine = sync_engine(settings.database_url or "")
+    yield engine
+    engine.dispose()
+
+
+def held(settings: Settings, engine: Engine, sent: float) -> Lease:
+    """The lease on a run that was just claimed; nothing renews it but the test."""
+    add_run(engine)
+    run = claim(engine, add_worker(engine), lease=settings.lease_seconds)
+    host: Any = Host(settings, engine)
+    return Lease(host, run.id, run.epoch, sent)
+
+
+def test_a_renewal_counts_from_when_it_was_sent_however_late_its_answer(
+    settings: Settings, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted from its answer, the trainer would outlive the lease that the database counts."""
+    clock, process = Clock(), Process()
+    monkeypatch.setattr(lease, "time", clock)
+    mine = held(settings, engine, clock.now)
+    mine.guard(process)  # type: ignore[arg-type]
+    clock.now = 1001.0
+
+    def dawdle(_: Any) -> None:
+        clock.now += 1.5
+
+    event.listen(engine, "commit", dawdle)
+    assert mine._renew()
+    event.remove(engine, "commit", dawdle)
+    assert mine.kill_at == 1001.0 + settings.kill_after_seconds
+    assert process.sent[-1] == {"renew_until": mine.kill_at}
+    clock.now = mine.kill_at
+    assert mine.expired
+
+
+@pytest.mark.parametrize("jump", [HOUR, -HOUR])
+async def test_a_wall_clock_that_jumps_an_hour_changes_nothing(
+    settings: Settings, engine: Engine, monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    """On the worker's machine, on the API's, or both: leases are counted by Postgres, waits by the monotonic clock."""
+    from app.db import async_engine
+    from app.queue import Queue
+
+    wall, today = time.time, app.clock.utc_now
+    mine = held(settings, engine, time.monotonic())
+    assert mine._renew()
+    until = mine.kill_at
+    monkeypatch.setattr(time, "time", lambda: wall() + jump)
+    monkeypatch.setattr(app.clock, "utc_now", lambda: today().fromtimestamp(wall() + jump, today().tzinfo))
+    assert not mine.expired
+    assert mine.kill_at == until
+    assert mine._renew(), "renewing goes on"
+    assert until <= mine.kill_at < until + 60
+    waiting = async_engine(settings.database_url or "", pool_size=1)
+    queue = Queue(settings)
+    _, moved = await Dispatcher(waiting, queue, settings).round()
+    await queue.close()
+    await waiting.dispose()
+    assert moved == [], "nobody is called lost"
+    row = run_row(engine, mine.run_id)
+    assert (row.status, row.epoch, row.lost_count) == ("initializing", 1, 0)
