@@ -56,9 +56,10 @@ _RESERVE = text(
     RETURNING event_seq - :n, attempt
     """
 )
+# With the lock: a transaction of the same caller, who has heard nothing of it, may still be at work in Postgres.
 _WHERE_STORED = text(
     "SELECT src_hwm FROM runs WHERE id = :id AND epoch = :epoch "
-    "AND status IN ('initializing', 'running', 'checkpointing')"
+    "AND status IN ('initializing', 'running', 'checkpointing') FOR NO KEY UPDATE"
 )
 # Legal in JSON as they are, and the end of a line to many clients, httpx's `iter_lines` for one.
 _LINE_ENDS = (("\x85", "\\u0085"), ("\u2028", "\\u2028"), ("\u2029", "\\u2029"))

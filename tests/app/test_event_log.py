@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from sqlalchemy import Engine
+from sqlalchemy import Engine, text
 
 from app.config import Settings
 from app.db import sync_engine
@@ -14,6 +14,7 @@ from app.events import log
 from app.events.log import Fenced, NewEvent, Progress, append
 from app.runs import lifecycle
 from tests.rows import add_run, add_worker, claim, events_of, run_row
+from tests.waiting import eventually
 
 
 @pytest.fixture
@@ -36,6 +37,13 @@ def stored_lines(engine: Engine, run_id: str) -> list[str]:
     events = events_of(engine, run_id)
     assert [event.seq for event in events] == list(range(1, len(events) + 1))
     return [event.data["line"] for event in events if event.type == "log"]
+
+
+def waiting_for_locks(engine: Engine) -> int:
+    """How many statements wait for somebody else's transaction."""
+    with engine.connect() as connection:
+        found = connection.scalar(text("SELECT count(*) FROM pg_locks WHERE NOT granted AND pid <> pg_backend_pid()"))
+    return int(found or 0)
 
 
 @pytest.fixture
@@ -65,6 +73,20 @@ class TestAppend:
     def test_sent_again_with_more_behind_it_stores_the_rest(self, engine: Engine, run: str) -> None:
         store(engine, run, 1, 1, 3)
         store(engine, run, 1, 1, 5)
+        assert stored_lines(engine, run) == expected(5)
+
+    def test_sent_again_while_an_earlier_try_is_still_being_committed_stores_the_rest(
+        self, engine: Engine, run: str
+    ) -> None:
+        """Two answers in a row are lost: the first try is stored, the second one is still at work in Postgres."""
+        store(engine, run, 1, 1, 2)
+        with engine.connect() as unheard:
+            append(unheard, run, 1, 1, lines(1, 3))
+            third = threading.Thread(target=store, args=(engine, run, 1, 1, 5))
+            third.start()
+            eventually(lambda: waiting_for_locks(engine) or not third.is_alive())
+            unheard.commit()
+        third.join(30)
         assert stored_lines(engine, run) == expected(5)
 
     def test_refuses_to_leave_a_gap(self, engine: Engine, run: str) -> None:
