@@ -22,9 +22,15 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def forks() -> Iterator[Forks]:
+def hub_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the processes of `forks` have of the hub; empty but for what a test puts there."""
+    return tmp_path_factory.mktemp("hub")
+
+
+@pytest.fixture(scope="session")
+def forks(hub_cache: Path) -> Iterator[Forks]:
     """Fresh training processes without the cost of their imports."""
-    server = Forks()
+    server = Forks(HF_HUB_CACHE=str(hub_cache))
     yield server
     server.close()
 

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import socket
 import sys
 
 from worker.training.__main__ import main
@@ -16,7 +17,12 @@ def _child(request: dict[str, object]) -> None:
         if "file_bytes" in request:
             limit = int(str(request["file_bytes"]))
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-        code = main([str(request["job"])])
+        arguments = [str(request["job"])]
+        if "control" in request:
+            control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            control.connect(str(request["control"]))
+            arguments += ["--control-fd", str(control.detach())]
+        code = main(arguments)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

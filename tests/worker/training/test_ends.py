@@ -5,8 +5,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,13 +18,10 @@ from transformers import AutoTokenizer
 
 from tests.waiting import eventually
 from tests.worker.training.tiny import (
-    ENVIRONMENT,
     Forks,
     Outcome,
     make_chat_dataset,
     make_job,
-    parse_records,
-    write_job,
     write_rows,
 )
 from worker.training.base import not_loaded
@@ -119,25 +114,21 @@ class TestStops:
 
     @pytest.mark.parametrize("save", [True, False])
     def test_a_users_stop_over_the_control_socket_saves_only_if_asked(
-        self, save: bool, tiny_model: Path, chats: Path, tmp_path: Path
+        self, save: bool, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
     ) -> None:
         job = make_job(tmp_path, tiny_model, chats, max_steps=100_000, logging_steps=1, **QUICK)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        out = (tmp_path / "out").open("wb")
-        process = subprocess.Popen(
-            [sys.executable, "-m", "worker.training", str(write_job(job)), "--control-fd", str(theirs.fileno())],
-            stdout=out, pass_fds=[theirs.fileno()], env=ENVIRONMENT,
-        )  # fmt: skip
-
-        def said(kind: str) -> list[dict[str, Any]]:
-            return [r for r in parse_records((tmp_path / "out").read_text()) if r["type"] == kind]
-
-        eventually(lambda: said("metric"), timeout=60)
-        ours.send(json.dumps({"stop": {"save": save, "why": "stop"}}).encode())
-        assert process.wait(timeout=30) == 0
-        (result,) = said("result")
-        assert (result["outcome"], result["why"]) == ("stopped", "stop")
-        kinds = [record["kind"] for record in said("checkpoint") if record["step"] == result["step"]]
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+            listening.bind(str(tmp_path / "control"))
+            listening.listen()
+            forks.start(job, control=tmp_path / "control")
+            control, _ = listening.accept()
+        with control:
+            eventually(lambda: [r for r in forks.said() if r["type"] == "metric"], timeout=60)
+            control.send(json.dumps({"stop": {"save": save, "why": "stop"}}).encode())
+            done = forks.wait()
+        assert done.code == 0
+        assert (done.result["outcome"], done.result["why"]) == ("stopped", "stop")
+        kinds = [record["kind"] for record in done.of("checkpoint") if record["step"] == done.result["step"]]
         assert kinds == (["stop"] if save else [])
 
     def test_a_stop_after_the_last_step_finds_the_run_completed(

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from app.runs.config import Machine, TrainingConfig
-from tests.worker.training.tiny import ENVIRONMENT, make_job, run_cold
+from tests.worker.training.tiny import Forks, make_job, run_cold
 from worker.training import base, model
 
 CPU = Machine(kind="cpu", bf16=True)
@@ -69,17 +69,16 @@ class TestAttention:
 
 class TestRevision:
     def test_a_hub_model_is_pinned_to_its_commit_in_every_part_and_so_are_adapters_on_it(
-        self, tiny_model: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, forks: Forks, hub_cache: Path, tiny_model: Path, chats: Path, tmp_path: Path
     ) -> None:
-        cache = tmp_path / "cache" / "models--owner--m"
+        cache = hub_cache / "models--owner--m"
         shutil.copytree(tiny_model, cache / "snapshots" / COMMIT)
         (cache / "refs").mkdir()
         (cache / "refs" / "v1").write_text(COMMIT)
-        monkeypatch.setitem(ENVIRONMENT, "HF_HUB_CACHE", str(tmp_path / "cache"))
         config = {"method": "lora", "max_steps": 1, "max_seq_length": 64}
         job = make_job(tmp_path / "1", tiny_model, chats, **config)
         job["base_model"] = {"name": "owner/m", "path": None, "hub": "owner/m", "revision": "v1"}
-        first = run_cold(job)
+        first = run_cold(job, HF_HUB_CACHE=str(hub_cache))
         assert first.result["outcome"] == "completed", (first.result, first.stderr[-2000:])
         assert first.of("config")[0]["facts"]["base_revision"] == COMMIT
         assert f"commit `{COMMIT}`" in (first.output / "README.md").read_text()
@@ -88,6 +87,6 @@ class TestRevision:
 
         # No branch leads there any more: what builds on the adapter asks for the commit that the adapter names.
         shutil.rmtree(cache / "refs")
-        again = run_cold(make_job(tmp_path / "2", first.output, chats, **config))
+        again = forks.run(make_job(tmp_path / "2", first.output, chats, **config))
         assert again.result["outcome"] == "completed", (again.result, again.stderr[-2000:])
         assert again.of("config")[0]["facts"]["base_revision"] == COMMIT

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -213,14 +213,14 @@ def parse_records(text: str) -> list[dict[str, Any]]:
     return records
 
 
-def run_cold(job: dict[str, Any], arguments: Sequence[str] = (), timeout: float = 120) -> Outcome:
-    """Run `python -m worker.training job.json` in a process of its own and wait for its end."""
+def run_cold(job: dict[str, Any], **variables: str) -> Outcome:
+    """Run `python -m worker.training job.json`, with `variables` in its environment, and wait for its end."""
     done = subprocess.run(
-        [sys.executable, "-m", "worker.training", str(write_job(job)), *arguments],
+        [sys.executable, "-m", "worker.training", str(write_job(job))],
         capture_output=True,
         text=True,
-        timeout=timeout,
-        env=ENVIRONMENT,
+        timeout=120,
+        env=ENVIRONMENT | variables,
         check=False,
     )
     return Outcome(done.returncode, parse_records(done.stdout), job, done.stderr)
@@ -236,13 +236,14 @@ def write_job(job: dict[str, Any]) -> Path:
 class Forks:
     """A process that has imported the training code and forks one child for each job: a fresh process, fast."""
 
-    def __init__(self) -> None:
+    def __init__(self, **variables: str) -> None:
+        """`variables` join the environment of the processes."""
         self._server = subprocess.Popen(
             [sys.executable, "-m", "tests.worker.training.forks"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=ENVIRONMENT,
+            env=ENVIRONMENT | variables,
         )
         self._running: tuple[dict[str, Any], Path] | None = None
 
@@ -251,11 +252,13 @@ class Forks:
         self.start(job, **limits)
         return self.wait()
 
-    def start(self, job: dict[str, Any], **limits: int) -> int:
-        """Start a job; returns its process id."""
+    def start(self, job: dict[str, Any], control: Path | None = None, **limits: int) -> int:
+        """Start a job; returns its process id. It connects to a listening socket `control` to be told things."""
         out = Path(job["output_dir"])
         assert self._server.stdin is not None and self._server.stdout is not None
         request = {"job": str(write_job(job)), "stdout": str(out / "stdout"), "stderr": str(out / "stderr"), **limits}
+        if control is not None:
+            request["control"] = str(control)
         self._server.stdin.write(json.dumps(request) + "\n")
         self._server.stdin.flush()
         self._running = job, out
