@@ -85,7 +85,12 @@ def line(run_id: str, index: int, **values: Any) -> Spoil:
 
 def line_added(run_id: str, after: int, **values: Any) -> Spoil:
     """A line more, like the one it comes behind but for these values."""
-    return journal(run_id, lambda lines: [*lines[: after + 1], {**lines[after], **values}, *lines[after + 1 :]])
+
+    def change(lines: list[Row]) -> list[Row]:
+        place = after % len(lines)
+        return [*lines[: place + 1], {**lines[place], **values}, *lines[place + 1 :]]
+
+    return journal(run_id, change)
 
 
 def line_removed(run_id: str, which: Callable[[Row], bool]) -> Spoil:

@@ -31,7 +31,7 @@ from tests.chaos.spoiling import (
     together,
     whole,
 )  # fmt: skip
-from tests.chaos.synthetic import Story, correct, moment
+from tests.chaos.synthetic import OUTPUT, Story, correct, moment
 
 LATE = 2_000_000.0
 """Long after every fault of the correct history."""
@@ -75,6 +75,11 @@ def resumed_what_was_deleted() -> Spoil:
     return together(run_added(parent), run_added(child))
 
 
+def completed_early(history: History) -> History:
+    spoilt = run_added(training(6)._ends("completed", "training is complete"))(history)
+    return replace(spoilt, outputs={**spoilt.outputs, "odd": OUTPUT})
+
+
 def hanging(max_restarts: int = 0) -> Story:
     return training(5, "hanger", extra={"hang_at_step": 6}, max_restarts=max_restarts)
 
@@ -98,11 +103,18 @@ def stop_before_its_claim(history: History) -> History:
     return row("stopped", stop_requested_at=moment(stop.answered - 0.01))(spoilt)
 
 
+def twins(history: History) -> History:
+    """A second run for a key, of which nobody was told."""
+    spoilt = together(run_added(training().completes()), row("odd", idempotency_key="key-plain"))(history)
+    return replace(spoilt, creations=history.creations)
+
+
 def attempts_at_once(history: History) -> History:
     """The first attempt writes its last line after the second has begun."""
     lines = list(history.journals["lost"])
     second = next(index for index, one in enumerate(lines) if one["attempt"] == 2)
-    lines[second - 1 : second + 1] = lines[second], lines[second - 1]
+    last, first = lines[second - 1], lines[second]
+    lines[second - 1 : second + 1] = {**first, "t": last["t"]}, {**last, "t": first["t"]}
     return journal("lost", lambda _: lines)(history)
 
 
@@ -147,7 +159,7 @@ AGAIN = {"from": "initializing", "to": "running", "reason": "training"}
 BROKEN: list[tuple[int, str, Spoil]] = [
     (1, "an accepted run is gone", lambda h: replace(h, creations=(*h.creations, Creation("x", "plain", ("none",))))),
     (1, "two answers to one key", creations(lambda c: replace(c, answers=("plain", "tidy")) if "tidy" in c.key else c)),
-    (1, "two runs for one key", together(run_added(training().completes()), row("odd", idempotency_key="key-plain"))),
+    (1, "two runs for one key", twins),
     (1, "another run than asked for is resumed", creations(lambda c: replace(c, parent=c.parent and "tidy"))),
     (2, "a run waits for ever", run_added(waiting())),
     (2, "a lost run is not taken back", run_added(training())),
@@ -180,6 +192,9 @@ BROKEN: list[tuple[int, str, Spoil]] = [
     (6, "one epoch for two attempts", attempt("lost", 1, epoch=1)),
     (7, "a change of status that is told twice",
      event_added("plain", becomes("running"), "status", counted=False, **AGAIN)),
+    (7, "a change of status to the same",
+     event_added("plain", becomes("running"), "status", counted=False, **{**AGAIN, "from": "running"})),
+    (7, "a status that no event tells of", row("plain", status="cancelled")),
     (7, "a line that is stored twice", event_doubled("plain", prints(5))),
     (7, "a line that is missing in between", event_removed("plain", prints(5))),
     (7, "a metric that is stored twice", event_doubled("plain", measures(5))),
@@ -204,7 +219,7 @@ BROKEN: list[tuple[int, str, Spoil]] = [
     (10, "another output", lambda h: replace(h, outputs={**h.outputs, "child": "other"})),
     (10, "no output", whole(outputs={})),
     (10, "completed before its last step",
-     run_added(training(6)._ends("completed", "stop_at_step was reached"), after=LATE)),
+     completed_early),
     (11, "a resume from the start in spite of a checkpoint", run_added(resumed_at(0), after=LATE)),
     (11, "a resume from where nothing was saved", run_added(resumed_at(6), after=LATE)),
     (11, "a resume from another step than was told", attempt("lost", 1, start_step=0)),
@@ -226,6 +241,7 @@ BROKEN: list[tuple[int, str, Spoil]] = [
     (14, "given up as lost too early", run_added(training().lost("failed"), after=LATE)),
     (14, "a run that cannot complete does", run_added(training(profile="crasher").completes())),
     (15, "a trainer hangs for ever", run_added(hanging())),
+    (15, "a trainer that hangs completes", run_added(training(extra={"hang_at_step": 6}).completes())),
     (15, "a hanging trainer is found by nobody but the suite", killed_while_hanging()),
     (16, "a run that loses every worker goes on", run_added(lost_too_often(), after=LATE)),
     (17, "a reader is held up", reader(ended=False, connections=1, received=())),
