@@ -2,24 +2,24 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Annotated
 
 from fastapi import Header, Request, Response
 from sse_starlette import EventSourceResponse
-from sse_starlette.sse import SendTimeoutError
 from starlette.types import Message, Receive, Scope, Send
 
 from app import background
 from app.errors import ApiError, FieldError
 from app.events import stream
-from app.events.stream import Frame
+from app.events.stream import Batch
 from app.runs.models import TERMINAL
 
 log = logging.getLogger(__name__)
 
-Batches = AsyncIterator[tuple[int, list[Frame]]]
+Batches = AsyncIterator[tuple[int, Batch]]
 LastEventId = Annotated[str | None, Header(description="What an EventSource sends on reconnect; wins over the query.")]
 
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"}
@@ -53,9 +53,11 @@ class LiveResponse(EventSourceResponse):
     """A body that may take days: cut off when its client takes nothing, or may no longer read."""
 
     def __init__(self, request: Request, body: AsyncIterator[bytes], media_type: str = "text/event-stream") -> None:
-        # Its own pings would not carry the cursor; the keep-alive of `as_sse` does.
-        super().__init__(body, headers=HEADERS, media_type=media_type, ping=0, send_timeout=SEND_SECONDS)
+        # Its own pings would not carry the cursor; the keep-alive of `as_sse` does. And a time-out around every send
+        # would cost more than most sends do: `_watch` looks at the clock for all of them.
+        super().__init__(body, headers=HEADERS, media_type=media_type, ping=0)
         self._request = request
+        self._sending_since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_open = False
@@ -63,7 +65,9 @@ class LiveResponse(EventSourceResponse):
         async def tell(message: Message) -> None:
             nonlocal is_open
             is_open = message["type"] == "http.response.start" or bool(message.get("more_body"))
+            self._sending_since = time.monotonic()
             await send(message)
+            self._sending_since = None
 
         serving = asyncio.create_task(super().__call__(scope, receive, tell), name="serve a stream")
         watching = asyncio.create_task(self._watch(serving), name="watch a stream")
@@ -73,13 +77,10 @@ class LiveResponse(EventSourceResponse):
             await background.end(watching)
             await background.end(serving)
         if serving.cancelled():
-            log.info("a stream was cut off: its key is no longer valid")
-        elif problem := serving.exception():
-            if isinstance(problem, SendTimeoutError):
-                log.info("a stream was cut off: its client took nothing for %.0f s", SEND_SECONDS)
-            else:
-                raise problem
-        elif is_open:
+            return
+        if problem := serving.exception():
+            raise problem
+        if is_open:
             # The server is to end. Frames are sent whole, so here is a good place: without this last word the client
             # would take the end of its stream for a broken connection.
             with suppress(TimeoutError):
@@ -88,11 +89,19 @@ class LiveResponse(EventSourceResponse):
 
     async def _watch(self, serving: asyncio.Task[None]) -> None:
         """By the clock and not by what is sent: the stream itself asks as well, but not while its client is slow."""
+        checked = time.monotonic()
         while True:
-            await asyncio.sleep(stream.RECHECK_SECONDS)
-            if not await still_allowed(self._request):
+            await asyncio.sleep(min(stream.RECHECK_SECONDS, SEND_SECONDS))
+            now = time.monotonic()
+            if self._sending_since is not None and now - self._sending_since >= SEND_SECONDS:
+                log.info("a stream was cut off: its client took nothing for %.0f s", SEND_SECONDS)
                 break
-        await asyncio.sleep(_CUT_SECONDS)  # in which it ends by itself
+            if now - checked >= stream.RECHECK_SECONDS:
+                checked = now
+                if not await still_allowed(self._request):
+                    await asyncio.sleep(_CUT_SECONDS)  # in which it ends by itself
+                    log.info("a stream was cut off: its key is no longer valid")
+                    break
         serving.cancel()
 
 
@@ -106,7 +115,7 @@ async def as_sse(batches: Batches, opening: bytes = b"") -> AsyncIterator[bytes]
     """As `text/event-stream`."""
     yield b"retry: 2000\n\n" + opening
     async for reached, frames in batches:
-        yield b"".join(frame.sse for frame in frames) if frames else b": keep-alive\nid: %d\n\n" % reached
+        yield frames.sse if frames else b": keep-alive\nid: %d\n\n" % reached
 
 
 async def as_ndjson(batches: Batches, opening: bytes = b"") -> AsyncIterator[bytes]:
@@ -115,4 +124,4 @@ async def as_ndjson(batches: Batches, opening: bytes = b"") -> AsyncIterator[byt
         yield opening
     async for _, frames in batches:
         if frames:
-            yield b"".join(frame.line for frame in frames)
+            yield frames.lines

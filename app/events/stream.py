@@ -4,9 +4,10 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from sqlalchemy.exc import SQLAlchemyError
@@ -24,8 +25,11 @@ KEEP_ALIVE_SECONDS = 15.0
 RECHECK_SECONDS = 10.0
 """How often it is asked whether the caller may still read."""
 _BATCH = 500
-_BUFFER_BYTES = 512 * 1024
+_KEPT_BYTES = 512 * 1024
 _READS_AT_A_TIME = 5
+_GATHER_SECONDS = 0.02
+_GATHER_SECONDS_A_READER = 0.00003
+_MOST_GATHER_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,68 +51,120 @@ class Frame:
         return b'{"type":"%s",%s\n' % (self.type.encode(), self.json[1:])
 
 
-class Reader:
-    """One subscriber's place: attached to the tail with a bounded buffer, or reading from Postgres by itself."""
+class Batch(list[Frame]):
+    """Frames that go out together; encoded once, however many readers send them."""
 
-    __slots__ = ("attached", "buffer", "buffered_bytes", "position", "ready")
+    @cached_property
+    def sse(self) -> bytes:
+        """All of them as `text/event-stream`."""
+        return b"".join(frame.sse for frame in self)
 
-    def __init__(self, position: int) -> None:
-        self.position = position
-        self.attached = False
-        self.buffer: deque[Frame] = deque()
-        self.buffered_bytes = 0
-        self.ready = asyncio.Event()
+    @cached_property
+    def lines(self) -> bytes:
+        """All of them as lines of JSON."""
+        return b"".join(frame.line for frame in self)
 
-    def offer(self, frames: Sequence[Frame]) -> None:
-        """Take new frames, or fall off the tail at once when the buffer is full; never waits."""
-        self.ready.set()
-        for frame in frames:
-            if self.buffered_bytes > _BUFFER_BYTES:
-                self.attached = False  # what is buffered is whole up to here; Postgres has the rest
-                return
-            if frame.seq > self.position:
-                self.buffer.append(frame)
-                self.buffered_bytes += len(frame.json)
-
-    def take(self) -> list[Frame]:
-        """Everything that is buffered."""
-        frames = list(self.buffer)
-        self.buffer.clear()
-        self.buffered_bytes = 0
-        return frames
+    @cached_property
+    def size(self) -> int:
+        """About how many bytes it holds."""
+        return sum(len(frame.json) for frame in self)
 
 
 class Tail:
-    """The one reader of new events of a run in this process."""
+    """The one reader of new events of a run in this process. It keeps the newest for all readers together.
 
-    def __init__(self, run_id: str, position: int, read: Callable[[str, int], Awaitable[list[Frame]]]) -> None:
+    A reader is nothing but a position: whoever is so slow that its next event is not kept any more reads from
+    Postgres until it is level again, and no reader makes anything grow.
+    """
+
+    def __init__(self, run_id: str, position: int, read: Callable[[str, int], Awaitable[Batch]]) -> None:
         self.run_id = run_id
         self.position = position
-        self.readers: set[Reader] = set()
+        self.start = position
+        """Everything behind this is kept."""
+        self.kept: deque[tuple[int, Batch]] = deque()
+        """Batches, each with the position before it."""
+        self.kept_bytes = 0
+        self.readers = 0
+        self.is_over = False
         self.wake = asyncio.Event()
+        self._waiting: list[asyncio.Future[None]] = []
         self._read = read
 
     async def follow(self) -> None:
         """Read and hand out until the run's end or until nobody is left."""
-        while self.readers:
-            # Cleared before reading: a wake-up that comes during the read must lead to another one.
-            self.wake.clear()
-            try:
-                frames = await self._read(self.run_id, self.position)
-            except (SQLAlchemyError, OSError) as error:
-                log.info("events of %s cannot be read now, trying again: %s", self.run_id, error)
-                frames = []
-            if frames:
-                self.position = frames[-1].seq
-                for reader in list(self.readers):
-                    reader.offer(frames)
-                    if not reader.attached:
-                        self.readers.discard(reader)
-                if frames[-1].type == "end":
-                    return
-                continue
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self.wake.wait(), POLL_SECONDS)
+        ticking = asyncio.create_task(self._tick(), name=f"tick {self.run_id}")
+        try:
+            while self.readers:
+                # Cleared before reading: a wake-up that comes during the read must lead to another one.
+                self.wake.clear()
+                try:
+                    frames = await self._read(self.run_id, self.position)
+                except (SQLAlchemyError, OSError) as error:
+                    log.info("events of %s cannot be read now, trying again: %s", self.run_id, error)
+                    frames = Batch()
+                if frames:
+                    self._hand_out(frames)
+                    if frames[-1].type == "end":
+                        return
+                    if len(frames) == _BATCH:
+                        continue  # there is more, probably
+                    # What comes shortly behind goes out together; the more readers there are, the more that saves.
+                    await asyncio.sleep(
+                        min(_GATHER_SECONDS + self.readers * _GATHER_SECONDS_A_READER, _MOST_GATHER_SECONDS)
+                    )
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self.wake.wait(), POLL_SECONDS)
+        finally:
+            await background.end(ticking)
+
+    def behind(self, position: int) -> Batch:
+        """The next kept events of a reader that is not before `start`; empty when it has seen all."""
+        found = Batch()
+        for before, batch in reversed(self.kept):
+            if batch[-1].seq <= position:
+                break
+            found = batch if before >= position else Batch(frame for frame in batch if frame.seq > position)
+        return found
+
+    def wait(self) -> "asyncio.Future[None]":
+        """Done when there is something new, or after a while of silence."""
+        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiting)
+        return waiting
+
+    def wake_readers(self) -> None:
+        """Let all look who wait."""
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+    def _hand_out(self, frames: Batch) -> None:
+        self.kept.append((self.position, frames))
+        self.kept_bytes += frames.size
+        self.position = frames[-1].seq
+        while self.kept_bytes > _KEPT_BYTES and len(self.kept) > 1:
+            _, dropped = self.kept.popleft()
+            self.kept_bytes -= dropped.size
+            self.start = dropped[-1].seq
+        self.wake_readers()
+
+    async def _tick(self) -> None:
+        """Silence is news too: readers have keep-alives to send, also while the database does not answer."""
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            self.wake_readers()
+
+
+class Reader:
+    """One subscriber's place, and the tail that it has joined."""
+
+    __slots__ = ("position", "tail")
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+        self.tail: Tail | None = None
 
 
 class Streams:
@@ -119,6 +175,7 @@ class Streams:
         self._queue = queue
         self._tails: dict[str, Tail] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._reading: dict[tuple[str, int], asyncio.Task[Batch]] = {}
         # Readers that catch up must not take every connection from the requests beside them.
         self._reads = asyncio.Semaphore(_READS_AT_A_TIME)
 
@@ -127,18 +184,33 @@ class Streams:
         for task in list(self._tasks):
             await background.end(task)
 
-    async def read(self, run_id: str, after: int) -> list[Frame]:
-        """The next stored events behind a cursor, encoded."""
+    async def read(self, run_id: str, after: int) -> Batch:
+        """The next stored events behind a cursor, encoded; one query for all who ask for the same meanwhile.
+
+        It may have begun before the call and miss what was committed since: then the tail has that.
+        """
+        place = (run_id, after)
+        reading = self._reading.get(place)
+        if reading is None:
+            reading = self._reading[place] = self._start_read(run_id, after)
+            reading.add_done_callback(lambda _: self._reading.pop(place))
+        return await asyncio.shield(reading)
+
+    async def read_now(self, run_id: str, after: int) -> Batch:
+        """The same with everything that was committed before the call."""
+        return await asyncio.shield(self._start_read(run_id, after))
+
+    def _start_read(self, run_id: str, after: int) -> "asyncio.Task[Batch]":
         # A reader that hangs up in the middle of a query must not cost the connection that the query runs on.
         reading = asyncio.create_task(self._read(run_id, after), name=f"read {run_id}")
         self._tasks.add(reading)
         reading.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(reading)
+        return reading
 
-    async def _read(self, run_id: str, after: int) -> list[Frame]:
+    async def _read(self, run_id: str, after: int) -> Batch:
         async with self._reads, self._engine.connect() as connection:
             rows = (await connection.execute(read_after(run_id, after, _BATCH))).all()
-        return [Frame(seq, kind, payload(run_id, seq, ts, data).encode()) for seq, kind, ts, data in rows]
+        return Batch(Frame(seq, kind, payload(run_id, seq, ts, data).encode()) for seq, kind, ts, data in rows)
 
     async def batches(
         self,
@@ -149,7 +221,7 @@ class Streams:
         wanted: Callable[[Frame], bool] | None = None,
         keep_alive: float | None = None,
         still_allowed: Callable[[], Awaitable[bool]] | None = None,
-    ) -> AsyncIterator[tuple[int, list[Frame]]]:
+    ) -> AsyncIterator[tuple[int, Batch]]:
         """Events behind `after` in order, without gap or duplicate, then live ones, as (cursor, frames).
 
         Only those that are `wanted`. Frames are empty when there were none for `keep_alive` seconds, however much
@@ -165,10 +237,11 @@ class Streams:
                 now = time.monotonic()
                 if frames:
                     if until is not None:
-                        frames = [frame for frame in frames if frame.seq <= until]
+                        frames = Batch(frame for frame in frames if frame.seq <= until)
                     reader.position = frames[-1].seq if frames else until or reader.position
                     over = not frames or frames[-1].type == "end"
-                    frames = [frame for frame in frames if wanted is None or wanted(frame)]
+                    if wanted is not None:
+                        frames = Batch(frame for frame in frames if wanted(frame))
                     if frames:
                         last_sent = now
                         yield reader.position, frames
@@ -176,51 +249,60 @@ class Streams:
                         return
                 if not frames and now - last_sent >= keep_alive:
                     last_sent = now
-                    yield reader.position, []
+                    yield reader.position, frames
                 if still_allowed and now - last_checked >= RECHECK_SECONDS:
                     last_checked = now
                     if not await still_allowed():
                         return
         finally:
-            self._detach(run_id, reader)
+            self._leave(reader)
 
-    async def _next(self, run_id: str, reader: Reader) -> list[Frame]:
+    async def _next(self, run_id: str, reader: Reader) -> Batch:
         """What the reader has to see next; empty after a while without anything."""
-        if reader.buffer:
-            return reader.take()
-        if reader.attached:
-            reader.ready.clear()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(reader.ready.wait(), POLL_SECONDS)
-            return reader.take()
+        tail = reader.tail
+        if tail is not None and tail.start <= reader.position:
+            if frames := tail.behind(reader.position):
+                return frames
+            if not tail.is_over:
+                await tail.wait()
+                return tail.behind(reader.position) if tail.start <= reader.position else Batch()
+        # Not on a tail yet, too slow for it, or it has ended.
+        self._leave(reader)
+        if self._join(run_id, reader):
+            return Batch()
         try:
             frames = await self.read(run_id, reader.position)
         except (SQLAlchemyError, OSError):
             await asyncio.sleep(POLL_SECONDS)
-            return []
-        if not frames:
-            self._attach(run_id, reader)
+            return Batch()
+        if not frames and not self._join(run_id, reader):
+            self._begin(run_id, reader)
         return frames
 
-    def _attach(self, run_id: str, reader: Reader) -> None:
-        """Join the tail, if the reader is level with it. Not a coroutine: nothing may happen between look and join."""
+    def _join(self, run_id: str, reader: Reader) -> bool:
+        """Go on with the tail, if all is kept that the reader has to see next."""
         tail = self._tails.get(run_id)
-        if tail is None:
-            tail = self._tails[run_id] = Tail(run_id, reader.position, self.read)
-            tail.readers.add(reader)
-            task = asyncio.create_task(self._run(tail), name=f"tail {run_id}")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        elif tail.position > reader.position:
-            return  # behind the tail: read from Postgres once more
-        tail.readers.add(reader)
-        reader.attached = True
+        if tail is None or tail.start > reader.position:
+            return False  # nobody follows, or it is too far ahead: read from Postgres
+        tail.readers += 1
+        reader.tail = tail
+        return True
 
-    def _detach(self, run_id: str, reader: Reader) -> None:
-        reader.attached = False
-        tail = self._tails.get(run_id)
-        if tail:
-            tail.readers.discard(reader)
+    def _begin(self, run_id: str, reader: Reader) -> None:
+        """Follow the run from the reader's place, which is level with what is stored."""
+        if run_id in self._tails:
+            return  # behind the tail: read from Postgres once more
+        tail = self._tails[run_id] = Tail(run_id, reader.position, self.read_now)
+        self._join(run_id, reader)
+        task = asyncio.create_task(self._run(tail), name=f"tail {run_id}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    @staticmethod
+    def _leave(reader: Reader) -> None:
+        tail, reader.tail = reader.tail, None
+        if tail is not None:
+            tail.readers -= 1
             if not tail.readers:
                 tail.wake.set()
 
@@ -231,7 +313,6 @@ class Streams:
         finally:
             # Off the table first: whoever comes now makes a new tail and loses nothing.
             self._tails.pop(tail.run_id, None)
-            for reader in tail.readers:
-                reader.attached = False
-                reader.ready.set()
+            tail.is_over = True
+            tail.wake_readers()
             await self._queue.unlisten(tail.run_id)

@@ -112,7 +112,7 @@ async def test_a_reader_continues_behind_its_cursor_without_seam(lab: Lab) -> No
 async def test_a_slow_reader_holds_a_bounded_buffer_and_delays_nobody(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "_BUFFER_BYTES", 20_000)
+    monkeypatch.setattr(stream, "_KEPT_BYTES", 20_000)
     slow, quick, largest = [], [], 0
     slow_reading = asyncio.create_task(lab.read(seen=slow, pause=0.3))
     quick_reading = asyncio.create_task(lab.read(seen=quick))
@@ -121,7 +121,7 @@ async def test_a_slow_reader_holds_a_bounded_buffer_and_delays_nobody(
         await lab.write(20, width=500)
         await eventually_async(lambda n=n: _level(quick, 2 + 20 * n), what="the quick reader keeps up")
         for tail in lab.streams._tails.values():
-            largest = max([largest, *(reader.buffered_bytes for reader in tail.readers)])
+            largest = max(largest, tail.kept_bytes)
     assert len(slow) < len(quick)
     await lab.end()
     assert await asyncio.wait_for(quick_reading, 30) == lab.whole
@@ -186,7 +186,7 @@ async def _level(seen: list[int], count: int) -> bool:
 
 
 async def _attached(lab: Lab, count: int) -> bool:
-    return sum(len(tail.readers) for tail in lab.streams._tails.values()) == count
+    return sum(tail.readers for tail in lab.streams._tails.values()) == count
 
 
 async def _nothing_left(lab: Lab) -> bool:
