@@ -6,7 +6,7 @@ READY := .venv/.ready
 # Where this is set, every process would compile PyTorch's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo up test lint bench venv chaos
+.PHONY: demo up test lint bench venv chaos mutants
 
 demo: $(READY)  ## fine-tune a small model through the service and watch; MODEL=<hub name> for another
 	@$(BIN)/anneal demo $(if $(MODEL),--model '$(MODEL)')
@@ -23,6 +23,9 @@ lint: $(READY)  ## style, types, and who may import whom
 
 chaos: $(READY)  ## break everything for ROUNDS=200 rounds; SEED=7 replays a schedule
 	@$(BIN)/python -m tests.chaos --rounds $(or $(ROUNDS),200) $(if $(SEED),--seed $(SEED))
+
+mutants: $(READY)  ## build in known bugs, one at a time, and see each caught; ONLY='late-acks' for one
+	@$(BIN)/python -m tests.mutants $(ONLY)
 
 bench: $(READY)  ## all benchmarks; ONLY=C8 for one
 	@$(BIN)/python -m benchmarks $(ONLY)

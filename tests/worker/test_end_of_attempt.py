@@ -1,8 +1,9 @@
-"""The end of an attempt: everything that was said in it is stored before its last status."""
+"""What the worker stores comes before what it tells: readers of new events, everybody of the end."""
 
 import json
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.waiting import eventually
 from worker import supervisor
 from worker.host import Host
 from worker.pump import Pump
+from worker.writer import Writer
 
 _SLOW = """
 CREATE FUNCTION dawdle() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_sleep(0.5); RETURN NEW; END $$;
@@ -61,3 +63,20 @@ def test_the_last_status_waits_for_the_last_line_of_the_log(
     host.lease_engine.dispose()
     told = [event.data.get("line") or event.data.get("to") or event.type for event in events_of(engine, run.id)]
     assert told[2:] == ["first", "progress", "running", "second", "last", "completed", "end"]
+
+
+def test_readers_are_woken_when_there_is_something_to_read(
+    settings: Settings, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_run(engine)
+    run = claim(engine, add_worker(engine), lease=60.0)
+    host = Host(settings)
+    seen: list[int] = []
+    monkeypatch.setattr(host, "wake", lambda run_id: seen.append(len(events_of(engine, run_id))))
+    lease: Any = SimpleNamespace(fenced=False, expired=False, run_id=run.id)
+    with Writer(host, run, lease) as writer:
+        Pump(host, run, writer).take([("stdout", b"a line\n")])
+        eventually(lambda: seen, what="a wake-up")
+    host.engine.dispose()
+    host.lease_engine.dispose()
+    assert seen == [3], "a reader that looked at once would have found nothing, and slept on"

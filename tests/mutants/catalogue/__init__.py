@@ -1,0 +1,6 @@
+"""Every mutant there is."""
+
+from tests.mutants.catalogue import checkpoints, events, runs, workers
+from tests.mutants.mutant import Mutant
+
+MUTANTS: tuple[Mutant, ...] = (*runs.MUTANTS, *events.MUTANTS, *workers.MUTANTS, *checkpoints.MUTANTS)

@@ -1,0 +1,100 @@
+"""Bugs in writing checkpoints, resuming from them and cleaning them up."""
+
+from tests.mutants.mutant import Change, Mutant
+
+_MANIFEST = "worker/training/manifest.py"
+_RETENTION = "app/checkpoints/retention.py"
+_DURABLE = "tests/worker/training/test_durability.py"
+_KEPT = "tests/app/test_retention.py"
+
+_SYNC_FILES = """    for path in _files(staging):
+        # safetensors writes 0600, which neither the API's user nor an operator's group could read.
+        path.chmod(0o644)
+        _sync(path)
+    for folder in {staging, *(path.parent for path in _files(staging))}:
+        _sync(folder)
+"""
+_RENAME = """    if final.exists():
+        old = final.with_name(f".{final.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+        staging.rename(final)
+        shutil.rmtree(old)
+    else:
+        staging.rename(final)
+"""
+
+MUTANTS = (
+    Mutant(
+        name="rename-before-fsync",
+        promises=(11,),
+        about="A checkpoint gets its name while its files are still only in memory.",
+        changes=(Change(_MANIFEST, _SYNC_FILES + _RENAME, _RENAME + _SYNC_FILES.replace("staging", "final")),),
+        test=f"{_DURABLE}::test_files_and_folders_are_on_the_disk_before_the_rename_and_the_name_after_it",
+    ),
+    Mutant(
+        name="manifest-not-on-the-disk",
+        promises=(11,),
+        about="The manifest is the one file of a checkpoint that is never fsynced.",
+        changes=(
+            Change(_MANIFEST, "    path.write_bytes(text)\n    _sync(path)\n", "    path.write_bytes(text)\n"),
+            Change(
+                _MANIFEST,
+                "        path.chmod(0o644)\n        _sync(path)\n",
+                "        path.chmod(0o644)\n        if path.name != MANIFEST:\n            _sync(path)\n",
+            ),
+        ),
+        test=f"{_DURABLE}::TestAWholeRun::test_of_the_fake_trainer",
+    ),
+    Mutant(
+        name="name-not-on-the-disk",
+        promises=(11,),
+        about="A checkpoint is told of while a power cut could still take its name.",
+        changes=(Change(_MANIFEST, "    _sync(final.parent)\n", ""),),
+        test=f"{_DURABLE}::TestAWholeRun::test_of_the_fake_trainer",
+    ),
+    Mutant(
+        name="resume-unverified",
+        promises=(11,),
+        about="A run resumes from whatever lies in the folder of its newest checkpoint.",
+        changes=(
+            Change(
+                "worker/job.py",
+                "        wrong = manifest.verify(place, checkpoint.manifest_sha256)\n",
+                "        wrong: list[str] = []\n",
+            ),
+        ),
+        test="tests/worker/test_job.py::test_a_damaged_checkpoint_is_marked_told_and_passed_over[flipped]",
+    ),
+    Mutant(
+        name="random-state-not-saved",
+        promises=(10,),
+        about="A checkpoint leaves out the state of the random numbers, so dropout differs after a resume.",
+        changes=(Change("worker/training/checkpoints.py", "    trainer._save_rng_state(str(folder))\n", ""),),
+        test="tests/worker/training/test_resume.py::TestExact"
+        "::test_losses_rows_and_weights_equal_the_undisturbed_runs[lora-mid-epoch]",
+    ),
+    Mutant(
+        name="clean-up-takes-the-newest",
+        promises=(12,),
+        about="Clean-up keeps the oldest checkpoints instead of the newest.",
+        changes=(
+            Change(_RETENTION, "there.order_by(one.step.desc(), one.id.desc())", "there.order_by(one.step, one.id)"),
+        ),
+        test=f"{_KEPT}::test_the_furthest_are_kept_and_the_others_go[1-steps0]",
+    ),
+    Mutant(
+        name="clean-up-takes-the-best",
+        promises=(12,),
+        about="Clean-up takes the checkpoint with the lowest evaluation loss.",
+        changes=(Change(_RETENTION, "            Checkpoint.id.not_in(best),\n", ""),),
+        test=f"{_KEPT}::test_the_one_with_the_lowest_evaluation_loss_stays",
+    ),
+    Mutant(
+        name="clean-up-takes-the-pinned",
+        promises=(12,),
+        about="Clean-up takes a checkpoint that somebody pinned.",
+        changes=(Change(_RETENTION, "            Checkpoint.pinned.is_(False),\n", ""),),
+        test=f"{_KEPT}::test_a_pinned_one_stays_however_old",
+    ),
+)

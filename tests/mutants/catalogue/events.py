@@ -1,0 +1,80 @@
+"""Bugs in storing events and in handing them to readers."""
+
+from tests.mutants.mutant import Change, Mutant
+
+_LOG = "app/events/log.py"
+_STREAM = "app/events/stream.py"
+_APPENDS = "tests/app/test_event_log.py"
+_ORDER = "tests/app/test_event_log_order.py"
+
+MUTANTS = (
+    Mutant(
+        name="append-without-epoch",
+        promises=(4,),
+        about="Whoever counts on from what is stored may append, also a worker that has lost the run.",
+        changes=(
+            Change(
+                _LOG,
+                "    WHERE id = :id AND epoch = :epoch AND status IN ('initializing', 'running', 'checkpointing')\n"
+                "        AND src_hwm = :first - 1",
+                "    WHERE id = :id AND status IN ('initializing', 'running', 'checkpointing')\n"
+                "        AND src_hwm = :first - 1",
+            ),
+        ),
+        test=f"{_ORDER}::test_a_stale_worker_writes_nothing_into_the_attempt_that_followed",
+    ),
+    Mutant(
+        name="numbers-outside-the-lock",
+        promises=(5,),
+        about="Numbers are taken like those of a global serial: another writer may commit later ones first.",
+        changes=(
+            Change(
+                _LOG,
+                "    assert driver is not None  # noqa: S101 - a connection in use has one\n",
+                "    assert driver is not None  # noqa: S101 - a connection in use has one\n    driver.commit()\n",
+            ),
+        ),
+        test=f"{_ORDER}::test_numbers_are_committed_in_their_order_so_a_reader_never_finds_a_smaller_one_later",
+    ),
+    Mutant(
+        name="resend-counts-as-stored",
+        promises=(5, 7),
+        about="What is sent again counts as stored already, also what has been added to it.",
+        changes=(Change(_LOG, "new = new[stored - first + 1 :]", "new = []"),),
+        test=f"{_APPENDS}::TestAppend::test_sent_again_with_more_behind_it_stores_the_rest",
+    ),
+    Mutant(
+        name="stored-before-commit",
+        promises=(7,),
+        about="The worker counts events as stored before the commit, and skips them when that fails.",
+        changes=(
+            Change(
+                "worker/writer.py",
+                "                then(connection)\n        self._stored += len(batch)",
+                "                then(connection)\n            self._stored += len(batch)",
+            ),
+        ),
+        test="tests/worker/test_pump.py::test_a_commit_whose_answer_got_lost_is_not_stored_twice[1]",
+    ),
+    Mutant(
+        name="order-by-time",
+        promises=(5,),
+        about="A reader gets events in the order of their times, which two machines do not agree on.",
+        changes=(Change(_LOG, ".order_by(RunEvent.seq)", ".order_by(RunEvent.ts)"),),
+        test="tests/app/test_stream.py::test_a_reader_continues_behind_its_cursor_without_seam",
+    ),
+    Mutant(
+        name="join-without-being-level",
+        promises=(5,),
+        about="A reader that lags behind the live tail joins it, and misses what lies between.",
+        changes=(Change(_STREAM, "if tail is not None and tail.start <= reader.position:", "if tail is not None:"),),
+        test="tests/app/test_stream.py::test_a_slow_reader_holds_a_bounded_buffer_and_delays_nobody",
+    ),
+    Mutant(
+        name="unbounded-buffer",
+        promises=(17,),
+        about="A reader that takes nothing is given everything, and the API keeps it in memory.",
+        changes=(Change(_STREAM, "while self.kept_bytes > _KEPT_BYTES and", "while self.kept_bytes < 0 and"),),
+        test="tests/app/test_stream.py::test_a_slow_reader_holds_a_bounded_buffer_and_delays_nobody",
+    ),
+)

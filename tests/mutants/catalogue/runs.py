@@ -1,0 +1,178 @@
+"""Bugs in accepting, claiming, stopping and taking back runs."""
+
+from tests.mutants.mutant import Change, Mutant
+
+_LIFECYCLE = "app/runs/lifecycle.py"
+_STATES = "tests/app/test_lifecycle.py"
+_TOLD = "tests/app/test_after_commit.py"
+
+# The database refuses a waiting run that was stopped; a mutant of the statements has to get past that too.
+_NOTHING_REFUSED = Change(
+    "migrations/versions/0001_first_schema.py",
+    "\"status <> 'pending' OR stop_requested_at IS NULL\"",
+    '"true"',
+)
+
+MUTANTS = (
+    Mutant(
+        name="answer-before-commit",
+        promises=(1,),
+        about="The API answers 202 and only then commits.",
+        changes=(Change("app/dependencies.py", 'scope="function"', 'scope="request"'),),
+        test=f"{_TOLD}::TestAnAnswer::test_that_a_run_is_accepted_never_precedes_its_commit",
+    ),
+    Mutant(
+        name="hint-before-commit",
+        promises=(2, 6),
+        about="The hint is sent before its run can be seen, so whoever takes it finds nothing.",
+        changes=(
+            Change(
+                "app/runs/endpoints.py",
+                "body, caller.key_id, idempotency)\n    after_commit.add_task(_queue(request).hint)",
+                "body, caller.key_id, idempotency)\n    await _queue(request).hint()",
+            ),
+        ),
+        test=f"{_TOLD}::TestAHint::test_comes_when_its_run_can_be_claimed",
+    ),
+    Mutant(
+        name="stop-told-before-commit",
+        promises=(8, 9),
+        about="The worker is told of a stop that it cannot see yet, so its renewal brings none.",
+        changes=(
+            Change(
+                "app/runs/endpoints.py",
+                "after_commit.add_task(_queue(request).stop, run_id)",
+                "await _queue(request).stop(run_id)",
+            ),
+        ),
+        test=f"{_TOLD}::TestARequestToStop::test_is_told_to_the_worker_when_it_can_be_seen",
+    ),
+    Mutant(
+        name="late-acks",
+        promises=(3, 6),
+        about="A hint is acknowledged after its run, so the broker delivers it again in the middle of a long one.",
+        changes=(Change("app/queue.py", "task_acks_late=False", "task_acks_late=True"),),
+        test="tests/app/test_hints.py::test_a_hint_is_acknowledged_before_its_run_trains_so_it_never_comes_again",
+    ),
+    Mutant(
+        name="claim-only-what-was-hinted",
+        promises=(2, 6),
+        about="A hint counts as the truth: a run that none was sent for is never claimed.",
+        changes=(
+            Change(
+                _LIFECYCLE,
+                "            runs.c.stop_requested_at.is_(None),\n            runs.c.not_before",
+                "            runs.c.stop_requested_at.is_(None),\n            runs.c.hinted_at.is_not(None),\n"
+                "            runs.c.not_before",
+            ),
+        ),
+        test=f"{_STATES}::TestClaim::test_needs_no_hint",
+    ),
+    Mutant(
+        name="hint-only-once",
+        promises=(2, 6),
+        about="A run whose hint got lost is never hinted again.",
+        changes=(
+            Change(
+                _LIFECYCLE,
+                "                runs.c.hinted_at < func.clock_timestamp() - text(\"interval '30 s'\"),\n",
+                "",
+            ),
+        ),
+        test=f"{_STATES}::TestHints::test_are_due_once_and_again_after_a_while",
+    ),
+    Mutant(
+        name="claim-without-row-lock",
+        promises=(3,),
+        about="A claim does not lock what it picks, so two workers get the same run.",
+        changes=(Change(_LIFECYCLE, "        .with_for_update(of=runs, skip_locked=True)\n", ""),),
+        test=f"{_STATES}::TestClaim::test_a_run_that_another_is_just_claiming_is_passed_over",
+    ),
+    Mutant(
+        name="finish-without-epoch",
+        promises=(4,),
+        about="A worker that has lost its run ends it all the same.",
+        changes=(
+            Change(
+                _LIFECYCLE,
+                "runs.c.id == run_id, runs.c.epoch == epoch, runs.c.status.in_(sources)",
+                "runs.c.id == run_id, runs.c.status.in_(sources)",
+            ),
+        ),
+        test=f"{_STATES}::TestTheWholeLife::test_a_stale_worker_moves_nothing[complete]",
+    ),
+    Mutant(
+        name="renewal-without-epoch",
+        promises=(3, 4),
+        about="A worker that has lost its run keeps renewing the lease of the one that has it.",
+        changes=(
+            Change(
+                _LIFECYCLE,
+                "runs.c.id == run_id, runs.c.epoch == epoch, runs.c.lease_owner",
+                "runs.c.id == run_id, runs.c.lease_owner",
+            ),
+        ),
+        test=f"{_STATES}::TestTheWholeLife::test_a_stale_worker_renews_nothing_and_hears_no_stop",
+    ),
+    Mutant(
+        name="reap-without-new-epoch",
+        promises=(3, 4),
+        about="A lost run is given back with its old epoch, so the worker that lost it may go on writing.",
+        changes=(
+            Change(
+                _LIFECYCLE,
+                "outcome=outcome,\n        epoch=runs.c.epoch + 1,",
+                "outcome=outcome,\n        epoch=runs.c.epoch,",
+            ),
+        ),
+        test=f"{_STATES}::TestLoss::test_an_expired_lease_gives_the_run_back_with_a_new_fence",
+    ),
+    Mutant(
+        name="stop-leaves-it-waiting",
+        promises=(8,),
+        about="A stop of a waiting run is written down, and the run goes on waiting for a worker.",
+        changes=(
+            Change(
+                _LIFECYCLE,
+                'case((runs.c.status == "pending", "cancelled"), else_=runs.c.status),\n        "stopped',
+                'runs.c.status,\n        "stopped',
+            ),
+            _NOTHING_REFUSED,
+        ),
+        test=f"{_STATES}::TestStop::test_ends_a_waiting_run_at_once",
+    ),
+    Mutant(
+        name="requeue-forgets-stop",
+        promises=(8,),
+        about="A lost run that was to stop waits for another worker instead of ending.",
+        changes=(
+            Change(
+                _LIFECYCLE,
+                'case((runs.c.stop_requested_at.is_not(None), "cancelled"), (exhausted, "failed"),',
+                'case((exhausted, "failed"),',
+            ),
+            _NOTHING_REFUSED,
+        ),
+        test=f"{_STATES}::TestStop::test_is_never_followed_by_another_attempt[reap_dead]",
+    ),
+    Mutant(
+        name="losses-not-counted",
+        promises=(16,),
+        about="Losses are not counted, so a run that kills its worker each time is tried for ever.",
+        changes=(Change(_LIFECYCLE, "lost_count=runs.c.lost_count + int(counted)", "lost_count=runs.c.lost_count"),),
+        test=f"{_STATES}::TestLoss::test_a_run_that_is_lost_too_often_fails_and_says_so",
+    ),
+    Mutant(
+        name="no-grace-after-an-outage",
+        promises=(19,),
+        about="When Postgres comes back, every run whose worker could not renew meanwhile is called lost.",
+        changes=(
+            Change(
+                _LIFECYCLE,
+                "runs.c.lease_expires_at < func.clock_timestamp(), up_long_enough)",
+                "runs.c.lease_expires_at < func.clock_timestamp())",
+            ),
+        ),
+        test=f"{_STATES}::TestLoss::test_postgres_that_has_only_just_come_up_gives_a_lease_of_grace",
+    ),
+)

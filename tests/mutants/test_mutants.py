@@ -1,0 +1,32 @@
+"""The mutants do not rot: each can still be made, and its test is still there. `make mutants` tries them."""
+
+import pytest
+
+from tests.mutants.catalogue import MUTANTS
+from tests.mutants.copies import ROOT
+from tests.nodes import is_test
+
+
+def test_each_can_be_made_in_the_code_as_it_is() -> None:
+    problems = {mutant.name: [change.problem(ROOT) for change in mutant.changes] for mutant in MUTANTS}
+    assert {name: found for name, found in problems.items() if any(found)} == {}
+
+
+def test_each_is_a_bug_of_its_own_and_breaks_a_promise() -> None:
+    names = [mutant.name for mutant in MUTANTS]
+    assert len(names) == len(set(names)) >= 14
+    for mutant in MUTANTS:
+        assert mutant.promises and set(mutant.promises) <= set(range(1, 21)), mutant.name
+        assert mutant.about.endswith("."), mutant.name
+        assert all(change.old != change.new for change in mutant.changes), mutant.name
+
+
+def test_the_test_of_each_is_there(request: pytest.FixtureRequest) -> None:
+    assert [mutant.name for mutant in MUTANTS if not is_test(mutant.test)] == []
+    # The parameters of a test are known once it is collected: where other tests of its function were, it is one of them.
+    collected = {item.nodeid.partition("@")[0] for item in request.session.items}
+    functions = {node.partition("[")[0] for node in collected}
+    chosen = request.config.option.keyword or any("::" in argument for argument in request.config.args)
+    if not chosen:
+        wanted = {mutant.test for mutant in MUTANTS if mutant.test.partition("[")[0] in functions}
+        assert wanted - collected == set()
