@@ -1,0 +1,450 @@
+"""Promise 18: what is told to end, or to drain, ends soon and in good order, and training goes on as if undisturbed."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from celery import Celery
+from httpx_sse import aconnect_sse
+from sqlalchemy import text
+
+from app.config import Settings
+from app.queue import QUEUE, TASK, celery_app
+from app.serve import REQUEST_GRACE_SECONDS
+from app.workers import local
+from tests.server import ApiServer, ProcessServer
+from tests.stack import Stack, WorkerProcess, assert_attempts_never_overlap, pids_of_trainers
+from tests.waiting import eventually
+
+STEPS = {"steps": 60, "step_seconds": 0.05}
+
+
+class Replica(ApiServer):
+    """`anneal api`."""
+
+    def start(self) -> None:
+        self.log = self.settings.home / f"api-{self.port}.log"
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "app.cli", "api", "--port", str(self.port)],
+                env=self.settings.child_environment(),
+                stdout=output,
+                stderr=output,
+            )
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait(timeout=30)
+
+
+class Reader:
+    """Follows a run, by its last id, on one replica and then on the others; the moments at which streams ended."""
+
+    def __init__(self, servers: list[ApiServer], run_id: str) -> None:
+        self.ids: list[int] = []
+        self.ends: list[float] = []
+        self.broken = 0
+        self._servers = servers
+        self._path = f"/v1/runs/{run_id}/events"
+
+    async def follow(self) -> None:
+        """Until the run's end."""
+        turn = 0
+        while True:
+            server = self._servers[turn % len(self._servers)]
+            headers = {"Authorization": f"Bearer {server.key}"}
+            if self.ids:
+                headers["Last-Event-ID"] = str(self.ids[-1])
+            try:
+                async with (
+                    httpx.AsyncClient(base_url=server.url, headers=headers, timeout=30, verify=False) as client,
+                    aconnect_sse(client, "GET", self._path) as source,
+                ):
+                    async for event in source.aiter_sse():
+                        if event.data:
+                            self.ids.append(int(event.id))
+                        if event.event == "end":
+                            return
+            except httpx.RemoteProtocolError:
+                self.broken += 1
+            except httpx.ConnectError:
+                pass
+            self.ends.append(time.monotonic())
+            turn += 1
+
+
+def deaf_reader(server: ApiServer, path: str) -> socket.socket:
+    """A connection that has asked for a stream and never reads."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", server.port))
+    head = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {server.key}\r\n\r\n"
+    connection.sendall(head.encode())
+    return connection
+
+
+class SlowUpload:
+    """An upload that is under way when the server is told to end."""
+
+    def __init__(self, server: ApiServer) -> None:
+        rows = b"".join(b'{"text": "slow %d"}\n' % n for n in range(200))
+        part = b'--x\r\nContent-Disposition: form-data; name="file"; filename="slow.jsonl"\r\n\r\n'
+        body = part + rows + b"\r\n--x--\r\n"
+        head = (
+            f"POST /v1/datasets HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {server.key}\r\n"
+            f"Content-Type: multipart/form-data; boundary=x\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        self._rest = body[1000:]
+        self._connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+        self._connection.sendall(head.encode() + body[:1000])
+
+    def finish(self) -> str:
+        """Send the rest; answers the status line."""
+        self._connection.sendall(self._rest)
+        with self._connection, self._connection.makefile("rb") as answer:
+            return answer.readline().decode()
+
+
+def cli(stack_or_home: Stack | Path, *arguments: str) -> subprocess.Popen[str]:
+    """`anneal worker …` on a home, knowing neither database nor broker."""
+    home = stack_or_home if isinstance(stack_or_home, Path) else stack_or_home.home
+    environment = {**os.environ, "ANNEAL_HOME": str(home), "ANNEAL_LEASE_SECONDS": "3", "COLUMNS": "200"}
+    command = [sys.executable, "-m", "app.cli", "worker", *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def add_workers(stack: Stack, count: int) -> None:
+    """Several at once: most of a start is imports."""
+    started = [WorkerProcess(stack.settings, stack.home / f"worker-of-many-{n}.log") for n in range(count)]
+    stack.workers.extend(started)
+    eventually(lambda: all(states(stack).get(one.process.pid) == "online" for one in started), timeout=60)
+
+
+def losses(stack: Stack, run_id: str) -> dict[int, str]:
+    """Step → exact loss."""
+    return {line["step"]: line["loss_hex"] for line in stack.journal(run_id) if line["event"] == "step"}
+
+
+def lost_count(stack: Stack, run_id: str) -> int:
+    with stack.engine.connect() as connection:
+        return int(connection.scalar(text("SELECT lost_count FROM runs WHERE id = :id"), {"id": run_id}))
+
+
+def owner(stack: Stack, run_id: str) -> WorkerProcess:
+    """The worker that trains a run."""
+    rows = stack.client.get("/v1/workers").json()["data"]
+    (pid,) = [row["pid"] for row in rows if run_id in row["runs"]]
+    return next(worker for worker in stack.workers if worker.process.pid == pid)
+
+
+def states(stack: Stack) -> dict[int, str]:
+    """Process id → state of the workers that there are and were."""
+    return {row["pid"]: row["state"] for row in stack.client.get("/v1/workers").json()["data"]}
+
+
+def assert_trained_once(stack: Stack, run_id: str) -> None:
+    """Every step was trained once, in order, whoever trained it."""
+    journal = stack.journal(run_id)
+    assert_attempts_never_overlap(journal)
+    steps = [line["step"] for line in journal if line["event"] == "step"]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(shared_stack: Stack) -> dict[int, str]:
+    """The losses of a run that nobody disturbs (as fast as it goes: time does not enter them)."""
+    worker = shared_stack.add_worker()
+    run_id = shared_stack.create({**STEPS, "step_seconds": 0})
+    shared_stack.until(run_id, "completed")
+    assert worker.terminate() == 0
+    shared_stack.workers.clear()
+    return losses(shared_stack, run_id)
+
+
+class TestAnApiThatEnds:
+    def test_readers_go_on_at_another_replica_and_training_notices_nothing(self, stack: Stack) -> None:
+        talkative = stack.create({"steps": 250, "step_seconds": 0, "log_line": "x" * 9000, "log_lines_per_step": 3})
+        stack.add_worker()
+        stack.until(talkative, "completed")
+        with Replica(stack.settings) as ours, ProcessServer(stack.settings) as plain:
+            run_id = stack.create({"steps": 100_000, "log_lines_per_step": 2})
+            deaf = [deaf_reader(ours, f"/v1/runs/{talkative}/events") for _ in range(5)]
+            at_ours = [Reader([ours, stack.api], run_id) for _ in range(24)]
+            at_plain = [Reader([plain, stack.api], run_id) for _ in range(10)]
+            told, exited, upload = asyncio.run(self._follow(at_ours + at_plain, [ours, plain], stack, run_id))
+            assert ours.process.wait(5) == 0
+        for reader in at_ours + at_plain:
+            assert reader.ids == list(range(1, len(reader.ids) + 1))
+            assert reader.ends[0] - told < 5
+            assert not reader.broken, "streams end with their last chunk"
+        assert upload.startswith("HTTP/1.1 201")
+        # Deaf readers do not hold it up for as long as a request may take: what nobody reads is reset.
+        assert exited - told < REQUEST_GRACE_SECONDS * 0.6
+        shown = stack.run(run_id)
+        assert (shown["status"], shown["attempt"], lost_count(stack, run_id)) == ("cancelled", 1, 0)
+        assert_trained_once(stack, run_id)
+        for connection in deaf:
+            connection.close()
+
+    async def _follow(
+        self, readers: list[Reader], ending: list[Any], stack: Stack, run_id: str
+    ) -> tuple[float, float, str]:
+        """Follow to the end of the run, meanwhile end the servers; when they were told, when the first exited."""
+
+        async def tell() -> tuple[float, float, str]:
+            upload = SlowUpload(ending[0])
+            await asyncio.to_thread(eventually, lambda: all(len(reader.ids) > 10 for reader in readers))
+            told = time.monotonic()
+            for server in ending:
+                server.process.terminate()
+            await asyncio.to_thread(eventually, lambda: all(reader.ends for reader in readers))
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", ending[0].port))
+            status = await asyncio.to_thread(upload.finish)
+            await asyncio.to_thread(ending[0].process.wait, 30)
+            exited = time.monotonic()
+            reached = max(reader.ids[-1] for reader in readers)
+            await asyncio.to_thread(eventually, lambda: all(reader.ids[-1] > reached for reader in readers))
+            await asyncio.to_thread(stack.stop, run_id)
+            return told, exited, status
+
+        telling = asyncio.create_task(tell())
+        await asyncio.gather(telling, *(reader.follow() for reader in readers))
+        return telling.result()
+
+    def test_one_that_is_told_before_it_listens_ends_as_well(self, stack: Stack, tmp_path: Path) -> None:
+        replica = Replica(stack.settings.model_copy(update={"home": tmp_path}))
+        replica.start()
+        told = tmp_path / "run" / "api.json"
+        eventually(told.exists, every=0.001)
+        replica.process.terminate()
+        assert replica.process.wait(10) == 0
+        assert not told.exists()
+
+
+class TestAWorkerThatEnds:
+    def test_however_it_is_told_it_saves_and_hands_back_and_the_run_ends_as_if_undisturbed(
+        self, stack: Stack, undisturbed: dict[int, str]
+    ) -> None:
+        told = {
+            15: [signal.SIGTERM, signal.SIGTERM],
+            30: [signal.SIGINT, signal.SIGINT, signal.SIGINT],
+            45: [signal.SIGHUP, signal.SIGTERM],
+        }
+        add_workers(stack, len(told) + 1)
+        run_id = stack.create(STEPS, {"save_steps": 1000})
+        for step, signals in told.items():
+            stack.until_step(run_id, step)
+            worker = owner(stack, run_id)
+            began = time.monotonic()
+            for number in signals:
+                worker.process.send_signal(number)
+            assert worker.process.wait(30) == 0, worker.log.read_text()
+            assert time.monotonic() - began < stack.settings.save_grace_seconds
+            assert lost_count(stack, run_id) == 0
+            assert states(stack)[worker.process.pid] == "offline"
+        assert stack.until(run_id, "completed")["attempt"] == 4
+        assert losses(stack, run_id) == undisturbed
+        assert_trained_once(stack, run_id)
+        reasons = [event["reason"] for event in stack.events(run_id) if event["type"] == "status"]
+        assert sum(reason.startswith("handed back: ") for reason in reasons) == 3
+        saved = [event["step"] for event in stack.events(run_id) if event["type"] == "checkpoint"]
+        assert len(saved) >= 3 and all(any(step <= one for one in saved) for step in told)
+
+    def test_one_that_loads_a_model_does_not_wait_for_it(self, stack: Stack) -> None:
+        run_id = stack.create({"load_seconds": 60})
+        worker = stack.add_worker()
+        stack.until(run_id, "initializing")
+        eventually(lambda: pids_of_trainers(stack.journal(run_id)))
+        began = time.monotonic()
+        assert worker.terminate() == 0
+        assert time.monotonic() - began < 4
+        assert (stack.run(run_id)["status"], lost_count(stack, run_id)) == ("pending", 0)
+        stack.stop(run_id)
+
+    def test_one_that_still_waits_for_its_servers_ends_at_once(self, stack: Stack, tmp_path: Path) -> None:
+        away = {"database_url": "postgresql://me@127.0.0.1:1/x", "redis_url": "redis://127.0.0.1:1/0"}
+        waiting = {
+            "cannot be reached": {**away, "home": tmp_path / "both"},
+            "Error 111": {"redis_url": away["redis_url"], "home": tmp_path / "broker"},
+        }
+        workers = [
+            (sign, WorkerProcess(stack.settings.model_copy(update=values), tmp_path / f"{n}.log"))
+            for n, (sign, values) in enumerate(waiting.items())
+        ]
+        for sign, worker in workers:
+            eventually(lambda sign=sign, worker=worker: sign in worker.log.read_text(), what=worker.log.read_text)
+        began = time.monotonic()
+        for _, worker in workers:
+            worker.process.terminate()
+        for _, worker in workers:
+            assert worker.process.wait(20) == 0, worker.log.read_text()
+        assert time.monotonic() - began < 6
+        for _, worker in workers:
+            assert "Traceback" not in worker.log.read_text()
+
+    def test_one_whose_database_stays_away_ends_within_the_grace_and_the_run_goes_on_later(
+        self, stack: Stack, undisturbed: dict[int, str]
+    ) -> None:
+        run_id = stack.create(STEPS, {"save_steps": 10})
+        worker = stack.add_worker()
+        stack.until_step(run_id, 15)
+        postgres = stack.servers.postgres
+        assert postgres is not None
+        postgres.stop()
+        began = time.monotonic()
+        worker.process.terminate()
+        worker.process.wait(30)
+        took = time.monotonic() - began
+        postgres.start()
+        postgres.wait_ready()
+        assert took < stack.settings.save_grace_seconds + 8
+        stack.add_worker()
+        stack.until(run_id, "completed")
+        assert losses(stack, run_id) == undisturbed
+        assert_attempts_never_overlap(stack.journal(run_id))
+
+
+class TestDrain:
+    def test_the_run_at_work_finishes_the_next_one_is_left_and_ctrl_c_ends_only_the_command(self, stack: Stack) -> None:
+        worker = stack.add_worker()
+        at_work = stack.create({"steps": 50, "step_seconds": 0.05})
+        stack.until_step(at_work, 3)
+        waiting = stack.create({"steps": 3})
+        watched = cli(stack, "--drain")
+        eventually(lambda: states(stack)[worker.process.pid] == "draining")
+        watched.send_signal(signal.SIGINT)
+        assert watched.wait(20) == 130
+        assert "go on draining" in (watched.stdout.read() if watched.stdout else "")
+        said, _ = cli(stack, "--drain").communicate(timeout=60)
+        assert worker.process.wait(1) == 0, "the command returns when the worker has ended"
+        assert f"process {worker.process.pid}) takes no further run" in said
+        assert f"Still at work on {at_work}" in said
+        assert "Drained: 1 worker ended." in said
+        shown = stack.run(at_work)
+        assert (shown["status"], shown["attempt"]) == ("completed", 1)
+        assert stack.run(waiting)["attempt"] == 0
+        assert states(stack)[worker.process.pid] == "offline"
+        done = cli(stack, "--drain")
+        said, _ = done.communicate(timeout=30)
+        assert done.returncode == 0
+        assert said == f"No worker runs on this machine with ANNEAL_HOME={stack.home}: there is nothing to drain.\n"
+        stack.add_worker()
+        stack.until(waiting, "completed")
+
+    def test_what_still_runs_after_the_timeout_is_saved_and_handed_back(self, stack: Stack) -> None:
+        worker = stack.add_worker()
+        run_id = stack.create({"steps": 100_000})
+        stack.until_step(run_id, 3)
+        command = cli(stack, "--drain", "--timeout", "0.5")
+        said, _ = command.communicate(timeout=60)
+        assert (command.returncode, worker.process.wait(1)) == (0, 0), said
+        assert "After 0.5 s what still runs is saved and handed back." in said
+        assert (stack.run(run_id)["status"], lost_count(stack, run_id)) == ("pending", 0)
+        assert stack.run(run_id)["checkpoint_path"]
+        stack.stop(run_id)
+
+    def test_a_timeout_alone_is_told_what_it_is_for(self, tmp_path: Path) -> None:
+        command = cli(tmp_path, "--timeout", "5")
+        said, _ = command.communicate(timeout=30)
+        assert command.returncode == 1 and "--timeout goes with --drain" in said
+
+    def test_a_hint_that_a_draining_worker_has_taken_goes_to_somebody_else(self, stack: Stack) -> None:
+        from worker import tasks
+
+        class Draining:
+            closing = type("", (), {"is_set": lambda self: True})()
+
+        app: Celery = celery_app(stack.settings.redis_url or "")
+        tasks.register(app, Draining())  # type: ignore[arg-type]
+        with stack.redis() as redis:
+            before = redis.llen(QUEUE)
+            app.tasks[TASK]()
+            assert redis.llen(QUEUE) == before + 1
+            redis.delete(QUEUE)
+
+    def test_anneal_up_does_not_start_a_drained_worker_again(self, stack: Stack, tmp_path: Path) -> None:
+        variables = {
+            **stack.settings.model_copy(update={"home": tmp_path / "up"}).child_environment(),
+            "ANNEAL_PORT": "0",
+            "PYTHONUNBUFFERED": "1",
+        }
+        variables.pop("ANNEAL_STORAGE", None)
+        log = tmp_path / "up.out"
+        with log.open("wb") as output:
+            up = subprocess.Popen([sys.executable, "-m", "app.cli", "up"], env=variables, stdout=output, stderr=output)
+        try:
+            eventually(lambda: "Anneal is ready" in log.read_text(), timeout=60, what="anneal up")
+            connection = tmp_path / "up" / "connection.json"
+            pid = json.loads(connection.read_text())["pids"]["worker"]
+            said, _ = cli(tmp_path / "up", "--drain").communicate(timeout=60)
+            assert f"process {pid})" in said and "Drained" in said
+            eventually(lambda: "worker was drained and has ended" in log.read_text())
+            eventually(lambda: set(json.loads(connection.read_text())["pids"]) == {"up", "api"})
+            children = [child.cmdline() for child in psutil.Process(up.pid).children()]
+            assert len(children) == 1 and "worker.main" not in children[0]
+        finally:
+            up.terminate()
+            assert up.wait(30) == 0
+        assert "runs again" not in log.read_text()
+
+
+class TestNotes:
+    @pytest.fixture
+    def stranger(self) -> Iterator[subprocess.Popen[bytes]]:
+        """A process that has nothing to do with us."""
+        process = subprocess.Popen(["sleep", "60"])
+        yield process
+        process.kill()
+        process.wait()
+
+    def test_a_process_that_was_given_a_workers_id_later_is_never_signalled(
+        self, stranger: subprocess.Popen[bytes], tmp_path: Path
+    ) -> None:
+        started = local.process_started(stranger.pid)
+        assert started is not None
+        here = {"boot_id": local.boot_id(), "namespace": local.namespace()}
+        others: list[dict[str, Any]] = [
+            {**here, "process_started": started - 1},
+            {**here, "process_started": started, "boot_id": "another"},
+            {**here, "process_started": started, "namespace": "pid:[1]"},
+        ]
+        folder = tmp_path / "run" / "workers"
+        folder.mkdir(parents=True)
+        for n, other in enumerate(others):
+            note = local.Note(id=f"wrk_{n}", pid=stranger.pid, **other)
+            assert not note.signal(signal.SIGTERM)
+            (folder / f"{note.id}.json").write_text(json.dumps(note.__dict__))
+        said, _ = cli(tmp_path, "--drain").communicate(timeout=30)
+        assert re.search(r"wrk_1 is not of this machine", said) and "nothing to drain" in said
+        assert stranger.poll() is None
+        right = local.Note(id="wrk", pid=stranger.pid, process_started=started, **here)
+        assert right.signal(signal.SIGTERM)
+        assert stranger.wait(10) == -signal.SIGTERM
+
+    def test_a_new_worker_clears_away_the_notes_of_dead_ones(self, settings: Settings) -> None:
+        folder = settings.home / "run" / "workers"
+        folder.mkdir(parents=True)
+        dead = local.Note("wrk_dead", 2**22 + 1, 1, local.boot_id(), local.namespace())
+        (folder / "wrk_dead.json").write_text(json.dumps(dead.__dict__))
+        (folder / "wrk_torn.json").write_text("{")
+        drained = local.Note("wrk_drained", 2**22 + 2, 1, local.boot_id(), local.namespace(), draining=True)
+        (folder / "wrk_drained.json").write_text(json.dumps(drained.__dict__))
+        notebook = local.Notebook(settings.home, "wrk_new")
+        notebook.open()
+        assert sorted(note.id for note in local.notes(settings.home)) == ["wrk_drained", "wrk_new"]
+        assert local.was_drained(settings.home, drained.pid) and not local.was_drained(settings.home, os.getpid())
+        notebook.close()
+        assert [note.id for note in local.notes(settings.home)] == ["wrk_drained"]
