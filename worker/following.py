@@ -28,7 +28,7 @@ class Following:
         self._process = process
         self._asked_at: float | None = None
         self._has_asked_for_checkpoint = False
-        self._waited_for_us_at = 0.0
+        self._waited_for_us_at = time.monotonic()
 
     def until_the_end(self) -> tuple[Exit, KilledFor | None]:
         """Pump until the process is gone and all it said is taken; answers its end and why we killed it, if we did.

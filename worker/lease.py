@@ -13,7 +13,7 @@ from worker.process import TrainingProcess
 
 log = logging.getLogger(__name__)
 
-_JOIN_SECONDS = 5.0
+_JOIN_SECONDS = 1.0
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 FLUSH_SECONDS = 0.1
 _PAUSE_SECONDS = 0.5
 _MOST_AT_ONCE = 2000
-_JOIN_SECONDS = 5.0
+_JOIN_SECONDS = 1.0
 
 T = TypeVar("T")
 

@@ -6,7 +6,10 @@ from contextlib import contextmanager
 
 import psutil
 import pytest
+from sqlalchemy import make_url
 
+from tests.chaos.proxy import Proxies, Proxy
+from tests.rows import events_of
 from tests.stack import Stack, assert_attempts_never_overlap, is_alive, pids_of_trainers
 from tests.waiting import eventually
 
@@ -37,6 +40,26 @@ def away(stack: Stack, how: str) -> Iterator[None]:
             server.process.wait(timeout=30)
             server.start()
             server.wait_ready()
+
+
+@pytest.fixture(scope="module")
+def proxies() -> Iterator[Proxies]:
+    proxies = Proxies()
+    yield proxies
+    proxies.close()
+
+
+@pytest.fixture
+def way(stack: Stack, proxies: Proxies) -> Proxy:
+    """A way to the database that can be cut."""
+    port = make_url(stack.settings.database_url or "").port
+    assert port is not None
+    return proxies.to(port)
+
+
+def through(stack: Stack, way: Proxy) -> str:
+    url = make_url(stack.settings.database_url or "").set(host="127.0.0.1", port=way.port)
+    return url.render_as_string(hide_password=False)
 
 
 def last_step(stack: Stack, run_id: str) -> int:
@@ -116,3 +139,81 @@ class TestLongerThanTheLease:
         assert second_attempt == list(range(saved + 1, 151))
         reasons = [event["reason"] for event in stack.events(run_id) if event["type"] == "status"]
         assert any("the database was out of reach for" in reason for reason in reasons), reasons
+
+
+class TestOfOneWorkerOnly:
+    """Its way to the database is cut; the API, and perhaps other workers, still have theirs."""
+
+    def test_another_takes_the_run_and_nothing_of_the_first_is_stored_any_more(
+        self, stack: Stack, undisturbed: dict[int, str], way: Proxy
+    ) -> None:
+        run_id = stack.create(SLOW, {"save_steps": 10})
+        cut_off = stack.add_worker(database_url=through(stack, way))
+        stack.until_step(run_id, 15)
+        way.fall_silent()
+        stack.add_worker()
+        eventually(lambda: steps_of(stack, run_id, 2), timeout=30, what="another worker takes the run")
+        way.heal()
+        eventually(lambda: f"{run_id}: fenced" in cut_off.log.read_text(), what="the first one hears of it")
+        stack.until(run_id, "completed")
+        assert losses(stack, run_id) == undisturbed
+        assert_attempts_never_overlap(stack.journal(run_id))
+        attempts = [event.attempt for event in events_of(stack.engine, run_id)]
+        assert attempts == sorted(attempts), "nothing of the first attempt is stored after the second began"
+
+    def test_a_stop_that_was_asked_for_meanwhile_wins(self, stack: Stack, way: Proxy) -> None:
+        run_id = stack.create({**SLOW, "steps": 100_000}, WITHOUT_OWN_CHECKPOINTS)
+        # The trainer dies after 6 s without an answer, and 3 s are left until the run could be taken back.
+        stack.add_worker(database_url=through(stack, way), lease_seconds=9)
+        stack.until_step(run_id, 10)
+        (trainer,) = pids_of_trainers(stack.journal(run_id))
+        way.fall_silent()
+        eventually(lambda: not is_alive(trainer), timeout=8)
+        assert stack.stop(run_id).status_code == 202
+        way.heal()
+        shown = stack.until(run_id, "cancelled")
+        assert shown["attempt"] == 1
+        said = steps_of(stack, run_id, 1)
+        assert printed(stack, run_id) in (said, said[:-1])
+        (saved,) = [line["step"] for line in stack.journal(run_id) if line["event"] == "save"]
+        assert [event["step"] for event in stack.events(run_id) if event["type"] == "checkpoint"] == [saved]
+
+    def test_a_worker_that_is_to_end_meanwhile_does_not_wait_for_ever(self, stack: Stack, way: Proxy) -> None:
+        run_id = stack.create(SLOW, WITHOUT_OWN_CHECKPOINTS)
+        worker = stack.add_worker(database_url=through(stack, way))
+        stack.until_step(run_id, 10)
+        (trainer,) = pids_of_trainers(stack.journal(run_id))
+        way.fall_silent()
+        eventually(lambda: not is_alive(trainer), timeout=5)
+        assert worker.terminate(timeout=30) == 0
+        stack.add_worker()
+        stack.until(run_id, "completed")
+
+
+class TestADiskThatTakesNothing:
+    def test_makes_the_trainer_wait_which_is_no_hang_and_loses_no_line(self, stack: Stack) -> None:
+        spool = stack.home / "spool"
+        if spool.exists():
+            spool.rmdir()
+        spool.write_text("in the way")
+        # As many and as long lines as are stored uncut: 8 MiB in some five seconds.
+        much = {
+            "steps": 100_000,
+            "step_seconds": 0.02,
+            "log_lines_per_step": 4,
+            "log_line": "step {step} " + "x" * 7900,
+        }
+        run_id = stack.create(much, WITHOUT_OWN_CHECKPOINTS)
+        worker = stack.add_worker(lease_seconds=60, hang_seconds=4)
+        stack.until_step(run_id, 5)
+        with away(stack, "stopped"):
+            eventually(lambda: "training waits until the database" in worker.log.read_text(), what="the head is full")
+            step, moment = last_step(stack, run_id), time.monotonic() + 6
+            eventually(lambda: time.monotonic() > moment)
+            assert last_step(stack, run_id) <= step + 20, "only what fits into the kernel's queue"
+        stack.until_step(run_id, step + 30)
+        stack.stop(run_id, save_checkpoint=False)
+        assert stack.until(run_id, "cancelled")["attempt"] == 1
+        steps = steps_of(stack, run_id, 1)
+        assert printed(stack, run_id) == [step for step in steps for _ in range(4)]
+        spool.unlink()
