@@ -38,7 +38,7 @@ def collect(world: World, clients: Clients, scene: Scene, profiles: dict[str, Pr
     answered = {run_id for creation in creations for run_id in creation.answers}
     # A client that asked for a resume and was told to end before it heard an answer.
     unheard = tuple(
-        Creation(f"unheard-{run_id}", rows[row["parent_run_id"]]["name"], (run_id,), row["parent_run_id"])
+        Creation(row["idempotency_key"], rows[row["parent_run_id"]]["name"], (), row["parent_run_id"])
         for run_id, row in rows.items()
         if run_id not in answered and row["parent_run_id"] in rows
     )

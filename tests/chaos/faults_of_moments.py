@@ -101,7 +101,7 @@ def flip_a_byte(scene: Scene) -> None:
     )
     if not rows or worker is not scene.a_worker_with(run_id, 0):
         return
-    with scene.fault(worker.name, requeues=True):
+    with scene.fault(f"{worker.name} {rows[0]['id']}", requeues=True):
         weights = scene.world.storage / "runs" / run_id / f"a{rows[0]['attempt']}" / rows[0]["name"] / "weights.bin"
         with weights.open("r+b") as file:
             byte = file.read(1)
