@@ -72,6 +72,8 @@ _LINES = st.one_of(
         st.fixed_dictionaries({"text": _TEXT.map("t".__add__)}, optional={"x": _ANY}).map(json.dumps).map(str.encode)
     ),
     st.lists(_LINE, max_size=8),
+    # One odd line in a file that is good but for it.
+    st.builds(lambda n, line: [b'{"text": "a"}'] * n + [line], st.integers(0, 2), st.one_of(_ODD, _ODD, _SPOILT)),
     st.builds(lambda line, times: [line] * times, _LINE, st.integers(15, 30)),
 )
 _FILE = st.one_of(
@@ -124,6 +126,7 @@ def test_any_file_is_taken_or_refused_with_a_line_and_a_known_reason(
         assert len(message) <= 300 and not re.search("[\x00-\x1f\x7f-\x9f\ud800-\udfff]", message)
     if errors:
         return
+    assert validate([whole, b"\n \t\r\n\n"], format) == (errors, *accepted), "empty lines at the end are no rows"
     found, rows, columns, preview = accepted
     # A file of a trainer is read in lines that end with a line feed, and only there.
     kept = [json.loads(line) for line in whole.split(b"\n") if line.strip()]
