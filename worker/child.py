@@ -11,11 +11,13 @@ import fcntl
 import importlib
 import io
 import json
+import math
 import os
 import pwd
 import resource
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -26,6 +28,8 @@ from worker.training.report import Control, arm_deadline
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _IONBF = 2
+_LOCK_SECONDS = 0.1
+_TELL_SECONDS = 60.0
 _LARGEST_WRITE = 64 * 1024
 ENDINGS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 """What a service manager sends to every process of a service. Whoever starts a training process blocks them, so that
@@ -186,11 +190,20 @@ def _take_locks(paths: Sequence[str]) -> None:
     """Hold these locks for life: while they are held, no other trainer takes the run or the device."""
     for path in sorted(paths):
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            sys.stderr.write(f"waiting for another training process that holds {os.path.basename(path)}\n")  # noqa: PTH119
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        told = -math.inf
+        while not _is_taken(lock):
+            if time.monotonic() - told >= _TELL_SECONDS:
+                told = time.monotonic()  # again and again: who waits in line for hours must not look as if it hung
+                sys.stderr.write(f"waiting for another training process that holds {os.path.basename(path)}\n")  # noqa: PTH119
+            time.sleep(_LOCK_SECONDS)
+
+
+def _is_taken(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _load(entry: str) -> Callable[[list[str]], int]:
