@@ -23,7 +23,7 @@ def test_each_is_a_bug_of_its_own_and_breaks_a_promise() -> None:
 
 def test_the_test_of_each_is_there(request: pytest.FixtureRequest) -> None:
     assert [mutant.name for mutant in MUTANTS if not is_test(mutant.test)] == []
-    # The parameters of a test are known once it is collected: where other tests of its function were, it is one of them.
+    # Parameters are known once a test is collected: where its function was, the one that is meant is among them.
     collected = {item.nodeid.partition("@")[0] for item in request.session.items}
     functions = {node.partition("[")[0] for node in collected}
     chosen = request.config.option.keyword or any("::" in argument for argument in request.config.args)

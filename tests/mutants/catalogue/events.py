@@ -67,8 +67,11 @@ MUTANTS = (
         name="join-without-being-level",
         promises=(5,),
         about="A reader that lags behind the live tail joins it, and misses what lies between.",
-        changes=(Change(_STREAM, "if tail is not None and tail.start <= reader.position:", "if tail is not None:"),),
-        test="tests/app/test_stream.py::test_a_slow_reader_holds_a_bounded_buffer_and_delays_nobody",
+        changes=(
+            Change(_STREAM, "if tail is None or tail.start > reader.position:", "if tail is None:"),
+            Change(_STREAM, "if tail is not None and tail.start <= reader.position:", "if tail is not None:"),
+        ),
+        test="tests/app/test_stream.py::test_forty_readers_that_come_at_any_time_see_everything_once",
     ),
     Mutant(
         name="unbounded-buffer",
