@@ -14,18 +14,17 @@ CLOSE_STREAMS_WITHIN = 5.0
 
 
 def kill_worker(scene: Scene) -> None:
-    """kill -9 of a worker that has a run without restarts and another; that one is stopped before anybody notices."""
-    found = scene.a_training_run("fragile")
-    other = scene.a_training_run("long", steps=1)
+    """kill -9 of a worker, perhaps with a run that allows no restart; another is stopped before anybody notices."""
+    scene.a_training_run("fragile")
+    found = scene.a_training_run("long", steps=1)
     if not found:
         return
-    _, worker = found
+    run_id, worker = found
     victims = scene.world.live_runs(worker)
     with scene.fault(worker.name, requeues=True):
         worker.kill()
         scene.hits["worker killed with a run"] += bool(victims)
-        if other and other[1] is worker:
-            scene.hits["stop while the worker is lost"] += scene.clients.stop(other[0]) == 202
+        scene.hits["stop while the worker is lost"] += scene.clients.stop(run_id) == 202
         if scene.random.random() < 0.4:
             # Nobody comes back who could bury the dead: the lease has to run out.
             with scene.lying("reap"):
