@@ -1,0 +1,33 @@
+"""What a training process is asked for while it trains."""
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+from tests.waiting import eventually
+from tests.worker.training.tiny import Forks, make_job
+
+QUICK: dict[str, Any] = {"method": "lora", "max_seq_length": 64, "batch_size": 2, "gradient_accumulation_steps": 1}
+
+
+def test_a_checkpoint_that_is_asked_for_is_saved_once_and_training_goes_on(
+    forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    job = make_job(tmp_path, tiny_model, chats, max_steps=100_000, save_steps=100_000, logging_steps=1, **QUICK)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind(str(tmp_path / "control"))
+        listening.listen()
+        forks.start(job, control=tmp_path / "control")
+        control, _ = listening.accept()
+    with control:
+        eventually(lambda: [r for r in forks.said() if r["type"] == "metric"], timeout=60)
+        control.send(json.dumps({"checkpoint": {}}).encode())
+        (saved,) = eventually(lambda: [r for r in forks.said() if r["type"] == "checkpoint"], timeout=60)
+        further = saved["step"] + 3
+        eventually(lambda: [r for r in forks.said() if r["type"] == "metric" and r["step"] >= further], timeout=60)
+        control.send(json.dumps({"stop": {"save": False, "why": "stop"}}).encode())
+        done = forks.wait()
+    assert saved["kind"] == "periodic"
+    assert len(done.of("checkpoint")) == 1
+    assert list(done.steps) == list(range(1, done.result["step"] + 1))
