@@ -54,6 +54,20 @@ MUTANTS = (
         test=f"{_DURABLE}::TestAWholeRun::test_of_the_fake_trainer",
     ),
     Mutant(
+        name="half-a-checkpoint-stays",
+        promises=(13,),
+        about="A save that the disk refuses leaves what it has written, and the disk stays full.",
+        changes=(
+            Change(
+                "worker/training/checkpoints.py",
+                "    except Exception as error:\n        shutil.rmtree(staging, ignore_errors=True)\n",
+                "    except Exception as error:\n",
+            ),
+        ),
+        test="tests/worker/training/test_ends.py::TestFailures"
+        "::test_a_full_disk_is_said_and_nothing_half_written_stays",
+    ),
+    Mutant(
         name="resume-unverified",
         promises=(11,),
         about="A run resumes from whatever lies in the folder of its newest checkpoint.",

@@ -163,6 +163,19 @@ MUTANTS = (
         test=f"{_STATES}::TestLoss::test_a_run_that_is_lost_too_often_fails_and_says_so",
     ),
     Mutant(
+        name="no-pause-between-losses",
+        promises=(14,),
+        about="A run that is lost again and again is tried again at once each time.",
+        changes=(
+            Change(
+                _LIFECYCLE,
+                " + delay * func.power(2, func.least(runs.c.lost_count, _MOST_DOUBLINGS))",
+                " + delay * 0",
+            ),
+        ),
+        test=f"{_STATES}::TestLoss::test_each_further_loss_doubles_the_pause",
+    ),
+    Mutant(
         name="no-grace-after-an-outage",
         promises=(19,),
         about="When Postgres comes back, every run whose worker could not renew meanwhile is called lost.",

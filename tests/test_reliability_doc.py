@@ -1,0 +1,61 @@
+"""What docs/reliability.md says is there, is there: every test, every mutant, every module that keeps a promise."""
+
+import re
+
+import pytest
+
+from tests.mutants.catalogue import MUTANTS
+from tests.nodes import ROOT, is_test
+
+TEXT = (ROOT / "docs" / "reliability.md").read_text()
+MUTANT = {mutant.name: mutant for mutant in MUTANTS}
+PROMISES = {
+    int(number): body
+    for number, body in re.findall(r"^### (\d+)\. .*?$(.*?)(?=^##)", TEXT, flags=re.MULTILINE | re.DOTALL)
+}
+
+
+def part(number: int, name: str) -> str:
+    """One paragraph of a promise: `Kept by`, `Mutants`."""
+    found = re.search(rf"^{name}: (.*?)(?:\n\n|\Z)", PROMISES[number], flags=re.MULTILINE | re.DOTALL)
+    return found.group(1) if found else ""
+
+
+def named_tests(number: int) -> list[str]:
+    return re.findall(r"^- `(tests/\S+::\S+)`$", PROMISES[number], flags=re.MULTILINE)
+
+
+def mutants_of(number: int) -> list[str]:
+    return re.findall(r"`([a-z0-9-]+)`", part(number, "Mutants"))
+
+
+def test_all_twenty_promises_are_there_in_their_order() -> None:
+    assert list(PROMISES) == list(range(1, 21))
+
+
+@pytest.mark.parametrize("number", range(1, 21))
+def test_a_promise_has_a_mechanism_tests_and_mutants_and_all_of_them_exist(number: int) -> None:
+    files = re.findall(r"`((?:app|worker|migrations)/[\w/]+\.py)`", part(number, "Kept by"))
+    functions = re.findall(r"`lifecycle\.(\w+)`", part(number, "Kept by"))
+    assert files or functions, "what keeps it is named"
+    assert [file for file in files if not (ROOT / file).is_file()] == []
+    lifecycle = (ROOT / "app" / "runs" / "lifecycle.py").read_text()
+    assert [name for name in functions if f"def {name}(" not in lifecycle] == []
+    assert named_tests(number)
+    assert [test for test in named_tests(number) if not is_test(test)] == []
+    assert mutants_of(number)
+    assert [name for name in mutants_of(number) if name not in MUTANT] == []
+
+
+def test_every_test_that_is_named_anywhere_exists() -> None:
+    assert [test for test in re.findall(r"`(tests/\S+::\S+)`", TEXT) if not is_test(test)] == []
+
+
+@pytest.mark.parametrize("name", MUTANT)
+def test_a_mutant_stands_with_a_promise_that_it_breaks_beside_the_test_that_tells_of_it(name: str) -> None:
+    mutant = MUTANT[name]
+    here = [number for number in PROMISES if name in mutants_of(number)]
+    assert here, "it is in the document"
+    assert set(here) <= set(mutant.promises)
+    for number in here:
+        assert mutant.test.partition("[")[0] in named_tests(number)
