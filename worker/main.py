@@ -1,11 +1,13 @@
 """`python -m worker.main`: a Celery worker, one thread per slot, each the supervisor of one run."""
 
 import logging
+import os
 import sys
 import warnings
 from typing import Any
 
 from celery.apps.worker import Worker
+from celery.concurrency.thread import TaskPool
 
 from app.config import Settings, get_settings
 from app.embedded import resolve_urls
@@ -22,6 +24,8 @@ def main() -> int:
     """Run until SIGTERM or SIGINT; then trainers save, runs are handed back, and 0 is returned."""
     orders = Orders()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for others in ("alembic", "celery", "kombu"):
+        logging.getLogger(others).setLevel(logging.WARNING)
     try:
         return run(resolve_urls(get_settings()), orders)
     except HomeError as error:
@@ -44,11 +48,10 @@ def run(settings: Settings, orders: Orders) -> int:
             orders,
             app=app,
             quiet=True,
-            pool="threads",
+            pool=Slots,
             concurrency=host.machine.slots,
             queues=[QUEUE],
             hostname=f"{host.id}@{host.name}",
-            loglevel="WARNING",
             without_gossip=True,
             without_mingle=True,
             without_heartbeat=True,
@@ -60,11 +63,15 @@ def run(settings: Settings, orders: Orders) -> int:
 
 
 class Program(Worker):  # type: ignore[misc]  # Celery has no types
-    """Celery's worker, with our handlers of signals in place of its own."""
+    """Celery's worker, with our handlers of signals and our log in place of its own."""
 
     def __init__(self, orders: Orders, **options: Any) -> None:
         self._orders = orders
         super().__init__(**options)
+
+    def setup_logging(self, colorize: bool | None = None) -> bool:
+        """None: Celery's would keep what we have to say, of runs taken and handed back, out of the log."""
+        return True
 
     def install_platform_tweaks(self, _worker: Worker) -> None:
         """None: Celery's second SIGINT would cancel tasks, and its SIGHUP replace the process without ending them."""
@@ -73,6 +80,29 @@ class Program(Worker):  # type: ignore[misc]  # Celery has no types
         """Wake up for an order to end, which the loop would look for only every few seconds."""
         super().register_with_event_loop(hub)
         hub.add_reader(self._orders.ending, lambda: None)
+        hub.add_reader(self.pool.freed, self.pool.look)
+
+
+class Slots(TaskPool):  # type: ignore[misc]  # Celery has no types
+    """Celery's pool of threads, which says when one of them is free again.
+
+    A worker that is full takes no hints, and its loop would ask for the next only when it wakes up anyway, up to a
+    second later.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.freed = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        super().__init__(*args, **options)
+
+    def on_apply(self, *args: Any, **options: Any) -> Any:
+        """Start a task; behind its end, when it counts no more, the loop is woken."""
+        result = super().on_apply(*args, **options)
+        result.f.add_done_callback(lambda _: os.eventfd_write(self.freed, 1))
+        return result
+
+    def look(self) -> None:
+        """What the loop does with it: nothing, it asks for hints before each wait."""
+        os.eventfd_read(self.freed)
 
 
 if __name__ == "__main__":
