@@ -9,16 +9,35 @@ ROOT = Path(__file__).parents[1]
 
 def is_test(node_id: str) -> bool:
     """Whether `path::Class::test` is there; the parameters of `test[…]` are not looked at."""
+    path, names = _parts(node_id)
+    return path.is_file() and names in _tests(path)
+
+
+def is_parametrized(node_id: str) -> bool:
+    """Whether the decorators of a test that exists, or of its class, make several of it."""
+    path, names = _parts(node_id)
+    return _tests(path)[names]
+
+
+def _parts(node_id: str) -> tuple[Path, tuple[str, ...]]:
     path, *names = node_id.partition("[")[0].split("::")
-    return bool(names) and (ROOT / path).is_file() and tuple(names) in _tests(ROOT / path)
+    return ROOT / path, tuple(names)
 
 
 @cache
-def _tests(path: Path) -> frozenset[tuple[str, ...]]:
+def _tests(path: Path) -> dict[tuple[str, ...], bool]:
+    """Names of the tests in a file, and whether each is parametrized."""
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    body = ast.parse(path.read_text()).body
-    found = {(node.name,) for node in body if isinstance(node, functions)}
-    for group in body:
-        if isinstance(group, ast.ClassDef):
-            found |= {(group.name, node.name) for node in group.body if isinstance(node, functions)}
-    return frozenset(names for names in found if names[-1].startswith("test"))
+    found = {}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, functions):
+            found[(node.name,)] = _has_parameters(node)
+        elif isinstance(node, ast.ClassDef):
+            for one in node.body:
+                if isinstance(one, functions):
+                    found[(node.name, one.name)] = _has_parameters(one) or _has_parameters(node)
+    return {names: several for names, several in found.items() if names[-1].startswith("test")}
+
+
+def _has_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
+    return any("parametrize" in ast.dump(decorator) for decorator in node.decorator_list)

@@ -4,7 +4,7 @@ import pytest
 
 from tests.mutants.catalogue import MUTANTS
 from tests.mutants.copies import ROOT
-from tests.nodes import is_test
+from tests.nodes import is_parametrized, is_test
 
 
 def test_each_can_be_made_in_the_code_as_it_is() -> None:
@@ -23,6 +23,7 @@ def test_each_is_a_bug_of_its_own_and_breaks_a_promise() -> None:
 
 def test_the_test_of_each_is_there(request: pytest.FixtureRequest) -> None:
     assert [mutant.name for mutant in MUTANTS if not is_test(mutant.test)] == []
+    assert [mutant.name for mutant in MUTANTS if is_parametrized(mutant.test) and "[" not in mutant.test] == []
     # Parameters are known once a test is collected: where its function was, the one that is meant is among them.
     collected = {item.nodeid.partition("@")[0] for item in request.session.items}
     functions = {node.partition("[")[0] for node in collected}

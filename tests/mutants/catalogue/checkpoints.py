@@ -65,7 +65,7 @@ MUTANTS = (
             ),
         ),
         test="tests/worker/training/test_ends.py::TestFailures"
-        "::test_a_full_disk_is_said_and_nothing_half_written_stays",
+        "::test_a_full_disk_is_said_and_nothing_half_written_stays[in-the-optimizer]",
     ),
     Mutant(
         name="resume-unverified",
