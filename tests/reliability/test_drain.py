@@ -144,8 +144,12 @@ def lost_count(stack: Stack, run_id: str) -> int:
 
 def owner(stack: Stack, run_id: str) -> WorkerProcess:
     """The worker that trains a run."""
-    rows = stack.client.get("/v1/workers").json()["data"]
-    (pid,) = [row["pid"] for row in rows if run_id in row["runs"]]
+
+    def at_work() -> list[int]:
+        rows = stack.client.get("/v1/workers").json()["data"]
+        return [row["pid"] for row in rows if run_id in row["runs"]]
+
+    (pid,) = eventually(at_work, what=f"somebody trains {run_id}")
     return next(worker for worker in stack.workers if worker.process.pid == pid)
 
 
@@ -239,12 +243,12 @@ class TestAWorkerThatEnds:
         self, stack: Stack, undisturbed: dict[int, str]
     ) -> None:
         told = {
-            15: [signal.SIGTERM, signal.SIGTERM],
-            30: [signal.SIGINT, signal.SIGINT, signal.SIGINT],
-            45: [signal.SIGHUP, signal.SIGTERM],
+            8: [signal.SIGTERM, signal.SIGTERM],
+            16: [signal.SIGINT, signal.SIGINT, signal.SIGINT],
+            24: [signal.SIGHUP, signal.SIGTERM],
         }
         add_workers(stack, len(told) + 1)
-        run_id = stack.create(STEPS, {"save_steps": 1000})
+        run_id = stack.create({**STEPS, "step_seconds": 0.1}, {"save_steps": 1000})
         for step, signals in told.items():
             stack.until_step(run_id, step)
             worker = owner(stack, run_id)
@@ -298,7 +302,7 @@ class TestAWorkerThatEnds:
     def test_one_whose_database_stays_away_ends_within_the_grace_and_the_run_goes_on_later(
         self, stack: Stack, undisturbed: dict[int, str]
     ) -> None:
-        run_id = stack.create(STEPS, {"save_steps": 10})
+        run_id = stack.create({**STEPS, "step_seconds": 0.1}, {"save_steps": 10})
         worker = stack.add_worker()
         stack.until_step(run_id, 15)
         postgres = stack.servers.postgres
@@ -320,7 +324,7 @@ class TestAWorkerThatEnds:
 class TestDrain:
     def test_the_run_at_work_finishes_the_next_one_is_left_and_ctrl_c_ends_only_the_command(self, stack: Stack) -> None:
         worker = stack.add_worker()
-        at_work = stack.create({"steps": 50, "step_seconds": 0.05})
+        at_work = stack.create({"steps": 60, "step_seconds": 0.1})
         stack.until_step(at_work, 3)
         waiting = stack.create({"steps": 3})
         watched = cli(stack, "--drain")
