@@ -13,157 +13,32 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 from celery import Celery
-from httpx_sse import aconnect_sse
-from sqlalchemy import text
 
 from app.config import Settings
 from app.queue import QUEUE, TASK, celery_app
 from app.serve import REQUEST_GRACE_SECONDS
 from app.workers import local
-from tests.server import ApiServer, ProcessServer
+from tests.reliability.draining import (
+    Reader,
+    Replica,
+    SlowUpload,
+    add_workers,
+    assert_trained_once,
+    cli,
+    deaf_reader,
+    losses,
+    lost_count,
+    owner,
+    states,
+)
+from tests.server import ProcessServer
 from tests.stack import Stack, WorkerProcess, assert_attempts_never_overlap, pids_of_trainers
 from tests.waiting import eventually
 
 STEPS = {"steps": 60, "step_seconds": 0.05}
-
-
-class Replica(ApiServer):
-    """`anneal api`."""
-
-    def start(self) -> None:
-        self.log = self.settings.home / f"api-{self.port}.log"
-        with self.log.open("ab") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "app.cli", "api", "--port", str(self.port)],
-                env=self.settings.child_environment(),
-                stdout=output,
-                stderr=output,
-            )
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.wait(timeout=30)
-
-
-class Reader:
-    """Follows a run, by its last id, on one replica and then on the others; the moments at which streams ended."""
-
-    def __init__(self, servers: list[ApiServer], run_id: str) -> None:
-        self.ids: list[int] = []
-        self.ends: list[float] = []
-        self.broken = 0
-        self._servers = servers
-        self._path = f"/v1/runs/{run_id}/events"
-
-    async def follow(self) -> None:
-        """Until the run's end."""
-        turn = 0
-        while True:
-            server = self._servers[turn % len(self._servers)]
-            headers = {"Authorization": f"Bearer {server.key}"}
-            if self.ids:
-                headers["Last-Event-ID"] = str(self.ids[-1])
-            try:
-                async with (
-                    httpx.AsyncClient(base_url=server.url, headers=headers, timeout=30, verify=False) as client,
-                    aconnect_sse(client, "GET", self._path) as source,
-                ):
-                    async for event in source.aiter_sse():
-                        if event.data:
-                            self.ids.append(int(event.id))
-                        if event.event == "end":
-                            return
-            except httpx.RemoteProtocolError:
-                self.broken += 1
-            except httpx.ConnectError:
-                pass
-            self.ends.append(time.monotonic())
-            turn += 1
-
-
-def deaf_reader(server: ApiServer, path: str) -> socket.socket:
-    """A connection that has asked for a stream and never reads."""
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.connect(("127.0.0.1", server.port))
-    head = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {server.key}\r\n\r\n"
-    connection.sendall(head.encode())
-    return connection
-
-
-class SlowUpload:
-    """An upload that is under way when the server is told to end."""
-
-    def __init__(self, server: ApiServer) -> None:
-        rows = b"".join(b'{"text": "slow %d"}\n' % n for n in range(200))
-        part = b'--x\r\nContent-Disposition: form-data; name="file"; filename="slow.jsonl"\r\n\r\n'
-        body = part + rows + b"\r\n--x--\r\n"
-        head = (
-            f"POST /v1/datasets HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {server.key}\r\n"
-            f"Content-Type: multipart/form-data; boundary=x\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
-        self._rest = body[1000:]
-        self._connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
-        self._connection.sendall(head.encode() + body[:1000])
-
-    def finish(self) -> str:
-        """Send the rest; answers the status line."""
-        self._connection.sendall(self._rest)
-        with self._connection, self._connection.makefile("rb") as answer:
-            return answer.readline().decode()
-
-
-def cli(stack_or_home: Stack | Path, *arguments: str) -> subprocess.Popen[str]:
-    """`anneal worker …` on a home, knowing neither database nor broker."""
-    home = stack_or_home if isinstance(stack_or_home, Path) else stack_or_home.home
-    environment = {**os.environ, "ANNEAL_HOME": str(home), "ANNEAL_LEASE_SECONDS": "3", "COLUMNS": "200"}
-    command = [sys.executable, "-m", "app.cli", "worker", *arguments]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def add_workers(stack: Stack, count: int) -> None:
-    """Several at once: most of a start is imports."""
-    started = [WorkerProcess(stack.settings, stack.home / f"worker-of-many-{n}.log") for n in range(count)]
-    stack.workers.extend(started)
-    eventually(lambda: all(states(stack).get(one.process.pid) == "online" for one in started), timeout=60)
-
-
-def losses(stack: Stack, run_id: str) -> dict[int, str]:
-    """Step → exact loss."""
-    return {line["step"]: line["loss_hex"] for line in stack.journal(run_id) if line["event"] == "step"}
-
-
-def lost_count(stack: Stack, run_id: str) -> int:
-    with stack.engine.connect() as connection:
-        return int(connection.scalar(text("SELECT lost_count FROM runs WHERE id = :id"), {"id": run_id}))
-
-
-def owner(stack: Stack, run_id: str) -> WorkerProcess:
-    """The worker that trains a run."""
-
-    def at_work() -> list[int]:
-        rows = stack.client.get("/v1/workers").json()["data"]
-        return [row["pid"] for row in rows if run_id in row["runs"]]
-
-    (pid,) = eventually(at_work, what=f"somebody trains {run_id}")
-    return next(worker for worker in stack.workers if worker.process.pid == pid)
-
-
-def states(stack: Stack) -> dict[int, str]:
-    """Process id → state of the workers that there are and were."""
-    return {row["pid"]: row["state"] for row in stack.client.get("/v1/workers").json()["data"]}
-
-
-def assert_trained_once(stack: Stack, run_id: str) -> None:
-    """Every step was trained once, in order, whoever trained it."""
-    journal = stack.journal(run_id)
-    assert_attempts_never_overlap(journal)
-    steps = [line["step"] for line in journal if line["event"] == "step"]
-    assert steps == list(range(1, len(steps) + 1))
 
 
 @pytest.fixture(scope="module")
