@@ -10,7 +10,8 @@ from worker.host import Host
 def register(app: Celery, host: Host) -> None:
     """Register `anneal.run_next`, which looks what is the most urgent and trains it."""
 
-    @app.task(name=TASK, ignore_result=True)  # type: ignore[untyped-decorator]
+    # Not shared: Celery would give the task of this host to every other app in the process.
+    @app.task(name=TASK, ignore_result=True, shared=False)  # type: ignore[untyped-decorator]
     def run_next() -> None:
         if host.closing.is_set():
             # Taken in the last moment: somebody else should hear of it now, not with the next round of hints.

@@ -25,7 +25,7 @@ def test_a_hint_is_acknowledged_before_its_run_trains_so_it_never_comes_again(
     app = celery_app(settings.redis_url or "")
     training, over = threading.Event(), threading.Event()
 
-    @app.task(name=TASK, ignore_result=True)
+    @app.task(name=TASK, ignore_result=True, shared=False)
     def train() -> None:
         training.set()
         over.wait(30)
