@@ -118,7 +118,7 @@ def _segment(
     result: Result,
     say: Callable[[str], None],
 ) -> None:
-    since = world.rows("SELECT max(id) AS id FROM runs")[0]["id"]
+    before = {row["id"] for row in world.rows("SELECT id FROM runs")}
     clients = Clients(world, result.seed * 1000 + first)
     scene = Scene(world, clients, random.Random(f"{result.seed} {first}"))
     clients.start()
@@ -136,7 +136,7 @@ def _segment(
     wait_for(lambda: not world.rows(unfinished), QUIET_SECONDS, every=0.2)
     clients.join_streams(30)
     say(f"all runs ended {time.monotonic() - quiet:.1f} s after the last fault; checking …")
-    history = collect(world, clients, scene, profiles, since)
+    history = collect(world, clients, scene, profiles, before)
     report = check(history)
     found_hanging = [
         event

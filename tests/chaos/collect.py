@@ -31,9 +31,13 @@ def profile(world: World, plan: Plan, run_id: str | None) -> Profile:
     )
 
 
-def collect(world: World, clients: Clients, scene: Scene, profiles: dict[str, Profile], since: str) -> History:
-    """Everything of the runs that were created after the run `since`."""
-    rows = {row["id"]: row for row in world.rows("SELECT * FROM runs WHERE id > :since ORDER BY id", since=since)}
+def collect(world: World, clients: Clients, scene: Scene, profiles: dict[str, Profile], before: set[str]) -> History:
+    """Everything of all runs but those of `before`.
+
+    They are told by name: neither the order of ids (an API whose clock was set forward gives late ones) nor a time
+    would separate one segment's runs from those of the next.
+    """
+    rows = {row["id"]: row for row in world.rows("SELECT * FROM runs ORDER BY id") if row["id"] not in before}
     creations = clients.creations()
     answered = {run_id for creation in creations for run_id in creation.answers}
     # A client that asked for a resume and was told to end before it heard an answer.
@@ -42,8 +46,9 @@ def collect(world: World, clients: Clients, scene: Scene, profiles: dict[str, Pr
         for run_id, row in rows.items()
         if run_id not in answered and row["parent_run_id"] in rows
     )
+    ids = list(rows)
     checkpoints = _grouped(
-        world.rows("SELECT * FROM checkpoints WHERE run_id > :since ORDER BY created_at, id", since=since)
+        world.rows("SELECT * FROM checkpoints WHERE run_id = ANY(:ids) ORDER BY created_at, id", ids=ids)
     )
     return History(
         profiles=profiles,
@@ -53,9 +58,9 @@ def collect(world: World, clients: Clients, scene: Scene, profiles: dict[str, Pr
         faults=tuple(scene.records),
         runs=rows,
         attempts=_grouped(
-            world.rows("SELECT * FROM run_attempts WHERE run_id > :since ORDER BY run_id, attempt", since=since)
+            world.rows("SELECT * FROM run_attempts WHERE run_id = ANY(:ids) ORDER BY run_id, attempt", ids=ids)
         ),
-        events=_events(world, since),
+        events=_events(world, ids),
         checkpoints=checkpoints,
         journals={run_id: tuple(world.journal(run_id)) for run_id in rows},
         broken=_broken(world.storage, [row for group in checkpoints.values() for row in group]),
@@ -77,13 +82,13 @@ def _grouped(rows: list[dict[str, Any]]) -> dict[str, tuple[dict[str, Any], ...]
     return {run_id: tuple(group) for run_id, group in groups.items()}
 
 
-def _events(world: World, since: str) -> dict[str, tuple[Event, ...]]:
+def _events(world: World, ids: list[str]) -> dict[str, tuple[Event, ...]]:
     found: dict[str, list[Event]] = defaultdict(list)
     statement = (
-        "SELECT run_id, seq, type, attempt, ts, data::text AS data FROM run_events WHERE run_id > :since "
+        "SELECT run_id, seq, type, attempt, ts, data::text AS data FROM run_events WHERE run_id = ANY(:ids) "
         "ORDER BY run_id, seq"
     )
-    for row in world.rows(statement, since=since):
+    for row in world.rows(statement, ids=ids):
         event = Event(row["seq"], row["type"], row["attempt"], row["ts"], json.loads(row["data"]))
         found[row["run_id"]].append(event)
     return {run_id: tuple(events) for run_id, events in found.items()}
