@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ log = logging.getLogger(__name__)
 QUEUE = "anneal"
 TASK = "anneal.run_next"
 MOST_HINTS = 1000
+_COUNT_SECONDS = 1.0
 CONTROL_CHANNEL = "anneal:control"
 
 
@@ -83,6 +85,8 @@ class Queue:
         self._pubsub: PubSub | None = None
         self._listening: asyncio.Task[None] | None = None
         self._closing = False
+        self._counted_at = -_COUNT_SECONDS
+        self._has_room = False
 
     async def start(self) -> None:
         """Begin to listen for wake-ups."""
@@ -101,8 +105,11 @@ class Queue:
         try:
             # Hints do not expire: Celery would judge that by the worker's clock, and one that runs ahead would never
             # hear of anything. What nobody takes is bounded here instead.
-            waiting = await self._redis.llen(QUEUE)
-            if waiting < MOST_HINTS:
+            now = time.monotonic()
+            if now - self._counted_at >= _COUNT_SECONDS:
+                self._has_room = await self._redis.llen(QUEUE) < MOST_HINTS
+                self._counted_at = now
+            if self._has_room:
                 await asyncio.to_thread(self._send, count)
         except Exception as error:  # whatever the broker's client raises, the next round of hints comes
             log.warning("no hint sent, the dispatcher will: %s", error)

@@ -16,7 +16,7 @@ from app.workers import registry
 def add_run(engine: Engine, **values: Any) -> Any:
     """A pending run of the fake backend, with an experiment and a data set of its own."""
     with engine.begin() as connection:
-        experiment, dataset = _parents(connection)
+        experiment, dataset = parents(connection)
         defaults = {
             "id": new_id("run"),
             "experiment_id": experiment,
@@ -69,7 +69,8 @@ def events_of(engine: Engine, run_id: str) -> list[Any]:
         return list(rows.all())
 
 
-def _parents(connection: Connection) -> tuple[str, str]:
+def parents(connection: Connection) -> tuple[str, str]:
+    """An experiment and a data set for runs; answers their ids."""
     experiment, dataset = new_id("exp"), new_id("ds")
     connection.execute(insert(Experiment).values(id=experiment, name="an experiment"))
     connection.execute(

@@ -5,7 +5,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from sqlalchemy import Executable
@@ -45,10 +45,16 @@ def work(host: Host) -> None:
         supervise(host, run, sent)
 
 
+@cache
+def _claim(worker_id: str, backends: tuple[str, ...], lease_seconds: float, kind: str, memory_mb: int) -> Executable:
+    # The same for every claim of a worker, and to put it together takes longer than to execute it.
+    return lifecycle.claim(worker_id, list(backends), lease_seconds, kind, memory_mb)
+
+
 def claim(host: Host) -> Any:
     """Take a run and devices for it, or None."""
     memory = max(device.memory_bytes // 2**20 for device in host.machine.devices)
-    statement = lifecycle.claim(host.id, host.backends, host.settings.lease_seconds, host.kind, memory)
+    statement = _claim(host.id, tuple(host.backends), host.settings.lease_seconds, host.kind, memory)
     try:
         with host.engine.begin() as connection:
             run = connection.execute(statement).one_or_none()

@@ -40,6 +40,9 @@ async def page(session: AsyncSession, paging: Paging) -> tuple[list[Experiment],
 
 async def default(session: AsyncSession, created_by: str | None) -> Experiment:
     """The experiment of runs that name none, made by the first of them."""
+    found = await session.get(Experiment, DEFAULT_ID)
+    if found is not None:
+        return found
     made = insert(Experiment).values(id=DEFAULT_ID, name="default", created_by=created_by)
     await session.execute(made.on_conflict_do_nothing(index_elements=[Experiment.id]))
     return await get(session, DEFAULT_ID)

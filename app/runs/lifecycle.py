@@ -23,7 +23,6 @@ from sqlalchemy import (
     case,
     cast,
     func,
-    insert,
     literal,
     null,
     or_,
@@ -32,7 +31,7 @@ from sqlalchemy import (
     union_all,
     update,
 )
-from sqlalchemy.dialects.postgresql import JSON
+from sqlalchemy.dialects.postgresql import JSON, insert
 from sqlalchemy.sql.selectable import CTE
 
 from app.events.models import RunEvent
@@ -60,8 +59,9 @@ def _json(**fields: Any) -> ColumnElement[Any]:
 
 
 def create(values: dict[str, Any], reason: str = "created") -> Executable:
-    """Insert a pending run and its first event."""
-    made = insert(runs).values(**values, status="pending", event_seq=1).returning(*runs.c).cte("made")
+    """Insert a pending run and its first event; no row when there is one with that id or idempotency key."""
+    new = insert(runs).values(**values, status="pending", event_seq=1)
+    made = new.on_conflict_do_nothing().returning(*runs.c).cte("made")
     first = select(
         made.c.id,
         literal(1),

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import select
-from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.backends.base import Rules
@@ -21,9 +20,6 @@ from app.runs.config import TrainingStatus
 from app.runs.models import Run
 from app.runs.schemas import RunCheck, RunCreate
 from app.storage import Storage
-
-_KEY_TAKEN = "uq_runs_created_by_idempotency_key"
-_ID_TAKEN = "pk_runs"
 
 
 @dataclass(frozen=True)
@@ -131,26 +127,11 @@ async def insert(
         "idempotency_key": idempotency.key if idempotency else None,
         "request_digest": idempotency.digest if idempotency else None,
     }
-    try:
-        # A savepoint, because the twin's row makes this insert fail and is then to be read.
-        async with session.begin_nested():
-            await session.execute(lifecycle.create(values, reason))
-    except IntegrityError as error:
-        taken = _constraint(error)
-        if taken == _ID_TAKEN:
-            return await get(session, values["id"])
-        if taken != _KEY_TAKEN:
-            raise
-        twin = await replayed(session, created_by, idempotency)
-        if twin is None:
-            raise
-        return twin
-    return await get(session, values["id"])
-
-
-def _constraint(error: IntegrityError) -> str | None:
-    name: str | None = getattr(getattr(error.orig, "diag", None), "constraint_name", None)
-    return name
+    made = (await session.execute(lifecycle.create(values, reason))).mappings().one_or_none()
+    if made is not None:
+        return Run(**made)
+    # A twin of this request came first, and has committed: the insert waited for that.
+    return await replayed(session, created_by, idempotency) or await get(session, values["id"])
 
 
 async def get(session: AsyncSession, run_id: str) -> Run:

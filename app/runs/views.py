@@ -22,7 +22,7 @@ _HISTORY = 100
 
 async def one(session: AsyncSession, storage: Storage, run: Run) -> RunRead:
     """A run with its newest metrics."""
-    history = await recent(session, run.id, _HISTORY)
+    history = await recent(session, run.id, _HISTORY) if run.attempt else []
     (fields,) = await _fields(session, storage, [run])
     return RunRead(**fields, metrics_history=history)
 
@@ -33,7 +33,9 @@ async def many(session: AsyncSession, storage: Storage, runs: Sequence[Run]) -> 
 
 
 async def _fields(session: AsyncSession, storage: Storage, runs: Sequence[Run]) -> list[dict[str, Any]]:
-    checkpoints = await furthest_good_of_each(session, [run.id for run in runs])
+    # Who has never been claimed has neither checkpoints nor metrics, and a request for a run is not to wait for that.
+    claimed = [run.id for run in runs if run.attempt]
+    checkpoints = await furthest_good_of_each(session, claimed) if claimed else {}
     described = []
     for run in runs:
         fields = {name: getattr(run, name) for name in _SAME}

@@ -1,0 +1,146 @@
+"""What one process may ask of the database about a run: each call as a value, and how it is made for real."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from sqlalchemy import Connection, insert, update
+from sqlalchemy.exc import IntegrityError
+
+from app.checkpoints.models import Checkpoint
+from app.events.log import Fenced, NewEvent, Progress, append
+from app.ids import new_id
+from app.runs import lifecycle
+from app.runs.models import LIVE, Run
+
+LEASE = 600.0
+REAP_LEASE = 0.3
+"""So small that a Postgres of tests has been up for long enough."""
+START_STEP = 7
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a worker has to give."""
+
+    id: str
+    backends: tuple[str, ...]
+    kind: str
+    memory_mb: int | None
+    devices: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One transaction: `verb` for the run with the `epoch` that the caller believes in, or for a worker."""
+
+    verb: str
+    run: str = ""
+    epoch: int = 0
+    worker: Offer | None = None
+    save: bool = True
+    delay: float = 0.0
+    limit: int = 0
+    first: int = 0
+    """Number of the first event of an `append`, and …"""
+    count: int = 0
+    """… how many there are."""
+    step: int = 0
+    values: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        given = {it.name: getattr(self, it.name) for it in fields(self) if getattr(self, it.name) != it.default}
+        return " ".join(f"{name}={value}" if name != "verb" else value for name, value in given.items())
+
+    def make(self, connection: Connection, fixed: dict[str, Any]) -> Any:
+        """Do it on this connection, without a commit; answers what the caller learns, in the model's terms."""
+        try:
+            return _MAKE[self.verb](self, connection, fixed)
+        except Fenced:
+            return "fenced"
+        except RuntimeError:
+            return "gap"
+        except IntegrityError:
+            return "refused"
+
+
+def line(call_epoch: int, number: int) -> str:
+    """What the trainer of an epoch says as its event of this number."""
+    return f"{call_epoch}.{number}"
+
+
+def _moved(rows: Any) -> list[tuple[Any, ...]]:
+    return sorted((row.id, row.from_status, row.status, row.epoch, row.attempt, row.event_seq) for row in rows)
+
+
+def _lifecycle(statement: Callable[["Call"], Any]) -> Callable[["Call", Connection, dict[str, Any]], Any]:
+    def make(call: Call, connection: Connection, _: dict[str, Any]) -> Any:
+        return _moved(connection.execute(statement(call)).all())
+
+    return make
+
+
+def _create(call: Call, connection: Connection, fixed: dict[str, Any]) -> Any:
+    values = {**fixed, **dict(call.values), "id": call.run}
+    row = connection.execute(lifecycle.create(values)).one_or_none()
+    return row.status if row else "refused"
+
+
+def _claim(call: Call, connection: Connection, _: dict[str, Any]) -> Any:
+    worker = call.worker
+    assert worker
+    statement = lifecycle.claim(worker.id, list(worker.backends), LEASE, worker.kind, worker.memory_mb)
+    row = connection.execute(statement).one_or_none()
+    return (*_moved([row])[0], sorted(row.device_indexes)) if row else None
+
+
+def _renew(call: Call, connection: Connection, _: dict[str, Any]) -> Any:
+    row = connection.execute(lifecycle.renew(call.run, call.epoch, LEASE)).one_or_none()
+    return (row.stop_requested_at is not None, row.stop_save_checkpoint) if row else None
+
+
+def _hint(call: Call, connection: Connection, _: dict[str, Any]) -> Any:
+    return sorted(connection.execute(lifecycle.hint_due(call.limit)).scalars())
+
+
+def _append(call: Call, connection: Connection, _: dict[str, Any]) -> Any:
+    numbers = range(call.first, call.first + call.count)
+    new = [NewEvent.of("log", 1_700_000_000.0 + n, {"line": line(call.epoch, n)}) for n in numbers]
+    progress = Progress(call.step, call.step / 10, 100, 1 / (call.step + 1)) if call.step else None
+    append(connection, call.run, call.epoch, call.first, new, progress)
+    return "stored"
+
+
+def _checkpoint(call: Call, connection: Connection, _: dict[str, Any]) -> Any:
+    event = NewEvent.of("checkpoint", 1_700_000_000.0, {"line": line(call.epoch, call.first)})
+    append(connection, call.run, call.epoch, call.first, [event])
+    row = {"id": new_id("ckpt"), "run_id": call.run, "attempt": 1, "name": f"checkpoint-{call.step}"}
+    told = {"step": call.step, "epoch": 0.5, "kind": "periodic", "bytes": 1, "manifest_sha256": "0" * 64}
+    connection.execute(insert(Checkpoint).values(**row, **told))
+    connection.execute(
+        update(Run)
+        .where(Run.id == call.run, Run.epoch == call.epoch, Run.status.in_(LIVE))
+        .values(lost_count=0, checkpoint_step=call.step)
+    )
+    return "stored"
+
+
+_MAKE: dict[str, Callable[[Call, Connection, dict[str, Any]], Any]] = {
+    "create": _create,
+    "claim": _claim,
+    "renew": _renew,
+    "hint_due": _hint,
+    "append": _append,
+    "checkpoint": _checkpoint,
+    "begin": _lifecycle(lambda it: lifecycle.begin(it.run, it.epoch, START_STEP, 0.5, 100, None)),
+    "saving": _lifecycle(lambda it: lifecycle.saving(it.run, it.epoch)),
+    "saved": _lifecycle(lambda it: lifecycle.saved(it.run, it.epoch)),
+    "complete": _lifecycle(lambda it: lifecycle.complete(it.run, it.epoch, 1, "all steps done")),
+    "fail": _lifecycle(lambda it: lifecycle.fail(it.run, it.epoch, "bad_data", "row 3 is empty")),
+    "cancel": _lifecycle(lambda it: lifecycle.cancel(it.run, it.epoch)),
+    "hand_back": _lifecycle(lambda it: lifecycle.hand_back(it.run, it.epoch, "drain")),
+    "retry": _lifecycle(lambda it: lifecycle.retry(it.run, it.epoch, "trainer lost", it.delay)),
+    "reap": _lifecycle(lambda _: lifecycle.reap(REAP_LEASE)),
+    "reap_dead": _lifecycle(lambda it: lifecycle.reap_dead([it.worker.id if it.worker else ""])),
+    "request_stop": _lifecycle(lambda it: lifecycle.request_stop(it.run, it.save)),
+}
