@@ -27,9 +27,7 @@ RECHECK_SECONDS = 10.0
 _BATCH = 500
 _KEPT_BYTES = 512 * 1024
 _READS_AT_A_TIME = 5
-_GATHER_SECONDS = 0.02
-_GATHER_SECONDS_A_READER = 0.00003
-_MOST_GATHER_SECONDS = 0.05
+_GATHER_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +107,9 @@ class Tail:
                         return
                     if len(frames) == _BATCH:
                         continue  # there is more, probably
-                    # What comes shortly behind goes out together; the more readers there are, the more that saves.
-                    await asyncio.sleep(
-                        min(_GATHER_SECONDS + self.readers * _GATHER_SECONDS_A_READER, _MOST_GATHER_SECONDS)
-                    )
+                    # The first event goes out at once; what comes shortly behind it goes out together, since each
+                    # read and each send costs far more than one event more in it.
+                    await asyncio.sleep(_GATHER_SECONDS)
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self.wake.wait(), POLL_SECONDS)
         finally:
