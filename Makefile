@@ -27,7 +27,7 @@ chaos: $(READY)  ## break everything for ROUNDS=200 rounds; SEED=7 replays a sch
 mutants: $(READY)  ## build in known bugs, one at a time, and see each caught; ONLY='late-acks' for one
 	@$(BIN)/python -m tests.mutants $(ONLY)
 
-bench: $(READY)  ## all benchmarks; ONLY=C8 for one
+bench: .venv/.bench  ## all benchmarks; ONLY=C8 for one
 	@$(BIN)/python -m benchmarks $(ONLY)
 
 venv: $(READY)
@@ -42,3 +42,8 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -e '.[worker,dev]' -c constraints.txt
 	@touch $(READY)
 	@echo "Installed."
+
+.venv/.bench: $(READY)
+	@echo "Installing what the benchmarks measure against …"
+	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -e '.[worker,dev,bench]' -c constraints.txt
+	@touch .venv/.bench

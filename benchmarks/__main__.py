@@ -9,7 +9,11 @@ import os
 import platform
 import sys
 
-BENCHMARKS = {"C8": "benchmarks.c8_first_step"}
+BENCHMARKS = {
+    "C5": "benchmarks.c5_stream",
+    "C7": "benchmarks.c7_start",
+    "C8": "benchmarks.c8_first_step",
+}
 
 
 def main() -> int:

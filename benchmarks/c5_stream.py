@@ -1,0 +1,331 @@
+"""C5: events of a run fanned out to 1,000 subscribers, against an XREAD per subscriber under sse-starlette.
+
+Both serve the same events to the same readers from one uvicorn process (uvloop, httptools). What counts is the CPU
+time of that process per event delivered: the readers and the databases share the machine, and are not counted. Events
+are inserted one a transaction (ours: Postgres, then the wake-up; the peer's: XADD), and latency is from the moment
+before the insertion to the moment in which a subscriber has the event's last byte. Behind what is measured some
+subscribers hang up at random and come back with `Last-Event-ID` while events go on; every id must come exactly once.
+"""
+
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from array import array
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from app.events.log import NewEvent, append
+from app.processes import free_port
+from app.queue import events_channel
+from tests.rows import add_run, add_worker, claim
+from tests.stack import Stack
+from tests.waiting import eventually
+
+PROCESSES = 2
+ROUNDS = 3
+RECONNECTING = 0.1
+HANGING_SECONDS = 3.0
+LATEST = 10.0
+"""Seconds after the last event in which everybody must have it."""
+TICK = 0.01
+MOST_SEQ = 20_000
+PEER_SETTINGS = (
+    "uvicorn with uvloop and httptools, one process", "redis-py's asyncio client with hiredis",
+    "XREAD BLOCK 5000 COUNT 100 on a connection of its own for each subscriber", "sse-starlette as it comes",
+)  # fmt: skip
+METRIC = {
+    "step": 10, "epoch": 0.5, "loss": 2.31, "learning_rate": 0.0002, "grad_norm": 0.9, "gpu_memory_mb": None,
+    "samples_per_second": 12.5, "extra": {"tokens_per_second": 3120.5},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Load:
+    """So many subscribers, to each of whom so many events a second go."""
+
+    subscribers: int
+    rate: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.subscribers:,} × {self.rate:,}/s"
+
+
+LIGHT = Load(100, 100, 8.0)
+"""What the peer can serve without falling behind; only there do both do the same work."""
+HEAVY = Load(1000, 100, 8.0)
+FULL = Load(1000, 1000, 4.0)
+
+
+def main() -> bool:
+    """Print medians and ratios; answers whether the goals are reached."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with tempfile.TemporaryDirectory(prefix="anneal-bench-") as folder, ExitStack() as stack:
+        service = Stack(Path(folder), lease_seconds=3600)
+        stack.callback(service.close)
+        peer = stack.enter_context(_peer(service))
+        ours: dict[Load, list[Figures]] = {LIGHT: [], HEAVY: [], FULL: []}
+        theirs: dict[Load, list[Figures]] = {LIGHT: [], HEAVY: []}
+        for load in (LIGHT, HEAVY):
+            for _ in range(ROUNDS):
+                ours[load].append(_measure(Ours(service), load, RECONNECTING))
+                print(f"C5   {load}  ours  {ours[load][-1]}", flush=True)
+                theirs[load].append(_measure(Peer(service, peer), load, 0.0))
+                print(f"C5   {load}  peer  {theirs[load][-1]}", flush=True)
+        ours[FULL] = [_measure(Ours(service), FULL, 0.0) for _ in range(2)]
+        print("C5   peer: ", ", ".join(PEER_SETTINGS), sep="")
+    return _print(ours, theirs)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one round came to."""
+
+    events: int
+    cpu: float
+    seconds: float
+    latencies: list[float]
+    wrong: int
+    reconnects: int
+    missing: int
+    problem: str
+
+    @property
+    def cpu_us(self) -> float:
+        """Microseconds of the server's CPU per event delivered."""
+        return self.cpu / self.events * 1e6
+
+    def percentile(self, part: float) -> float:
+        """Latency in milliseconds."""
+        return self.latencies[min(len(self.latencies) - 1, int(part * len(self.latencies)))] * 1e3
+
+    def __str__(self) -> str:
+        return (
+            f"{self.cpu_us:6.2f} µs CPU per event, {self.events / self.seconds:8,.0f} events/s delivered, "
+            f"{self.cpu / self.seconds:4.2f} cores, p50 {self.percentile(0.5):7.1f} ms, "
+            f"p99 {self.percentile(0.99):7.1f} ms, {self.reconnects} reconnected, wrong {self.wrong} {self.problem}"
+        )
+
+
+class Ours:
+    """A run in the database, written to as a worker does."""
+
+    headers = ""
+
+    def __init__(self, service: Stack) -> None:
+        self._service = service
+        self._redis = service.redis()
+        self.run_id: str = add_run(service.engine).id
+        claim(service.engine, add_worker(service.engine), lease=3600)
+        self.after = 2  # two status events
+        self._written = 0
+        self.port = service.api.port
+        self.path = f"/v1/runs/{self.run_id}/events"
+        self.headers = f"Authorization: Bearer {service.api.key}\r\n"
+        self.process = psutil.Process(service.api.process.pid)
+
+    def write(self, count: int) -> None:
+        """Events of one transaction, then the wake-up."""
+        now = time.time()
+        new = [NewEvent.of("metric", now, METRIC) for _ in range(count)]
+        with self._service.engine.begin() as connection:
+            append(connection, self.run_id, 1, self._written + 1, new)
+        self._written += count
+        self._redis.publish(events_channel(self.run_id), "")
+
+
+class Peer:
+    """A Redis stream. The ids count as ours do, so that the same readers check them."""
+
+    headers = ""
+
+    def __init__(self, service: Stack, server: "Server") -> None:
+        self._redis = service.redis()
+        self.run_id = f"run_{time.monotonic_ns():026d}"
+        self.after = 0
+        self._written = 0
+        self.port = server.port
+        self.path = f"/streams/{self.run_id}"
+        self.process = psutil.Process(server.pid)
+
+    def write(self, count: int) -> None:
+        """One XADD each, in one pipeline."""
+        pipeline = self._redis.pipeline(transaction=False)
+        for _ in range(count):
+            self._written += 1
+            head = {"run_id": self.run_id, "seq": self._written, "ts": "2026-01-02T03:04:05.678Z"}
+            data = json.dumps({**head, **METRIC}, separators=(",", ":"))
+            pipeline.xadd(self.run_id, {"type": "metric", "data": data}, id=f"{self._written}-0", maxlen=MOST_SEQ)
+        pipeline.execute()
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where the peer listens."""
+
+    port: int
+    pid: int
+
+
+@contextmanager
+def _peer(service: Stack) -> Iterator[Server]:
+    port = free_port()
+    command = [sys.executable, "-m", "uvicorn", "benchmarks.c5_peer:api", "--host", "127.0.0.1", "--port", str(port)]
+    environment = {**os.environ, "PEER_REDIS_URL": service.settings.redis_url or ""}
+    # Readers that hang up in the middle of a blocking read make it log errors.
+    log = (service.home / "peer.log").open("wb")
+    with log, subprocess.Popen([*command, "--log-level", "warning"], env=environment, stderr=log) as process:
+        try:
+            eventually(lambda: _answers(port), what="the peer answers")
+            yield Server(port, process.pid)
+        finally:
+            process.kill()
+
+
+def _answers(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/healthz", trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+class Group:
+    """The processes of the subscribers."""
+
+    def __init__(self, lane: Ours | Peer, folder: Path, subscribers: int) -> None:
+        self._samples = [folder / f"samples-{n}" for n in range(PROCESSES)]
+        self._processes = []
+        for n, samples in enumerate(self._samples):
+            told = {
+                "port": lane.port, "path": lane.path, "headers": lane.headers, "after": lane.after, "most": MOST_SEQ,
+                "count": subscribers // PROCESSES, "sample": 5, "seed": n, "samples": str(samples),
+            }  # fmt: skip
+            command = [sys.executable, "-m", "benchmarks.c5_readers", json.dumps(told)]
+            self._processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        for process in self._processes:
+            assert self._heard(process) == "ready"
+
+    def ask(self, line: str) -> list[dict[str, Any]]:
+        """What every process answers."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+        return [self._heard(process) for process in self._processes]
+
+    def end(self) -> list[tuple[int, int, float]]:
+        """Samples of (first, last, when): these events came together."""
+        self.ask("end")
+        found = []
+        for process, path in zip(self._processes, self._samples, strict=True):
+            process.wait(timeout=30)
+            values = array("d")
+            values.frombytes(path.read_bytes())
+            found += [(int(a), int(b), t) for a, b, t in zip(values[::3], values[1::3], values[2::3], strict=True)]
+        return found
+
+    @staticmethod
+    def _heard(process: subprocess.Popen[str]) -> Any:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the readers ended with {process.wait()}")
+        return json.loads(line)
+
+
+def _measure(lane: Ours | Peer, load: Load, reconnecting: float) -> Figures:
+    with tempfile.TemporaryDirectory(prefix="anneal-bench-") as folder:
+        group = Group(lane, Path(folder), load.subscribers)
+        began, cpu_before = time.monotonic(), sum(lane.process.cpu_times()[:2])
+        stamps = _produce(lane, load.rate, load.seconds)
+        # Who keeps up needs no more than this; who does not is measured in full work up to here.
+        reports = _until_all(group, lane.after + len(stamps), time.monotonic() + 3.0)
+        took, cpu = time.monotonic() - began, sum(lane.process.cpu_times()[:2]) - cpu_before
+        received = sum(report["received"] for report in reports)
+        written = len(stamps)
+        if reconnecting:
+            group.ask(f"hang {HANGING_SECONDS} {reconnecting}")
+            written += len(_produce(lane, load.rate, HANGING_SECONDS))
+            reports = _until_all(group, lane.after + written, time.monotonic() + LATEST)
+        samples = group.end()
+    came = [
+        when - stamps[seq - lane.after - 1]
+        for first, last, when in samples
+        for seq in range(first, min(last, lane.after + len(stamps)) + 1)
+    ]
+    return Figures(
+        events=received,
+        cpu=cpu,
+        seconds=took,
+        latencies=sorted(came),
+        wrong=sum(report["wrong"] for report in reports),
+        reconnects=sum(report["reconnects"] for report in reports),
+        missing=load.subscribers * written - sum(report["received"] for report in reports),
+        problem=next((report["problem"] for report in reports if report["problem"]), ""),
+    )
+
+
+def _produce(lane: Ours | Peer, rate: int, seconds: float) -> list[float]:
+    """Write at an even rate; the moment before the insertion of every event."""
+    stamps: list[float] = []
+    began = time.monotonic()
+    for tick in range(int(seconds / TICK)):
+        time.sleep(max(0.0, began + tick * TICK - time.monotonic()))
+        count = int((tick + 1) * TICK * rate + 1e-6) - len(stamps)
+        if count:
+            stamps += [time.monotonic()] * count
+            lane.write(count)
+    return stamps
+
+
+def _until_all(group: Group, last: int, deadline: float) -> list[dict[str, Any]]:
+    while True:
+        reports = group.ask("count")
+        if all(report["least"] == last for report in reports) or time.monotonic() > deadline:
+            return reports
+        time.sleep(0.05)
+
+
+def _print(ours: dict[Load, list[Figures]], theirs: dict[Load, list[Figures]]) -> bool:
+    ratios = {}
+    for load, own in ours.items():
+        _summary(f"ours, {load}", own)
+        if load in theirs:
+            _summary(f"peer, {load}", theirs[load])
+            ratios[load] = [peer.cpu_us / one.cpu_us for one, peer in zip(own, theirs[load], strict=True)]
+    for load, of_rounds in ratios.items():
+        behind = sum(one.missing for one in theirs[load])
+        print(
+            f"C5 {load}: ours takes {statistics.median(of_rounds):.1f} times less CPU per event "
+            f"({min(of_rounds):.1f} to {max(of_rounds):.1f}); the peer "
+            + (f"falls behind, so its reads are large and cheap: {behind:,} events late" if behind else "keeps up")
+        )
+    per_core = 1e6 / statistics.median(one.cpu_us for one in ours[FULL])
+    p99 = statistics.median(one.percentile(0.99) for one in ours[HEAVY])
+    lost = sum(one.wrong + one.missing for rounds in ours.values() for one in rounds)
+    return statistics.median(ratios[LIGHT]) >= 6 and per_core >= 100_000 and p99 < 100 and lost == 0
+
+
+def _summary(name: str, rounds: list[Figures]) -> None:
+    cost = sorted(one.cpu_us for one in rounds)
+    worst = max(one.percentile(0.99) for one in rounds)
+    print(
+        f"C5 {name:20s} CPU per event: median {statistics.median(cost):6.2f} µs  min {cost[0]:6.2f}  "
+        f"max {cost[-1]:6.2f}; a core delivers {1e6 / statistics.median(cost):9,.0f}/s; p50 "
+        f"{statistics.median(one.percentile(0.5) for one in rounds):7.1f} ms, p99 "
+        f"{statistics.median(one.percentile(0.99) for one in rounds):7.1f} ms (worst round {worst:.1f}); "
+        f"{sum(one.reconnects for one in rounds)} reconnects, {sum(one.wrong for one in rounds)} ids wrong, "
+        f"{sum(one.missing for one in rounds)} not there at the end"
+    )

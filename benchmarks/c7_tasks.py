@@ -1,0 +1,39 @@
+"""The tasks of C7's peers. Each does nothing but tell when it began; `C7_REDIS_URL` is the broker of all of them."""
+
+import os
+import time
+
+import dramatiq
+import redis
+from celery import Celery
+from dramatiq.brokers.redis import RedisBroker
+
+STARTED = "c7:started"
+URL = os.environ.get("C7_REDIS_URL", "redis://127.0.0.1")
+CELERY_SETTINGS = {
+    "task_default_queue": "c7-celery", "task_ignore_result": True, "worker_prefetch_multiplier": 1,
+    "worker_send_task_events": False, "worker_enable_remote_control": False, "task_serializer": "json",
+    "accept_content": ["json"], "broker_connection_retry_on_startup": True,
+}  # fmt: skip
+
+client = redis.Redis.from_url(URL)
+celery = Celery("c7", broker=URL)
+celery.conf.update(CELERY_SETTINGS)
+# Without its middleware for time limits, retries and the like it would not be what its guide recommends.
+dramatiq.set_broker(RedisBroker(url=URL))
+
+
+def body(name: str) -> None:
+    """The moment is taken first."""
+    now = time.monotonic()
+    client.lpush(STARTED, f"{name} {now}")
+
+
+@celery.task(name="c7.body")
+def celery_body(name: str) -> None:
+    body(name)
+
+
+@dramatiq.actor(queue_name="c7-dramatiq")
+def dramatiq_body(name: str) -> None:
+    body(name)

@@ -1,0 +1,24 @@
+"""Our worker for C7: the real one up to the claim; then it tells when it began, and ends the run without a trainer."""
+
+import sys
+import time
+from typing import Any
+
+from app.runs import lifecycle
+from benchmarks.c7_tasks import STARTED
+from worker import supervisor
+from worker.host import Host
+from worker.main import main
+
+
+def begin(host: Host, run: Any, _: float) -> None:
+    """In place of `supervisor.supervise`, which is called once the claim is committed."""
+    now = time.monotonic()
+    with host.engine.begin() as connection:
+        connection.execute(lifecycle.complete(run.id, run.epoch, None, "benchmark"))
+    host.redis.lpush(STARTED, f"{run.id} {now}")
+
+
+if __name__ == "__main__":
+    supervisor.supervise = begin
+    sys.exit(main())
