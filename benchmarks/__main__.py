@@ -26,8 +26,10 @@ def main() -> int:
         return 2
     load = os.getloadavg()[0]
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, load {load:.1f}")
-    reached = [importlib.import_module(BENCHMARKS[name]).main() for name in names]
-    return 0 if all(reached) else 1
+    missed = [name for name in names if not importlib.import_module(BENCHMARKS[name]).main()]
+    if missed:
+        print(f"goals of docs/benchmarks.md missed: {', '.join(missed)}")
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":
