@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.chaos.checker import check
+from tests.chaos.checker import MOMENTS, MOMENTS_OF_WRONG_CLOCKS, check
 from tests.chaos.clients import Clients
 from tests.chaos.collect import collect, profile, reference_plans
 from tests.chaos.faults import FAULTS
@@ -53,8 +53,11 @@ class Result:
     @property
     def missed(self) -> list[str]:
         """Windows that this campaign should have hit and never did."""
-        clients = list(_WINDOWS_OF_CLIENTS) if self.rounds >= len(FAULTS) else []
-        return self.missed_after(Counter()) + [window for window in clients if not self.hits[window]]
+        if self.rounds < len(FAULTS):
+            return self.missed_after(Counter())
+        clients = [window for window in _WINDOWS_OF_CLIENTS if not self.hits[window]]
+        uncounted = [what for what in (MOMENTS, MOMENTS_OF_WRONG_CLOCKS) if not self.counted[what]]
+        return self.missed_after(Counter()) + clients + uncounted
 
     def missed_after(self, hits: Counter[str]) -> list[str]:
         """Windows of the faults so far that were hit neither before nor among `hits`."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from tests.chaos import promises_events, promises_runs, promises_training
+from tests.chaos.causes import a_clock_was_wrong, moments_without_excuse
 from tests.chaos.course import COUNTED, Course, candidates, courses
 from tests.chaos.history import History, Violation
 
@@ -32,6 +33,10 @@ PROMISES: tuple[Callable[[History, Course], Iterator[Violation]], ...] = (
     promises_runs.requeues_are_explained,
 )
 """About each run. Promises 1 and 5, 17, 18 (for readers) are about keys and transcripts, see `check`."""
+
+MOMENTS = "half seconds in which a loss would be unexplained"
+MOMENTS_OF_WRONG_CLOCKS = f"{MOMENTS}, while a clock was wrong"
+"""Counted, since without such moments promises 18 to 20 were not tested."""
 
 
 @dataclass
@@ -66,7 +71,10 @@ def count(history: History, found: dict[str, Course]) -> dict[str, int]:
         for line in course.journal
         if line["event"] == "step"
     ]
+    moments = [moment for course in found.values() for moment in moments_without_excuse(history, course)]
     return {
+        MOMENTS: len(moments),
+        MOMENTS_OF_WRONG_CLOCKS: sum(a_clock_was_wrong(history, moment) for moment in moments),
         "runs": len(found),
         "runs of unknown origin": sum(course.creation is None for course in found.values()),
         "creations": len(history.creations),

@@ -57,6 +57,7 @@ def collect(world: World, clients: Clients, scene: Scene, profiles: dict[str, Pr
         transcripts=clients.transcripts(),
         faults=tuple(scene.records),
         runs=rows,
+        workers=world.worker_names(),
         attempts=_grouped(
             world.rows("SELECT * FROM run_attempts WHERE run_id = ANY(:ids) ORDER BY run_id, attempt", ids=ids)
         ),

@@ -96,7 +96,11 @@ def silent_cut(scene: Scene) -> None:
 
 
 def latency_and_clocks(scene: Scene) -> None:
-    """Every answer of the database is late, and every clock is wrong by an hour, each in its own direction."""
+    """Every answer of the database is late, and every clock is wrong by an hour, each in its own direction.
+
+    Nothing else is at work then: a lease that followed the wall clock would show.
+    """
+    scene.calm_down()
     ways = [service.postgres for service in scene.world.services]
     before = sum(way.delayed for way in ways)
     live = wait_for(scene.world.live_runs, 10)

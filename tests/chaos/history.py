@@ -1,7 +1,7 @@
 """What is known of a campaign when it is over: the material on which the checker decides."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -81,6 +81,7 @@ class FaultRecord:
     kind: str
     """As in `tests.chaos.faults`."""
     target: str
+    """The service, or what else was hit: `postgres`, `valkey`, `storage`, `all`, the process id of a trainer."""
     began: float
     ended: float
     """Unix times, by the clock of the suite."""
@@ -115,6 +116,8 @@ class History:
     """Ids of checkpoints that the suite damaged itself."""
     killed_trainers: frozenset[int] = frozenset()
     """Process ids of trainers that the suite killed with SIGKILL, the worker being left alone."""
+    workers: Mapping[str, str] = field(default_factory=dict)
+    """Id of a worker → the service that it was a process of, as faults name it in `target`."""
     stop_bound: float = 60.0
     """Seconds within which an accepted stop must have ended its run, faults included."""
     lease_seconds: float = 3.0

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
-from tests.chaos.course import COUNTED, Course, Loss, ancestors, first_difference
-from tests.chaos.history import FaultRecord, History, StopCall, Violation
+from tests.chaos.causes import a_clock_was_wrong, is_explained, worker_of
+from tests.chaos.course import COUNTED, Course, ancestors, first_difference
+from tests.chaos.history import History, StopCall, Violation
 
 CODES = {
     "out_of_memory", "non_finite_loss", "bad_data", "model_not_found", "disk_full", "time_limit", "worker_lost",
@@ -11,8 +12,6 @@ CODES = {
 }  # fmt: skip
 _CLOCKS_DIFFER_BY = 0.001
 """Seconds: what a float of a time stamp may be off."""
-_SLACK = 5.0
-"""Seconds that a busy machine may take beyond what the leases explain."""
 _SAYS_DISK = ("space", "room", "disk")
 _NO_SPACE = "No space left"
 
@@ -182,41 +181,21 @@ def poison_runs_do_not_loop(history: History, course: Course) -> Iterator[Violat
 def requeues_are_explained(history: History, course: Course) -> Iterator[Violation]:
     """18, 19, 20. A run changes hands only because of a fault that may cause it; not because a clock jumped.
 
-    Sound: what may cost a run is written down by the suite, and costs it within the leases that have to run out, plus
-    one of grace after Postgres was down; while another fault is at work nobody may be there to take it back, so its
-    end counts. A trainer that hangs is a cause of its own. Handed back is for 18, lost and retried for 19, and either
-    for 20 while a clock was wrong. The database's own clock never goes back.
+    Sound: what may cost a run is written down by the suite, with what it was done to, and costs runs of that worker
+    (of every worker, if it was Postgres or the network) within the leases that have to run out, plus one of grace
+    after Postgres was down. A trainer that hangs is a cause of its own. Handed back is for 18, lost and retried for
+    19, and either for 20 while a clock was wrong. The database's own clock never goes back.
     """
     for loss in course.losses:
-        if course.hung_in(loss.move.attempt) or _is_explained(history, loss):
+        if course.hung_in(loss.move.attempt) or is_explained(history, course, loss):
             continue
-        how = f"attempt {loss.move.attempt} was {loss.how} without a cause: {loss.move.reason}"
-        while_a_clock_was_wrong = any(
-            "clock" in fault.kind and fault.began <= loss.move.ts <= fault.ended + history.lease_seconds + _SLACK
-            for fault in history.faults
-        )
+        worker = worker_of(history, course, loss.move.attempt)
+        how = f"attempt {loss.move.attempt} on {worker} was {loss.how} without a cause: {loss.move.reason}"
+        while_a_clock_was_wrong = a_clock_was_wrong(history, loss.move.ts)
         yield course.broke(20 if while_a_clock_was_wrong else 18 if loss.how == "handed_back" else 19, how)
     for before, after in zip(course.moves, course.moves[1:], strict=False):
         if after.ts < before.ts - 1:
             yield course.broke(20, f"event {after.seq} is {before.ts - after.ts:.1f} s older than event {before.seq}")
-
-
-def _is_explained(history: History, loss: Loss) -> bool:
-    return any(
-        fault.began - _CLOCKS_DIFFER_BY <= loss.move.ts <= explains_until(history, fault)
-        for fault in history.faults
-        if fault.requeues
-    )
-
-
-def explains_until(history: History, fault: FaultRecord) -> float:
-    """The latest moment at which the fault may still cost a run."""
-    leases = 2 * history.lease_seconds
-    due = fault.ended + leases
-    for other in sorted(history.faults, key=lambda one: one.began):
-        if other.began <= due and other.ended > fault.ended:
-            due = max(due, other.ended + leases)
-    return due + _SLACK
 
 
 def phase_at(course: Course, stop: StopCall) -> str:

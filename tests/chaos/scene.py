@@ -10,9 +10,10 @@ from typing import TypeVar
 
 import psutil
 
+from tests.chaos.causes import over_at
 from tests.chaos.clients import Clients
 from tests.chaos.history import FaultRecord
-from tests.chaos.world import Service, World
+from tests.chaos.world import LEASE_SECONDS, Service, World
 from tests.waiting import _pause
 
 T = TypeVar("T")
@@ -51,6 +52,11 @@ class Scene:
     def time(self, what: str, seconds: float) -> None:
         """Note a time."""
         self.seconds.setdefault(what, []).append(seconds)
+
+    def calm_down(self) -> None:
+        """Wait until no earlier fault explains a loss any more: whatever goes wrong next has one cause."""
+        over = max((over_at(one, LEASE_SECONDS) for one in self.records if one.requeues), default=0.0)
+        wait_for(lambda: time.time() > over, over - time.time() + 1, every=0.1)
 
     @contextmanager
     def lying(self, verb: str) -> Iterator[None]:

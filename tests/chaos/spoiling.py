@@ -27,12 +27,12 @@ def row(run_id: str, **values: Any) -> Spoil:
     return spoil
 
 
-def run_added(story: Story, after: float | None = None) -> Spoil:
+def run_added(story: Story, after: float | None = None, target: str = "worker-1") -> Spoil:
     """One run more, as it is told; with `after`, a fault explains whatever happens to it from then on."""
 
     def spoil(history: History) -> History:
         run_id = story.run_id
-        cause = () if after is None else (FaultRecord(1, "kill_worker", "", after, story.now, True),)
+        cause = () if after is None else (FaultRecord(1, "kill_worker", target, after, story.now, True),)
         return replace(
             history,
             creations=(*history.creations, Creation(f"key-{run_id}", story.profile, (run_id,), story.parent)),
@@ -47,6 +47,12 @@ def run_added(story: Story, after: float | None = None) -> Spoil:
         )
 
     return spoil
+
+
+def fault_added(kind: str, target: str, began: float, ended: float, requeues: bool = True) -> Spoil:
+    """One fault more."""
+    fault = FaultRecord(1, kind, target, began, ended, requeues)
+    return lambda history: replace(history, faults=(*history.faults, fault))
 
 
 def attempt(run_id: str, index: int, **values: Any) -> Spoil:

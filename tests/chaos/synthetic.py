@@ -37,6 +37,7 @@ class Story:
     resume_checkpoint_id: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     max_restarts: int = 3
+    worker: str = "wrk_1"
 
     def __post_init__(self) -> None:
         self.now = self.began
@@ -60,8 +61,9 @@ class Story:
         self.epoch += 1
         self.src_hwm = 0
         row = {"run_id": self.run_id, "attempt": self.attempt, "epoch": self.epoch, "start_step": None}
+        row["worker_id"] = self.worker
         self.attempts.append({**row, "outcome": None, "ended_at": None})
-        self._move("initializing", "claimed by wrk_1")
+        self._move("initializing", f"claimed by {self.worker}")
         return self
 
     def begins(self, step: int = 0) -> "Story":
@@ -257,7 +259,7 @@ def _history(stories: list[Story]) -> History:
     killed = by_id["killed"]
     damaged = next(row["id"] for row in by_id["fallen"].checkpoints if row["bad_reason"])
     damage = by_id["fallen"].now
-    quiet = FaultRecord(0, "jump_clocks", "all", 1_000_010.0, 1_000_012.0, requeues=False)
+    quiet = FaultRecord(0, "jump_clocks", "all", 1_000_001.0, 1_000_003.0, requeues=False)
     rot = FaultRecord(0, "flip_a_byte", f"worker-1 {damaged}", damage - 9.0, damage - 8.9, requeues=False)
     return History(
         profiles=PROFILES,
@@ -271,6 +273,7 @@ def _history(stories: list[Story]) -> History:
         stops=tuple(stop for story in stories for stop in story.stops),
         transcripts=tuple(transcript(run_id, tuple(story.events)) for run_id, story in by_id.items()),
         faults=(*faults, quiet, rot),
+        workers={"wrk_1": "worker-1", "wrk_2": "worker-2"},
         runs={run_id: story.row for run_id, story in by_id.items()},
         attempts={run_id: tuple(story.attempts) for run_id, story in by_id.items()},
         events={run_id: tuple(story.events) for run_id, story in by_id.items()},

@@ -61,6 +61,8 @@ class Service:
         prefix = [sys.executable, "-m", "tests.chaos.process", str(world.orders_folder), name]
         self._command = [*prefix, module, *arguments]
         self.process: subprocess.Popen[bytes] | None = None
+        self.pids: set[int] = set()
+        """Of all processes that it has ever had."""
 
     def start(self) -> None:
         """Start it (again)."""
@@ -68,6 +70,7 @@ class Service:
             self.process = subprocess.Popen(
                 self._command, env=self._environment, stdout=output, stderr=output, cwd=_REPOSITORY
             )
+        self.pids.add(self.process.pid)
 
     @property
     def pid(self) -> int:
@@ -219,6 +222,11 @@ class World:
             "WHERE runs.status IN ('initializing', 'running', 'checkpointing') ORDER BY runs.id DESC"
         )
         return [run for run in found if worker is None or run["worker_pid"] == worker.pid]
+
+    def worker_names(self) -> dict[str, str]:
+        """Of every worker that ever registered: the service that it was a process of."""
+        rows = self.rows("SELECT id, pid FROM workers")
+        return {row["id"]: worker.name for row in rows for worker in self.workers if row["pid"] in worker.pids}
 
     def journal(self, run_id: str) -> list[dict[str, Any]]:
         """What the trainers of a run wrote down themselves."""

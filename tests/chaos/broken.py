@@ -1,0 +1,274 @@
+"""Histories that are wrong in one place, each with the promise that is broken."""
+
+from dataclasses import replace
+from typing import Any
+
+from tests.chaos.history import Creation, FaultRecord, History
+from tests.chaos.spoiling import (
+    Spoil,
+    attempt,
+    becomes,
+    checkpoint,
+    event_added,
+    event_changed,
+    event_doubled,
+    event_removed,
+    events,
+    fault_added,
+    is_end,
+    journal,
+    line,
+    line_added,
+    line_removed,
+    measures,
+    prints,
+    reader,
+    row,
+    run_added,
+    saves,
+    together,
+    whole,
+)  # fmt: skip
+from tests.chaos.synthetic import OUTPUT, Story, moment
+
+LATE = 2_000_000.0
+"""Long after every fault of the correct history."""
+
+
+def waiting(**values: Any) -> Story:
+    return Story("odd", began=LATE, **values)
+
+
+def training(steps: int = 3, profile: str = "plain", **values: Any) -> Story:
+    return waiting(profile=profile, **values).claimed().begins().trains(steps)
+
+
+def resumed_at(step: int) -> Story:
+    """Lost at step 7, so that it has a checkpoint of step 4."""
+    return training(7).lost().claimed().begins(step).completes()
+
+
+def lost_too_often() -> Story:
+    once = training(2, max_restarts=1).lost().claimed().begins().trains(2)
+    return once.lost().claimed().begins().completes()
+
+
+def resumed_in_spite_of_damage() -> Spoil:
+    """Nobody noticed that the newest checkpoint had rotten, and the next attempt began with it."""
+    story = training(9).lost()
+    damaged, when = story.checkpoints[-1]["id"], story.now
+    rot = FaultRecord(1, "flip_a_byte", f"worker-1 {damaged}", when - 9, when, requeues=True)
+    story.claimed().begins(8).completes()
+    return together(
+        run_added(story), lambda history: replace(history, damaged=history.damaged | {damaged}),
+        lambda history: replace(history, faults=(*history.faults, rot)),
+    )  # fmt: skip
+
+
+def resumed_what_was_deleted() -> Spoil:
+    """A run took up another at an early checkpoint, which a clean-up then removed."""
+    parent = waiting().claimed().begins().completes()
+    child = Story("child of odd", "plain", LATE + 50, "odd", parent.checkpoints[0]["id"]).claimed().begins(4)
+    parent.checkpoints[0]["deleted_at"] = moment(child.completes().now)
+    return together(run_added(parent), run_added(child))
+
+
+def completed_early(history: History) -> History:
+    spoilt = run_added(training(6)._ends("completed", "training is complete"))(history)
+    return replace(spoilt, outputs={**spoilt.outputs, "odd": OUTPUT})
+
+
+def hanging(max_restarts: int = 0) -> Story:
+    return training(5, "hanger", extra={"hang_at_step": 6}, max_restarts=max_restarts)
+
+
+def killed_while_hanging() -> Spoil:
+    story = hanging().requeued("retried", "the training process hangs", "failed")
+    return together(
+        run_added(story), lambda history: replace(history, killed_trainers=history.killed_trainers | {story.pid(1)})
+    )
+
+
+def lost_in_the_time_of(*faults: Spoil, worker: str = "wrk_1", after: float = 0.0, how: str = "lost") -> Spoil:
+    """A run that changes hands `after` seconds; these faults are all that was done meanwhile."""
+    story = training(worker=worker)
+    story.now = LATE + 3 + after
+    return together(run_added(story.requeued(how, f"it was {how}").claimed().begins().completes()), *faults)
+
+
+def lost_while_a_clock_was_wrong() -> Spoil:
+    wrong = FaultRecord(1, "jump_clocks", "all", LATE, LATE + 5, requeues=False)
+    story = training().lost().claimed().begins().completes()
+    return together(run_added(story), lambda history: replace(history, faults=(*history.faults, wrong)))
+
+
+def stop_before_its_claim(history: History) -> History:
+    stop = replace(history.stops[0], answered=history.events["stopped"][0].ts.timestamp() + 0.05)
+    spoilt = replace(history, stops=(stop, *history.stops[1:]))
+    return row("stopped", stop_requested_at=moment(stop.answered - 0.01))(spoilt)
+
+
+def twins(history: History) -> History:
+    """A second run for a key, of which nobody was told."""
+    spoilt = together(run_added(training().completes()), row("odd", idempotency_key="key-plain"))(history)
+    return replace(spoilt, creations=history.creations)
+
+
+def attempts_at_once(history: History) -> History:
+    """The first attempt writes its last line after the second has begun."""
+    lines = list(history.journals["lost"])
+    second = next(index for index, one in enumerate(lines) if one["attempt"] == 2)
+    last, first = lines[second - 1], lines[second]
+    lines[second - 1 : second + 1] = {**first, "t": last["t"]}, {**last, "t": first["t"]}
+    return journal("lost", lambda _: lines)(history)
+
+
+def checkpoint_stored_twice(history: History) -> History:
+    again = {**history.checkpoints["plain"][0], "id": "again"}
+    told = {"checkpoint_id": "again", "step": 4, "kind": "periodic", "bytes": 100}
+    spoilt = replace(history, checkpoints={**history.checkpoints, "plain": (*history.checkpoints["plain"], again)})
+    return event_added("plain", saves(4), "checkpoint", **told)(spoilt)
+
+
+def gap(history: History) -> History:
+    """An event is gone, and the others keep their numbers."""
+    left = tuple(event for event in history.events["plain"] if event.type != "progress")
+    spoilt = replace(history, events={**history.events, "plain": left}, transcripts=())
+    return row("plain", src_hwm=lambda count: count - 1)(spoilt)
+
+
+def creations(change: Any) -> Spoil:
+    return lambda history: replace(
+        history, creations=tuple(change(one) if one.profile == "plain" else one for one in history.creations)
+    )
+
+
+def checkpoint_rows(change: Any) -> Spoil:
+    return lambda h: replace(h, checkpoints={**h.checkpoints, "plain": change(h.checkpoints["plain"])})
+
+
+def attempt_rows(change: Any) -> Spoil:
+    return lambda h: replace(h, attempts={**h.attempts, "crasher": change(h.attempts["crasher"])})
+
+
+def clock_goes_back(history: History) -> History:
+    end = next(event for event in history.events["plain"] if becomes("completed")(event))
+    back = replace(end, ts=moment(end.ts.timestamp() - 3600))
+    return events("plain", lambda all: [back if event is end else event for event in all])(history)
+
+
+STEP = {"event": "step", "loss_hex": "0x1p+0", "samples": []}
+HELLO = {"line": "hello", "stream": "stderr"}
+AGAIN = {"from": "initializing", "to": "running", "reason": "training"}
+
+BROKEN: list[tuple[int, str, Spoil]] = [
+    (1, "an accepted run is gone", lambda h: replace(h, creations=(*h.creations, Creation("x", "plain", ("none",))))),
+    (1, "two answers to one key", creations(lambda c: replace(c, answers=("plain", "tidy")) if "tidy" in c.key else c)),
+    (1, "two runs for one key", twins),
+    (1, "another run than asked for is resumed", creations(lambda c: replace(c, parent=c.parent and "tidy"))),
+    (2, "a run waits for ever", run_added(waiting())),
+    (2, "a lost run is not taken back", run_added(training())),
+    (2, "a run fails without a cause", run_added(training().fails("internal", "KeyError"))),
+    (3, "two attempts at once", attempts_at_once),
+    (3, "two processes for one attempt", line("plain", 3, pid=1)),
+    (3, "two starts of one attempt", line_added("plain", 3, event="start")),
+    (3, "a step that comes twice", line_added("crasher", 3, **STEP, step=3)),
+    (3, "an older line behind a newer one", line("plain", 3, t=0.0)),
+    (3, "a trainer that nobody started", line_added("plain", -1, event="start", attempt=2)),
+    (3, "a line behind the last", line_added("plain", -1, event="save", step=12)),
+    (4, "a lost attempt writes into the next", event_added("lost", prints(9), "log", counted=False, **HELLO)),
+    (4, "a lost attempt writes while the run waits",
+     event_added("lost", becomes("pending", 1), "log", counted=False, **HELLO)),
+    (4, "an attempt writes behind the end", event_added("plain", is_end, "log", **HELLO)),
+    (4, "a checkpoint without a row", checkpoint_rows(lambda rows: rows[1:])),
+    (4, "a checkpoint without an event", event_removed("plain", saves(4))),
+    (4, "a checkpoint that is stored twice", checkpoint_stored_twice),
+    (4, "the output of an earlier attempt", row("lost", output_attempt=1)),
+    (5, "a gap in the numbers", gap),
+    (5, "a counter that ran ahead", row("plain", event_seq=lambda count: count + 1)),
+    (5, "a reader misses an event", reader(received=lambda all: all[:5] + all[6:])),
+    (5, "a reader gets an event twice", reader(received=lambda all: all[:6] + all[5:])),
+    (5, "a reader gets events in the wrong order", reader(received=lambda all: (*all[:5], all[6], all[5], *all[7:]))),
+    (5, "a reader gets another event than is stored",
+     reader(received=lambda all: (*all[:5], (6, "log", {}), *all[6:]))),
+    (5, "a reader gets something behind the end", reader(received=lambda all: (*all, (len(all) + 1, "log", {})))),
+    (6, "a row of an attempt that is not counted", attempt_rows(lambda rows: (*rows, {**rows[0], "attempt": 2}))),
+    (6, "a claim without its row", attempt_rows(lambda rows: ())),
+    (6, "one epoch for two attempts", attempt("lost", 1, epoch=1)),
+    (7, "a change of status that is told twice",
+     event_added("plain", becomes("running"), "status", counted=False, **AGAIN)),
+    (7, "a change of status to the same",
+     event_added("plain", becomes("running"), "status", counted=False, **{**AGAIN, "from": "running"})),
+    (7, "a status that no event tells of", row("plain", status="cancelled")),
+    (7, "a line that is stored twice", event_doubled("plain", prints(5))),
+    (7, "a line that is missing in between", event_removed("plain", prints(5))),
+    (7, "a metric that is stored twice", event_doubled("plain", measures(5))),
+    (7, "a metric that is missing in between", event_removed("plain", measures(5))),
+    (7, "two ends", event_doubled("plain", is_end, counted=False)),
+    (7, "an attempt that ended otherwise than told", attempt("plain", 0, outcome="cancelled")),
+    (7, "more counted than stored", row("plain", src_hwm=lambda count: count + 1)),
+    (7, "an error that was not told", row("full", error_message="No room on the disk")),
+    (8, "a claim after a stop", stop_before_its_claim),
+    (8, "a run is taken up again after a stop",
+     run_added(training().stop_accepted().lost().claimed().begins().completes(), after=LATE)),
+    (8, "a stop that nobody wrote down", row("stopped", stop_requested_at=None)),
+    (8, "a stopped run fails as lost", run_added(training(max_restarts=0).stop_accepted().lost("failed"), after=LATE)),
+    (9, "a stop that takes too long", whole(stop_bound=0.1)),
+    (9, "the last line before a stop is missing", event_removed("stopped", prints(6))),
+    (9, "the last metric of a completed run is missing", event_removed("plain", measures(12))),
+    (9, "the last line of a run that was handed back is missing",
+     events("handed", lambda all: [e for e in all if not prints(5)(e)], uncounted=-1)),
+    (10, "another loss", line("plain", 2, loss_hex="0x1p+0")),
+    (10, "other samples", line("lost", -3, samples=[0, 0])),
+    (10, "another loss in the log", event_changed("plain", measures(3), loss=0.5)),
+    (10, "another output", lambda h: replace(h, outputs={**h.outputs, "child": "other"})),
+    (10, "no output", whole(outputs={})),
+    (10, "completed before its last step",
+     completed_early),
+    (11, "a resume from the start in spite of a checkpoint", run_added(resumed_at(0), after=LATE)),
+    (11, "a resume from where nothing was saved", run_added(resumed_at(6), after=LATE)),
+    (11, "a resume from another step than was told", attempt("lost", 1, start_step=0)),
+    (11, "a resume from a damaged checkpoint", resumed_in_spite_of_damage()),
+    (11, "a checkpoint that broke by itself", lambda h: replace(h, broken={**h.broken, "ckpt_plain_1_8": ("torn",)})),
+    (11, "a checkpoint that was bad by itself", checkpoint("plain", 0, bad_reason="torn")),
+    (11, "a row before its checkpoint was whole",
+     line_removed("plain", lambda one: (one["event"], one.get("step")) == ("save", 4))),
+    (12, "the newest checkpoint is deleted", checkpoint("plain", -1, deleted_at=moment(LATE), metrics={})),
+    (12, "the best checkpoint is deleted", checkpoint("tidy", 0, metrics={"eval_loss": 0.1})),
+    (12, "a pinned checkpoint is deleted", checkpoint("tidy", 0, pinned=True)),
+    (12, "a checkpoint is deleted that a run resumes", resumed_what_was_deleted()),
+    (13, "a disk that was not full", whole(disk_was_full=False)),
+    (13, "a full disk that is not named", run_added(training().fails("disk_full", "oops"))),
+    (13, "a full disk that is called something else", run_added(training().fails("internal", "No space left on it"))),
+    (14, "an unknown code", run_added(training().fails("it_was_tuesday", "it happens"))),
+    (14, "a wrong code", run_added(training(profile="crasher").fails("internal", "?"))),
+    (14, "a crash that nobody caused", whole(killed_trainers=frozenset())),
+    (14, "given up as lost too early", run_added(training().lost("failed"), after=LATE)),
+    (14, "a run that cannot complete does", run_added(training(profile="crasher").completes())),
+    (15, "a trainer hangs for ever", run_added(hanging())),
+    (15, "a trainer that hangs completes", run_added(training(extra={"hang_at_step": 6}).completes())),
+    (15, "a hanging trainer is found by nobody but the suite", killed_while_hanging()),
+    (16, "a run that loses every worker goes on", run_added(lost_too_often(), after=LATE)),
+    (17, "a reader is held up", reader(ended=False, connections=1, received=())),
+    (18, "a reader that was cut off is not taken up again", reader(ended=False, connections=2, received=())),
+    (18, "a run is handed back for nothing",
+     run_added(training().requeued("handed_back", "handed back: …").claimed().begins().completes())),
+    (19, "a run is lost for nothing", run_added(training().lost().claimed().begins().completes())),
+    (19, "a stopped run is lost for nothing", run_added(training().stop_accepted().lost("cancelled"))),
+    (19, "a run is lost because of a fault of the other worker",
+     lost_in_the_time_of(fault_added("kill_worker", "worker-2", LATE, LATE + 1))),
+    (19, "a run is lost on a worker that nobody knows",
+     lost_in_the_time_of(fault_added("kill_worker", "worker-1", LATE, LATE + 1), worker="wrk_3")),
+    (19, "a run is lost because of a fault that costs no run",
+     lost_in_the_time_of(fault_added("kill_api", "api-1", LATE, LATE + 1, requeues=False))),
+    (19, "a run is lost long after a fault, in the time of one that costs no run",
+     lost_in_the_time_of(
+         fault_added("kill_worker", "worker-1", LATE, LATE + 1),
+         fault_added("kill_api", "api-1", LATE + 2, LATE + 30, requeues=False), after=30)),
+    (19, "a lease runs out because the storage is full",
+     lost_in_the_time_of(fault_added("disk_full", "storage", LATE, LATE + 1))),
+    (18, "a run is handed back because the database is away",
+     lost_in_the_time_of(fault_added("long_absence", "postgres", LATE, LATE + 1), how="handed_back")),
+    (20, "a run is lost because a clock jumped", lost_while_a_clock_was_wrong()),
+    (20, "the clock of the database goes back", clock_goes_back),
+]  # fmt: skip
