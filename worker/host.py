@@ -25,6 +25,7 @@ from app.storage import Storage
 from app.workers import registry
 from app.workers.local import Notebook
 from worker import devices, session
+from worker.fitness import Fitness
 from worker.launcher import Launcher
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Host:
         self.id = new_id("wrk")
         self.name = socket.gethostname()
         self.storage = Storage(settings)
+        self.fitness = Fitness(self.storage.root)
         self.machine = devices.find(settings)
         self.kind = self.machine.devices[0].kind
         self.launcher = Launcher(settings)

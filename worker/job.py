@@ -22,7 +22,7 @@ from worker.training import manifest
 
 log = logging.getLogger(__name__)
 
-_LEFTOVERS = ("a*/.checkpoint-*", "a*/.deleted-*", "a*/.output.tmp", "a*/base_model")
+_LEFTOVERS = (".checkpoint-*", ".deleted-*", ".output.tmp", "base_model")
 
 
 class JobError(Exception):
@@ -53,10 +53,16 @@ def prepare(host: Host, run: Any, device: dict[str, Any]) -> Job:
 
     Raises:
         JobError: something that the run needs is not there.
+        OSError: the storage cannot be read or written.
     """
     folder = host.storage.attempt_dir(run.id, run.attempt)
+    with host.engine.connect() as connection:
+        # First of all: a worker that does not see the data set does not see the checkpoints either, and may not judge
+        # them.
+        dataset = _dataset(host, connection, run.dataset_id)
+        evaluation = _dataset(host, connection, run.eval_dataset_id) if run.eval_dataset_id else None
     folder.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(host, run.id)
+    _sweep(host, run)
     remarks: list[str] = []
     checkpoint = _newest_good(host, run, remarks)
     with host.engine.connect() as connection:
@@ -66,8 +72,8 @@ def prepare(host: Host, run: Any, device: dict[str, Any]) -> Job:
             "backend": run.backend,
             "config": run.config,
             "given": run.given,
-            "dataset": _dataset(host, connection, run.dataset_id),
-            "eval_dataset": _dataset(host, connection, run.eval_dataset_id) if run.eval_dataset_id else None,
+            "dataset": dataset,
+            "eval_dataset": evaluation,
             "base_model": _base_model(host, connection, run),
             "output_dir": str(folder),
             "resume_from": _resume(host, checkpoint),
@@ -109,14 +115,18 @@ def _write(host: Host, run_id: str, folder: Path, job: dict[str, Any]) -> Path:
     return path
 
 
-def _sweep(host: Host, run_id: str) -> None:
-    """Remove what a kill left half written or half removed; no trainer of an earlier attempt lives any more."""
-    for pattern in _LEFTOVERS:
-        for leftover in host.storage.run_dir(run_id).glob(pattern):
-            shutil.rmtree(leftover, ignore_errors=True)
+def _sweep(host: Host, run: Any) -> None:
+    """Remove what a kill left half written or half removed; no trainer of an earlier attempt lives any more.
+
+    Of a later one it may: this worker may have stood still since its claim, and the run be somebody else's.
+    """
+    for attempt in range(1, run.attempt):
+        for pattern in _LEFTOVERS:
+            for leftover in host.storage.attempt_dir(run.id, attempt).glob(pattern):
+                shutil.rmtree(leftover, ignore_errors=True)
     with host.engine.connect() as connection:
-        retired = connection.execute(retention.retired(run_id)).all()
-    remove_folders(host, run_id, [(attempt, name) for attempt, name in retired])
+        retired = connection.execute(retention.retired(run.id)).all()
+    remove_folders(host, run.id, [(attempt, name) for attempt, name in retired])
 
 
 def _dataset(host: Host, connection: Connection, dataset_id: str) -> dict[str, Any]:
@@ -166,7 +176,7 @@ def _newest_good(host: Host, run: Any, remarks: list[str]) -> Any:
         log.warning("%s: %s", run.id, reason)
         remarks.append(reason + "; taking the one before it")
         with host.engine.begin() as connection:
-            connection.execute(retention.mark_bad(checkpoint.id, "; ".join(wrong[:3])))
+            connection.execute(retention.mark_bad(checkpoint.id, "; ".join(wrong[:3]), run.id, run.epoch))
     if run.resume_checkpoint_id:
         raise JobError(
             "config_error",

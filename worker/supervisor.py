@@ -1,6 +1,5 @@
 """The life of a run on a worker: claim → prepare → launch → pump → conclude."""
 
-import errno
 import logging
 import signal
 import time
@@ -38,6 +37,9 @@ Ending = Callable[[], Executable]
 def work(host: Host) -> None:
     """Train what waits and fits, the most urgent first, until there is nothing left."""
     while not host.closing.is_set():
+        if trouble := host.fitness.trouble():
+            log.warning("no run is taken: %s", trouble)
+            return
         sent = time.monotonic()
         run = claim(host)
         if run is None:
@@ -127,16 +129,14 @@ def attempt(host: Host, run: Any, lease: Lease, writer: Writer) -> Executable:
         return given_up(host, run, lease)
     except JobError as error:
         if error.is_passing:
-            return lifecycle.retry(run.id, run.epoch, error.message, _RETRY_SECONDS)
+            return not_here(host, run, error.message)
         return lifecycle.fail(run.id, run.epoch, error.code, error.message)
     except LaunchError as error:
-        reason = f"no training process could be started: {error}"
-        return lifecycle.retry(run.id, run.epoch, reason, _RETRY_SECONDS)
+        return not_here(host, run, f"no training process could be started: {error}")
     except OSError as error:
         log.exception("%s: attempt %d", run.id, run.attempt)
-        if error.errno == errno.ENOSPC:
-            return lifecycle.fail(run.id, run.epoch, "disk_full", f"{error}; make room in the storage and resume")
-        return lifecycle.retry(run.id, run.epoch, f"the attempt could not be prepared: {error}", _RETRY_SECONDS)
+        return not_here(host, run, f"the attempt could not be prepared: {error}")
+    host.fitness.started()
     try:
         end, killed_for = Following(host, lease, writer, pump, process).until_the_end()
     finally:
@@ -212,6 +212,13 @@ def given_up(host: Host, run: Any, lease: Lease) -> Executable:
     if lease.stop:
         return lifecycle.cancel(run.id, run.epoch)
     return lifecycle.hand_back(run.id, run.epoch, "handed back: the worker is shutting down")
+
+
+def not_here(host: Host, run: Any, why: str) -> Executable:
+    """The transition of a run that this worker could not even start: no loss of its own, it waits for a fitter one."""
+    pause = host.fitness.failed(why)
+    log.error("%s: %s; no run is taken here for %.0f s", run.id, why, pause)
+    return lifecycle.hand_back(run.id, run.epoch, f"handed back: {why}; this worker ({host.name}) takes no run for now")
 
 
 def out_of_reach(run: Any, lease: Lease) -> Executable:

@@ -1,9 +1,10 @@
 """Which checkpoints a run may resume from, and which it may let go."""
 
-from sqlalchemy import Executable, func, select, update
+from sqlalchemy import Executable, exists, func, select, update
 from sqlalchemy.orm import aliased
 
 from app.checkpoints.models import Checkpoint
+from app.runs.models import Run
 
 
 def good(run_id: str, below_step: int | None = None) -> Executable:
@@ -46,10 +47,11 @@ def retired(run_id: str) -> Executable:
     )
 
 
-def mark_bad(checkpoint_id: str, reason: str) -> Executable:
-    """The checkpoint failed its verification: nobody resumes from it again."""
+def mark_bad(checkpoint_id: str, reason: str, run_id: str, epoch: int) -> Executable:
+    """The checkpoint failed its verification, by whoever holds the run in this epoch: nobody resumes from it again."""
+    holds = exists().where(Run.id == run_id, Run.epoch == epoch)
     return (
         update(Checkpoint)
-        .where(Checkpoint.id == checkpoint_id, Checkpoint.bad_reason.is_(None))
+        .where(Checkpoint.id == checkpoint_id, Checkpoint.bad_reason.is_(None), holds)
         .values(bad_reason=reason)
     )

@@ -96,3 +96,17 @@ def test_output_of_every_kind_arrives_in_order_as_log_events(stack: Stack) -> No
     lines = [event["line"] for event in stack.events(run_id) if event["type"] == "log" and event["stream"] == "stdout"]
     steps = [int(line.split()[1]) for line in lines]
     assert steps == sorted(steps) and len(steps) == 300
+
+
+def test_a_worker_that_does_not_see_the_storage_costs_a_run_nothing(stack: Stack) -> None:
+    """It is idle, so it would take the run again and again: it gives the run back once, and pauses."""
+    run_id = stack.create({"steps": 3, "step_seconds": 0.0}, max_restarts=0)
+    datasets = stack.settings.storage_root / "datasets"
+    datasets.rename(datasets.with_name("not-mounted"))
+    sick = stack.add_worker()
+    eventually(lambda: "is not in this worker's storage" in json.dumps(stack.events(run_id)), timeout=30)
+    assert stack.run(run_id)["status"] == "pending"
+    sick.terminate()
+    datasets.with_name("not-mounted").rename(datasets)
+    stack.add_worker()
+    assert stack.until(run_id, "completed", "failed")["status"] == "completed"

@@ -1,5 +1,6 @@
 """What a training process is told: above all, from which checkpoint it goes on."""
 
+import errno
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -146,6 +147,40 @@ def test_a_file_that_this_worker_does_not_see_is_its_own_trouble(lab: Lab) -> No
     with pytest.raises(JobError) as refused:
         lab.next_attempt()
     assert refused.value.is_passing
+
+
+def test_a_worker_without_the_storage_judges_no_checkpoint(lab: Lab) -> None:
+    lab.save(10)
+    lab.storage.root.rename(lab.storage.root.with_name("on another machine"))
+    with pytest.raises(JobError) as refused:
+        lab.next_attempt()
+    assert refused.value.is_passing
+    assert lab.bad_reasons() == {10: None}
+
+
+def test_a_checkpoint_that_cannot_be_read_now_is_not_a_bad_one(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab.save(10)
+
+    def refuse(_: Path) -> bytes:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="Too many open files"):
+        patched.setattr(Path, "read_bytes", refuse)
+        lab.next_attempt()
+    assert lab.bad_reasons() == {10: None}
+
+
+def test_a_worker_that_has_lost_the_run_judges_no_checkpoint_and_sweeps_nothing_of_its_successor(lab: Lab) -> None:
+    """It stood still after its claim; meanwhile the run was given to another, whose trainer is saving."""
+    flip(lab.save(10))
+    lab.trainer = lab.trainer.retry()
+    stale = run_row(lab.engine, lab.trainer.run_id)
+    lab.trainer = lab.trainer.retry()
+    saving = lab.storage.attempt_dir(lab.trainer.run_id, lab.trainer.attempt) / ".checkpoint-20.tmp"
+    saving.mkdir(parents=True)
+    prepare(lab.host, stale, CPU)
+    assert saving.is_dir()
+    assert lab.bad_reasons() == {10: None}
 
 
 def _dataset_of(lab: Lab) -> str:
