@@ -151,7 +151,8 @@ class Launcher:
             self._stopping = True
             self._changed.notify_all()
         self._wake()
-        self._keeper.join()
+        if self._keeper.is_alive():
+            self._keeper.join()
 
     # Launching, in the caller's thread
 

@@ -1,6 +1,7 @@
 """Processes of a training run as the kernel shows them: its session, its end, and what a dead worker left."""
 
 import json
+import logging
 import os
 import signal
 import time
@@ -9,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from worker.training.report import boot_id
+
+log = logging.getLogger(__name__)
 
 _PATIENCE_SECONDS = 5.0
 
@@ -106,7 +109,13 @@ def sweep(folder: Path) -> list[int]:
         if trainer.boot_id == boot_id():
             if trainer.namespace != _namespace() or worker.exists:
                 continue
-            hit += kill_session(trainer)
+            try:
+                hit += kill_session(trainer)
+            except StillAliveError as error:
+                # One in an uninterruptible sleep (a driver or a file system that hangs) holds the lock of its device;
+                # the other devices can be used. Its record stays for the next worker.
+                log.error("what a dead worker's trainer left running does not die: %s", error)
+                continue
         path.unlink(missing_ok=True)
     return hit
 

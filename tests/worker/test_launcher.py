@@ -281,6 +281,26 @@ class TestWorkerDeath:
         bystander.kill()
         bystander.wait()
 
+    def test_one_that_does_not_die_keeps_no_worker_from_starting(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A process in an uninterruptible sleep holds its own device; the machine may have others."""
+        stuck = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        noted = vars(session.Identity.of(stuck.pid, session.start_time(stuck.pid)))
+        gone = vars(session.Identity.of(2**22 - 7, 1))
+        folder = tmp_path / "run" / "trainers"
+        folder.mkdir(parents=True)
+        (folder / "stuck.json").write_text(json.dumps({"trainer": noted, "worker": gone}))
+        with monkeypatch.context() as patched:
+            patched.setattr(session, "_PATIENCE_SECONDS", 0.1)
+            patched.setattr(session, "_kill_member", lambda pid, leader: False)
+            launcher = Launcher(Settings(home=tmp_path, launch="cold"), preload=[])
+            assert launcher.start() == []
+            launcher.stop()
+        assert (folder / "stuck.json").exists(), "the next worker tries again"
+        assert session.sweep(folder) == [stuck.pid]
+        stuck.wait()
+
     def test_records_of_another_boot_or_namespace_or_torn_ones_do_no_harm(self, tmp_path: Path) -> None:
         own = vars(session.Identity.of(os.getpid(), session.start_time(os.getpid())))
         gone = {**own, "pid": 2**22 - 7}
