@@ -3,8 +3,8 @@
 from typing import Any
 
 import psycopg
-from sqlalchemy import Engine, create_engine
-from sqlalchemy.engine import URL, make_url
+from sqlalchemy import Engine, create_engine, event
+from sqlalchemy.engine import URL, ExceptionContext, make_url
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, TimeoutError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.pool import NullPool
@@ -31,7 +31,7 @@ def _arguments(name: str, statement_seconds: float = 30.0) -> dict[str, Any]:
 
 def async_engine(url: str, pool_size: int = 10) -> AsyncEngine:
     """Engine of the API process."""
-    return create_async_engine(
+    engine = create_async_engine(
         driver_url(url),
         pool_size=pool_size,
         max_overflow=pool_size,
@@ -40,22 +40,33 @@ def async_engine(url: str, pool_size: int = 10) -> AsyncEngine:
         hide_parameters=True,  # rows of users are no business of the log
         connect_args=_arguments("anneal-api"),
     )
+    event.listen(engine.sync_engine, "handle_error", _leave_read_only)
+    return engine
 
 
 def sync_engine(url: str, pool_size: int = 4, name: str = "anneal-worker", statement_seconds: float = 30.0) -> Engine:
     """Engine of a worker or a command; `pool_size=0` opens a connection for each use."""
     arguments = _arguments(name, statement_seconds)
     if pool_size == 0:
-        return create_engine(driver_url(url), poolclass=NullPool, hide_parameters=True, connect_args=arguments)
-    return create_engine(
-        driver_url(url),
-        pool_size=pool_size,
-        max_overflow=pool_size * 2,
-        pool_timeout=5,
-        pool_pre_ping=True,
-        hide_parameters=True,  # rows of users are no business of the log
-        connect_args=arguments,
-    )
+        engine = create_engine(driver_url(url), poolclass=NullPool, hide_parameters=True, connect_args=arguments)
+    else:
+        engine = create_engine(
+            driver_url(url),
+            pool_size=pool_size,
+            max_overflow=pool_size * 2,
+            pool_timeout=5,
+            pool_pre_ping=True,
+            hide_parameters=True,  # rows of users are no business of the log
+            connect_args=arguments,
+        )
+    event.listen(engine, "handle_error", _leave_read_only)
+    return engine
+
+
+def _leave_read_only(context: ExceptionContext) -> None:
+    """A server that takes no writes is a standby, or will be: for us it is away, and with it all its connections."""
+    if isinstance(context.original_exception, psycopg.errors.ReadOnlySqlTransaction):
+        context.is_disconnect = True
 
 
 def is_away(error: BaseException) -> bool:
