@@ -66,7 +66,8 @@ async def stream_events(
     streams: Streams = request.app.state.streams
     batches = streams.batches(
         run_id,
-        max(cursor, run.first_seq - 1),
+        # One that is ahead of the log (of another run, or from before the database was restored) is taken for its end.
+        max(min(cursor, run.event_seq), run.first_seq - 1),
         until=None if follow else run.event_seq,
         wanted=None if chosen is None else lambda frame: frame.type in chosen,
         still_allowed=lambda: serving.still_allowed(request),

@@ -274,6 +274,9 @@ class Streams:
             return Batch()
         if not frames and not self._join(run_id, reader):
             self._begin(run_id, reader)
+            if reader.tail is None:
+                # A tail beyond what is stored; never seen, but it would make its readers ask without a pause.
+                await asyncio.sleep(POLL_SECONDS)
         return frames
 
     def _join(self, run_id: str, reader: Reader) -> bool:

@@ -40,7 +40,11 @@ async def get_logs(
     # A stream may last for days: its look at the run is over before the first byte, no session stays open.
     async with request.app.state.sessions() as session:
         run = await service.get(session, run_id)
-        after = await logs.cursor(session, run, tail, grep) if sent is None else max(sent, run.first_seq - 1)
+        after = (
+            await logs.cursor(session, run, tail, grep)
+            if sent is None
+            else max(min(sent, run.event_seq), run.first_seq - 1)
+        )
     if as_events and (over := serving.nothing_to_come(run.status, run.event_seq, after)):
         return over
     streams: Streams = request.app.state.streams

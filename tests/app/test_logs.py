@@ -126,6 +126,7 @@ class TestFollow:
         ).text
         assert '"line":"one"' not in rest and '"line":"two"' in rest and "event: end" in rest
         assert api.client.get(path, headers={**events, "Last-Event-ID": ids[-1]}).status_code == 204
+        assert api.client.get(path, headers={**events, "Last-Event-ID": "123456789"}).status_code == 204
         assert api.client.get(path, headers={**events, "Last-Event-ID": "x"}).status_code == 422
 
     def test_a_reader_that_leaves_holds_nothing(self, api: ApiServer, engine: Engine, trainer: Trainer) -> None:

@@ -11,7 +11,7 @@ from app.config import Settings
 from app.db import async_engine, sync_engine
 from app.events import stream
 from app.events.log import NewEvent, append
-from app.events.stream import Frame, Streams
+from app.events.stream import Batch, Frame, Streams
 from app.queue import Queue
 from app.runs import lifecycle
 from tests.rows import add_run, add_worker, claim
@@ -127,6 +127,31 @@ async def test_a_slow_reader_holds_a_bounded_buffer_and_delays_nobody(
     assert await asyncio.wait_for(quick_reading, 30) == lab.whole
     assert await asyncio.wait_for(slow_reading, 60) == lab.whole
     assert largest < 20_000 + 2000
+
+
+async def test_a_reader_far_ahead_of_the_log_costs_the_others_nothing(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = 0
+    read = lab.streams._read
+
+    async def counted(run_id: str, after: int) -> Batch:
+        nonlocal reads
+        reads += 1
+        return await read(run_id, after)
+
+    monkeypatch.setattr(lab.streams, "_read", counted)
+    ahead = asyncio.create_task(lab.read(after=2**62))
+    await eventually_async(lambda: asyncio.sleep(0, lab.streams._tails))
+    seen: list[int] = []
+    reading = asyncio.create_task(lab.read(seen=seen))
+    await eventually_async(lambda: asyncio.sleep(0, len(seen) == 2))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(reading), 1.0)
+    assert reads < 12
+    await lab.end()
+    assert await reading == lab.whole
+    ahead.cancel()
 
 
 async def test_one_tail_serves_all_readers_and_ends_with_the_last(lab: Lab) -> None:
