@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from celery import Celery
@@ -20,6 +21,7 @@ QUEUE = "anneal"
 TASK = "anneal.run_next"
 MOST_HINTS = 1000
 _COUNT_SECONDS = 1.0
+_SEND_SECONDS = 5.0
 CONTROL_CHANNEL = "anneal:control"
 
 
@@ -78,6 +80,9 @@ class Queue:
     def __init__(self, settings: Settings) -> None:
         url = settings.redis_url or ""
         self._celery = celery_app(url)
+        # Workers wait for hints on the same settings for longer than a sender may.
+        self._celery.conf.broker_transport_options["socket_timeout"] = _SEND_SECONDS
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="hints")
         self._redis: Redis = Redis.from_url(
             url, socket_connect_timeout=2, socket_timeout=5, health_check_interval=15, decode_responses=True
         )
@@ -98,6 +103,7 @@ class Queue:
         if self._listening:
             await background.end(self._listening)
         await self._redis.aclose()
+        await asyncio.to_thread(self._sender.shutdown, cancel_futures=True)
         await asyncio.to_thread(self._celery.close)
 
     async def hint(self, count: int = 1) -> None:
@@ -110,8 +116,9 @@ class Queue:
                 self._has_room = await self._redis.llen(QUEUE) < MOST_HINTS
                 self._counted_at = now
             if self._has_room:
-                await asyncio.to_thread(self._send, count)
+                await asyncio.get_running_loop().run_in_executor(self._sender, self._send, count)
         except Exception as error:  # whatever the broker's client raises, the next round of hints comes
+            self._has_room = False  # nobody else waits for a broker that hangs before it was asked once more
             log.warning("no hint sent, the dispatcher will: %s", error)
 
     async def wake(self, run_id: str) -> None:
@@ -140,7 +147,7 @@ class Queue:
         await self._subscription("unsubscribe", run_id)
 
     def _send(self, count: int) -> None:
-        for _ in range(count):
+        for _ in range(count if self._has_room else 0):
             self._celery.send_task(TASK, ignore_result=True, retry=False)
 
     async def _publish(self, channel: str, message: str) -> None:
