@@ -29,7 +29,7 @@ from tests.chaos.spoiling import (
     together,
     whole,
 )  # fmt: skip
-from tests.chaos.synthetic import OUTPUT, Story, moment
+from tests.chaos.synthetic import LOSSES, OUTPUT, SAMPLES, Story, moment
 
 LATE = 2_000_000.0
 """Long after every fault of the correct history."""
@@ -123,6 +123,14 @@ def attempts_at_once(history: History) -> History:
     return journal("lost", lambda _: lines)(history)
 
 
+def outlived_its_lease() -> Spoil:
+    """Nobody was there to take the run up again, so only the clock tells."""
+    story = training().lost()
+    story._pass()
+    story._write(event="step", step=4, loss_hex=LOSSES[4], samples=list(SAMPLES[4]))
+    return run_added(story.stop_accepted(), after=LATE)
+
+
 def checkpoint_stored_twice(history: History) -> History:
     again = {**history.checkpoints["plain"][0], "id": "again"}
     told = {"checkpoint_id": "again", "step": 4, "kind": "periodic", "bytes": 100}
@@ -176,6 +184,7 @@ BROKEN: list[tuple[int, str, Spoil]] = [
     (3, "an older line behind a newer one", line("plain", 3, t=0.0)),
     (3, "a trainer that nobody started", line_added("plain", -1, event="start", attempt=2)),
     (3, "a line behind the last", line_added("plain", -1, event="save", step=12)),
+    (3, "a trainer that outlives its lease", outlived_its_lease()),
     (4, "a lost attempt writes into the next", event_added("lost", prints(9), "log", counted=False, **HELLO)),
     (4, "a lost attempt writes while the run waits",
      event_added("lost", becomes("pending", 1), "log", counted=False, **HELLO)),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from tests.chaos import promises_events, promises_runs, promises_training
-from tests.chaos.causes import a_clock_was_wrong, moments_without_excuse
+from tests.chaos.causes import a_clock_was_wrong, moments_without_excuse, worker_of
 from tests.chaos.course import COUNTED, Course, candidates, courses
 from tests.chaos.history import History, Violation
 
@@ -120,6 +120,9 @@ def observe(history: History, found: dict[str, Course]) -> Counter[str]:
         if course.stops:
             seen[f"stop while {promises_runs.phase_at(course, course.stops[0])}"] += 1
             seen["completed despite stop"] += course.row["status"] == "completed"
+        for before, after in zip(course.attempts, course.attempts[1:], strict=False):
+            hosts = [worker_of(history, course, row["attempt"]) for row in (before, after)]
+            seen["taken over by the other worker"] += hosts[0] != hosts[1]
         for row in course.attempts:
             seen.update(_how_it_began(history, course, row["attempt"]))
     for creation in history.creations:

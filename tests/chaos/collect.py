@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ def collect(world: World, clients: Clients, scene: Scene, profiles: dict[str, Pr
         faults=tuple(scene.records),
         runs=rows,
         workers=world.worker_names(),
+        booted=time.time() - time.clock_gettime(time.CLOCK_BOOTTIME),
         attempts=_grouped(
             world.rows("SELECT * FROM run_attempts WHERE run_id = ANY(:ids) ORDER BY run_id, attempt", ids=ids)
         ),

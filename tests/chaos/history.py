@@ -118,6 +118,8 @@ class History:
     """Process ids of trainers that the suite killed with SIGKILL, the worker being left alone."""
     workers: Mapping[str, str] = field(default_factory=dict)
     """Id of a worker → the service that it was a process of, as faults name it in `target`."""
+    booted: float = 0.0
+    """Unix time at which the clock of the journals was 0."""
     stop_bound: float = 60.0
     """Seconds within which an accepted stop must have ended its run, faults included."""
     lease_seconds: float = 3.0

@@ -3,6 +3,7 @@
 The suite asks through files in a folder, so that nothing of it is known to the product.
 """
 
+import fcntl
 import json
 import threading
 import time
@@ -147,3 +148,19 @@ def let_clock_jump(path: Path) -> None:
     time.time = lambda: right_time() + ahead()
     time.time_ns = lambda: int((right_time() + ahead()) * 1e9)
     clock.utc_now = jumped_now
+
+
+def lock_nothing(name: str) -> None:
+    """From now on a lock on a file of this name has no effect in this process, as on storage that knows no locks.
+
+    A second host need not see the first one's locks. There nothing but leases and deadlines keeps two trainers of one
+    run apart, and the journals of a campaign are to tell whether these do.
+    """
+    flock = fcntl.flock
+
+    def flock_others(file: Any, operation: int) -> None:
+        descriptor = file if isinstance(file, int) else file.fileno()
+        if Path(f"/proc/self/fd/{descriptor}").readlink().name != name:
+            flock(file, operation)
+
+    fcntl.flock = flock_others  # type: ignore[assignment]

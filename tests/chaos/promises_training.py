@@ -5,12 +5,17 @@ from collections.abc import Iterator, Sequence
 from tests.chaos.course import Course, ancestors, candidates, resumed_checkpoint
 from tests.chaos.history import History, Profile, Row, Violation
 
+_CLOCKS_DIFFER_BY = 0.2
+"""Seconds by which the time of day may have been set while a campaign ran."""
+
 
 def one_trainer_at_a_time(history: History, course: Course) -> Iterator[Violation]:
     """3. In the order of the journal no attempt writes after the next one has begun, and each is one process.
 
     Sound: every line is one append to one file, so the order of the file is the order of the writes, and a trainer's
     first line is its start. Within a boot the clock (boot time, taken before each write) agrees with that order.
+    Leases are what keeps them apart: the runs of the second worker are started without the lock on a run. So a trainer
+    is silent when the database finds that its lease has run out, a third of the lease after its deadline.
     """
     latest: Row | None = None
     first_of: dict[int, Row] = {}
@@ -35,6 +40,11 @@ def one_trainer_at_a_time(history: History, course: Course) -> Iterator[Violatio
         if line["event"] == "stop":
             stopped.add(attempt)
         latest = line if latest is None or attempt >= latest["attempt"] else latest
+    for loss in course.losses:
+        last = course.lines_of(loss.move.attempt)[-1:]
+        late = last[0]["t"] + history.booted - loss.move.ts if last else 0.0
+        if "its lease ran out" in loss.move.reason and late > _CLOCKS_DIFFER_BY:
+            yield course.broke(3, f"attempt {loss.move.attempt} wrote {late:.1f} s after its lease had run out")
     for attempt in first_of:
         steps = course.steps_of(attempt)
         if steps and steps != list(range(steps[0], steps[0] + len(steps))):

@@ -31,6 +31,7 @@ from worker.training.report import read_journal
 
 LEASE_SECONDS = 3.0
 HANG_SECONDS = 8.0
+RUN_LOCK = "trainer.lock"
 STORAGE_BYTES = 192 * 2**20
 _REPOSITORY = Path(__file__).parents[2]
 
@@ -38,7 +39,15 @@ _REPOSITORY = Path(__file__).parents[2]
 class Service:
     """One process of the service (an API replica or a worker), which can be killed, stalled and started again."""
 
-    def __init__(self, world: "World", name: str, module: str, arguments: list[str], **values: Any) -> None:
+    def __init__(
+        self,
+        world: "World",
+        name: str,
+        module: str,
+        arguments: list[str],
+        shares_no_locks: bool = False,
+        **values: Any,
+    ) -> None:
         self.name = name
         self.log = world.home / f"{name}.log"
         self.postgres, self.valkey = world.ways()
@@ -52,9 +61,10 @@ class Service:
         site = world.home / "site" / name
         site.mkdir(parents=True)
         clock = world.orders_folder / "clock" / name
+        # Its trainers read this too: the path of modules is among the few things that they inherit.
         (site / "sitecustomize.py").write_text(
-            "from pathlib import Path\nfrom tests.chaos.inject import let_clock_jump\n"
-            f"let_clock_jump(Path({str(clock)!r}))\n"
+            "from pathlib import Path\nfrom tests.chaos.inject import let_clock_jump, lock_nothing\n"
+            f"let_clock_jump(Path({str(clock)!r}))\n" + (f"lock_nothing({RUN_LOCK!r})\n" if shares_no_locks else "")
         )
         self._environment = settings.child_environment() | {"PYTHONPATH": f"{site}{os.pathsep}{_REPOSITORY}"}
         self._environment.setdefault("OMP_NUM_THREADS", "1")
@@ -146,8 +156,9 @@ class World:
         self.apis = [self._api(f"api-{number}") for number in (1, 2)]
         self.workers = [
             Service(self, "worker-1", "worker.main", [], launch="zygote", slots=2),
-            # The second starts its trainers cold and has no torch: it takes runs of the fake backend only.
-            Service(self, "worker-2-without-torch", "worker.main", [], launch="cold", slots=2),
+            # The second starts its trainers cold and has no torch: it takes runs of the fake backend only. It is as
+            # on another machine, which sees no lock on a run.
+            Service(self, "worker-2-without-torch", "worker.main", [], shares_no_locks=True, launch="cold", slots=2),
         ]
         for service in self.services:
             service.start()

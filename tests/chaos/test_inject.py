@@ -1,0 +1,23 @@
+"""What the suite does to processes has the effect that it is meant to have."""
+
+import fcntl
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.inject import lock_nothing
+from tests.chaos.world import RUN_LOCK
+from worker import child
+
+
+def _is_taken(path: Path) -> bool:
+    with path.open("w") as one, path.open("w") as other:
+        return child._is_taken(one.fileno()) and not child._is_taken(other.fileno())
+
+
+def test_on_the_second_host_a_lock_on_a_run_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", fcntl.flock)
+    assert _is_taken(tmp_path / RUN_LOCK)
+    lock_nothing(RUN_LOCK)
+    assert not _is_taken(tmp_path / RUN_LOCK)
+    assert _is_taken(tmp_path / "cpu-0")
