@@ -114,6 +114,15 @@ def twins(history: History) -> History:
     return replace(spoilt, creations=history.creations)
 
 
+def unasked(**values: Any) -> Spoil:
+    """A run more, of which no client knows."""
+    return together(
+        run_added(training().completes()),
+        row("odd", **values),
+        lambda history: replace(history, creations=history.creations[:-1]),
+    )
+
+
 def attempts_at_once(history: History) -> History:
     """The first attempt writes its last line after the second has begun."""
     lines = list(history.journals["lost"])
@@ -174,6 +183,9 @@ BROKEN: list[tuple[int, str, Spoil]] = [
     (1, "two answers to one key", creations(lambda c: replace(c, answers=("plain", "tidy")) if "tidy" in c.key else c)),
     (1, "two runs for one key", twins),
     (1, "another run than asked for is resumed", creations(lambda c: replace(c, parent=c.parent and "tidy"))),
+    (1, "a run that nobody asked for", unasked(idempotency_key=None)),
+    (1, "a resume that nobody asked for", unasked(idempotency_key=None, parent_run_id="stopped")),
+    (1, "a run under a key that nobody used", unasked(idempotency_key="other")),
     (2, "a run waits for ever", run_added(waiting())),
     (2, "a lost run is not taken back", run_added(training())),
     (2, "a run fails without a cause", run_added(training().fails("internal", "KeyError"))),

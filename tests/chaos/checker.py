@@ -76,7 +76,6 @@ def count(history: History, found: dict[str, Course]) -> dict[str, int]:
         MOMENTS: len(moments),
         MOMENTS_OF_WRONG_CLOCKS: sum(a_clock_was_wrong(history, moment) for moment in moments),
         "runs": len(found),
-        "runs of unknown origin": sum(course.creation is None for course in found.values()),
         "creations": len(history.creations),
         "stops": len(history.stops),
         "faults": len(history.faults),

@@ -207,6 +207,8 @@ class Clients:
     def _resume(self, rng: random.Random, parent: str, profile: str) -> None:
         key = f"resume-{rng.getrandbits(64):x}"
         answers: list[str] = []
+        with self._lock:
+            self._creations[key] = (profile, answers, parent)
         while True:
             try:
                 with self.world.client() as client:
@@ -219,13 +221,13 @@ class Clients:
             self._over.wait(0.1)
         if answer.status_code == 202:
             answers.append(answer.json()["id"])
-            with self._lock:
-                self._creations[key] = (profile, answers, parent)
             self._profile_of[answers[0]] = profile
             self._maybe_follow(rng, answers[0])
         else:  # its checkpoints were all damaged, or nothing is left to train
             code = answer.json().get("code")
             assert answer.status_code in (409, 422) and code in ("no_checkpoint", "nothing_left_to_train"), answer.text
+            with self._lock:
+                del self._creations[key]  # a run that has this key all the same was asked for by nobody
 
     # Streaming
 

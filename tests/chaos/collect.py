@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.clients import Clients
-from tests.chaos.history import Creation, Event, History, Profile
+from tests.chaos.history import Event, History, Profile
 from tests.chaos.profiles import PLANS, Plan
 from tests.chaos.scene import Scene
 from tests.chaos.world import World
@@ -39,21 +39,13 @@ def collect(world: World, clients: Clients, scene: Scene, profiles: dict[str, Pr
     would separate one segment's runs from those of the next.
     """
     rows = {row["id"]: row for row in world.rows("SELECT * FROM runs ORDER BY id") if row["id"] not in before}
-    creations = clients.creations()
-    answered = {run_id for creation in creations for run_id in creation.answers}
-    # A client that asked for a resume and was told to end before it heard an answer.
-    unheard = tuple(
-        Creation(row["idempotency_key"], rows[row["parent_run_id"]]["name"], (), row["parent_run_id"])
-        for run_id, row in rows.items()
-        if run_id not in answered and row["parent_run_id"] in rows
-    )
     ids = list(rows)
     checkpoints = _grouped(
         world.rows("SELECT * FROM checkpoints WHERE run_id = ANY(:ids) ORDER BY created_at, id", ids=ids)
     )
     return History(
         profiles=profiles,
-        creations=creations + unheard,
+        creations=clients.creations(),
         stops=tuple(clients.stops),
         transcripts=clients.transcripts(),
         faults=tuple(scene.records),

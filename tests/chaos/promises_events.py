@@ -22,6 +22,7 @@ def accepted_is_durable(history: History) -> Iterator[Violation]:
 
     Sound: the answer leaves after the commit, so an answered run is there for good, whatever dies. A key is unique in
     the database, so however many answers got lost there is at most one run; a creation without an answer may have one.
+    Clients write down a key before they first ask with it, and ask for nothing without one.
     """
     runs_of_key = Counter(row["idempotency_key"] for row in history.runs.values() if row["idempotency_key"])
     key_of_answer: dict[str, str] = {}
@@ -31,7 +32,7 @@ def accepted_is_durable(history: History) -> Iterator[Violation]:
                 yield Violation(1, answer, f"was answered to {creation.key}, but does not exist")
                 continue
             row = history.runs[answer]
-            if row["idempotency_key"] not in (None, creation.key):
+            if row["idempotency_key"] != creation.key:
                 yield Violation(1, answer, f"was answered to {creation.key}, but made by {row['idempotency_key']}")
             if creation.parent is not None and row["parent_run_id"] != creation.parent:
                 yield Violation(1, answer, f"was to resume {creation.parent}, and resumes {row['parent_run_id']}")
@@ -39,6 +40,10 @@ def accepted_is_durable(history: History) -> Iterator[Violation]:
                 yield Violation(1, answer, f"was answered to {key_of_answer[answer]} and to {creation.key}")
         if len(set(creation.answers)) > 1:
             yield Violation(1, creation.answers[0], f"{creation.key} was answered as {sorted(set(creation.answers))}")
+    asked = {creation.key for creation in history.creations}
+    for run_id, row in history.runs.items():
+        if row["idempotency_key"] not in asked:
+            yield Violation(1, run_id, f"nobody asked for it: its key is {row['idempotency_key']}")
     for key, count in runs_of_key.items():
         if count > 1:
             twins = sorted(run_id for run_id, row in history.runs.items() if row["idempotency_key"] == key)
