@@ -81,6 +81,19 @@ MUTANTS = (
         test="tests/worker/test_job.py::test_a_damaged_checkpoint_is_marked_told_and_passed_over[flipped]",
     ),
     Mutant(
+        name="unreadable-is-damaged",
+        promises=(11,),
+        about="A checkpoint that a worker cannot read just now counts as damaged for good.",
+        changes=(
+            Change(
+                "worker/training/manifest.py",
+                "    except (FileNotFoundError, NotADirectoryError):\n",
+                "    except OSError:\n",
+            ),
+        ),
+        test="tests/worker/test_job.py::test_a_checkpoint_that_cannot_be_read_now_is_not_a_bad_one",
+    ),
+    Mutant(
         name="random-state-not-saved",
         promises=(10,),
         about="A checkpoint leaves out the state of the random numbers, so dropout differs after a resume.",

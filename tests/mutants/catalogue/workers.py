@@ -91,6 +91,19 @@ MUTANTS = (
         test="tests/reliability/test_stop.py::TestDrain::test_sigterm_saves_hands_back_and_loses_nothing",
     ),
     Mutant(
+        name="sick-worker-counts",
+        promises=(13,),
+        about="What a worker cannot even start counts as a loss of the run, until that has none left.",
+        changes=(
+            Change(
+                "worker/supervisor.py",
+                "    return lifecycle.hand_back(run.id, run.epoch, f\"handed back: {why};",
+                "    return lifecycle.retry(run.id, run.epoch, delay_seconds=0.0, reason=f\"handed back: {why};",
+            ),
+        ),
+        test="tests/reliability/test_failures.py::test_a_worker_that_does_not_see_the_storage_costs_a_run_nothing",
+    ),
+    Mutant(
         name="spool-overtakes",
         promises=(5, 19),
         about="What is said while older events wait on the worker's disk is stored before them.",
