@@ -123,6 +123,13 @@ def unasked(**values: Any) -> Spoil:
     )
 
 
+def stopped_after(seconds: float) -> Story:
+    """It ends so long after its stop was accepted."""
+    story = training().stop_accepted()
+    story.now += seconds
+    return story.stops_in_good_order()
+
+
 def attempts_at_once(history: History) -> History:
     """The first attempt writes its last line after the second has begun."""
     lines = list(history.journals["lost"])
@@ -175,6 +182,7 @@ def clock_goes_back(history: History) -> History:
 
 
 STEP = {"event": "step", "loss_hex": "0x1p+0", "samples": []}
+STOPPED = "stopped on request"
 HELLO = {"line": "hello", "stream": "stderr"}
 AGAIN = {"from": "initializing", "to": "running", "reason": "training"}
 
@@ -234,7 +242,14 @@ BROKEN: list[tuple[int, str, Spoil]] = [
      run_added(training().stop_accepted().lost().claimed().begins().completes(), after=LATE)),
     (8, "a stop that nobody wrote down", row("stopped", stop_requested_at=None)),
     (8, "a stopped run fails as lost", run_added(training(max_restarts=0).stop_accepted().lost("failed"), after=LATE)),
-    (9, "a stop that takes too long", whole(stop_bound=0.1)),
+    (9, "a stop that takes too long", run_added(stopped_after(23))),
+    (9, "a stop that takes too long in the time of a fault of others",
+     together(run_added(stopped_after(23)), fault_added("kill_worker", "worker-2", LATE, LATE + 20))),
+    (9, "a stop that takes too long after a fault",
+     together(run_added(stopped_after(60)), fault_added("freeze_worker", "worker-1", LATE, LATE + 30))),
+    (9, "a stop that was to save and did not", run_added(training(6).stop_accepted().stops_in_good_order(saves=False))),
+    (9, "a stopped run that is killed instead of saving",
+     run_added(training(6).stop_accepted()._ends("cancelled", STOPPED))),
     (9, "the last line before a stop is missing", event_removed("stopped", prints(6))),
     (9, "the last metric of a completed run is missing", event_removed("plain", measures(12))),
     (9, "the last line of a run that was handed back is missing",

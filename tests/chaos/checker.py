@@ -1,7 +1,7 @@
 """Decides whether a campaign broke a promise, from nothing but what it left behind.
 
 Each promise is a function over the course of one run (or over what one reader received) that yields what breaks it;
-they are in `promises_runs`, `promises_events` and `promises_training`. A false alarm is as bad as a broken promise
+they are in the modules `promises_…`. A false alarm is as bad as a broken promise
 that nobody sees, so each says why what it asserts holds whatever the order in which things happened.
 """
 
@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from tests.chaos import promises_events, promises_runs, promises_training
+from tests.chaos import promises_events, promises_runs, promises_stops, promises_training
 from tests.chaos.causes import a_clock_was_wrong, moments_without_excuse, worker_of
 from tests.chaos.course import COUNTED, Course, candidates, courses
 from tests.chaos.history import History, Violation
@@ -21,8 +21,9 @@ PROMISES: tuple[Callable[[History, Course], Iterator[Violation]], ...] = (
     promises_events.events_are_whole,
     promises_events.hints_do_no_harm,
     promises_events.ambiguous_commits_are_safe,
-    promises_runs.stop_always_wins,
-    promises_runs.stop_is_bounded,
+    promises_stops.stop_always_wins,
+    promises_stops.stop_is_bounded,
+    promises_stops.stop_saves,
     promises_training.resume_is_exact,
     promises_training.torn_checkpoints_are_never_resumed,
     promises_training.clean_up_keeps_what_is_needed,
@@ -96,7 +97,7 @@ def count(history: History, found: dict[str, Course]) -> dict[str, int]:
             for course in found.values()
         ),
         "attempts whose every word is stored": sum(
-            promises_runs.ended_in_good_order(course, row["attempt"])
+            promises_stops.ended_in_good_order(course, row["attempt"])
             for course in found.values()
             for row in course.attempts
         ),
@@ -117,7 +118,7 @@ def observe(history: History, found: dict[str, Course]) -> Counter[str]:
             seen[f"{verb}:{loss.how}"] += 1
             seen[f"lost while {loss.move.source}"] += loss.how in COUNTED
         if course.stops:
-            seen[f"stop while {promises_runs.phase_at(course, course.stops[0])}"] += 1
+            seen[f"stop while {promises_stops.phase_at(course, course.stops[0])}"] += 1
             seen["completed despite stop"] += course.row["status"] == "completed"
         for before, after in zip(course.attempts, course.attempts[1:], strict=False):
             hosts = [worker_of(history, course, row["attempt"]) for row in (before, after)]

@@ -120,8 +120,6 @@ class History:
     """Id of a worker → the service that it was a process of, as faults name it in `target`."""
     booted: float = 0.0
     """Unix time at which the clock of the journals was 0."""
-    stop_bound: float = 60.0
-    """Seconds within which an accepted stop must have ended its run, faults included."""
     lease_seconds: float = 3.0
     """The lease that the service ran with."""
     disk_was_full: bool = False

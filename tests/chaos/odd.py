@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tests.chaos.broken import LATE, hanging, lost_in_the_time_of, training, waiting
+from tests.chaos.broken import LATE, STOPPED, hanging, lost_in_the_time_of, stopped_after, training, waiting
 from tests.chaos.history import History
 from tests.chaos.spoiling import (
     Spoil,
@@ -71,6 +71,18 @@ RIGHT: list[tuple[str, Spoil]] = [
     ("stopped while its worker was lost", run_added(training().stop_accepted().lost("cancelled"), after=LATE)),
     ("stopped while it waits for another try", run_added(training().lost().stop_accepted(), after=LATE)),
     ("stopped at its last step", run_added(training(11).stop_accepted().completes())),
+    ("stopped without a checkpoint", run_added(training(6).stop_accepted(save=False).stops_in_good_order(saves=False))),
+    ("stopped twice, in the end without a checkpoint",
+     run_added(training(6).stop_accepted().stop_accepted(save=False).stops_in_good_order(saves=False))),
+    ("stopped before it had trained a step", run_added(training(0).stop_accepted().stops_in_good_order(saves=False))),
+    ("stopped while it loads", run_added(waiting().claimed().stop_accepted()._ends("cancelled", STOPPED))),
+    ("killed because it could not save in time",
+     together(run_added(training(6).stop_accepted()._ends("cancelled", STOPPED)),
+              fault_added("freeze_postgres", "postgres", LATE, LATE + 1))),
+    ("stopped late, because its worker stood still",
+     together(run_added(stopped_after(40)), fault_added("freeze_worker", "worker-1", LATE, LATE + 30))),
+    ("stopped late, because the database was away",
+     together(run_added(stopped_after(40)), fault_added("long_absence", "postgres", LATE + 20, LATE + 30))),
     ("stopped twice", run_added(training().stop_accepted().stop_accepted().stops_in_good_order())),
     ("lost twice, with a checkpoint in between",
      run_added(training(2, max_restarts=1).lost().claimed().begins().trains(6).lost().claimed().begins(4).completes(),

@@ -1,17 +1,15 @@
-"""Promises about how runs change hands and end: 2, 8, 9, 13 to 16 and 18 to 20."""
+"""Promises about how runs change hands and end: 2, 13 to 16 and 18 to 20."""
 
 from collections.abc import Iterator
 
 from tests.chaos.causes import a_clock_was_wrong, is_explained, worker_of
-from tests.chaos.course import COUNTED, Course, ancestors, first_difference
-from tests.chaos.history import History, StopCall, Violation
+from tests.chaos.course import COUNTED, Course, ancestors
+from tests.chaos.history import History, Violation
 
 CODES = {
     "out_of_memory", "non_finite_loss", "bad_data", "model_not_found", "disk_full", "time_limit", "worker_lost",
     "trainer_crashed", "config_error", "internal",
 }  # fmt: skip
-_CLOCKS_DIFFER_BY = 0.001
-"""Seconds: what a float of a time stamp may be off."""
 _SAYS_DISK = ("space", "room", "disk")
 _NO_SPACE = "No space left"
 
@@ -37,63 +35,6 @@ def _lost_its_checkpoint(history: History, course: Course) -> bool:
     family = (course.run_id, *ancestors(history, course.row))
     damaged = any(row["id"] in history.damaged for run_id in family for row in history.checkpoints.get(run_id, ()))
     return damaged and "whole" in (course.row["error_message"] or "")
-
-
-def stop_always_wins(history: History, course: Course) -> Iterator[Violation]:
-    """8. After an accepted stop the run neither waits nor starts again, and ends.
-
-    Sound: a stop is accepted under the run's row lock, and committed before its answer; claim and requeue read the
-    stop under the same lock, and the time of their events is taken while they hold it. So one that comes after the
-    stop has seen it, and one whose event is later than the answer comes after the stop. A run that was at its end
-    may complete or fail, but not as `worker_lost`: that is decided under the lock too.
-    """
-    for stop in course.stops:
-        asked = course.row["stop_requested_at"]
-        if asked is None or asked.timestamp() > stop.answered + _CLOCKS_DIFFER_BY:
-            yield course.broke(8, f"a stop was accepted at {stop.answered}, the run says {asked}")
-        for move in course.moves:
-            if move.ts > stop.answered + _CLOCKS_DIFFER_BY and move.target in ("pending", "initializing"):
-                yield course.broke(8, f"{move.ts - stop.answered:.3f} s after a stop it became {move.target}")
-    if course.stops and course.row["error_code"] == "worker_lost":
-        yield course.broke(8, "a stop was accepted, and it failed as worker_lost")
-
-
-def stop_is_bounded(history: History, course: Course) -> Iterator[Violation]:
-    """9. A stopped run ends within the bound, and what a trainer said before it ended in good order is all stored.
-
-    Sound: the bound is the campaign's own, faults included. A trainer's journal says `stop` after everything else,
-    and nothing it said before can be lost while its worker lives: pipes are unbuffered and read to their end. When the
-    worker died instead the run was taken back, and the reason of the move says so.
-    """
-    for stop in course.stops:
-        late = _end_of_run(course) - stop.answered - history.stop_bound
-        if late > 0:
-            yield course.broke(9, f"it ended {late:.1f} s later after a stop than the bound allows")
-    for row in course.attempts:
-        attempt = row["attempt"]
-        if not ended_in_good_order(course, attempt):
-            continue
-        printed, dropped = course.printed_by(attempt)
-        for what, stored, said in (
-            ("lines", printed, None if dropped else course.to_be_printed(attempt)),
-            ("metrics", course.measured_by(attempt), course.to_be_measured(attempt)),
-        ):
-            if said is not None and stored == said[: len(stored)] != said:
-                missing = f"{len(said) - len(stored)} {what} are missing: {first_difference(stored, said)}"
-                yield course.broke(9, f"attempt {attempt} ended in good order, but {missing}")
-
-
-def ended_in_good_order(course: Course, attempt: int) -> bool:
-    """Whether the trainer came to its end, and its worker lived to tell."""
-    end = course.end_of(attempt)
-    if end is None or course.outcome_of(attempt) not in ("stopped", "completed"):
-        return False
-    by_its_worker = end.target in ("completed", "cancelled", "pending") and "lost" not in end.reason
-    return by_its_worker and (end.target != "pending" or end.reason.startswith("handed back"))
-
-
-def _end_of_run(course: Course) -> float:
-    return course.moves[-1].ts if course.moves else 0.0
 
 
 def disk_full_is_said(history: History, course: Course) -> Iterator[Violation]:
@@ -196,10 +137,3 @@ def requeues_are_explained(history: History, course: Course) -> Iterator[Violati
     for before, after in zip(course.moves, course.moves[1:], strict=False):
         if after.ts < before.ts - 1:
             yield course.broke(20, f"event {after.seq} is {before.ts - after.ts:.1f} s older than event {before.seq}")
-
-
-def phase_at(course: Course, stop: StopCall) -> str:
-    """What the run was at when the stop came."""
-    asked = course.row["stop_requested_at"]
-    before = [move.target for move in course.moves if asked and move.ts <= asked.timestamp()]
-    return before[-1] if before else "pending"

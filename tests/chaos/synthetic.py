@@ -132,16 +132,17 @@ class Story:
     def lost(self, target: str = "pending") -> "Story":
         return self.requeued("lost", "worker lost: its lease ran out", target)
 
-    def stop_accepted(self) -> "Story":
+    def stop_accepted(self, save: bool = True) -> "Story":
         self.stop_requested_at = self.stop_requested_at or moment(self.now)
         if self.status == "pending":
             self._ends("cancelled", "stopped on request")
         self._pass()
-        self.stops.append(StopCall(self.run_id, self.now, save=True))
+        self.stops.append(StopCall(self.run_id, self.now, save))
         return self
 
-    def stops_in_good_order(self) -> "Story":
-        self.saves("stop")
+    def stops_in_good_order(self, saves: bool = True) -> "Story":
+        if saves:
+            self.saves("stop")
         self._write(event="stop", outcome="stopped")
         return self._ends("cancelled", "stopped on request")
 
