@@ -123,6 +123,10 @@ def unasked(**values: Any) -> Spoil:
     )
 
 
+def disk_is_full() -> Spoil:
+    return fault_added("disk_full", "storage", LATE, LATE + 1)
+
+
 def stopped_after(seconds: float) -> Story:
     """It ends so long after its stop was accepted."""
     story = training().stop_accepted()
@@ -182,6 +186,7 @@ def clock_goes_back(history: History) -> History:
 
 
 STEP = {"event": "step", "loss_hex": "0x1p+0", "samples": []}
+NO_SPACE = "No space left on device"
 STOPPED = "stopped on request"
 HELLO = {"line": "hello", "stream": "stderr"}
 AGAIN = {"from": "initializing", "to": "running", "reason": "training"}
@@ -273,8 +278,12 @@ BROKEN: list[tuple[int, str, Spoil]] = [
     (12, "the best checkpoint is deleted", checkpoint("tidy", 0, metrics={"eval_loss": 0.1})),
     (12, "a pinned checkpoint is deleted", checkpoint("tidy", 0, pinned=True)),
     (12, "a checkpoint is deleted that a run resumes", resumed_what_was_deleted()),
-    (13, "a disk that was not full", whole(disk_was_full=False)),
-    (13, "a full disk that is not named", run_added(training().fails("disk_full", "oops"))),
+    (13, "a disk that was not full", run_added(training().fails("disk_full", NO_SPACE))),
+    (13, "a disk that was full long ago",
+     together(run_added(training().fails("disk_full", NO_SPACE)),
+              fault_added("disk_full", "storage", LATE - 30, LATE - 20))),
+    (13, "a full disk that is not named",
+     together(run_added(training().fails("disk_full", "oops")), disk_is_full())),
     (13, "a full disk that is called something else", run_added(training().fails("internal", "No space left on it"))),
     (14, "an unknown code", run_added(training().fails("it_was_tuesday", "it happens"))),
     (14, "a wrong code", run_added(training(profile="crasher").fails("internal", "?"))),

@@ -66,7 +66,6 @@ def collect(world: World, clients: Clients, scene: Scene, profiles: dict[str, Pr
         },
         damaged=frozenset(scene.damaged),
         killed_trainers=frozenset(scene.killed_trainers),
-        disk_was_full=scene.disk_was_full,
     )
 
 

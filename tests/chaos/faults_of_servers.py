@@ -143,7 +143,6 @@ def disk_full(scene: Scene) -> None:
     ballast = scene.world.storage / "ballast"
     failed = "SELECT count(*) AS n FROM runs WHERE error_code = 'disk_full'"
     before = scene.world.rows(failed)[0]["n"]
-    scene.disk_was_full = True
     with scene.fault("storage", requeues=True):
         try:
             _fill(ballast)

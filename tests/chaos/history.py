@@ -122,8 +122,6 @@ class History:
     """Unix time at which the clock of the journals was 0."""
     lease_seconds: float = 3.0
     """The lease that the service ran with."""
-    disk_was_full: bool = False
-    """Whether the suite filled the disk."""
 
 
 @dataclass(frozen=True)

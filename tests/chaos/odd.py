@@ -2,7 +2,17 @@
 
 from dataclasses import replace
 
-from tests.chaos.broken import LATE, STOPPED, hanging, lost_in_the_time_of, stopped_after, training, waiting
+from tests.chaos.broken import (
+    LATE,
+    NO_SPACE,
+    STOPPED,
+    disk_is_full,
+    hanging,
+    lost_in_the_time_of,
+    stopped_after,
+    training,
+    waiting,
+)
 from tests.chaos.history import History
 from tests.chaos.spoiling import (
     Spoil,
@@ -64,7 +74,7 @@ def first_line_refused(history: History) -> History:
     """A full disk refused the journal's first line; there was room again when the process ended."""
     story = waiting().claimed()
     story._write(event="stop", outcome="failed")
-    return run_added(story.fails("disk_full", "No space left on device"))(history)
+    return together(run_added(story.fails("disk_full", NO_SPACE)), disk_is_full())(history)
 
 
 RIGHT: list[tuple[str, Spoil]] = [
@@ -105,5 +115,8 @@ RIGHT: list[tuple[str, Spoil]] = [
     ("resumed from before the damaged checkpoint of another run", child_of_a_damaged_checkpoint()),
     ("left without its newest whole checkpoint by later damage", newest_was_deleted_beside_a_bad_one()),
     ("too talkative", dropped_lines),
+    ("failed because of the disk, which was told when the database took it",
+     together(run_added(training().fails("disk_full", NO_SPACE)),
+              fault_added("disk_full", "storage", LATE - 10, LATE - 5))),
     ("failed before it could write", first_line_refused),
 ]  # fmt: skip

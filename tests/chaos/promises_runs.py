@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from tests.chaos.causes import a_clock_was_wrong, is_explained, worker_of
+from tests.chaos.causes import a_clock_was_wrong, is_explained, over_at, worker_of
 from tests.chaos.course import COUNTED, Course, ancestors
 from tests.chaos.history import History, Violation
 
@@ -40,13 +40,19 @@ def _lost_its_checkpoint(history: History, course: Course) -> bool:
 def disk_full_is_said(history: History, course: Course) -> Iterator[Violation]:
     """13. A full disk, and nothing else, ends a run with `disk_full` and a message that says what to do.
 
-    Sound: a storage that was never full refuses no write, and the kernel's words for it are always the same. They
-    may stand among the last lines of a trainer that ended without a word, whose end they do not explain.
+    Sound: a storage that is not full refuses no write, what it refused is told as soon as the database takes it, and
+    the kernel's words for it are always the same. They may stand among the last lines of a trainer that ended without
+    a word, whose end they do not explain.
     """
     code, message = course.row["error_code"], course.row["error_message"] or ""
     if course.profile is not None and course.profile.must_fail_with == "disk_full":
         return
-    if code == "disk_full" and not history.disk_was_full:
+    when = course.moves[-1].ts if course.moves else 0.0
+    was_full = any(
+        fault.kind == "disk_full" and fault.began <= when <= over_at(fault, history.lease_seconds)
+        for fault in history.faults
+    )
+    if code == "disk_full" and not was_full:
         yield course.broke(13, f"failed with disk_full on a disk that was not: {message}")
     elif code == "disk_full" and not any(word in message.lower() for word in _SAYS_DISK):
         yield course.broke(13, f"the message does not speak of the disk: {message!r}")

@@ -33,7 +33,6 @@ class Scene:
     """Promises seen broken at the moment of the fault: number, what was seen."""
     killed_trainers: set[int] = field(default_factory=set)
     damaged: set[str] = field(default_factory=set)
-    disk_was_full: bool = False
     seconds: dict[str, list[float]] = field(default_factory=dict)
     """Times worth reporting, by what was timed."""
 

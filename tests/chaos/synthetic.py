@@ -261,6 +261,8 @@ def _history(stories: list[Story]) -> History:
     damaged = next(row["id"] for row in by_id["fallen"].checkpoints if row["bad_reason"])
     damage = by_id["fallen"].now
     quiet = FaultRecord(0, "jump_clocks", "all", 1_000_001.0, 1_000_003.0, requeues=False)
+    fills = by_id["full"].began
+    full = FaultRecord(0, "disk_full", "storage", fills, fills + 1, requeues=True)
     rot = FaultRecord(0, "flip_a_byte", f"worker-1 {damaged}", damage - 9.0, damage - 8.9, requeues=False)
     return History(
         profiles=PROFILES,
@@ -273,7 +275,7 @@ def _history(stories: list[Story]) -> History:
         ),
         stops=tuple(stop for story in stories for stop in story.stops),
         transcripts=tuple(transcript(run_id, tuple(story.events)) for run_id, story in by_id.items()),
-        faults=(*faults, quiet, rot),
+        faults=(*faults, quiet, full, rot),
         workers={"wrk_1": "worker-1", "wrk_2": "worker-2"},
         runs={run_id: story.row for run_id, story in by_id.items()},
         attempts={run_id: tuple(story.attempts) for run_id, story in by_id.items()},
@@ -284,7 +286,6 @@ def _history(stories: list[Story]) -> History:
         outputs={run_id: OUTPUT for run_id, story in by_id.items() if story.output_attempt},
         damaged=frozenset({damaged}),
         killed_trainers=frozenset({killed.pid(1)}),
-        disk_was_full=True,
     )
 
 
