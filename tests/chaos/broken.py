@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from tests.chaos.history import Creation, FaultRecord, History
+from tests.chaos.history import Creation, FaultRecord, Growth, History
 from tests.chaos.spoiling import (
     Spoil,
     attempt,
@@ -210,6 +210,7 @@ BROKEN: list[tuple[int, str, Spoil]] = [
     (3, "a trainer that nobody started", line_added("plain", -1, event="start", attempt=2)),
     (3, "a line behind the last", line_added("plain", -1, event="save", step=12)),
     (3, "a trainer that outlives its lease", outlived_its_lease()),
+    (3, "a trainer that is there when all runs have ended", whole(left={4711: "the journal of plain"})),
     (4, "a lost attempt writes into the next", event_added("lost", prints(9), "log", counted=False, **HELLO)),
     (4, "a lost attempt writes while the run waits",
      event_added("lost", becomes("pending", 1), "log", counted=False, **HELLO)),
@@ -294,6 +295,8 @@ BROKEN: list[tuple[int, str, Spoil]] = [
     (15, "a trainer that hangs completes", run_added(training(extra={"hang_at_step": 6}).completes())),
     (15, "a hanging trainer is found by nobody but the suite", killed_while_hanging()),
     (16, "a run that loses every worker goes on", run_added(lost_too_often(), after=LATE)),
+    (17, "a process that keeps descriptors", whole(growth=(Growth("api-1", (30, 71), (8, 8)),))),
+    (17, "a process that keeps threads", whole(growth=(Growth("worker-1", (30, 30), (8, 49)),))),
     (17, "a reader is held up", reader(ended=False, connections=1, received=())),
     (18, "a reader that was cut off is not taken up again", reader(ended=False, connections=2, received=())),
     (18, "a run is handed back for nothing",

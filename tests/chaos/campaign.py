@@ -16,6 +16,7 @@ from tests.chaos.clients import Clients
 from tests.chaos.collect import collect, profile, reference_plans
 from tests.chaos.faults import FAULTS
 from tests.chaos.history import Profile, Violation
+from tests.chaos.processes import Sizes
 from tests.chaos.profiles import PLANS
 from tests.chaos.scene import Scene, wait_for
 from tests.chaos.world import World
@@ -124,9 +125,12 @@ def _segment(
     before = {row["id"] for row in world.rows("SELECT id FROM runs")}
     clients = Clients(world, result.seed * 1000 + first)
     scene = Scene(world, clients, random.Random(f"{result.seed} {first}"))
+    sizes = Sizes(world)
+    sizes.look()
     clients.start()
     for number, fault in enumerate(order, first + 1):
         _round(scene, number, fault, result, say)
+        sizes.look()
     for _ in range(_SECOND_TRIES):
         # What a fault aims at is a matter of moments: one that missed in the whole campaign has another try.
         missed = set(result.missed_after(scene.hits)) if first + len(order) == result.rounds else set()
@@ -139,7 +143,9 @@ def _segment(
     wait_for(lambda: not world.rows(unfinished), QUIET_SECONDS, every=0.2)
     clients.join_streams(30)
     say(f"all runs ended {time.monotonic() - quiet:.1f} s after the last fault; checking …")
-    history = collect(world, clients, scene, profiles, before)
+    history = collect(world, clients, scene, profiles, before, sizes)
+    for one in history.growth:
+        say(f"{one.process}: {one.descriptors} descriptors and {one.threads} threads, before and after")
     report = check(history)
     found_hanging = [
         event

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from tests.chaos import promises_events, promises_runs, promises_stops, promises_training
+from tests.chaos import promises_events, promises_processes, promises_runs, promises_stops, promises_training
 from tests.chaos.causes import a_clock_was_wrong, moments_without_excuse, worker_of
 from tests.chaos.course import COUNTED, Course, candidates, courses
 from tests.chaos.history import History, Violation
@@ -33,7 +33,7 @@ PROMISES: tuple[Callable[[History, Course], Iterator[Violation]], ...] = (
     promises_runs.poison_runs_do_not_loop,
     promises_runs.requeues_are_explained,
 )
-"""About each run. Promises 1 and 5, 17, 18 (for readers) are about keys and transcripts, see `check`."""
+"""About each run. Others are about keys, transcripts and processes, see `check`."""
 
 MOMENTS = "half seconds in which a loss would be unexplained"
 MOMENTS_OF_WRONG_CLOCKS = f"{MOMENTS}, while a clock was wrong"
@@ -54,7 +54,11 @@ class Report:
 def check(history: History) -> Report:
     """Hold the history against every promise."""
     found = courses(history)
-    violations = list(promises_events.accepted_is_durable(history))
+    violations = [
+        *promises_events.accepted_is_durable(history),
+        *promises_processes.no_trainer_is_left(history),
+        *promises_processes.processes_do_not_grow(history),
+    ]
     for course in found.values():
         for promise in PROMISES:
             violations += promise(history, course)
@@ -86,6 +90,7 @@ def count(history: History, found: dict[str, Course]) -> dict[str, int]:
         "events": sum(len(course.events) for course in found.values()),
         "stream events compared": sum(len(transcript.received) for transcript in history.transcripts),
         "streams": len(history.transcripts),
+        "processes compared with what they were": len(history.growth),
         "journal lines": sum(len(course.journal) for course in found.values()),
         "journal steps compared": len(steps),
         "checkpoints": sum(len(course.checkpoints) for course in found.values()),

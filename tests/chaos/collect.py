@@ -9,6 +9,7 @@ from typing import Any
 
 from tests.chaos.clients import Clients
 from tests.chaos.history import Event, History, Profile
+from tests.chaos.processes import Sizes, trainers_left
 from tests.chaos.profiles import PLANS, Plan
 from tests.chaos.scene import Scene
 from tests.chaos.world import World
@@ -32,7 +33,9 @@ def profile(world: World, plan: Plan, run_id: str | None) -> Profile:
     )
 
 
-def collect(world: World, clients: Clients, scene: Scene, profiles: dict[str, Profile], before: set[str]) -> History:
+def collect(
+    world: World, clients: Clients, scene: Scene, profiles: dict[str, Profile], before: set[str], sizes: Sizes
+) -> History:
     """Everything of all runs but those of `before`.
 
     They are told by name: neither the order of ids (an API whose clock was set forward gives late ones) nor a time
@@ -50,6 +53,8 @@ def collect(world: World, clients: Clients, scene: Scene, profiles: dict[str, Pr
         transcripts=clients.transcripts(),
         faults=tuple(scene.records),
         runs=rows,
+        growth=sizes.growth(),
+        left=trainers_left(world, ids),
         workers=world.worker_names(),
         booted=time.time() - time.clock_gettime(time.CLOCK_BOOTTIME),
         attempts=_grouped(

@@ -6,6 +6,8 @@ from datetime import datetime
 from typing import Any
 
 Row = Mapping[str, Any]
+MOST_MORE = 40
+"""Descriptors, or threads, that a process may have gained over a segment."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,20 @@ class FaultRecord:
 
 
 @dataclass(frozen=True)
+class Growth:
+    """A process of the service, when it was first seen and when nothing was asked of it any more."""
+
+    process: str
+    descriptors: tuple[int, int]
+    threads: tuple[int, int]
+
+    @property
+    def is_too_much(self) -> bool:
+        """Whether it has more by a lot: pools may fill, but not for ever."""
+        return any(last - first > MOST_MORE for first, last in (self.descriptors, self.threads))
+
+
+@dataclass(frozen=True)
 class History:
     """Everything, after all clients have ended and every run had time to end."""
 
@@ -120,6 +136,10 @@ class History:
     """Id of a worker → the service that it was a process of, as faults name it in `target`."""
     booted: float = 0.0
     """Unix time at which the clock of the journals was 0."""
+    growth: tuple[Growth, ...] = ()
+    """The processes of the service that were there for a while, when all was quiet again."""
+    left: Mapping[int, str] = field(default_factory=dict)
+    """Process id of each trainer that is there although every run has ended → what tells of it."""
     lease_seconds: float = 3.0
     """The lease that the service ran with."""
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from tests.chaos.history import Creation, Event, FaultRecord, History, Profile, StopCall, Transcript
+from tests.chaos.history import Creation, Event, FaultRecord, Growth, History, Profile, StopCall, Transcript
 from tests.chaos.promises_events import on_the_wire
 
 STEPS = 12
@@ -276,6 +276,7 @@ def _history(stories: list[Story]) -> History:
         stops=tuple(stop for story in stories for stop in story.stops),
         transcripts=tuple(transcript(run_id, tuple(story.events)) for run_id, story in by_id.items()),
         faults=(*faults, quiet, full, rot),
+        growth=(Growth("api-1", (30, 45), (8, 12)), Growth("worker-1", (30, 25), (8, 6))),
         workers={"wrk_1": "worker-1", "wrk_2": "worker-2"},
         runs={run_id: story.row for run_id, story in by_id.items()},
         attempts={run_id: tuple(story.attempts) for run_id, story in by_id.items()},

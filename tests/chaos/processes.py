@@ -1,0 +1,75 @@
+"""Looks at the processes of the service when nothing is asked of them: what has grown, and who should be gone."""
+
+import contextlib
+import time
+from collections.abc import Iterable
+
+import psutil
+
+from tests.chaos.history import Growth
+from tests.chaos.scene import is_alive, wait_for
+from tests.chaos.world import World
+
+_SETTLED_SECONDS = 10.0
+_CLOSES_WITHIN = 15.0
+_ENDS_WITHIN = 10.0
+_AGES_DIFFER_BY = 2.0
+"""Seconds: the kernel tells when it was booted in whole ones."""
+
+
+class Sizes:
+    """How many descriptors and threads each process had when it was first seen at work."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._first: dict[int, tuple[str, int, int]] = {}
+
+    def look(self) -> None:
+        """Note those of processes that are new, but no longer starting."""
+        for service in self._world.services:
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(service.pid)
+                if service.pid not in self._first and time.time() - process.create_time() >= _SETTLED_SECONDS:
+                    self._first[service.pid] = (service.name, process.num_fds(), process.num_threads())
+
+    def growth(self) -> tuple[Growth, ...]:
+        """What has become of those that are still there, once they had time to close what they need no more."""
+        wait_for(lambda: not any(one.is_too_much for one in self._compared()), _CLOSES_WITHIN, every=0.5)
+        return tuple(self._compared())
+
+    def _compared(self) -> list[Growth]:
+        found = []
+        for service in self._world.services:
+            with contextlib.suppress(psutil.Error):
+                if service.pid in self._first and service.is_running:
+                    process, (name, descriptors, threads) = psutil.Process(service.pid), self._first[service.pid]
+                    found.append(Growth(name, (descriptors, process.num_fds()), (threads, process.num_threads())))
+        return found
+
+
+def trainers_left(world: World, run_ids: Iterable[str]) -> dict[int, str]:
+    """Processes of trainers that are still there although all runs have ended, and what tells of each."""
+    born: dict[int, tuple[str, float]] = {}
+    booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    for run_id in run_ids:
+        for line in world.journal(run_id):
+            born.setdefault(line["pid"], (run_id, booted + line["t"]))
+    wait_for(lambda: not _alive(world, born), _ENDS_WITHIN, every=0.5)
+    return _alive(world, born)
+
+
+def _alive(world: World, born: dict[int, tuple[str, float]]) -> dict[int, str]:
+    found = {}
+    for pid, (run_id, wrote) in born.items():
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            # One that began after the trainer had written is another that was given the same number.
+            if is_alive(process) and process.create_time() <= wrote + _AGES_DIFFER_BY:
+                found[pid] = f"the journal of {run_id}"
+    for worker in world.workers:
+        with contextlib.suppress(psutil.Error):
+            zygote = worker.zygote()
+            for child in psutil.Process(worker.pid).children(recursive=True):
+                if is_alive(child) and (zygote is None or child.pid != zygote.pid):
+                    found[child.pid] = f"{worker.name}, whose child it is: {' '.join(child.cmdline())[:200]}"
+    return found
