@@ -203,6 +203,7 @@ class _Training:
         self.state.step, self.state.chain, self.state.loss = step, chain, loss
         self.state.seconds += time.monotonic() - began
         self.improved = False
+        self.report.alive()
         self.journal.step(step, loss.hex(), samples)
         line = self.options.log_line.replace("{step}", str(step)).replace("{loss}", f"{loss:.4f}")
         for _ in range(self.options.log_lines_per_step):

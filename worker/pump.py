@@ -18,6 +18,7 @@ from worker.host import Host
 from worker.job import Job, remove_folders
 from worker.lines import LogLines, parse_record
 from worker.spool import Step
+from worker.training.pulse import ALIVE
 from worker.writer import Writer
 
 _TAIL_LINES = 50
@@ -77,6 +78,8 @@ class Pump:
             self._writer.put(NewEvent.of("log", now, line))
 
     def _take_record(self, data: bytes, now: float) -> None:
+        if data == ALIVE:
+            return  # to be heard was all that it was for
         record = parse_record(data)
         try:
             if record is None:

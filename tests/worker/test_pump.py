@@ -20,6 +20,7 @@ from app.storage import Storage
 from tests.rows import add_run, add_worker, claim, events_of, run_row
 from worker.pump import Pump
 from worker.spool import Step
+from worker.training.pulse import ALIVE
 from worker.writer import LeaseLost, Writer
 
 
@@ -118,6 +119,16 @@ def test_a_commit_whose_answer_got_lost_is_not_stored_twice(lab: Lab, nth: int) 
     assert [data["to"] for kind, data in lab.events() if kind == "status"][2:] == [
         "running", "checkpointing", "running", "checkpointing", "running", "checkpointing",
     ]  # fmt: skip
+
+
+def test_a_sign_of_life_is_heard_and_stored_nowhere(lab: Lab) -> None:
+    lab.prints("before\n")
+    lab.pump.heard_at = 0.0
+    lab.pump.take([("report", ALIVE)])
+    assert lab.pump.heard_at > 0
+    lab.prints("after\n")
+    lab.writer.drain()
+    assert [data["line"] for _, data in lab.events()[2:]] == ["before", "after"]
 
 
 def test_what_postgres_refuses_is_told_and_the_rest_is_stored(lab: Lab) -> None:

@@ -9,12 +9,15 @@ from typing import Any
 
 import huggingface_hub
 import torch
+from huggingface_hub.constants import HF_HUB_CACHE
+from huggingface_hub.file_download import repo_folder_name
 from peft import PeftConfig, PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from app.runs.config import TrainingConfig, TrainingMethod
 from worker.training import fidelity
 from worker.training.failures import TrainingFailure
+from worker.training.pulse import Alive, while_growing
 
 ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -42,6 +45,13 @@ class Base:
     """The private folder of a merged base."""
     from_scratch: bool = False
     """The folder holds an architecture without weights: they start as random numbers drawn with the seed."""
+
+    @property
+    def folder(self) -> Path:
+        """Where its files are, or come to be while it is downloaded: of a hub model its part of the hub's cache."""
+        if self.revision is None:
+            return Path(self.source)
+        return Path(HF_HUB_CACHE) / repo_folder_name(repo_id=self.source, repo_type="model")
 
 
 def find_base(job: dict[str, Any], config: TrainingConfig) -> Base:
@@ -71,7 +81,7 @@ def find_base(job: dict[str, Any], config: TrainingConfig) -> Base:
 
 
 @contextmanager
-def merged(base: Base, target: Path, dtype: torch.dtype) -> Iterator[Base]:
+def merged(base: Base, target: Path, dtype: torch.dtype, alive: Alive) -> Iterator[Base]:
     """The base with its adapter merged in, in the folder `target` for as long as the block lasts.
 
     A base that is no adapter comes as it is.
@@ -83,7 +93,9 @@ def merged(base: Base, target: Path, dtype: torch.dtype) -> Iterator[Base]:
         yield base
         return
     try:
-        yield _merge(base, base.adapter, target, dtype)
+        with while_growing(alive, base.folder, target):
+            whole = _merge(base, base.adapter, target, dtype)
+        yield whole
     finally:
         shutil.rmtree(target, ignore_errors=True)
 

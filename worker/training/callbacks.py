@@ -44,6 +44,7 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         assert self.trainer is not None  # noqa: S101 - watch() comes first
         run, step = self.run, state.global_step
+        run.report.alive()
         loss, rows = self.trainer.take_step()
         run.journal.step(step, loss.hex(), rows)
         took = time.monotonic() - self._step_began
@@ -68,6 +69,12 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
             self._end(control, run.stop_requested.why, save=run.stop_requested.save)
         elif limit is not None:
             self._end(control, limit, save=True)
+
+    def on_substep_end(self, *_: Any, **__: Any) -> None:
+        self.run.report.alive()
+
+    def on_prediction_step(self, *_: Any, **__: Any) -> None:
+        self.run.report.alive()
 
     def on_evaluate(
         self,

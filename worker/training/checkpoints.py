@@ -9,6 +9,7 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
 from worker.training import fidelity, manifest
 from worker.training.failures import TrainingFailure, classify
+from worker.training.pulse import while_growing
 
 if TYPE_CHECKING:
     from worker.training.trainer import SupervisedTrainer
@@ -27,16 +28,17 @@ def save(trainer: "SupervisedTrainer") -> None:
     shutil.rmtree(staging, ignore_errors=True)
     try:
         staging.mkdir(parents=True)
-        _write(trainer, staging)
+        with while_growing(run.report.alive, staging):
+            _write(trainer, staging)
         facts = {
             "run_id": run.job["run_id"],
             "attempt": run.job["attempt"],
             fidelity.FINGERPRINT: run.fingerprint,
             "sampler": {"epoch": trainer.state.epoch, "samples": run.state.samples, "seed": run.config.seed},
         }
-        sha256 = manifest.write_manifest(staging, step, facts)
+        sha256 = manifest.write_manifest(staging, step, facts, run.report.alive)
         size = manifest.size_of(staging)
-        manifest.commit(staging, run.folder / name)
+        manifest.commit(staging, run.folder / name, run.report.alive)
     except Exception as error:
         shutil.rmtree(staging, ignore_errors=True)
         raise classify(error) from error

@@ -10,6 +10,7 @@ from worker.training.base import ADAPTER_CONFIG, Base
 from worker.training.card import model_card
 from worker.training.failures import classify
 from worker.training.model import versions
+from worker.training.pulse import while_growing
 from worker.training.trainer import SupervisedTrainer
 
 OUTPUT = "output"
@@ -28,7 +29,8 @@ def export(trainer: SupervisedTrainer, base: Base, facts: dict[str, Any]) -> str
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
-        trainer.model.save_pretrained(staging)
+        with while_growing(run.report.alive, staging):
+            trainer.model.save_pretrained(staging)
         trainer.processing_class.save_pretrained(staging)
         if base.merged is not None and (staging / ADAPTER_CONFIG).is_file():
             # The adapter means nothing without the very weights it was trained on, which exist only here.
@@ -37,7 +39,7 @@ def export(trainer: SupervisedTrainer, base: Base, facts: dict[str, Any]) -> str
         run.history.copy_to(staging)
         card = model_card(run.job, run.config, facts, versions(), run.state, final)
         (staging / "README.md").write_text(card)
-        manifest.commit(staging, final)
+        manifest.commit(staging, final, run.report.alive)
     except Exception as error:
         shutil.rmtree(staging, ignore_errors=True)
         raise classify(error) from error

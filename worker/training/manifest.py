@@ -12,12 +12,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from worker.training.pulse import Alive, nobody
+
 MANIFEST = "manifest.json"
 _FORMAT = 1
+_PIECE = 1 << 20
 
 
-def write_manifest(folder: Path, step: int, facts: Mapping[str, Any]) -> str:
+def write_manifest(folder: Path, step: int, facts: Mapping[str, Any], alive: Alive = nobody) -> str:
     """Bring every file of `folder` to the disk and describe it; returns the SHA-256 of the manifest itself.
+
+    `alive` is called on the way: after each file is on the disk, and for each piece of it that is read.
 
     Raises:
         OSError: the disk refused (full, read-only).
@@ -25,7 +30,8 @@ def write_manifest(folder: Path, step: int, facts: Mapping[str, Any]) -> str:
     files = {}
     for path in _files(folder):
         _sync(path)
-        files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
+        alive()
+        files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": _digest(path, alive)}
     text = json.dumps({"format": _FORMAT, "step": step, "files": files, **facts}, indent=1).encode()
     path = folder / MANIFEST
     path.write_bytes(text)
@@ -33,12 +39,16 @@ def write_manifest(folder: Path, step: int, facts: Mapping[str, Any]) -> str:
     return hashlib.sha256(text).hexdigest()
 
 
-def commit(staging: Path, final: Path) -> None:
-    """Let the folder `staging` become `final`, durably and at one moment; one that is there already goes."""
+def commit(staging: Path, final: Path, alive: Alive = nobody) -> None:
+    """Let the folder `staging` become `final`, durably and at one moment; one that is there already goes.
+
+    `alive` is called after each file.
+    """
     for path in _files(staging):
         # safetensors writes 0600, which neither the API's user nor an operator's group could read.
         path.chmod(0o644)
         _sync(path)
+        alive()
     for folder in {staging, *(path.parent for path in _files(staging))}:
         _sync(folder)
     if final.exists():
@@ -83,9 +93,13 @@ def _files(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink())
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _digest(path: Path, alive: Alive = nobody) -> str:
+    digest, piece = hashlib.sha256(), memoryview(bytearray(_PIECE))
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(piece):
+            digest.update(piece[:size])
+            alive()
+    return digest.hexdigest()
 
 
 def _sync(path: Path) -> None:

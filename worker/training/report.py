@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from worker.training.pulse import Pulse
+
 MAX_RECORD_BYTES = 128 * 1024
 """A record is one datagram, and a datagram has to fit into the socket's send buffer."""
 
@@ -48,12 +50,13 @@ def parse_args(argv: Sequence[str]) -> tuple[dict[str, Any], int | None, int | N
 class Report:
     """Sends records to the supervisor, each one JSON object in one datagram; any thread may send.
 
+    `alive()` says no more than that work goes on, as often as it is called, and is stored nowhere.
     Opened without a descriptor (a run by hand), it writes the same records as lines on standard output.
     """
 
     def __init__(self, descriptor: int | None) -> None:
         """`descriptor` is a connected datagram socket or None."""
-        self._descriptor = descriptor
+        self._descriptor, self.alive = descriptor, Pulse(descriptor).beat
 
     def send(self, type: str, **fields: Any) -> None:
         """Send one record; `ts` (unix seconds) is added, long strings of an oversized record are cut.

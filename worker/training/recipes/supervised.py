@@ -16,6 +16,7 @@ from worker.training.chat import ensure_template
 from worker.training.data import Tokens
 from worker.training.export import export
 from worker.training.failures import TrainingFailure
+from worker.training.pulse import each, while_growing
 from worker.training.run import Run
 from worker.training.trainer import EndedBeforeStep, SupervisedTrainer
 
@@ -45,7 +46,13 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
     run.report.phase("tokenizing")
     max_length = _max_length(run, found.architecture, tokenizer, replaced)
     tokens = _tokens(run, tokenizer, max_length)
-    with base.merged(found, run.folder / "base_model", model.weights_dtype(run.config, run.machine)) as start:
+    alive = run.report.alive
+    # transformers shows a bar wherever it goes through many weights: loading them, writing them.
+    transformers.utils.logging.set_tqdm_hook(
+        lambda bar, what, options: bar(*(each(things, alive) for things in what), **options)
+    )
+    dtype = model.weights_dtype(run.config, run.machine)
+    with base.merged(found, run.folder / "base_model", dtype, alive) as start:
         return _train(run, replaced, found, start, tokenizer, tokens, max_length)
 
 
@@ -68,7 +75,8 @@ def _train(
             f"The folder {run.job['base_model']['name']} holds no weights: they start as random numbers drawn with "
             f"seed {run.config.seed}, and the model is trained from scratch."
         )
-    network = model.load_model(start, run.config, run.machine)
+    with while_growing(run.report.alive, start.folder):
+        network = model.load_model(start, run.config, run.machine)
     run.config = run.config.model_copy(update={"attn_implementation": network.config._attn_implementation})
     ids = [tokenizer.pad_token_id, training.highest_id, held_out.highest_id if held_out else 0]
     model.check_vocabulary(network, max(ids))

@@ -1,0 +1,53 @@
+"""A training process that is slow on purpose, or stands still, where its job says so under `slow`."""
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from worker.training import __main__ as training
+from worker.training import model
+from worker.training.report import parse_args
+from worker.training.trainer import SupervisedTrainer
+
+_NEVER = threading.Event()
+
+
+def main(argv: list[str]) -> int:
+    """As `worker.training`, on a slow machine: it hands every call on, only later."""
+    job, _, _ = parse_args(argv)
+    slow = job["slow"]
+    if seconds := slow.get("micro_batch"):
+        _slow_down(SupervisedTrainer, "training_step", seconds)
+    if seconds := slow.get("eval_batch"):
+        _slow_down(SupervisedTrainer, "prediction_step", seconds)
+    if seconds := slow.get("fsync"):
+        _slow_down(os, "fsync", seconds)
+    if pieces := slow.get("download"):
+        _download_slowly(pieces, Path(slow["to"]) if "to" in slow else None)
+    return training.main(argv)
+
+
+def _slow_down(owner: Any, name: str, seconds: float) -> None:
+    call = getattr(owner, name)
+
+    def slowly(*arguments: Any, **options: Any) -> Any:
+        _NEVER.wait(seconds)
+        return call(*arguments, **options)
+
+    setattr(owner, name, slowly)
+
+
+def _download_slowly(pieces: int, to: Path | None) -> None:
+    """Let the weights come over a thin line, in pieces of half a second; without a place to go to, none arrives."""
+    load = model.load_model
+
+    def slowly(*arguments: Any) -> Any:
+        for _ in range(pieces):
+            _NEVER.wait(0.5)
+            if to is not None:
+                with to.open("ab") as file:
+                    file.write(b"x" * 5000)
+        return load(*arguments)
+
+    model.load_model = slowly
