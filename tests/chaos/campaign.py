@@ -126,11 +126,9 @@ def _segment(
     clients = Clients(world, result.seed * 1000 + first)
     scene = Scene(world, clients, random.Random(f"{result.seed} {first}"))
     sizes = Sizes(world)
-    sizes.look()
     clients.start()
     for number, fault in enumerate(order, first + 1):
         _round(scene, number, fault, result, say)
-        sizes.look()
     for _ in range(_SECOND_TRIES):
         # What a fault aims at is a matter of moments: one that missed in the whole campaign has another try.
         missed = set(result.missed_after(scene.hits)) if first + len(order) == result.rounds else set()

@@ -90,6 +90,7 @@ def freeze_worker(scene: Scene) -> None:
         return
     run_id, worker = found
     trainer = scene.world.trainer(run_id)
+    attempts = _attempts(scene, run_id)
     said = len(worker.said())
     with scene.fault(worker.name, requeues=True):
         worker.signal(signal.SIGSTOP)
@@ -100,6 +101,9 @@ def freeze_worker(scene: Scene) -> None:
                 scene.broken.append((3, f"the trainer of a frozen worker lives after a lease: {trainer.pid}"))
             scene.time("trainer of a frozen worker gone", time.monotonic() - frozen_at)
             wait_for(lambda: not any(run["id"] == run_id for run in scene.world.live_runs(worker)), LEASE_SECONDS * 3)
+            # Nobody is there to kill it: should the trainer have outlived its lease, then it meets its successor.
+            succeeded = wait_for(lambda: _attempts(scene, run_id) > attempts, LEASE_SECONDS * 2)
+            scene.hits["another trained while the first worker stood still"] += bool(succeeded)
         finally:
             worker.signal(signal.SIGCONT)
 
@@ -108,6 +112,10 @@ def freeze_worker(scene: Scene) -> None:
             return f"{run_id}: fenced" in news or f"{run_id}: its lease ran out" in news or "fenced" in news
 
         scene.hits["stale worker woke up and was fenced"] += bool(wait_for(noticed, 8))
+
+
+def _attempts(scene: Scene, run_id: str) -> int:
+    return max((line["attempt"] for line in scene.world.journal(run_id)), default=0)
 
 
 def deploy(scene: Scene) -> None:

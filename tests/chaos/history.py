@@ -93,7 +93,7 @@ class FaultRecord:
 
 @dataclass(frozen=True)
 class Growth:
-    """A process of the service, when it was first seen and when nothing was asked of it any more."""
+    """A service before anything was asked of it in a segment, and when all was over."""
 
     process: str
     descriptors: tuple[int, int]
@@ -137,7 +137,7 @@ class History:
     booted: float = 0.0
     """Unix time at which the clock of the journals was 0."""
     growth: tuple[Growth, ...] = ()
-    """The processes of the service that were there for a while, when all was quiet again."""
+    """Of each process of the service, when all was quiet again."""
     left: Mapping[int, str] = field(default_factory=dict)
     """Process id of each trainer that is there although every run has ended → what tells of it."""
     lease_seconds: float = 3.0

@@ -163,4 +163,4 @@ def lock_nothing(name: str) -> None:
         if Path(f"/proc/self/fd/{descriptor}").readlink().name != name:
             flock(file, operation)
 
-    fcntl.flock = flock_others  # type: ignore[assignment]
+    fcntl.flock = flock_others

@@ -10,7 +10,6 @@ from tests.chaos.history import Growth
 from tests.chaos.scene import is_alive, wait_for
 from tests.chaos.world import World
 
-_SETTLED_SECONDS = 10.0
 _CLOSES_WITHIN = 15.0
 _ENDS_WITHIN = 10.0
 _AGES_DIFFER_BY = 2.0
@@ -18,32 +17,33 @@ _AGES_DIFFER_BY = 2.0
 
 
 class Sizes:
-    """How many descriptors and threads each process had when it was first seen at work."""
+    """How many descriptors and threads each service had when nothing had been asked of it yet.
+
+    Few processes live through a segment, so one that was started since is held against what its predecessor had.
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._first: dict[int, tuple[str, int, int]] = {}
-
-    def look(self) -> None:
-        """Note those of processes that are new, but no longer starting."""
-        for service in self._world.services:
-            with contextlib.suppress(psutil.Error):
-                process = psutil.Process(service.pid)
-                if service.pid not in self._first and time.time() - process.create_time() >= _SETTLED_SECONDS:
-                    self._first[service.pid] = (service.name, process.num_fds(), process.num_threads())
+        self._first = self._now()
 
     def growth(self) -> tuple[Growth, ...]:
-        """What has become of those that are still there, once they had time to close what they need no more."""
+        """What has become of them, once they had time to close what they need no more."""
         wait_for(lambda: not any(one.is_too_much for one in self._compared()), _CLOSES_WITHIN, every=0.5)
         return tuple(self._compared())
 
     def _compared(self) -> list[Growth]:
-        found = []
+        return [
+            Growth(name, (self._first[name][0], descriptors), (self._first[name][1], threads))
+            for name, (descriptors, threads) in self._now().items()
+            if name in self._first
+        ]
+
+    def _now(self) -> dict[str, tuple[int, int]]:
+        found = {}
         for service in self._world.services:
             with contextlib.suppress(psutil.Error):
-                if service.pid in self._first and service.is_running:
-                    process, (name, descriptors, threads) = psutil.Process(service.pid), self._first[service.pid]
-                    found.append(Growth(name, (descriptors, process.num_fds()), (threads, process.num_threads())))
+                process = psutil.Process(service.pid)
+                found[service.name] = (process.num_fds(), process.num_threads())
         return found
 
 
