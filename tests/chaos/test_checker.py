@@ -3,10 +3,10 @@
 import pytest
 
 from tests.chaos.broken import BROKEN
-from tests.chaos.checker import Report, check
+from tests.chaos.checker import MOMENTS, Report, check
 from tests.chaos.history import History
 from tests.chaos.odd import RIGHT
-from tests.chaos.spoiling import Spoil
+from tests.chaos.spoiling import Spoil, fault_added
 from tests.chaos.synthetic import correct
 
 
@@ -45,6 +45,14 @@ def test_what_was_compared_is_counted(report: Report, history: History) -> None:
     assert report.counted["runs"] == len(history.runs)
     assert report.counted["events"] == report.counted["stream events compared"] > 300
     assert all(report.counted.values()), report.counted
+
+
+def test_while_a_fault_is_at_work_no_loss_would_be_unexplained(history: History) -> None:
+    def moments(target: str) -> int:
+        return check(fault_added("kill_worker", target, 0.0, 2e9)(history)).counted[MOMENTS]
+
+    assert moments("postgres") == moments("worker-1 ckpt_1") == 0
+    assert moments("worker-2") == moments("storage") == check(history).counted[MOMENTS] > 10
 
 
 def test_the_windows_that_were_hit_are_seen(report: Report) -> None:

@@ -3,6 +3,7 @@
 from collections import Counter
 
 from tests.chaos.campaign import Result, schedule
+from tests.chaos.checker import MOMENTS, MOMENTS_OF_WRONG_CLOCKS
 from tests.chaos.faults import FAULTS
 from tests.chaos.history import Violation
 
@@ -25,3 +26,11 @@ def test_a_window_without_a_hit_fails_the_campaign() -> None:
     assert result.held
     result.violations.append(Violation(3, "run_x", "two trainers"))
     assert not result.held
+
+
+def test_a_campaign_that_excused_every_loss_fails() -> None:
+    result = Result(seed=1, rounds=20)
+    result.counted[MOMENTS] = 100
+    assert MOMENTS not in result.missed and MOMENTS_OF_WRONG_CLOCKS in result.missed
+    result.counted[MOMENTS_OF_WRONG_CLOCKS] = 10
+    assert MOMENTS_OF_WRONG_CLOCKS not in result.missed
