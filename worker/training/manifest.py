@@ -63,11 +63,15 @@ def commit(staging: Path, final: Path, alive: Alive = nobody) -> None:
 
 
 def verify(folder: Path, manifest_sha256: str) -> list[str]:
-    """What is wrong with a checkpoint, in sentences; empty when every byte is as it was written."""
+    """What is wrong with a checkpoint, in sentences; empty when every byte is as it was written.
+
+    Raises:
+        OSError: it cannot be read here and now, which says nothing about the checkpoint.
+    """
     try:
         text = (folder / MANIFEST).read_bytes()
-    except OSError as error:
-        return [f"{MANIFEST} cannot be read: {error.strerror}"]
+    except (FileNotFoundError, NotADirectoryError):
+        return [f"{MANIFEST} is missing"]
     if hashlib.sha256(text).hexdigest() != manifest_sha256:
         return [f"{MANIFEST} is not the one that was written with this checkpoint"]
     expected = json.loads(text)["files"]
