@@ -11,6 +11,7 @@ _SYNC_FILES = """    for path in _files(staging):
         # safetensors writes 0600, which neither the API's user nor an operator's group could read.
         path.chmod(0o644)
         _sync(path)
+        alive()
     for folder in {staging, *(path.parent for path in _files(staging))}:
         _sync(folder)
 """
