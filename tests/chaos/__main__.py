@@ -12,10 +12,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description="Break everything, then look.")
     parser.add_argument("--rounds", type=int, default=200, help="faults to inject")
     parser.add_argument("--seed", type=int, default=None, help="replays a schedule; default: a new one")
+    parser.add_argument("--jobs", type=int, default=1, help="worlds at the same time, each with a part of the rounds")
     arguments = parser.parse_args()
     seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(10**6)
     print(f"seed {seed}: make chaos ROUNDS={arguments.rounds} SEED={seed}", flush=True)
-    result = run(seed, arguments.rounds, say=lambda line: print(line, flush=True))
+    result = run(seed, arguments.rounds, arguments.jobs)
     print(show(result))
     return 0 if result.held else 1
 

@@ -1,11 +1,13 @@
 """A campaign: rounds of faults under load in segments, each checked as a whole when all its runs have ended."""
 
+import multiprocessing
 import random
 import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -66,6 +68,17 @@ class Result:
         left_out = {"disk full"} if self.not_tried else set()
         return [window for window in windows if window not in left_out and not (self.hits + hits)[window]]
 
+    def add(self, other: "Result") -> None:
+        """Take in what another part of the same campaign has shown."""
+        self.faults += other.faults
+        self.hits += other.hits
+        self.observed += other.observed
+        self.counted += other.counted
+        self.violations += other.violations
+        self.not_tried = other.not_tried
+        for what, seconds in other.times.items():
+            self.times.setdefault(what, []).extend(seconds)
+
     @property
     def held(self) -> bool:
         """Whether no promise was broken, and every window was hit."""
@@ -83,22 +96,46 @@ def schedule(seed: int, rounds: int) -> list[Callable[[Scene], None]]:
     return order[:rounds]
 
 
-def run(seed: int, rounds: int, home: Path | None = None, say: Callable[[str], None] = print) -> Result:
-    """Run a campaign; everything random in it follows from the seed, except the machine's own timing."""
-    result = Result(seed, rounds)
+def tell(line: str) -> None:
+    """Print at once, whatever the output is."""
+    print(line, flush=True)
+
+
+def run(seed: int, rounds: int, jobs: int = 1, say: Callable[[str], None] = tell) -> Result:
+    """Run a campaign; everything random in it follows from the seed, except the machine's own timing.
+
+    Its segments go to `jobs` worlds of their own, at the same time.
+    """
     began = time.monotonic()
+    segments = range(0, rounds, SEGMENT_ROUNDS)
+    parts = [segments[number::jobs] for number in range(min(jobs, len(segments)))]
+    if len(parts) == 1:
+        result = _part(seed, rounds, parts[0], say)
+    else:
+        result = Result(seed, rounds)
+        # Processes that start anew: a world has threads, and ends its children with itself.
+        with ProcessPoolExecutor(len(parts), multiprocessing.get_context("spawn")) as pool:
+            for part in [pool.submit(_part, seed, rounds, part, tell) for part in parts]:
+                result.add(part.result())
+    result.seconds = time.monotonic() - began
+    return result
+
+
+def _part(seed: int, rounds: int, segments: Sequence[int], say: Callable[[str], None]) -> Result:
+    """Some segments of a campaign, told by their first rounds, one after the other in one world."""
+    result = Result(seed, rounds)
     with tempfile.TemporaryDirectory(prefix="anneal-chaos-", ignore_cleanup_errors=True) as folder:
-        world = World(home or Path(folder), seed)
+        world = World(Path(folder), seed)
         try:
             if not world.has_small_disk:
                 result.not_tried = ["disk full: this user may not mount the small file system that it takes"]
             profiles = _references(world, say)
             order = schedule(seed, rounds)
-            for first in range(0, rounds, SEGMENT_ROUNDS):
-                _segment(world, profiles, order[first : first + SEGMENT_ROUNDS], first, result, say)
+            for first in segments:
+                part = order[first : first + SEGMENT_ROUNDS]
+                _segment(world, profiles, part, first, first == segments[-1], result, say)
         finally:
             world.close()
-    result.seconds = time.monotonic() - began
     return result
 
 
@@ -119,6 +156,7 @@ def _segment(
     profiles: dict[str, Profile],
     order: list[Callable[[Scene], None]],
     first: int,
+    is_last: bool,
     result: Result,
     say: Callable[[str], None],
 ) -> None:
@@ -130,10 +168,10 @@ def _segment(
     for number, fault in enumerate(order, first + 1):
         _round(scene, number, fault, result, say)
     for _ in range(_SECOND_TRIES):
-        # What a fault aims at is a matter of moments: one that missed in the whole campaign has another try.
-        missed = set(result.missed_after(scene.hits)) if first + len(order) == result.rounds else set()
+        # What a fault aims at is a matter of moments: one that always missed has another try.
+        missed = set(result.missed_after(scene.hits)) if is_last else set()
         for fault in [fault for fault, windows in FAULTS.items() if missed & set(windows)]:
-            _round(scene, result.rounds, fault, result, say)
+            _round(scene, first + len(order), fault, result, say)
     clients.create("hanger")  # undisturbed from here on: it is found by its silence alone
     clients.finish()
     unfinished = "SELECT id FROM runs WHERE status NOT IN ('completed', 'failed', 'cancelled')"

@@ -97,8 +97,8 @@ MUTANTS = (
         changes=(
             Change(
                 "worker/supervisor.py",
-                "    return lifecycle.hand_back(run.id, run.epoch, f\"handed back: {why};",
-                "    return lifecycle.retry(run.id, run.epoch, delay_seconds=0.0, reason=f\"handed back: {why};",
+                '    return lifecycle.hand_back(run.id, run.epoch, f"handed back: {why};',
+                '    return lifecycle.retry(run.id, run.epoch, delay_seconds=0.0, reason=f"handed back: {why};',
             ),
         ),
         test="tests/reliability/test_failures.py::test_a_worker_that_does_not_see_the_storage_costs_a_run_nothing",
