@@ -32,3 +32,12 @@ def test_one_that_works_in_silence_is_left_alone(stack: Stack) -> None:
     stack.add_worker(hang_seconds=4)
     shown = stack.until(run_id, "completed", "failed")
     assert (shown["status"], shown["attempt"]) == ("completed", 1)
+
+
+def test_one_that_has_nothing_to_tell_for_longer_than_the_limit_is_left_alone_too(stack: Stack) -> None:
+    """Steps that are measured rarely: that each of them got done is heard, and no event comes of it."""
+    run_id = stack.create({"steps": 7, "step_seconds": 1.0, "log_lines_per_step": 0}, {"logging_steps": 1000})
+    stack.add_worker(hang_seconds=4)
+    shown = stack.until(run_id, "completed", "failed")
+    assert (shown["status"], shown["attempt"]) == ("completed", 1)
+    assert [event["step"] for event in stack.events(run_id) if event["type"] == "metric"] == [7]

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from app.config import Settings
 from tests.worker.trainers import write_job
 from worker.launcher import Launcher
 from worker.process import Exit, TrainingProcess
+from worker.training.pulse import ALIVE
 
 CPU = {"kind": "cpu", "index": 0, "id": "cpu-0"}
 Launch = Callable[..., TrainingProcess]
@@ -42,15 +43,18 @@ class Said:
         while not done(self):
             assert time.monotonic() < deadline, self.pieces[-50:]
             self.process.wait(0.5)
-            self.pieces += self.process.channel.receive(0)
+            self._hear(self.process.channel.receive(0))
         return self
 
     def to_the_end(self, timeout: float = 30) -> Exit:
         """Listen until the process has ended and its queue is empty; close it."""
         self.until(lambda said: said.process.poll() is not None, timeout)
         self.process.kill()
-        self.pieces += self.process.channel.drain()
+        self._hear(self.process.channel.drain())
         return self.process.close()
+
+    def _hear(self, pieces: Sequence[tuple[str, bytes]]) -> None:
+        self.pieces += [piece for piece in pieces if piece != ("report", ALIVE)]
 
     @property
     def records(self) -> list[dict[str, Any]]:

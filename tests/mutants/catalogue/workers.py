@@ -84,6 +84,29 @@ MUTANTS = (
         test="tests/reliability/test_hang.py::test_a_trainer_that_falls_silent_is_killed_and_its_run_goes_on",
     ),
     Mutant(
+        name="slow-is-hung",
+        promises=(15,),
+        about="What a trainer does between two metrics gives no sign of life: a long step is killed in each attempt.",
+        changes=(
+            Change(
+                "worker/training/callbacks.py",
+                "    def on_substep_end(self, *_: Any, **__: Any) -> None:\n        self.run.report.alive()\n",
+                "    def on_substep_end(self, *_: Any, **__: Any) -> None:\n        pass\n",
+            ),
+        ),
+        test="tests/worker/training/test_alive.py"
+        "::test_a_slow_trainer_is_left_alone_however_long_it_has_nothing_to_tell",
+    ),
+    Mutant(
+        name="alive-by-the-clock",
+        promises=(15,),
+        about="Signs of life come by the clock while a model is loaded: a download that stands still is waited for.",
+        changes=(
+            Change("worker/training/pulse.py", "            if now > before:\n", "            if now >= before:\n"),
+        ),
+        test="tests/worker/training/test_alive.py::test_a_download_that_stands_still_is_not",
+    ),
+    Mutant(
         name="drain-without-saving",
         promises=(18,),
         about="A worker that is told to end does not let its trainers save, so steps are trained twice.",
@@ -97,8 +120,8 @@ MUTANTS = (
         changes=(
             Change(
                 "worker/supervisor.py",
-                '    return lifecycle.hand_back(run.id, run.epoch, f"handed back: {why};',
-                '    return lifecycle.retry(run.id, run.epoch, delay_seconds=0.0, reason=f"handed back: {why};',
+                "    return lifecycle.hand_back(run.id, run.epoch, reason, delay_seconds=2 * pause)\n",
+                "    return lifecycle.retry(run.id, run.epoch, reason, 0.0)\n",
             ),
         ),
         test="tests/reliability/test_failures.py::test_a_worker_that_does_not_see_the_storage_costs_a_run_nothing",
