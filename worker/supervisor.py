@@ -218,7 +218,9 @@ def not_here(host: Host, run: Any, why: str) -> Executable:
     """The transition of a run that this worker could not even start: no loss of its own, it waits for a fitter one."""
     pause = host.fitness.failed(why)
     log.error("%s: %s; no run is taken here for %.0f s", run.id, why, pause)
-    return lifecycle.hand_back(run.id, run.epoch, f"handed back: {why}; this worker ({host.name}) takes no run for now")
+    reason = f"handed back: {why}; this worker ({host.name}) takes no run for now"
+    # For longer than the pause: should the cause lie in the run after all, others have their turn before it.
+    return lifecycle.hand_back(run.id, run.epoch, reason, delay_seconds=2 * pause)
 
 
 def out_of_reach(run: Any, lease: Lease) -> Executable:
