@@ -95,7 +95,7 @@ MUTANTS = (
             ),
         ),
         test="tests/worker/training/test_alive.py"
-        "::test_a_slow_trainer_is_left_alone_however_long_it_has_nothing_to_tell",
+        "::test_a_slow_trainer_is_left_alone_however_long_it_has_nothing_to_tell[one-large-step]",
     ),
     Mutant(
         name="alive-by-the-clock",

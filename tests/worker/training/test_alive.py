@@ -97,9 +97,9 @@ class Watched:
 @pytest.mark.parametrize(
     ("slow", "config"),
     [
-        pytest.param({"micro_batch": 0.7}, {"max_steps": 10}, id="steps between two metrics"),
-        pytest.param({"micro_batch": 0.7}, {"max_steps": 1, "gradient_accumulation_steps": 10}, id="one large step"),
-        pytest.param({"fsync": 0.35}, {"max_steps": 1}, id="a checkpoint on a slow disk"),
+        pytest.param({"micro_batch": 0.7}, {"max_steps": 10}, id="steps-between-two-metrics"),
+        pytest.param({"micro_batch": 0.7}, {"max_steps": 1, "gradient_accumulation_steps": 10}, id="one-large-step"),
+        pytest.param({"fsync": 0.35}, {"max_steps": 1}, id="a-checkpoint-on-a-slow-disk"),
     ],
 )
 def test_a_slow_trainer_is_left_alone_however_long_it_has_nothing_to_tell(
