@@ -9,7 +9,7 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
 from worker.training import fidelity, manifest
 from worker.training.failures import TrainingFailure, classify
-from worker.training.pulse import while_growing
+from worker.training.pulse import Alive, nobody, while_growing
 
 if TYPE_CHECKING:
     from worker.training.trainer import SupervisedTrainer
@@ -61,9 +61,9 @@ def save(trainer: "SupervisedTrainer") -> None:
     trainer.saved_step = step
 
 
-def check(path: Path, manifest_sha256: str) -> None:
+def check(path: Path, manifest_sha256: str, alive: Alive = nobody) -> None:
     """Refuse a checkpoint of which a single byte is not as it was written."""
-    problems = manifest.verify(path, manifest_sha256)
+    problems = manifest.verify(path, manifest_sha256, alive)
     if problems:
         raise TrainingFailure("internal", f"{path.name} cannot be resumed: {'; '.join(problems[:5])}")
 

@@ -62,8 +62,10 @@ def commit(staging: Path, final: Path, alive: Alive = nobody) -> None:
     _sync(final.parent)
 
 
-def verify(folder: Path, manifest_sha256: str) -> list[str]:
+def verify(folder: Path, manifest_sha256: str, alive: Alive = nobody) -> list[str]:
     """What is wrong with a checkpoint, in sentences; empty when every byte is as it was written.
+
+    `alive` is called after each file and each piece of one.
 
     Raises:
         OSError: it cannot be read here and now, which says nothing about the checkpoint.
@@ -83,7 +85,7 @@ def verify(folder: Path, manifest_sha256: str) -> list[str]:
             problems.append(f"{name} is missing")
         elif path.stat().st_size != facts["bytes"]:
             problems.append(f"{name} has {path.stat().st_size} bytes instead of {facts['bytes']}")
-        elif _digest(path) != facts["sha256"]:
+        elif _digest(path, alive) != facts["sha256"]:
             problems.append(f"{name} has other contents than were written")
     return problems
 

@@ -42,7 +42,7 @@ def test_a_whole_checkpoint_passes_and_can_be_read_by_others(checkpoint: tuple[P
         (lambda folder: flip(folder / "sub" / "state"), "other contents"),
         (lambda folder: (folder / "weights").write_bytes(b"\0" * 100), "100 bytes"),
         (lambda folder: (folder / "weights").unlink(), "missing"),
-        (lambda folder: (folder / MANIFEST).unlink(), "cannot be read"),
+        (lambda folder: (folder / MANIFEST).unlink(), "manifest.json is missing"),
         (lambda folder: flip(folder / MANIFEST), "not the one"),
         (lambda folder: (folder / MANIFEST).write_text(""), "not the one"),
         (lambda folder: (folder / "extra.bin").write_bytes(b"x"), "not part"),

@@ -34,7 +34,7 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
     transformers.set_seed(run.config.seed)
     resume = run.resume_from
     if resume is not None:
-        checkpoints.check(Path(resume["path"]), resume["manifest_sha256"])
+        checkpoints.check(Path(resume["path"]), resume["manifest_sha256"], run.report.alive)
 
     run.report.phase("loading")
     run.report.progress("loading", 0, 2, "tokenizer and configuration")
