@@ -5,8 +5,8 @@ import time
 from pathlib import Path
 
 ROOM_BYTES = 16 * 2**20
-_FIRST_PAUSE_SECONDS = 2.0
-_LONGEST_PAUSE_SECONDS = 300.0
+_FIRST_PAUSE_SECONDS = 5.0
+_LONGEST_PAUSE_SECONDS = 30.0
 
 
 class Fitness:
@@ -20,25 +20,26 @@ class Fitness:
 
     def trouble(self) -> str | None:
         """Why no run should be taken now; None: all is well."""
-        left = self._paused_until - time.monotonic()
-        if left > 0:
-            return f"{self._why}; no run is taken for another {left:.0f} s"
+        if time.monotonic() < self._paused_until:
+            return f"the last one could not be started here: {self._why}"
         try:
             disk = os.statvfs(self._storage)
         except OSError as error:
             return f"the storage {self._storage} is not there: {error.strerror}"
-        if disk.f_bavail * disk.f_frsize < ROOM_BYTES:
+        if not (self._storage / "datasets").is_dir():
+            # Every run has a data set, which the API has stored.
+            return f"the storage {self._storage} holds no data sets: give API and workers the same ANNEAL_STORAGE"
+        if disk.f_blocks and disk.f_bavail * disk.f_frsize < ROOM_BYTES:  # some network file systems count no blocks
             return f"the storage {self._storage} is full: make room, then waiting runs are taken"
         if not os.access(self._storage, os.W_OK):
             return f"the storage {self._storage} cannot be written to"
         return None
 
-    def failed(self, why: str) -> float:
-        """A run could not even be started here; answers for how many seconds none is taken, more each time."""
+    def failed(self, why: str) -> None:
+        """A run could not even be started here: another worker should have its turn, the longer the more often."""
         self._pause = min(max(self._pause * 2, _FIRST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS)
         self._paused_until = time.monotonic() + self._pause
         self._why = why
-        return self._pause
 
     def started(self) -> None:
         """A trainer could be started."""

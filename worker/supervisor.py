@@ -37,8 +37,7 @@ Ending = Callable[[], Executable]
 def work(host: Host) -> None:
     """Train what waits and fits, the most urgent first, until there is nothing left."""
     while not host.closing.is_set():
-        if trouble := host.fitness.trouble():
-            log.warning("no run is taken: %s", trouble)
+        if host.fitness.trouble():
             return
         sent = time.monotonic()
         run = claim(host)
@@ -215,12 +214,12 @@ def given_up(host: Host, run: Any, lease: Lease) -> Executable:
 
 
 def not_here(host: Host, run: Any, why: str) -> Executable:
-    """The transition of a run that this worker could not even start: no loss of its own, it waits for a fitter one."""
-    pause = host.fitness.failed(why)
-    log.error("%s: %s; no run is taken here for %.0f s", run.id, why, pause)
-    reason = f"handed back: {why}; this worker ({host.name}) takes no run for now"
-    # For longer than the pause: should the cause lie in the run after all, others have their turn before it.
-    return lifecycle.hand_back(run.id, run.epoch, reason, delay_seconds=2 * pause)
+    """The transition of a run that could not even be started: whether the cause lies in it or here, nobody knows.
+
+    So it is tried again, so many times; and for a while rather by another worker.
+    """
+    host.fitness.failed(why)
+    return lifecycle.retry(run.id, run.epoch, why, _RETRY_SECONDS)
 
 
 def out_of_reach(run: Any, lease: Lease) -> Executable:

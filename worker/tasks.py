@@ -1,20 +1,36 @@
 """The one task: a hint that work may wait."""
 
+import logging
+
 from celery import Celery
 
 from app.queue import TASK
 from worker import supervisor
 from worker.host import Host
 
+log = logging.getLogger(__name__)
+
+_PASS_ON_SECONDS = 1.0
+"""How long a worker that takes no runs keeps a hint, so that it does not hear of it again at once."""
+
 
 def register(app: Celery, host: Host) -> None:
     """Register `anneal.run_next`, which looks what is the most urgent and trains it."""
 
+    told: str | None = None
+
     # Not shared: Celery would give the task of this host to every other app in the process.
     @app.task(name=TASK, ignore_result=True, shared=False)  # type: ignore[untyped-decorator]
     def run_next() -> None:
-        if host.closing.is_set():
-            # Taken in the last moment: somebody else should hear of it now, not with the next round of hints.
+        nonlocal told
+        trouble = host.fitness.trouble()
+        if trouble != told:
+            log.warning("no run is taken: %s", trouble) if trouble else log.info("runs are taken again")
+            told = trouble
+        if trouble:
+            host.closing.wait(_PASS_ON_SECONDS)
+        if trouble or host.closing.is_set():
+            # Somebody else should hear of it now, not with the next round of hints.
             app.send_task(TASK, ignore_result=True, retry=False)
             return
         supervisor.work(host)

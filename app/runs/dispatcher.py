@@ -133,4 +133,5 @@ def _is_absence(error: Exception) -> bool:
     if isinstance(error, TimeoutError) or not is_database_away(error):
         return False
     state = getattr(getattr(error, "orig", None) or error, "sqlstate", None)
-    return state is None or state[:2] in ("08", "57")  # connection failures, shutdowns
+    # Connection failures, shutdowns, and a server that takes no writes, renewals neither.
+    return state is None or state[:2] in ("08", "57") or state == "25006"

@@ -126,6 +126,23 @@ async def test_after_a_time_without_answers_leases_have_one_of_grace(
     assert time.monotonic() - answered >= silence + settings.lease_seconds
 
 
+async def test_after_a_time_without_writes_leases_have_one_of_grace_too(dispatcher: Dispatcher, engine: Engine) -> None:
+    """As in a failover: the server answers, and takes no renewal from anybody."""
+    lost, _ = lost_and_waiting(engine)
+    with engine.begin() as connection:
+        name = connection.scalar(text("SELECT current_database()"))
+        connection.execute(text(f"ALTER DATABASE {name} SET default_transaction_read_only = on"))
+    try:
+        assert await dispatcher.round() == (0, [])
+    finally:
+        with engine.connect() as connection:
+            connection.execute(text("SET default_transaction_read_only = off"))
+            connection.execute(text(f"ALTER DATABASE {name} RESET default_transaction_read_only"))
+            connection.commit()
+    assert (await dispatcher.round())[1] == []
+    assert run_row(engine, lost).status == "initializing"
+
+
 async def test_the_loop_survives_whatever_a_round_raises(
     dispatcher: Dispatcher, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,13 @@ def training(steps: int = 3, profile: str = "plain", **values: Any) -> Story:
     return waiting(profile=profile, **values).claimed().begins().trains(steps)
 
 
+def forked_twice() -> Spoil:
+    """The journal begins with a process that said no more, and another one trains the attempt."""
+    story = waiting().claimed()
+    story._write(event="start", pid=4711)
+    return run_added(story.begins().completes())
+
+
 def resumed_at(step: int) -> Story:
     """Lost at step 7, so that it has a checkpoint of step 4."""
     return training(7).lost().claimed().begins(step).completes()
@@ -204,6 +211,7 @@ BROKEN: list[tuple[int, str, Spoil]] = [
     (2, "a run fails without a cause", run_added(training().fails("internal", "KeyError"))),
     (3, "two attempts at once", attempts_at_once),
     (3, "two processes for one attempt", line("plain", 3, pid=1)),
+    (3, "two processes for one attempt, and no zygote was killed", forked_twice()),
     (3, "two starts of one attempt", line_added("plain", 3, event="start")),
     (3, "a step that comes twice", line_added("crasher", 3, **STEP, step=3)),
     (3, "an older line behind a newer one", line("plain", 3, t=0.0)),

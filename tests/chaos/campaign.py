@@ -167,11 +167,11 @@ def _segment(
     clients.start()
     for number, fault in enumerate(order, first + 1):
         _round(scene, number, fault, result, say)
-    for _ in range(_SECOND_TRIES):
+    for number in range(1, _SECOND_TRIES + 1):
         # What a fault aims at is a matter of moments: one that always missed has another try.
         missed = set(result.missed_after(scene.hits)) if is_last else set()
         for fault in [fault for fault, windows in FAULTS.items() if missed & set(windows)]:
-            _round(scene, first + len(order), fault, result, say)
+            _round(scene, first + len(order) + number, fault, result, say)
     clients.create("hanger")  # undisturbed from here on: it is found by its silence alone
     clients.finish()
     unfinished = "SELECT id FROM runs WHERE status NOT IN ('completed', 'failed', 'cancelled')"

@@ -47,9 +47,11 @@ def may_cost(history: History, fault: FaultRecord, worker: str | None, how: str,
     """
     if not fault.requeues or not fault.began - _CLOCKS_DIFFER_BY <= when <= over_at(fault, history.lease_seconds):
         return False
+    if place(fault) == "storage":
+        return how == "retried"
     if how == "handed_back":
         return worker is not None and place(fault) == worker
-    return reaches(fault, worker) or (how == "retried" and place(fault) == "storage")
+    return reaches(fault, worker)
 
 
 def is_explained(history: History, course: Course, loss: Loss) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from tests.chaos.causes import over_at, place, worker_of
 from tests.chaos.course import Course, ancestors, candidates, resumed_checkpoint
 from tests.chaos.history import History, Profile, Row, Violation
 
@@ -16,6 +17,8 @@ def one_trainer_at_a_time(history: History, course: Course) -> Iterator[Violatio
     first line is its start. Within a boot the clock (boot time, taken before each write) agrees with that order.
     Leases are what keeps them apart: the runs of the second worker are started without the lock on a run. So a trainer
     is silent when the database finds that its lease has run out, a third of the lease after its deadline.
+    A trainer that got no further than its first line may have died with the zygote that forked it, before the worker
+    heard of it: the worker then has it forked once more.
     """
     latest: Row | None = None
     first_of: dict[int, Row] = {}
@@ -23,6 +26,8 @@ def one_trainer_at_a_time(history: History, course: Course) -> Iterator[Violatio
     for line in course.journal:
         attempt = line["attempt"]
         first = first_of.setdefault(attempt, line)
+        if line["event"] == "start" and latest is first and _was_forked_again(history, course, line):
+            first = first_of[attempt] = line
         if not 1 <= attempt <= course.row["attempt"]:
             yield course.broke(3, f"a trainer ran as attempt {attempt}, the run counts {course.row['attempt']}")
         if latest is not None and attempt < latest["attempt"]:
@@ -49,6 +54,14 @@ def one_trainer_at_a_time(history: History, course: Course) -> Iterator[Violatio
         steps = course.steps_of(attempt)
         if steps and steps != list(range(steps[0], steps[0] + len(steps))):
             yield course.broke(3, f"the steps of attempt {attempt} do not follow one another: {steps}")
+
+
+def _was_forked_again(history: History, course: Course, line: Row) -> bool:
+    when, worker = line["t"] + history.booted, worker_of(history, course, line["attempt"])
+    return any(
+        place(fault) == worker and fault.began - _CLOCKS_DIFFER_BY <= when <= over_at(fault, history.lease_seconds)
+        for fault in history.faults
+    )
 
 
 def resume_is_exact(history: History, course: Course) -> Iterator[Violation]:

@@ -1,6 +1,7 @@
 """Every end that is not a good one has a stable code, says what happened, and is the right one."""
 
 import json
+import shutil
 from typing import Any
 
 import pytest
@@ -99,14 +100,24 @@ def test_output_of_every_kind_arrives_in_order_as_log_events(stack: Stack) -> No
 
 
 def test_a_worker_that_does_not_see_the_storage_costs_a_run_nothing(stack: Stack) -> None:
-    """It is idle, so it would take the run again and again: it gives the run back once, and pauses."""
+    """It is idle, so it would take the run again and again: it takes none, and passes on what it hears of."""
     run_id = stack.create({"steps": 3, "step_seconds": 0.0}, max_restarts=0)
     datasets = stack.settings.storage_root / "datasets"
     datasets.rename(datasets.with_name("not-mounted"))
-    sick = stack.add_worker()
-    eventually(lambda: "is not in this worker's storage" in json.dumps(stack.events(run_id)), timeout=30)
-    assert stack.run(run_id)["status"] == "pending"
-    sick.terminate()
+    worker = stack.add_worker()
+    eventually(lambda: "holds no data sets" in worker.log.read_text(), timeout=30)
+    shown = stack.run(run_id)
+    assert (shown["status"], shown["attempt"]) == ("pending", 0)
     datasets.with_name("not-mounted").rename(datasets)
-    stack.add_worker()
     assert stack.until(run_id, "completed", "failed")["status"] == "completed"
+
+
+def test_a_run_that_cannot_be_started_is_not_tried_for_ever_and_keeps_no_other_waiting(stack: Stack) -> None:
+    """Its data set is gone from the storage, all else is there."""
+    lost = stack.create({"steps": 3}, max_restarts=0, priority=5, dataset_id=stack.upload(b'{"text": "gone"}\n'))
+    shutil.rmtree(stack.settings.storage_root / "datasets" / stack.run(lost)["dataset_id"])
+    other = stack.create({"steps": 3, "step_seconds": 0.0})
+    stack.add_worker()
+    shown = stack.until(lost, "failed", "completed")
+    assert shown["error_code"] == "worker_lost" and "is not in this worker's storage" in shown["error_message"]
+    assert stack.until(other, "completed", "failed")["status"] == "completed"

@@ -1,6 +1,7 @@
 """A worker that cannot work takes no runs, and costs those that it took nothing."""
 
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,26 +11,49 @@ from worker import fitness
 from worker.fitness import Fitness
 
 
-def test_all_is_well_with_a_storage_that_has_room(tmp_path: Path) -> None:
-    assert Fitness(tmp_path).trouble() is None
+@pytest.fixture
+def storage(tmp_path: Path) -> Path:
+    (tmp_path / "datasets").mkdir()
+    return tmp_path
 
 
-def test_a_full_storage_takes_no_run_until_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_is_well_with_a_storage_that_has_room(storage: Path) -> None:
+    assert Fitness(storage).trouble() is None
+
+
+def test_a_full_storage_takes_no_run_until_there_is_room(storage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        full = SimpleNamespace(f_bavail=fitness.ROOM_BYTES // 4096 - 1, f_frsize=4096)
+        full = SimpleNamespace(f_blocks=10**6, f_bavail=fitness.ROOM_BYTES // 4096 - 1, f_frsize=4096)
         patched.setattr(os, "statvfs", lambda _: full)
-        assert "full: make room" in (Fitness(tmp_path).trouble() or "")
-    assert Fitness(tmp_path).trouble() is None
+        assert "full: make room" in (Fitness(storage).trouble() or "")
+    assert Fitness(storage).trouble() is None
 
 
-def test_a_storage_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_file_system_that_counts_no_blocks_is_not_full(storage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uncounted = SimpleNamespace(f_blocks=0, f_bavail=0, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda _: uncounted)
+    assert Fitness(storage).trouble() is None
+
+
+def test_a_storage_that_is_not_there_or_not_mounted_is_named(tmp_path: Path) -> None:
     assert f"{tmp_path / 'elsewhere'} is not there" in (Fitness(tmp_path / "elsewhere").trouble() or "")
+    assert f"{tmp_path} holds no data sets" in (Fitness(tmp_path).trouble() or "")
 
 
-def test_it_pauses_for_longer_each_time_a_run_cannot_be_started_and_not_at_all_once_one_could(tmp_path: Path) -> None:
-    worker = Fitness(tmp_path)
-    pauses = [worker.failed("no more processes") for _ in range(12)]
-    assert pauses[:4] == [2.0, 4.0, 8.0, 16.0] and pauses[-1] == pauses[-2] == 300.0
-    assert "no more processes; no run is taken for another 300 s" in (worker.trouble() or "")
+def test_it_pauses_for_longer_each_time_a_run_cannot_be_started(storage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    worker = Fitness(storage)
+
+    def pause() -> float:
+        nonlocal now
+        worker.failed("no more processes")
+        assert "could not be started here: no more processes" in (worker.trouble() or "")
+        began = now
+        while worker.trouble():
+            now += 1.0
+        return now - began
+
+    assert [pause() for _ in range(5)] == [5.0, 10.0, 20.0, 30.0, 30.0]
     worker.started()
-    assert worker.failed("again") == 2.0
+    assert pause() == 5.0

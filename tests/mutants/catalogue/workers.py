@@ -114,14 +114,14 @@ MUTANTS = (
         test="tests/reliability/test_stop.py::TestDrain::test_sigterm_saves_hands_back_and_loses_nothing",
     ),
     Mutant(
-        name="sick-worker-counts",
+        name="sick-worker-takes-runs",
         promises=(13,),
-        about="What a worker cannot even start counts as a loss of the run, until that has none left.",
+        about="A worker without the storage takes runs all the same, and fails them one by one.",
         changes=(
             Change(
-                "worker/supervisor.py",
-                "    return lifecycle.hand_back(run.id, run.epoch, reason, delay_seconds=2 * pause)\n",
-                "    return lifecycle.retry(run.id, run.epoch, reason, 0.0)\n",
+                "worker/fitness.py",
+                'return f"the storage {self._storage} holds no data sets',
+                'return None and f"the storage {self._storage} holds no data sets',
             ),
         ),
         test="tests/reliability/test_failures.py::test_a_worker_that_does_not_see_the_storage_costs_a_run_nothing",
