@@ -21,7 +21,7 @@ test: lint  ## everything that has to hold; ARGS='-k stream' for a part
 lint: $(READY)  ## style, types, and who may import whom
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
 
-chaos: $(READY)  ## break everything for ROUNDS=200 rounds; SEED=7 replays a schedule, JOBS=2 does two parts at once
+chaos: $(READY)  ## break everything for ROUNDS=200 rounds; SEED=7 replays a schedule, JOBS=2 halves the time on 4 free cores
 	@$(BIN)/python -m tests.chaos --rounds $(or $(ROUNDS),200) $(if $(SEED),--seed $(SEED)) $(if $(JOBS),--jobs $(JOBS))
 
 mutants: $(READY)  ## build in known bugs, one at a time, and see each caught; ONLY='late-acks' for one
