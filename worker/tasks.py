@@ -22,15 +22,18 @@ def register(app: Celery, host: Host) -> None:
     # Not shared: Celery would give the task of this host to every other app in the process.
     @app.task(name=TASK, ignore_result=True, shared=False)  # type: ignore[untyped-decorator]
     def run_next() -> None:
+        if not host.closing.is_set():
+            if is_fit():
+                supervisor.work(host)
+                return
+            host.closing.wait(_PASS_ON_SECONDS)
+        # Somebody else should hear of it now, not with the next round of hints.
+        app.send_task(TASK, ignore_result=True, retry=False)
+
+    def is_fit() -> bool:
         nonlocal told
         trouble = host.fitness.trouble()
         if trouble != told:
             log.warning("no run is taken: %s", trouble) if trouble else log.info("runs are taken again")
             told = trouble
-        if trouble:
-            host.closing.wait(_PASS_ON_SECONDS)
-        if trouble or host.closing.is_set():
-            # Somebody else should hear of it now, not with the next round of hints.
-            app.send_task(TASK, ignore_result=True, retry=False)
-            return
-        supervisor.work(host)
+        return trouble is None
