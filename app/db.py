@@ -15,7 +15,7 @@ def driver_url(url: str) -> URL:
     return make_url(url).set(drivername="postgresql+psycopg")
 
 
-def _arguments(name: str, statement_seconds: float = 30.0) -> dict[str, Any]:
+def _arguments(name: str, idle_seconds: int, statement_seconds: float = 30.0) -> dict[str, Any]:
     return {
         "application_name": name,
         "connect_timeout": 5,
@@ -25,7 +25,7 @@ def _arguments(name: str, statement_seconds: float = 30.0) -> dict[str, Any]:
         "keepalives_count": 3,
         "tcp_user_timeout": 15000,
         "options": f"-c timezone=UTC -c statement_timeout={int(statement_seconds * 1000)} "
-        "-c idle_in_transaction_session_timeout=60000",
+        f"-c idle_in_transaction_session_timeout={idle_seconds * 1000}",
     }
 
 
@@ -38,7 +38,7 @@ def async_engine(url: str, pool_size: int = 10) -> AsyncEngine:
         pool_timeout=5,
         pool_pre_ping=True,
         hide_parameters=True,  # rows of users are no business of the log
-        connect_args=_arguments("anneal-api"),
+        connect_args=_arguments("anneal-api", idle_seconds=60),
     )
     event.listen(engine.sync_engine, "handle_error", _leave_read_only)
     return engine
@@ -46,7 +46,9 @@ def async_engine(url: str, pool_size: int = 10) -> AsyncEngine:
 
 def sync_engine(url: str, pool_size: int = 4, name: str = "anneal-worker", statement_seconds: float = 30.0) -> Engine:
     """Engine of a worker or a command; `pool_size=0` opens a connection for each use."""
-    arguments = _arguments(name, statement_seconds)
+    # A worker that is cut off in the middle of a transaction leaves its run locked, for stops and for the reaper too,
+    # until Postgres gives the transaction up: well before whoever waits for the lock gives up itself.
+    arguments = _arguments(name, idle_seconds=15, statement_seconds=statement_seconds)
     if pool_size == 0:
         engine = create_engine(driver_url(url), poolclass=NullPool, hide_parameters=True, connect_args=arguments)
     else:

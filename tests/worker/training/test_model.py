@@ -69,7 +69,7 @@ class TestAttention:
 
 class TestRevision:
     def test_a_hub_model_is_pinned_to_its_commit_in_every_part_and_so_are_adapters_on_it(
-        self, forks: Forks, hub_cache: Path, tiny_model: Path, chats: Path, tmp_path: Path
+        self, hub_cache: Path, tiny_model: Path, chats: Path, tmp_path: Path
     ) -> None:
         cache = hub_cache / "models--owner--m"
         shutil.copytree(tiny_model, cache / "snapshots" / COMMIT)
@@ -78,7 +78,7 @@ class TestRevision:
         config = {"method": "lora", "max_steps": 1, "max_seq_length": 64}
         job = make_job(tmp_path / "1", tiny_model, chats, **config)
         job["base_model"] = {"name": "owner/m", "path": None, "hub": "owner/m", "revision": "v1"}
-        first = run_cold(job, HF_HUB_CACHE=str(hub_cache))
+        first = run_cold(job, HF_HUB_CACHE=str(hub_cache), HF_HUB_OFFLINE="1")
         assert first.result["outcome"] == "completed", (first.result, first.stderr[-2000:])
         assert first.of("config")[0]["facts"]["base_revision"] == COMMIT
         assert f"commit `{COMMIT}`" in (first.output / "README.md").read_text()
@@ -87,6 +87,7 @@ class TestRevision:
 
         # No branch leads there any more: what builds on the adapter asks for the commit that the adapter names.
         shutil.rmtree(cache / "refs")
-        again = forks.run(make_job(tmp_path / "2", first.output, chats, **config))
+        job = make_job(tmp_path / "2", first.output, chats, **config)
+        again = run_cold(job, HF_HUB_CACHE=str(hub_cache), HF_HUB_OFFLINE="1")
         assert again.result["outcome"] == "completed", (again.result, again.stderr[-2000:])
         assert again.of("config")[0]["facts"]["base_revision"] == COMMIT
