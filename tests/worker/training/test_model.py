@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from app.runs.config import Machine, TrainingConfig
-from tests.worker.training.tiny import Forks, make_job, run_cold
+from tests.worker.training.tiny import make_job, run_cold
 from worker.training import base, model
 
 CPU = Machine(kind="cpu", bf16=True)
