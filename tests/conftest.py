@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -23,6 +24,9 @@ _REDIS_DATABASES = 512
 
 # Where several processes share the tests, what takes long begins first, and none of them waits for another at the end.
 _LONG_FIRST = ("chaos", "e2e", "reliability", "training", "worker", "mutants")
+
+# A shell without job control has what it starts in the background ignore Ctrl-C, and that is inherited.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The tests are about the code, not about what the shell that runs them has set.
 for _name in [name for name in os.environ if name.startswith("ANNEAL_")]:
