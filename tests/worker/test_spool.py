@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from sqlalchemy import Connection
 
@@ -56,6 +56,12 @@ actions = st.lists(st.one_of(items, st.integers(1, 6)), max_size=80)
     actions=actions,
     limits=st.builds(Limits, *(st.integers(1, most) for most in (5, 300, 1500, 4, 400))),
     refused_writes=st.sets(st.integers(0, 60)),
+)
+# Room in memory again, while older events wait on the disk.
+@example(
+    actions=[line("a"), line("b"), line("c"), 1, line("d")],
+    limits=Limits(1, 300, 1500, 4, 400),
+    refused_writes=set(),
 )
 def test_order_and_content_are_kept_whatever_waits_where(
     actions: list[NewEvent | Step | int], limits: Limits, refused_writes: set[int]
