@@ -18,9 +18,9 @@ import app.datasets.service
 import app.events.endpoints
 import app.experiments.endpoints
 import app.health
+import app.runs.curves
 import app.runs.endpoints
 import app.runs.log_endpoints
-import app.runs.metrics
 import app.workers.endpoints
 from app import embedded, errors, openapi
 from app.auth import Auth, Authentication
@@ -93,7 +93,7 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     streams = Streams(engine, queue)
     api.state.engine, api.state.sessions, api.state.storage = engine, sessions, storage
     api.state.auth, api.state.queue, api.state.streams = Auth(sessions), queue, streams
-    api.state.curve_reads = asyncio.Semaphore(app.runs.metrics.READS_AT_A_TIME)
+    api.state.curve_reads = asyncio.Semaphore(app.runs.curves.READS_AT_A_TIME)
     # Every stream stalls while the collector passes over all that lives: so it leaves out what was imported, and takes
     # a full pass after some millions of new objects instead of every 70,000 (a thousand streams have 300,000).
     gc.collect()

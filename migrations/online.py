@@ -1,10 +1,12 @@
 """What migrations do to tables that are in use."""
 
+from typing import Any
+
 from alembic import op
 from sqlalchemy import text
 
 
-def create_index(name: str, table: str, columns: list[str], *, unique: bool = False) -> None:
+def create_index(name: str, table: str, columns: list[Any], *, unique: bool = False, **options: Any) -> None:
     """Build an index without keeping anybody from writing; half an index of an earlier try is removed first."""
     with op.get_context().autocommit_block():
         connection = op.get_bind()
@@ -14,5 +16,7 @@ def create_index(name: str, table: str, columns: list[str], *, unique: bool = Fa
         torn = text("SELECT 1 FROM pg_index WHERE indexrelid = to_regclass(:name) AND NOT indisvalid")
         if connection.scalar(torn, {"name": name}):
             op.drop_index(name, postgresql_concurrently=True)
-        op.create_index(name, table, columns, unique=unique, if_not_exists=True, postgresql_concurrently=True)
+        op.create_index(
+            name, table, columns, unique=unique, if_not_exists=True, postgresql_concurrently=True, **options
+        )
         connection.execute(text("SELECT set_config('lock_timeout', :patience, false)"), {"patience": patience})

@@ -15,6 +15,7 @@ from app.experiments.models import Experiment
 from app.ids import new_id
 from app.runs import lifecycle
 from app.runs.models import Run
+from app.runs.rollups import Rollups
 from app.storage import Storage
 from tests.rows import add_worker
 from tests.waiting import eventually
@@ -60,8 +61,8 @@ def make_model(settings: Settings, name: str = "tiny", file: str = "config.json"
 class Trainer:
     """Plays the worker of one run through the product's own statements."""
 
-    def __init__(self, engine: Engine, run_id: str) -> None:
-        """Claim the run, which must be the only one that waits."""
+    def __init__(self, engine: Engine, run_id: str, rolls_up: bool = True) -> None:
+        """Claim the run, which must be the only one that waits; workers of the first version rolled nothing up."""
         self.engine = engine
         self.run_id = run_id
         self.worker_id = add_worker(engine, backends=["celery", "fake"])
@@ -70,6 +71,8 @@ class Trainer:
         assert claimed["id"] == run_id
         self.epoch, self.attempt = claimed["epoch"], claimed["attempt"]
         self._sent = 0
+        self.rolls_up = rolls_up
+        self._rollups = Rollups(run_id, self.attempt)
 
     def _claim(self) -> Any:
         with self.engine.begin() as connection:
@@ -82,9 +85,19 @@ class Trainer:
 
     def events(self, kind: str, *payloads: dict[str, Any]) -> None:
         """Append events of one type."""
-        new = [NewEvent.of(kind, datetime.now(UTC).timestamp(), payload) for payload in payloads]
+        self.mixed([(kind, payload) for payload in payloads])
+
+    def mixed(self, batch: list[tuple[str, dict[str, Any]]]) -> None:
+        """Append events of any types together."""
+        self.store([NewEvent.of(kind, datetime.now(UTC).timestamp(), payload) for kind, payload in batch])
+
+    def store(self, new: list[NewEvent]) -> None:
+        """Append as a worker does."""
         with self.engine.begin() as connection:
-            append(connection, self.run_id, self.epoch, self._sent + 1, new)
+            stored = append(connection, self.run_id, self.epoch, self._sent + 1, new)
+            if self.rolls_up:
+                self._rollups.store(connection, self._sent + 1, new, stored)
+        self._rollups.committed()
         self._sent += len(new)
 
     def log(self, *lines: str) -> None:
@@ -123,7 +136,7 @@ class Trainer:
     def retry(self) -> "Trainer":
         """Give the run back, to be claimed again; answers the trainer of the next attempt."""
         self._do(lifecycle.retry(self.run_id, self.epoch, "lost", 0.0))
-        return Trainer(self.engine, self.run_id)
+        return Trainer(self.engine, self.run_id, self.rolls_up)
 
     def write_output(self, storage: Storage) -> Path:
         """The files that a completed run leaves."""

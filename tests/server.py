@@ -68,8 +68,9 @@ class ThreadServer(ApiServer):
     """In a thread of the test process."""
 
     def start(self) -> None:
+        self.application = create_app(self.settings)
         config = uvicorn.Config(
-            create_app(self.settings),
+            self.application,
             host="127.0.0.1",
             port=self.port,
             log_level="warning",

@@ -12,6 +12,7 @@ from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from app.db import is_away
 from app.events import log as event_log
 from app.events.log import Fenced, NewEvent, Progress
+from app.runs.rollups import Rollups
 from worker.host import Host
 from worker.lease import Lease
 from worker.spool import Spool, Step
@@ -41,6 +42,7 @@ class Writer:
         self._lease = lease
         self._waiting = Spool(run.id, host.settings.home / "spool")
         self._stored = 0
+        self._rollups = Rollups(run.id, run.attempt)
         self._failure: Exception | None = None
         self._changed = threading.Condition()
         self._over = False
@@ -191,10 +193,13 @@ class Writer:
             self._append([_refused(step.event, error)])
 
     def _append(self, batch: list[NewEvent], then: Callable[[Connection], None] | None = None) -> None:
+        first = self._stored + 1
         with self._host.engine.begin() as connection:
-            event_log.append(connection, self._run.id, self._run.epoch, self._stored + 1, batch, self.progress)
+            stored = event_log.append(connection, self._run.id, self._run.epoch, first, batch, self.progress)
+            self._rollups.store(connection, first, batch, stored)
             if then:
                 then(connection)
+        self._rollups.committed()
         self._stored += len(batch)
 
 

@@ -37,6 +37,18 @@ class NewEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class Stored:
+    """Where a transaction has put events of an attempt: those behind its event number `number_before`."""
+
+    number_before: int
+    seq_before: int
+
+    def seq_of(self, number: int) -> int:
+        """The `seq` of the attempt's event of this number, which must be one that was stored just now."""
+        return self.seq_before + number - self.number_before
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """How far the trainer is, stored on the run together with the events that tell of it."""
 
@@ -73,11 +85,12 @@ def append(
     first: int,
     new: Sequence[NewEvent],
     progress: Progress | None = None,
-) -> None:
+) -> Stored | None:
     """Store the trainer's events number `first`, `first` + 1, … of this attempt, inside the caller's transaction.
 
     Sending again what was stored already, wholly or in part, stores each event once: so a caller that does not know
-    whether its commit happened sends the same again, with more behind it if it likes.
+    whether its commit happened sends the same again, with more behind it if it likes. Answers where they are now;
+    None when all of them were stored before.
 
     Raises:
         Fenced: another epoch, or the run has ended.
@@ -91,8 +104,9 @@ def append(
             raise RuntimeError(f"{run_id}: event {first} of the attempt came, {stored} are stored")
         new = new[stored - first + 1 :]
         if not new:
-            return
-        reserved = _reserve(connection, run_id, epoch, stored + 1, len(new), progress)
+            return None
+        first = stored + 1
+        reserved = _reserve(connection, run_id, epoch, first, len(new), progress)
         if reserved is None:
             raise Fenced(run_id)
     base, attempt = reserved
@@ -105,6 +119,7 @@ def append(
     except psycopg.Error as error:
         # COPY goes past SQLAlchemy; its errors must look to the caller like those of every other statement.
         raise DBAPIError.instance(_COPY, None, error, psycopg.Error) from error
+    return Stored(first - 1, base)
 
 
 def _reserve(

@@ -1,4 +1,4 @@
-"""`/v1/runs`: only translation between the wire and `service`, `resume`, `metrics` and `logs`."""
+"""`/v1/runs`: only translation between the wire and `service`, `resume`, `curves` and `logs`."""
 
 from collections.abc import AsyncIterator
 from typing import Annotated, Literal
@@ -10,7 +10,7 @@ from app.backends.registry import RULES
 from app.dependencies import CurrentSettings, CurrentStorage, Session
 from app.pagination import Page, PageQuery
 from app.queue import Queue
-from app.runs import metrics, service, views
+from app.runs import curves, service, views
 from app.runs.config import TrainingStatus
 from app.runs.resume import resume
 from app.runs.schemas import RunCheck, RunCreate, RunMetrics, RunRead, RunResume, RunStop, RunSummary
@@ -142,9 +142,8 @@ async def get_metrics(
     to_step: Annotated[int | None, Query(ge=0, le=2**53)] = None,
 ) -> RunMetrics:
     """The curves of a run; thinned ones keep every extreme."""
-    await service.get(session, run_id)
     wanted = [name.strip() for name in names.split(",") if name.strip()] if names else None
-    found = await metrics.curves(session, run_id, wanted, from_step, to_step, max_points)
+    found = await curves.curves(session, run_id, wanted, from_step, to_step, max_points)
     return RunMetrics(run_id=run_id, series=found)
 
 

@@ -1,4 +1,4 @@
-"""The curves of a run, read from its events."""
+"""The points of a run, read from its events: all of them, whatever wrote them."""
 
 import asyncio
 import json
@@ -10,13 +10,14 @@ from sqlalchemy import BindParameter, Text, bindparam, cast, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.events.models import RunEvent
-from app.runs.schemas import Series, TrainingMetrics
+from app.runs.rollups import NAMED, step_of, values
+from app.runs.schemas import TrainingMetrics
 
-_NAMED = ("epoch", "loss", "learning_rate", "grad_norm", "gpu_memory_mb", "samples_per_second")
 _CHUNK = 5000
-READS_AT_A_TIME = 2
-"""Curves that one process reads at once: each may take a connection and a core for a second."""
-_FIELDS = {"step", *_NAMED, "extra"}
+_FIELDS = {"step", *NAMED, "extra"}
+
+Points = dict[str, dict[int, float | None]]
+"""The values of each series by their steps."""
 
 
 async def recent(session: AsyncSession, run_id: str, most: int) -> list[TrainingMetrics]:
@@ -26,32 +27,24 @@ async def recent(session: AsyncSession, run_id: str, most: int) -> list[Training
     kept = []
     for kind, text in (await session.execute(query)).all():
         data = json.loads(text)
-        if newest.has(kind, data["step"]):
+        step = step_of(data)
+        if step is not None and newest.has(kind, step):
             kept.append(TrainingMetrics(**{name: data[name] for name in _FIELDS & data.keys()}))
     return kept[:most][::-1]
 
 
-async def curves(
-    session: AsyncSession,
-    run_id: str,
-    names: Sequence[str] | None,
-    from_step: int,
-    to_step: int | None,
-    max_points: int,
-) -> dict[str, Series]:
-    """Every series (or those named), each thinned to `max_points` with its extremes kept.
-
-    `extra.<name>` is what a metric carries in its `extra`, `eval.<name>` the result of an evaluation. Of steps that
-    were trained twice, after a loss or a rewind, the newest pass counts.
-    """
-    found = _Curves(names, from_step, to_step)
+async def all_points(
+    session: AsyncSession, run_id: str, names: Sequence[str] | None, from_step: int, to_step: int
+) -> Points:
+    """Every point that counts, of every series or of those named; each event of the run is looked at."""
+    found = _Counting(names, from_step, to_step)
     rows = await session.stream(_newest_first(run_id, ("metric", "eval")).execution_options(yield_per=_CHUNK))
     async for chunk in rows.partitions():
         # In a thread: 100,000 points take a second to parse, in which the other requests go on.
         if not await asyncio.to_thread(found.add, chunk):
             break
     await rows.close()
-    return await asyncio.to_thread(found.thinned, max_points)
+    return found.points
 
 
 def _newest_first(run_id: str, types: tuple[str, ...]) -> Any:
@@ -81,65 +74,23 @@ class _NewestPass:
         return counts
 
 
-class _Curves:
-    """Collects series from the newest event to the oldest."""
+class _Counting:
+    """Collects points from the newest event to the oldest."""
 
-    def __init__(self, names: Sequence[str] | None, from_step: int, to_step: int | None) -> None:
+    def __init__(self, names: Sequence[str] | None, from_step: int, to_step: int) -> None:
+        self.points: Points = {name: {} for name in names or ()}
         self._all = names is None
-        self._from, self._to = from_step, math.inf if to_step is None else to_step
-        self._points: dict[str, tuple[list[int], list[float | None]]] = {name: ([], []) for name in names or ()}
+        self._from, self._to = from_step, to_step
         self._newest = _NewestPass()
 
     def add(self, rows: Iterable[Any]) -> bool:
         """Take rows of type and data; false when no older one can matter."""
         for kind, text in rows:
             data = json.loads(text)
-            step = data["step"]
-            if not self._newest.has(kind, step) or not self._from <= step <= self._to:
+            step = step_of(data)
+            if step is None or not self._newest.has(kind, step) or not self._from <= step <= self._to:
                 continue
-            for name, value in _values(kind, data):
-                if self._all or name in self._points:
-                    steps, values = self._points.setdefault(name, ([], []))
-                    steps.append(step)
-                    values.append(value)
+            for name, value in values(kind, data):
+                if self._all or name in self.points:
+                    self.points.setdefault(name, {})[step] = value
         return self._newest.first >= self._from
-
-    def thinned(self, most: int) -> dict[str, Series]:
-        """The series in order of steps."""
-        return {name: _thinned(steps[::-1], values[::-1], most) for name, (steps, values) in self._points.items()}
-
-
-def _values(kind: str, data: dict[str, Any]) -> Iterable[tuple[str, float | None]]:
-    cut_out = set(data.get("non_finite") or ())
-    if kind == "eval":
-        named = {f"eval.{name}": value for name, value in (data.get("metrics") or {}).items()}
-    else:
-        named = {name: data.get(name) for name in _NAMED}
-        named |= {f"extra.{name}": value for name, value in (data.get("extra") or {}).items()}
-    for name, value in named.items():
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            yield name, value
-        elif value is None and name.replace("eval.", "metrics.", 1) in cut_out:
-            yield name, None  # it was measured, and was no finite number: a gap in the curve, not a missing point
-
-
-def _thinned(steps: list[int], values: list[float | None], most: int) -> Series:
-    """First, last, and of each stretch between them the lowest and the highest point."""
-    finite = [value for value in values if value is not None]
-    if len(steps) > most:
-        chosen = {0, len(steps) - 1}
-        stretches = max(1, (most - 2) // 2)
-        inner = len(steps) - 2
-        for number in range(stretches):
-            stretch = range(1 + inner * number // stretches, 1 + inner * (number + 1) // stretches)
-            known = [index for index in stretch if values[index] is not None]
-            if known:
-                chosen.add(min(known, key=lambda index: _number(values[index])))
-                chosen.add(max(known, key=lambda index: _number(values[index])))
-        order = sorted(chosen)
-        steps, values = [steps[index] for index in order], [values[index] for index in order]
-    return Series(steps=steps, values=values, min=min(finite, default=None), max=max(finite, default=None))
-
-
-def _number(value: float | None) -> float:
-    return 0.0 if value is None else value

@@ -49,6 +49,25 @@ class Run(Owned, Base):
         Index("ix_runs_parent_run_id", "parent_run_id"),
         Index("ix_runs_base_run_id", "base_run_id"),
         Index("ix_runs_dataset_id", "dataset_id"),
+        # For lists. None has a column that changes while a run trains; `final_loss` stands still until it has ended.
+        Index("ix_runs_status_id", "status", "id"),
+        Index("ix_runs_experiment_id_status_id", "experiment_id", "status", "id"),
+        Index("ix_runs_base_model_id", text("(config ->> 'base_model')"), "id"),
+        Index("ix_runs_tags", "tags", postgresql_using="gin", postgresql_ops={"tags": "jsonb_path_ops"}),
+        Index("ix_runs_final_loss_id", "final_loss", "id", postgresql_where=text("final_loss IS NOT NULL")),
+        Index(
+            "ix_runs_experiment_id_final_loss_id",
+            "experiment_id",
+            "final_loss",
+            "id",
+            postgresql_where=text("final_loss IS NOT NULL"),
+        ),
+        Index("ix_runs_without_final_loss", "id", postgresql_where=text("final_loss IS NULL")),
+        Index(
+            "ix_runs_begun",
+            "id",
+            postgresql_where=text(f"attempt > 0 AND status NOT IN {sql_list(TERMINAL)}"),
+        ),
         # Renewals and appends touch no indexed column; room on the page keeps them heap-only updates.
         {"postgresql_with": {"fillfactor": "70"}},
     )
@@ -77,6 +96,9 @@ class Run(Owned, Base):
     resume_checkpoint_id: Mapped[str | None]
     base_run_id: Mapped[str | None] = mapped_column(ForeignKey("runs.id"))
     """The run whose output is this one's base model."""
+
+    pinned: Mapped[bool] = mapped_column(server_default=text("false"))
+    """Kept by retention, whatever its age."""
 
     status: Mapped[str] = mapped_column(server_default="pending")
     priority: Mapped[int] = mapped_column(server_default=text("0"))
@@ -107,6 +129,8 @@ class Run(Owned, Base):
     total_steps: Mapped[int | None]
     current_epoch: Mapped[float] = mapped_column(server_default=text("0"))
     best_loss: Mapped[float | None]
+    final_loss: Mapped[float | None]
+    """`best_loss` of a run that has ended; a trigger sets it, so that every version's writers do."""
     checkpoint_step: Mapped[int | None]
     """Step of the newest checkpoint."""
     error_code: Mapped[str | None]
@@ -132,3 +156,33 @@ class Attempt(Base):
     ended_at: Mapped[datetime | None]
     outcome: Mapped[str | None]
     """Status or requeue reason that ended it: completed, failed, cancelled, lost, handed_back, retried."""
+
+
+class MetricRollup(Base):
+    """A stretch of a run's points, as `app.runs.rollups` describes it."""
+
+    __tablename__ = "metric_rollups"
+    # The last row of each level is rewritten while it fills: with room on its page it stays there.
+    __table_args__ = ({"postgresql_with": {"fillfactor": "80"}},)
+
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+    attempt: Mapped[int] = mapped_column(primary_key=True)
+    pass_: Mapped[int] = mapped_column("pass", primary_key=True)
+    kind: Mapped[str] = mapped_column(primary_key=True)
+    level: Mapped[int] = mapped_column(primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True)
+    first_step: Mapped[int] = mapped_column(BigInteger)
+    last_step: Mapped[int] = mapped_column(BigInteger)
+    first_seq: Mapped[int] = mapped_column(BigInteger)
+    last_seq: Mapped[int] = mapped_column(BigInteger)
+    points: Mapped[int] = mapped_column(BigInteger)
+    series: Mapped[dict[str, Any]]
+
+
+class Removal(Base):
+    """A run whose row is gone, and whose events and files have yet to go."""
+
+    __tablename__ = "removals"
+
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())

@@ -11,6 +11,7 @@ from sqlalchemy import Engine, text
 
 from app.db import sync_engine
 from app.ids import new_id
+from app.runs import curves as reading
 from app.runs import metrics
 from tests.factories import Trainer, make_dataset, make_run
 from tests.server import ApiServer
@@ -134,7 +135,7 @@ class TestCost:
         self, api: ApiServer, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         trainer.metric(1, loss=1.0)
-        real, now, most = metrics.curves, 0, 0
+        real, now, most = reading.curves, 0, 0
 
         async def watched(*arguments: Any) -> Any:
             nonlocal now, most
@@ -145,13 +146,13 @@ class TestCost:
             now -= 1
             return found
 
-        monkeypatch.setattr(metrics, "curves", watched)
+        monkeypatch.setattr(reading, "curves", watched)
         with ThreadPoolExecutor(60) as pool:
             curves = [pool.submit(series, api, trainer) for _ in range(60)]
             others = [pool.submit(api.client.get, "/v1/experiments") for _ in range(10)]
             assert all("loss" in one.result() for one in curves)
             assert {one.result().status_code for one in others} == {200}
-        assert most == metrics.READS_AT_A_TIME
+        assert most == reading.READS_AT_A_TIME
 
 
 class TestRefusals:

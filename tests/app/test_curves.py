@@ -1,0 +1,229 @@
+"""Curves of long runs: read from roll-ups, true to every point that was stored."""
+
+import asyncio
+import random
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, delete, event, select, text, update
+
+from app.db import async_engine, session_maker, sync_engine
+from app.events.log import NewEvent, append
+from app.events.models import RunEvent
+from app.runs.metrics import Points, all_points
+from app.runs.models import MetricRollup, Run
+from app.runs.rollups import MOST_STEP, Rollups, highest_level, points_of
+from tests.factories import Trainer, make_dataset, make_run
+from tests.rows import add_run, add_worker, claim
+from tests.server import ApiServer
+
+Series = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def engine(shared_api: ApiServer) -> Iterator[Engine]:
+    engine = sync_engine(shared_api.settings.database_url or "")
+    yield engine
+    engine.dispose()
+
+
+def new_trainer(api: ApiServer, engine: Engine, rolls_up: bool = True) -> Trainer:
+    return Trainer(engine, make_run(api.client, make_dataset(engine))["id"], rolls_up).begin()
+
+
+def series(api: ApiServer, run_id: str, **query: Any) -> Series:
+    answer = api.client.get(f"/v1/runs/{run_id}/metrics", params=query)
+    assert answer.status_code == 200, answer.text
+    found: Series = answer.json()["series"]
+    return found
+
+
+def truth(api: ApiServer, run_id: str, low: int = 0, high: int = MOST_STEP) -> Points:
+    """Every point that counts, from the events alone."""
+
+    async def read() -> Points:
+        engine = async_engine(api.settings.database_url or "")
+        try:
+            async with session_maker(engine)() as session:
+                return await all_points(session, run_id, None, low, high)
+        finally:
+            await engine.dispose()
+
+    return asyncio.run(read())
+
+
+def assert_true(found: Series, points: Points, most: int) -> None:
+    """What is shown is what was stored: both ends, the extremes, no more than asked for, and all where that is all."""
+    assert {name for name, one in found.items() if one["steps"]} == {name for name in points if points[name]}
+    for name, stored in points.items():
+        shown = found[name]
+        steps, values = shown["steps"], shown["values"]
+        assert steps == sorted(set(steps)) and len(steps) == len(values) <= most
+        assert all(stored[step] == value for step, value in zip(steps, values, strict=True)), name
+        assert (steps[0], steps[-1]) == (min(stored), max(stored)), name
+        finite = [value for value in stored.values() if value is not None]
+        assert (shown["min"], shown["max"]) == (min(finite, default=None), max(finite, default=None)), name
+        assert not finite or {min(finite), max(finite)} <= set(values)
+        # What is told of rarely is thinned with what it is told with.
+        if len(points["grad_norm"]) <= most and not name.startswith("eval."):
+            assert steps == sorted(stored), name
+
+
+def train(trainer: Trainer, chance: random.Random, points: int, first_step: int) -> int:
+    """Points in batches of any size, with evaluations, gaps, rewinds, and steps at any distance."""
+    step, new = first_step, []
+    for _ in range(points):
+        step += chance.choice([1, 1, 1, 10, 1000])
+        if chance.random() < 0.003:
+            step = max(1, step - chance.randrange(2000))
+        loss = None if chance.random() < 0.02 else chance.gauss(0, 1)
+        gaps = {"non_finite": ["loss"]} if loss is None else {}
+        extra = {"extra": {"mfu": chance.random()}} if chance.random() < 0.5 else {}
+        new.append(("metric", {"step": step, "loss": loss, "grad_norm": 1.0, **extra, **gaps}))
+        if chance.random() < 0.1:
+            new.append(("eval", {"step": step, "metrics": {"loss": chance.gauss(0, 1)}}))
+    while new:
+        count = chance.randrange(1, 400)
+        batch, new = new[:count], new[count:]
+        trainer.mixed(batch)
+    return step
+
+
+class TestTruth:
+    @pytest.mark.parametrize("seed", range(4))
+    def test_a_curve_shows_what_was_stored_whatever_was_trained_again(
+        self, shared_api: ApiServer, engine: Engine, seed: int
+    ) -> None:
+        chance = random.Random(seed)
+        trainer = new_trainer(shared_api, engine)
+        reached = train(trainer, chance, chance.randrange(200, 2500), 0)
+        for _ in range(chance.randrange(3)):
+            trainer = trainer.retry().begin(step=0)
+            reached = max(reached, train(trainer, chance, chance.randrange(1, 700), chance.randrange(reached)))
+        for _ in range(25):
+            low, high = sorted(chance.randrange(reached + 10) for _ in range(2))
+            if chance.random() < 0.3:
+                low, high = 0, reached
+            most = chance.choice([4, 7, 30, 100, 500, 3000])
+            found = series(shared_api, trainer.run_id, from_step=low, to_step=high, max_points=most)
+            assert_true(found, truth(shared_api, trainer.run_id, low, high), most)
+
+    def test_attempts_of_workers_that_rolled_nothing_up_count_like_all_others(
+        self, shared_api: ApiServer, engine: Engine
+    ) -> None:
+        chance = random.Random(1)
+        old = new_trainer(shared_api, engine, rolls_up=False)
+        train(old, chance, 300, 0)
+        new = _next_attempt(old)
+        train(new, chance, 300, 500)
+        found = series(shared_api, old.run_id, max_points=20)
+        assert_true(found, truth(shared_api, old.run_id), 20)
+
+    def test_extremes_outlive_the_events_behind_them(self, shared_api: ApiServer, engine: Engine) -> None:
+        trainer = new_trainer(shared_api, engine)
+        train(trainer, random.Random(7), 1000, 0)
+        stored = truth(shared_api, trainer.run_id)
+        with engine.begin() as connection:
+            connection.execute(delete(RunEvent).where(RunEvent.run_id == trainer.run_id))
+            connection.execute(update(Run).where(Run.id == trainer.run_id).values(first_seq=Run.event_seq + 1))
+        found = series(shared_api, trainer.run_id, max_points=5000)
+        for name in ("loss", "eval.loss"):
+            finite = {step: value for step, value in stored[name].items() if value is not None}
+            assert (found[name]["min"], found[name]["max"]) == (min(finite.values()), max(finite.values()))
+            assert found[name]["steps"][0] == min(stored[name]) and found[name]["steps"][-1] == max(stored[name])
+
+
+def _next_attempt(trainer: Trainer) -> Trainer:
+    again = trainer.retry()
+    again.rolls_up = True
+    return again.begin(step=0)
+
+
+class TestCost:
+    def test_a_long_curve_is_read_from_few_rows(self, shared_api: ApiServer, engine: Engine) -> None:
+        trainer = new_trainer(shared_api, engine)
+        for start in range(0, 20_000, 2000):
+            trainer.events("metric", *({"step": step, "loss": float(step % 77)} for step in range(start, start + 2000)))
+        rows = 0
+
+        def count(_connection: Any, cursor: Any, *_: Any) -> None:
+            nonlocal rows
+            rows += max(cursor.rowcount, 0)
+
+        server = shared_api.application.state.engine.sync_engine
+        event.listen(server, "after_cursor_execute", count)
+        try:
+            loss = series(shared_api, trainer.run_id, names="loss", max_points=200)["loss"]
+        finally:
+            event.remove(server, "after_cursor_execute", count)
+        assert (loss["min"], loss["max"]) == (0.0, 76.0) and 50 <= len(loss["steps"]) <= 200
+        assert 0 < rows < 150
+
+
+class TestWriting:
+    def test_a_level_has_a_row_for_so_many_points_and_covers_them_all_at_any_time(
+        self, shared_api: ApiServer, engine: Engine
+    ) -> None:
+        trainer = new_trainer(shared_api, engine)
+        for count in (1, 15, 1, 50, 200):
+            start = self.points(engine, trainer.run_id, 0)[:1]
+            first = sum(start)
+            trainer.events("metric", *({"step": first + n, "loss": 1.0} for n in range(count)))
+            total = first + count
+            for level in range(highest_level(total) + 1):
+                rows = self.points(engine, trainer.run_id, level)
+                assert sum(rows) == total
+                if level:
+                    assert all(points == points_of(level) for points in rows[:-1])
+
+    @staticmethod
+    def points(engine: Engine, run_id: str, level: int) -> list[int]:
+        query = select(MetricRollup.points).where(MetricRollup.run_id == run_id, MetricRollup.level == level)
+        with engine.connect() as connection:
+            return list(connection.scalars(query.order_by(MetricRollup.number)))
+
+    def test_what_is_sent_again_counts_once_however_the_commit_before_it_went(
+        self, shared_api: ApiServer, engine: Engine
+    ) -> None:
+        chance = random.Random(3)
+        events = [NewEvent.of("metric", 1.0, {"step": step, "loss": chance.random()}) for step in range(500)]
+        stored = {}
+        for name in ("smoothly", "roughly"):
+            run = add_run(engine)
+            worker = add_worker(engine)
+            while (claimed := claim(engine, worker)) is None or claimed.id != run.id:
+                pass
+            rollups = Rollups(run.id, claimed.attempt)
+            done = tried = 0
+            while done < len(events):
+                tried = max(tried, done + chance.randrange(1, 60))  # what is sent again may have grown
+                batch = events[done:tried]
+                fate = chance.choice(["heard", "unheard", "undone"]) if name == "roughly" else "heard"
+                with engine.connect() as connection:
+                    where = append(connection, run.id, claimed.epoch, done + 1, batch)
+                    rollups.store(connection, done + 1, batch, where)
+                    connection.rollback() if fate == "undone" else connection.commit()
+                if fate == "heard":
+                    rollups.committed()
+                    done += len(batch)
+            table: Any = MetricRollup.__table__
+            columns = [column for column in table.columns if column.name != "run_id"]
+            with engine.connect() as connection:
+                query = select(*columns).where(table.c.run_id == run.id).order_by(*table.primary_key.columns)
+                stored[name] = connection.execute(query).all()
+        assert stored["roughly"] == stored["smoothly"] != []
+
+    def test_values_that_the_database_refuses_do_not_stop_the_run(self, shared_api: ApiServer, engine: Engine) -> None:
+        trainer = new_trainer(shared_api, engine)
+        for data in ('{"step": 1, "loss": 1%s, "extra": {"a\\udc80b": 1.0, "☃": 2}}' % ("0" * 400),):
+            trainer.store([NewEvent("metric", datetime.now(UTC), data)])
+        trainer.events("metric", {"step": "one", "loss": 1.0})
+        trainer.events("metric", {"step": 2, "loss": 1.0})
+        assert series(shared_api, trainer.run_id)["loss"]["steps"][-1] == 2
+        with engine.connect() as connection:
+            found = connection.scalar(
+                text("SELECT series FROM metric_rollups WHERE run_id = :id AND level = 0"), {"id": trainer.run_id}
+            )
+        assert set(found or ()) == {"loss", "extra.a?b", "extra.☃"}
