@@ -1,4 +1,4 @@
-"""The command line: `anneal up | api | worker | migrate | keys | demo`."""
+"""The command line: `anneal up | api | worker | migrate | prune | keys | demo`."""
 
 import importlib
 import os
@@ -143,6 +143,38 @@ def migrate() -> None:
         typer.echo(f"At revision {after}, which a later version made; this one, of {head()}, works with it.")
     else:
         typer.echo(f"Already at revision {after}." if before == after else f"From {before or 'nothing'} to {after}.")
+
+
+@cli.command()
+def prune(
+    events_days: Annotated[float | None, typer.Option(min=0, help="Events of runs that ended before.")] = None,
+    checkpoints_days: Annotated[
+        float | None, typer.Option(min=0, help="Checkpoints of those, but the furthest and the best.")
+    ] = None,
+    runs_days: Annotated[float | None, typer.Option(min=0, help="The runs themselves, with all of theirs.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+) -> None:
+    """Delete what is so many days old; an option that is not given is as the settings (ANNEAL_KEEP_…_DAYS) have it.
+
+    Nothing goes that is pinned, that a run which has not ended needs, or that a later run goes on from or builds on.
+    Events go by the month, once all runs of the month are old enough.
+
+    Example: `anneal prune --events-days 90 --checkpoints-days 30 --dry-run`
+    """
+    from app.runs.pruning import Policy
+    from app.runs.pruning import prune as prune_now
+
+    with _plain_errors():
+        settings = _settings()
+        policy = Policy(events_days, checkpoints_days, runs_days).or_else(Policy.of(settings))
+        if policy == Policy():
+            raise HomeError(
+                "There is no policy: give --events-days, --checkpoints-days or --runs-days, or set ANNEAL_KEEP_…_DAYS."
+            )
+        found = prune_now(settings, policy, dry_run)
+        if found.is_busy:
+            raise HomeError("Somebody else is pruning at this moment; try again when they have finished.")
+        typer.echo(found.told(dry_run))
 
 
 @keys.command("create")

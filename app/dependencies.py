@@ -16,6 +16,13 @@ async def get_session(request: Request) -> AsyncIterator[AsyncSession]:
         yield session
 
 
+async def get_snapshot(request: Request) -> AsyncIterator[AsyncSession]:
+    """A session that only reads, and sees the database as it was at its first statement."""
+    engine = request.app.state.engine.execution_options(isolation_level="REPEATABLE READ")
+    async with AsyncSession(engine, expire_on_commit=False) as session, session.begin():
+        yield session
+
+
 def _settings(request: Request) -> Settings:
     settings: Settings = request.app.state.settings
     return settings
@@ -28,5 +35,6 @@ def _storage(request: Request) -> Storage:
 
 # "function" scope: the transaction ends before the response starts, so that a 2xx never precedes its commit.
 Session = Annotated[AsyncSession, Depends(get_session, scope="function")]
+Snapshot = Annotated[AsyncSession, Depends(get_snapshot, scope="function")]
 CurrentSettings = Annotated[Settings, Depends(_settings)]
 CurrentStorage = Annotated[Storage, Depends(_storage)]

@@ -21,6 +21,7 @@ import app.health
 import app.runs.curves
 import app.runs.endpoints
 import app.runs.log_endpoints
+import app.runs.pruning
 import app.workers.endpoints
 from app import embedded, errors, openapi
 from app.auth import Auth, Authentication
@@ -102,10 +103,12 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     await queue.start()
     await dispatcher.start()
     sweeping = app.datasets.service.sweep_in_background(sessions, storage)
+    pruning = app.runs.pruning.in_background(engine, storage, settings)
     try:
         yield
     finally:
         sweeping.cancel()
+        pruning.cancel()
         await dispatcher.stop()
         await streams.close()
         await queue.close()

@@ -69,6 +69,10 @@ class Storage:
         """Everything of a run."""
         return self.root / "runs" / _checked(run_id, "run")
 
+    def remove_run(self, run_id: str) -> None:
+        """Remove everything of a run; no error where there is nothing."""
+        shutil.rmtree(self.run_dir(run_id), ignore_errors=True)
+
     def journal(self, run_id: str) -> Path:
         """The trainers' own account of a run, one for all its attempts."""
         return self.run_dir(run_id) / "journal.jsonl"
@@ -80,6 +84,10 @@ class Storage:
     def checkpoint_dir(self, run_id: str, attempt: int, step: int) -> Path:
         """A checkpoint; it exists only when it is whole."""
         return self.attempt_dir(run_id, attempt) / f"checkpoint-{step}"
+
+    def remove_checkpoint(self, run_id: str, attempt: int, name: str) -> None:
+        """Remove the folder of a checkpoint; no error where there is none."""
+        shutil.rmtree(self.attempt_dir(run_id, attempt) / name, ignore_errors=True)
 
     def output_dir(self, run_id: str, attempt: int) -> Path:
         """The fine-tuned model and what belongs to it."""

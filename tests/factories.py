@@ -157,6 +157,12 @@ def mark_checkpoint(engine: Engine, checkpoint_id: str, **values: Any) -> None:
         connection.execute(update(Checkpoint).where(Checkpoint.id == checkpoint_id).values(**values))
 
 
+def mark_run(engine: Engine, run_id: str, **values: Any) -> None:
+    """Columns of a run that no test's business depends on how they came about."""
+    with engine.begin() as connection:
+        connection.execute(update(Run).where(Run.id == run_id).values(**values))
+
+
 def count_runs(engine: Engine) -> int:
     """How many runs there are."""
     with engine.connect() as connection:

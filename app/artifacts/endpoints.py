@@ -1,18 +1,18 @@
-"""`/v1/runs/{run_id}/artifacts`."""
+"""`/v1/runs/{run_id}/artifacts` and `artifacts.tar`."""
 
 import asyncio
 
 from fastapi import APIRouter
-from starlette.responses import FileResponse
+from starlette.responses import FileResponse, StreamingResponse
 
-from app.artifacts import service
+from app.artifacts import archive, service
 from app.artifacts.schemas import Artifacts
 from app.dependencies import CurrentStorage, Session
 
-router = APIRouter(prefix="/runs/{run_id}/artifacts", tags=["artifacts"])
+router = APIRouter(prefix="/runs/{run_id}", tags=["artifacts"])
 
 
-@router.get("")
+@router.get("/artifacts")
 async def list_artifacts(run_id: str, session: Session, storage: CurrentStorage) -> Artifacts:
     """The files of the fine-tuned model: weights, tokenizer, card, metrics."""
     folder = await service.output_folder(session, storage, run_id)
@@ -20,7 +20,25 @@ async def list_artifacts(run_id: str, session: Session, storage: CurrentStorage)
 
 
 @router.get(
-    "/{path:path}",
+    "/artifacts.tar",
+    response_class=StreamingResponse,
+    responses={200: {"content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}}},
+)
+async def download_artifacts(run_id: str, session: Session, storage: CurrentStorage) -> StreamingResponse:
+    """All files in one archive, made while it is sent: `curl … | tar x`."""
+    folder = await service.output_folder(session, storage, run_id)
+    members = await asyncio.to_thread(archive.members, folder, run_id)
+    headers = {
+        "Content-Length": str(archive.size(members)),
+        "Content-Disposition": f'attachment; filename="{run_id}.tar"',
+        "X-Content-Type-Options": "nosniff",
+        "Cache-Control": "private, no-store",
+    }
+    return StreamingResponse(archive.stream(members), media_type="application/x-tar", headers=headers)
+
+
+@router.get(
+    "/artifacts/{path:path}",
     response_class=FileResponse,
     responses={
         200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}},

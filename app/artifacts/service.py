@@ -31,8 +31,8 @@ async def output_folder(session: AsyncSession, storage: Storage, run_id: str) ->
 
 def listed(folder: Path) -> list[Artifact]:
     """All files below `folder` by path; links are not followed and not shown."""
-    files = (Artifact(path=path.relative_to(folder).as_posix(), bytes=size) for path, size in _files(folder))
-    return sorted(files, key=lambda file: file.path)
+    found = (Artifact(path=path.relative_to(folder).as_posix(), bytes=size) for path, size in files(folder))
+    return sorted(found, key=lambda file: file.path)
 
 
 def find(storage: Storage, folder: Path, path: str) -> Path:
@@ -50,7 +50,8 @@ def find(storage: Storage, folder: Path, path: str) -> Path:
     )
 
 
-def _files(folder: Path) -> Iterator[tuple[Path, int]]:
+def files(folder: Path) -> Iterator[tuple[Path, int]]:
+    """All plain files below `folder` with their sizes, in no order; links are not followed."""
     pending = [folder]
     while pending:
         with os.scandir(pending.pop()) as entries:

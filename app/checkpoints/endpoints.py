@@ -3,7 +3,7 @@
 from fastapi import APIRouter
 
 from app.checkpoints import service
-from app.checkpoints.schemas import CheckpointRead
+from app.checkpoints.schemas import CheckpointEdit, CheckpointRead
 from app.dependencies import Session
 from app.pagination import Page, PageQuery
 from app.runs.service import get as get_run
@@ -24,3 +24,10 @@ async def get_checkpoint(run_id: str, checkpoint_id: str, session: Session) -> C
     """One checkpoint."""
     run = await get_run(session, run_id)
     return CheckpointRead.model_validate(await service.get(session, run.id, checkpoint_id))
+
+
+@router.patch("/{checkpoint_id}")
+async def edit_checkpoint(run_id: str, checkpoint_id: str, body: CheckpointEdit, session: Session) -> CheckpointRead:
+    """Pin a checkpoint, or let it go again."""
+    run = await get_run(session, run_id)
+    return CheckpointRead.model_validate(await service.pin(session, run.id, checkpoint_id, body.pinned))

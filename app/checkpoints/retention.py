@@ -1,6 +1,6 @@
 """Which checkpoints a run may resume from, and which it may let go."""
 
-from sqlalchemy import Executable, exists, func, select, update
+from sqlalchemy import Executable, Update, exists, func, select, update
 from sqlalchemy.orm import aliased
 
 from app.checkpoints.models import Checkpoint
@@ -21,6 +21,10 @@ def retire(run_id: str, keep: int) -> Executable:
     Never the newest good one, the one with the lowest evaluation loss, or a pinned one. Only a live run retires, and
     only a run that has ended can be resumed by another: nobody needs what goes here.
     """
+    return _retire(run_id, keep).returning(Checkpoint.attempt, Checkpoint.name)
+
+
+def _retire(run_id: str, keep: int) -> Update:
     one = aliased(Checkpoint)
     there = select(one.id).where(one.run_id == run_id, one.deleted_at.is_(None), one.bad_reason.is_(None))
     furthest = there.order_by(one.step.desc(), one.id.desc()).limit(max(keep, 1))
@@ -36,8 +40,13 @@ def retire(run_id: str, keep: int) -> Executable:
             Checkpoint.pinned.is_(False),
         )
         .values(deleted_at=func.clock_timestamp())
-        .returning(Checkpoint.attempt, Checkpoint.name)
     )
+
+
+def retire_ended(run_id: str) -> Executable:
+    """`retire` for a run that has ended: its furthest and its best stay, and whatever a later run went on from."""
+    resumed = exists().where(Run.resume_checkpoint_id == Checkpoint.id)
+    return _retire(run_id, 1).where(~resumed).returning(Checkpoint.attempt, Checkpoint.name, Checkpoint.bytes)
 
 
 def retired(run_id: str) -> Executable:

@@ -7,6 +7,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from app.runs.schemas import Moment
 
 
+class CheckpointEdit(BaseModel):
+    """What to change about a checkpoint."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra={"example": {"pinned": True}})
+
+    pinned: bool = Field(description="A pinned checkpoint is kept, however many newer ones there are.")
+
+
 class CheckpointRead(BaseModel):
     """A saved state."""
 

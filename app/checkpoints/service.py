@@ -34,6 +34,17 @@ async def get(session: AsyncSession, run_id: str, checkpoint_id: str) -> Checkpo
     return found
 
 
+async def pin(session: AsyncSession, run_id: str, checkpoint_id: str, pinned: bool) -> Checkpoint:
+    """Keep a checkpoint from clean-up, or no longer."""
+    found = await get(session, run_id, checkpoint_id)
+    # A clean-up may have marked it in this moment: what is going away cannot be pinned any more.
+    await session.refresh(found, with_for_update=True)
+    found = await get(session, run_id, checkpoint_id)
+    found.pinned = pinned
+    await session.flush()
+    return found
+
+
 async def furthest_good_of_each(session: AsyncSession, run_ids: Sequence[str]) -> dict[str, Checkpoint]:
     """The furthest checkpoint that can be resumed from, for each of the runs that has one."""
     query = (

@@ -1,6 +1,6 @@
 """`GET /v1/runs/{id}/events`: the event stream of a run."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
@@ -9,7 +9,7 @@ from sqlalchemy import select
 from app.errors import ApiError, FieldError, not_found
 from app.events import serving
 from app.events.stream import Frame, Streams
-from app.runs.models import Run
+from app.runs.models import TERMINAL, Run
 
 router = APIRouter(tags=["events"])
 
@@ -68,21 +68,27 @@ async def stream_events(
         run_id,
         # One that is ahead of the log (of another run, or from before the database was restored) is taken for its end.
         max(min(cursor, run.event_seq), run.first_seq - 1),
-        until=None if follow else run.event_seq,
+        until=None if follow and run.status not in TERMINAL else run.event_seq,
         wanted=None if chosen is None else lambda frame: frame.type in chosen,
         still_allowed=lambda: serving.still_allowed(request),
     )
-    truncated = run.first_seq if cursor < run.first_seq - 1 else None
+    opening = _in_place_of_dropped(run_id, run, cursor)
     if format == "ndjson":
-        opening = b"" if truncated is None else _truncated(run_id, truncated).line
-        return serving.LiveResponse(request, serving.as_ndjson(batches, opening), "application/x-ndjson")
-    opening = b"" if truncated is None else _truncated(run_id, truncated).sse
-    return serving.LiveResponse(request, serving.as_sse(batches, opening))
+        lines = b"".join(frame.line for frame in opening)
+        return serving.LiveResponse(request, serving.as_ndjson(batches, lines), "application/x-ndjson")
+    return serving.LiveResponse(request, serving.as_sse(batches, b"".join(frame.sse for frame in opening)))
 
 
-def _truncated(run_id: str, first_seq: int) -> Frame:
-    """In place of events that retention has dropped."""
-    return Frame(first_seq - 1, "truncated", b'{"run_id":"%s","first_seq":%d}' % (run_id.encode(), first_seq))
+def _in_place_of_dropped(run_id: str, run: Any, cursor: int) -> list[Frame]:
+    """What a reader gets for events that retention has dropped: that they are gone, and the end, where that is too."""
+    if cursor >= run.first_seq - 1:
+        return []
+    id = run_id.encode()
+    told = [Frame(run.first_seq - 1, "truncated", b'{"run_id":"%s","first_seq":%d}' % (id, run.first_seq))]
+    if run.status in TERMINAL and run.first_seq > run.event_seq:
+        end = b'{"run_id":"%s","seq":%d,"status":"%s"}' % (id, run.event_seq, run.status.encode())
+        told.append(Frame(run.event_seq, "end", end))
+    return told
 
 
 def _types(text: str | None) -> frozenset[str] | None:

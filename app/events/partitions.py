@@ -28,6 +28,11 @@ def ensure_partitions(connection: Connection, now: datetime) -> list[str]:
     return created
 
 
+def month_after(start: datetime) -> datetime:
+    """The beginning of the next month."""
+    return _month(start, 1)
+
+
 def _month(now: datetime, ahead: int) -> datetime:
     years, month = divmod(now.month - 1 + ahead, 12)
     return datetime(now.year + years, month + 1, 1, tzinfo=UTC)

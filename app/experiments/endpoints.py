@@ -1,12 +1,13 @@
 """`/v1/experiments`."""
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, BackgroundTasks, Request, Response
 
 from app.auth import CurrentCaller
 from app.dependencies import Session
 from app.experiments import service
-from app.experiments.schemas import ExperimentCreate, ExperimentSummary, ExperimentView
+from app.experiments.schemas import ExperimentCreate, ExperimentEdit, ExperimentSummary, ExperimentView
 from app.pagination import Page, PageQuery
+from app.runs import removal
 
 router = APIRouter(prefix="/experiments", tags=["experiments"])
 
@@ -32,6 +33,22 @@ async def list_experiments(session: Session, paging: PageQuery) -> Page[Experime
 async def get_experiment(experiment_id: str, session: Session) -> ExperimentView:
     """One experiment: how its runs stand, and which is best."""
     return await _view(session, experiment_id)
+
+
+@router.patch("/{experiment_id}")
+async def edit_experiment(experiment_id: str, body: ExperimentEdit, session: Session) -> ExperimentView:
+    """Change name, description or tags."""
+    await service.edit(session, experiment_id, body)
+    return await _view(session, experiment_id)
+
+
+@router.delete("/{experiment_id}", status_code=204, responses={409: {"description": "One of its runs must stay."}})
+async def delete_experiment(
+    experiment_id: str, request: Request, session: Session, after_commit: BackgroundTasks
+) -> None:
+    """Delete an experiment and all its runs, with their events, checkpoints and outputs."""
+    await service.remove(session, experiment_id)
+    after_commit.add_task(removal.finish, request.app.state.sessions, request.app.state.storage)
 
 
 async def _view(session: Session, experiment_id: str) -> ExperimentView:

@@ -27,6 +27,18 @@ class ExperimentCreate(BaseModel):
     tags: Annotated[list[Label], Field(max_length=50)] = []
 
 
+class ExperimentEdit(BaseModel):
+    """What to change about an experiment; what is left out stays as it is."""
+
+    model_config = ConfigDict(
+        extra="forbid", json_schema_extra={"example": {"name": "docstrings, ranks", "tags": ["python"]}}
+    )
+
+    name: Label | None = None
+    description: Annotated[str, StringConstraints(max_length=10_000)] | None = None
+    tags: Annotated[list[Label], Field(max_length=50)] | None = Field(default=None, description="All of them.")
+
+
 class ExperimentSummary(BaseModel):
     """An experiment in a list."""
 

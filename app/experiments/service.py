@@ -1,17 +1,20 @@
 """What can be done with experiments."""
 
-from sqlalchemy import func, select
+from sqlalchemy import Select, func, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.errors import not_found
+from app.errors import conflict, not_found
 from app.experiments.models import Experiment
-from app.experiments.schemas import BestRun, ExperimentCreate
+from app.experiments.schemas import BestRun, ExperimentCreate, ExperimentEdit
 from app.ids import new_id
 from app.pagination import Paging, fetch
+from app.runs import removal
 from app.runs.fields import TrainingStatus
-from app.runs.models import Run
+from app.runs.listing import best_of
+from app.runs.models import TERMINAL, Run
 
+_NAMED = 3
 DEFAULT_ID = "exp_" + "0" * 26
 """The experiment of runs that name none: a fixed id, so that two first runs at once make only one."""
 
@@ -57,11 +60,46 @@ async def count_runs(session: AsyncSession, experiment_id: str) -> dict[Training
 
 async def best_run(session: AsyncSession, experiment_id: str) -> BestRun | None:
     """The run with the lowest loss; the older one of two equals."""
-    query = (
-        select(Run.id, Run.name, Run.best_loss)
-        .where(Run.experiment_id == experiment_id, Run.best_loss.is_not(None))
-        .order_by(Run.best_loss, Run.id)
-        .limit(1)
-    )
-    row = (await session.execute(query)).one_or_none()
-    return None if row is None else BestRun(run_id=row.id, name=row.name, best_loss=row.best_loss)
+    run = await best_of(session, experiment_id)
+    if run is None or run.best_loss is None:
+        return None
+    return BestRun(run_id=run.id, name=run.name, best_loss=run.best_loss)
+
+
+async def edit(session: AsyncSession, experiment_id: str, body: ExperimentEdit) -> Experiment:
+    """Change name, description or tags; what was not given stays."""
+    experiment = await get(session, experiment_id)
+    for name, value in body.model_dump(exclude_none=True).items():
+        setattr(experiment, name, value)
+    await session.flush()
+    return experiment
+
+
+async def remove(session: AsyncSession, experiment_id: str) -> None:
+    """Remove an experiment with its runs; 409 while one of them is live, pinned, or needed by a run elsewhere."""
+    experiment = await get(session, experiment_id)
+    # Whoever is making a run in it holds it, and whoever is resuming one of its runs holds that.
+    await session.refresh(experiment, with_for_update=True)
+    runs = select(Run.id).where(Run.experiment_id == experiment_id)
+    await session.execute(runs.with_for_update())
+    if live := await _some(session, runs.where(Run.status.not_in(TERMINAL))):
+        raise conflict(
+            "experiment_is_live", f"Experiment {experiment_id} has runs that have not ended: {live}; stop them first."
+        )
+    if pinned := await _some(session, runs.where(Run.pinned)):
+        raise conflict(
+            "run_is_pinned", f"Experiment {experiment_id} has pinned runs: {pinned}; unpin or move on without them."
+        )
+    if needing := await _some(session, removal.needing(runs)):
+        raise conflict(
+            "run_is_needed",
+            f"Runs of other experiments went on from those of {experiment_id}, or build on them: {needing}; "
+            "delete these first.",
+        )
+    await removal.drop(session, runs)
+    await session.delete(experiment)
+
+
+async def _some(session: AsyncSession, ids: Select[str]) -> str:
+    """The first few, for a sentence."""
+    return ", ".join((await session.scalars(ids.limit(_NAMED))).all())

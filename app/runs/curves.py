@@ -44,10 +44,9 @@ async def curves(
     """Every series (or those named), each thinned to `max_points` with its extremes kept.
 
     `extra.<name>` is what a metric carries in its `extra`, `eval.<name>` the result of an evaluation. Of steps that
-    were trained twice, after a loss or a rewind, the newest pass counts.
+    were trained twice, after a loss or a rewind, the newest pass counts. The session has to be a snapshot: the log and
+    its roll-ups must be of one moment, also while the run goes on.
     """
-    # The log and its roll-ups must be of one moment, also while the run goes on.
-    await session.connection(execution_options={"isolation_level": "REPEATABLE READ"})
     first_seq = await session.scalar(select(Run.first_seq).where(Run.id == run_id))
     if first_seq is None:
         raise not_found("run", run_id)

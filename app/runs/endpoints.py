@@ -1,19 +1,30 @@
-"""`/v1/runs`: only translation between the wire and `service`, `resume`, `curves` and `logs`."""
+"""`/v1/runs`: only translation between the wire and `service`, `listing`, `removal`, `resume` and `curves`."""
 
 from collections.abc import AsyncIterator
-from typing import Annotated, Literal
+from typing import Annotated
 
 from fastapi import APIRouter, BackgroundTasks, Depends, Header, Query, Request, Response
 
 from app.auth import CurrentCaller
 from app.backends.registry import RULES
-from app.dependencies import CurrentSettings, CurrentStorage, Session
+from app.dependencies import CurrentSettings, CurrentStorage, Session, Snapshot
 from app.pagination import Page, PageQuery
 from app.queue import Queue
-from app.runs import curves, service, views
+from app.runs import comparison, curves, listing, removal, service, views
+from app.runs.comparison import OTHER_RUN_ID, RunComparison
 from app.runs.config import TrainingStatus
 from app.runs.resume import resume
-from app.runs.schemas import RunCheck, RunCreate, RunMetrics, RunRead, RunResume, RunStop, RunSummary
+from app.runs.schemas import (
+    RUN_ID,
+    RunCheck,
+    RunCreate,
+    RunEdit,
+    RunMetrics,
+    RunRead,
+    RunResume,
+    RunStop,
+    RunSummary,
+)
 
 router = APIRouter(prefix="/runs", tags=["runs"])
 
@@ -65,18 +76,45 @@ async def list_runs(
     tag: Annotated[str | None, Query(max_length=200)] = None,
     parent_run_id: Annotated[str | None, Query(max_length=100)] = None,
     base_model: Annotated[str | None, Query(max_length=300)] = None,
-    sort: Annotated[Literal["created_at"], Query(description="Newest first.")] = "created_at",
+    sort: Annotated[
+        listing.Sort, Query(description="`created_at`: newest first; `best_loss`: lowest first, those without last.")
+    ] = "created_at",
 ) -> Page[RunSummary]:
-    """Runs, newest first."""
-    filters = service.Filters(experiment_id, tuple(status or ()), tag, parent_run_id, base_model)
-    runs, has_more = await service.page(session, filters, paging)
+    """Runs, newest or best first."""
+    filters = listing.Filters(experiment_id, tuple(status or ()), tag, parent_run_id, base_model)
+    runs, has_more = await listing.page(session, filters, paging, sort)
     return Page(data=await views.many(session, storage, runs), has_more=has_more)
+
+
+@router.get("/compare")
+async def compare_runs(
+    session: Snapshot,
+    ids: Annotated[
+        str,
+        Query(max_length=2000, description="2 to 20 runs, comma-separated.", examples=[f"{RUN_ID},{OTHER_RUN_ID}"]),
+    ],
+) -> RunComparison:
+    """What runs have in common, where their configurations differ, and what each has reached."""
+    return await comparison.compare(session, [part.strip() for part in ids.split(",") if part.strip()])
 
 
 @router.get("/{run_id}")
 async def get_run(run_id: str, session: Session, storage: CurrentStorage) -> RunRead:
     """One run, with its newest metrics."""
     return await views.one(session, storage, await service.get(session, run_id))
+
+
+@router.patch("/{run_id}")
+async def edit_run(run_id: str, body: RunEdit, session: Session, storage: CurrentStorage) -> RunRead:
+    """Rename or tag a run, or pin it, so that it is kept."""
+    return await views.one(session, storage, await service.edit(session, run_id, body))
+
+
+@router.delete("/{run_id}", status_code=204, responses={409: {"description": "It is live, pinned, or needed."}})
+async def delete_run(run_id: str, request: Request, session: Session, after_commit: BackgroundTasks) -> None:
+    """Delete a run that has ended, with its events, checkpoints and output."""
+    await removal.remove(session, run_id)
+    after_commit.add_task(removal.finish, request.app.state.sessions, request.app.state.storage)
 
 
 @router.post("/{run_id}/stop", status_code=202, responses={409: {"description": "The run has ended by itself."}})
@@ -132,7 +170,7 @@ async def _turn(request: Request) -> AsyncIterator[None]:
 @router.get("/{run_id}/metrics", dependencies=[Depends(_turn, scope="function")])
 async def get_metrics(
     run_id: str,
-    session: Session,
+    session: Snapshot,
     names: Annotated[
         str | None,
         Query(max_length=2000, description="Series, comma-separated.", examples=["loss,extra.tokens_per_second"]),

@@ -8,6 +8,7 @@ from fastapi.responses import StreamingResponse
 from app.events import serving
 from app.events.stream import Streams
 from app.runs import logs, service
+from app.runs.models import TERMINAL
 
 router = APIRouter(prefix="/runs", tags=["runs"])
 
@@ -51,7 +52,7 @@ async def get_logs(
     batches = streams.batches(
         run_id,
         after,
-        until=None if follow else run.event_seq,
+        until=None if follow and run.status not in TERMINAL else run.event_seq,
         wanted=(lambda frame: logs.is_shown(frame, grep)) if as_events else None,
         still_allowed=lambda: serving.still_allowed(request),
     )

@@ -77,6 +77,16 @@ class RunCreate(_Body):
     tags: list[Label] = Field(default_factory=list, max_length=50)
 
 
+class RunEdit(_Body):
+    """What to change about a run; what is left out stays as it is."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"name": "rank 8", "tags": ["demo"], "pinned": True}})
+
+    name: Label | None = None
+    tags: Annotated[list[Label], Field(max_length=50)] | None = Field(default=None, description="All of them.")
+    pinned: bool | None = Field(default=None, description="A pinned run is never deleted, by no policy either.")
+
+
 class RunStop(_Body):
     """How to stop."""
 
@@ -165,7 +175,7 @@ _RUN: JsonDict = {
     "attempt": 1, "worker_id": "wrk_01k3x9m6q2v8s4t0w7y5z1a3c0", "current_step": 40,
     "total_steps": 200, "current_epoch": 0.2, "best_loss": 2.31,
     "checkpoint_path": f"/srv/anneal/runs/{RUN_ID}/a1/checkpoint-40", "error_code": None,
-    "error_message": None, "fine_tuned_model": None, "last_seq": 57, "created_by": None,
+    "pinned": False, "error_message": None, "fine_tuned_model": None, "last_seq": 57, "created_by": None,
     "created_at": "2026-01-02T03:04:05.678Z", "started_at": "2026-01-02T03:04:06.001Z",
     "finished_at": None, "stop_requested_at": None,
 }  # fmt: skip
@@ -187,6 +197,7 @@ class RunSummary(TrainingRun):
     )
     priority: int
     max_restarts: int
+    pinned: bool = Field(description="Whether it is kept, whatever the policy says of its age.")
     parent_run_id: str | None = Field(description="The run that this one resumes.")
     resume_checkpoint_id: str | None
     base_run_id: str | None = Field(description="The run whose output is the base model.")

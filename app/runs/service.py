@@ -13,12 +13,10 @@ from app.config import Settings
 from app.errors import ApiError, FieldError, conflict, invalid, not_found
 from app.experiments.service import default as default_experiment
 from app.ids import is_id, new_id
-from app.pagination import Paging, fetch
 from app.runs import lifecycle
 from app.runs.checks import Examined, examine, refusal, requirements
-from app.runs.config import TrainingStatus
 from app.runs.models import Run
-from app.runs.schemas import RunCheck, RunCreate
+from app.runs.schemas import RunCheck, RunCreate, RunEdit
 from app.storage import Storage
 
 
@@ -142,31 +140,13 @@ async def get(session: AsyncSession, run_id: str) -> Run:
     return run
 
 
-@dataclass(frozen=True)
-class Filters:
-    """Which runs to list; None: any."""
-
-    experiment_id: str | None = None
-    status: tuple[TrainingStatus, ...] = ()
-    tag: str | None = None
-    parent_run_id: str | None = None
-    base_model: str | None = None
-
-
-async def page(session: AsyncSession, filters: Filters, paging: Paging) -> tuple[list[Run], bool]:
-    """Runs, newest first."""
-    query = select(Run)
-    if filters.experiment_id is not None:
-        query = query.where(Run.experiment_id == filters.experiment_id)
-    if filters.status:
-        query = query.where(Run.status.in_([status.value for status in filters.status]))
-    if filters.tag is not None:
-        query = query.where(Run.tags.contains([filters.tag]))
-    if filters.parent_run_id is not None:
-        query = query.where(Run.parent_run_id == filters.parent_run_id)
-    if filters.base_model is not None:
-        query = query.where(Run.config["base_model"].astext == filters.base_model)
-    return await fetch(session, query, Run.id, paging)
+async def edit(session: AsyncSession, run_id: str, body: RunEdit) -> Run:
+    """Change what a run is called, tagged, and whether it is kept; what was not given stays."""
+    run = await get(session, run_id)
+    for name, value in body.model_dump(exclude_none=True).items():
+        setattr(run, name, value)
+    await session.flush()
+    return run
 
 
 async def stop(session: AsyncSession, run_id: str, save_checkpoint: bool) -> Run:

@@ -13,7 +13,7 @@ from app.storage import Storage
 
 _SAME = (
     "experiment_id", "name", "tags", "backend", "dataset_id", "eval_dataset_id", "config", "effective_config",
-    "status", "priority", "max_restarts", "parent_run_id", "resume_checkpoint_id", "base_run_id", "attempt",
+    "status", "priority", "max_restarts", "pinned", "parent_run_id", "resume_checkpoint_id", "base_run_id", "attempt",
     "worker_id", "current_step", "total_steps", "current_epoch", "best_loss", "error_code", "error_message",
     "stop_requested_at", "created_by", "created_at", "started_at", "finished_at",
 )  # fmt: skip

@@ -1,6 +1,9 @@
 """Promises about the files that a run leaves: all of them, and nothing else of the machine."""
 
+import io
 import socket
+import subprocess
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -44,6 +47,27 @@ def test_every_listed_file_can_be_fetched(shared_api: ApiServer, run: str) -> No
         assert answer.headers["content-type"] == "application/octet-stream"
         assert answer.headers["content-disposition"].startswith("attachment")
         assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_all_of_them_come_as_one_archive(shared_api: ApiServer, run: str, tmp_path: Path) -> None:
+    output = Storage(shared_api.settings).output_dir(run, 1)
+    (output / ("n" * 150 + ".txt")).write_text("a name longer than an old header takes")
+    (output / "empty").touch()
+    (output / "link").symlink_to("/etc/passwd")
+    answer = shared_api.client.get(f"/v1/runs/{run}/artifacts.tar")
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "application/x-tar")
+    assert int(answer.headers["content-length"]) == len(answer.content)
+    with tarfile.open(fileobj=io.BytesIO(answer.content)) as archive:
+        archive.extractall(tmp_path, filter="data")
+    files = {
+        path.relative_to(output): path.read_bytes()
+        for path in output.rglob("*")
+        if not path.is_symlink() and path.is_file()
+    }
+    found = {path.relative_to(tmp_path / run): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert found == files and len(files) == 5
+    assert subprocess.run(["tar", "t"], input=answer.content, capture_output=True, check=True).stderr == b""
+    assert shared_api.client.get(f"/v1/runs/{new_id('run')}/artifacts.tar").status_code == 404
 
 
 def test_a_range_is_answered_with_its_bytes(shared_api: ApiServer, run: str) -> None:

@@ -49,14 +49,16 @@ class Lab:
         await asyncio.to_thread(complete)
         await self.queue.wake(self.run_id)
 
-    async def read(self, after: int = 0, seen: list[int] | None = None, pause: float = 0.0) -> list[int]:
-        """Follow to the end; `seen` shows how far it is."""
+    async def read(
+        self, after: int = 0, seen: list[int] | None = None, goes_on: asyncio.Event | None = None
+    ) -> list[int]:
+        """Follow to the end; `seen` shows how far it is. One that does not go on yet stands after its first batch."""
         seen = [] if seen is None else seen
         async for cursor, frames in self.streams.batches(self.run_id, after):
             seen.extend(frame.seq for frame in frames)
             assert not frames or cursor == frames[-1].seq
-            if pause:
-                await asyncio.sleep(pause)
+            if goes_on:
+                await goes_on.wait()
         return seen
 
     @property
@@ -113,8 +115,8 @@ async def test_a_slow_reader_holds_a_bounded_buffer_and_delays_nobody(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream, "_KEPT_BYTES", 20_000)
-    slow, quick, largest = [], [], 0
-    slow_reading = asyncio.create_task(lab.read(seen=slow, pause=0.3))
+    slow, quick, largest, goes_on = [], [], 0, asyncio.Event()
+    slow_reading = asyncio.create_task(lab.read(seen=slow, goes_on=goes_on))
     quick_reading = asyncio.create_task(lab.read(seen=quick))
     await eventually_async(lambda: _level(quick, 2))
     for n in range(1, 31):
@@ -122,7 +124,8 @@ async def test_a_slow_reader_holds_a_bounded_buffer_and_delays_nobody(
         await eventually_async(lambda n=n: _level(quick, 2 + 20 * n), what="the quick reader keeps up")
         for tail in lab.streams._tails.values():
             largest = max(largest, tail.kept_bytes)
-    assert len(slow) < len(quick)
+    assert 0 < len(slow) < len(quick) / 2
+    goes_on.set()
     await lab.end()
     assert await asyncio.wait_for(quick_reading, 30) == lab.whole
     assert await asyncio.wait_for(slow_reading, 60) == lab.whole

@@ -1,0 +1,115 @@
+"""Runs side by side."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.config import JsonDict
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.errors import FieldError, invalid, not_found
+from app.runs.config import TrainingStatus
+from app.runs.curves import curves
+from app.runs.models import Run
+from app.runs.schemas import RUN_ID
+
+OTHER_RUN_ID = "run_01k3x9m6q2v8s4t0w7y5z1a3c7"
+_MOST = 20
+_FEWEST_POINTS = 4
+_COMPARED = ("backend", "dataset_id", "eval_dataset_id", "parent_run_id", "base_run_id")
+_ONE: JsonDict = {
+    "run_id": RUN_ID, "name": "rank 8", "experiment_id": "exp_01k3x9m6q2v8s4t0w7y5z1a3b9", "status": "completed",
+    "current_step": 200, "total_steps": 200, "best_loss": 1.93, "seconds": 81.5,
+    "metrics": {"loss": {"last_step": 200, "last": 1.95, "min": 1.93, "max": 4.1}},
+}  # fmt: skip
+
+
+class Reached(BaseModel):
+    """Where a series of metrics stands, and how far it went."""
+
+    last_step: int | None
+    last: float | None = Field(description="Null where it was no finite number.")
+    min: float | None
+    max: float | None
+
+
+class ComparedRun(BaseModel):
+    """What one run has reached."""
+
+    run_id: str
+    name: str
+    experiment_id: str
+    status: TrainingStatus
+    current_step: int
+    total_steps: int | None
+    best_loss: float | None
+    seconds: float | None = Field(description="From its first start to its end; null while it has not ended.")
+    metrics: dict[str, Reached]
+
+
+class RunComparison(BaseModel):
+    """Runs side by side."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "runs": [_ONE, {**_ONE, "run_id": OTHER_RUN_ID, "name": "rank 16", "best_loss": 1.9}],
+                "differences": {"config.lora_r": {RUN_ID: 8, OTHER_RUN_ID: 16}},
+                "common": {"config.method": "qlora", "backend": "celery"},
+            }
+        }
+    )
+
+    runs: list[ComparedRun] = Field(description="In the order in which they were named.")
+    differences: dict[str, dict[str, Any]] = Field(description="Fields that are not the same in all, by run.")
+    common: dict[str, Any] = Field(description="Fields that are.")
+
+
+async def compare(session: AsyncSession, ids: Sequence[str]) -> RunComparison:
+    """Compare runs by what was asked of them and what came of it; the session has to be a snapshot."""
+    wanted = list(dict.fromkeys(ids))
+    if not 2 <= len(wanted) <= _MOST:
+        message = f"name 2 to {_MOST} different runs, with commas between them"
+        raise invalid([FieldError(field="ids", code="wrong_number", message=message)])
+    found = {run.id: run for run in (await session.scalars(select(Run).where(Run.id.in_(wanted)))).all()}
+    for id in wanted:
+        if id not in found:
+            raise not_found("run", id)
+    runs = [found[id] for id in wanted]
+    fields = {run.id: _fields(run) for run in runs}
+    differences, common = {}, {}
+    for name in dict.fromkeys(name for of_run in fields.values() for name in of_run):
+        values = {id: of_run.get(name) for id, of_run in fields.items()}
+        first = values[wanted[0]]
+        if all(value == first and type(value) is type(first) for value in values.values()):
+            common[name] = first
+        else:
+            differences[name] = values
+    described = [await _reached(session, run) for run in runs]
+    return RunComparison(runs=described, differences=differences, common=common)
+
+
+def _fields(run: Run) -> dict[str, Any]:
+    asked = {f"config.{name}": value for name, value in run.config.items()}
+    return asked | {name: getattr(run, name) for name in _COMPARED}
+
+
+async def _reached(session: AsyncSession, run: Run) -> ComparedRun:
+    series = await curves(session, run.id, None, 0, None, _FEWEST_POINTS) if run.attempt else {}
+    ended = run.started_at and run.finished_at
+    return ComparedRun(
+        run_id=run.id,
+        name=run.name,
+        experiment_id=run.experiment_id,
+        status=TrainingStatus(run.status),
+        current_step=run.current_step,
+        total_steps=run.total_steps,
+        best_loss=run.best_loss,
+        seconds=(run.finished_at - run.started_at).total_seconds() if ended else None,  # type: ignore[operator]
+        metrics={
+            name: Reached(last_step=one.steps[-1], last=one.values[-1], min=one.min, max=one.max)
+            for name, one in series.items()
+            if one.steps
+        },
+    )

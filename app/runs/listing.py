@@ -1,0 +1,107 @@
+"""Lists of runs: filtered, newest or best first, as fast on the last page as on the first."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sqlalchemy import ColumnElement, Select, select, tuple_, union_all
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.errors import FieldError, invalid
+from app.pagination import Paging, fetch
+from app.runs.config import TrainingStatus
+from app.runs.models import TERMINAL, Run
+
+Sort = Literal["created_at", "best_loss"]
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Which runs to list; None: any."""
+
+    experiment_id: str | None = None
+    status: tuple[TrainingStatus, ...] = ()
+    tag: str | None = None
+    parent_run_id: str | None = None
+    base_model: str | None = None
+
+    def conditions(self) -> list[ColumnElement[bool]]:
+        """All but that on the status."""
+        found: list[ColumnElement[bool]] = []
+        if self.experiment_id is not None:
+            found.append(Run.experiment_id == self.experiment_id)
+        if self.tag is not None:
+            found.append(Run.tags.contains([self.tag]))
+        if self.parent_run_id is not None:
+            found.append(Run.parent_run_id == self.parent_run_id)
+        if self.base_model is not None:
+            found.append(Run.config["base_model"].astext == self.base_model)
+        return found
+
+    def on_status(self) -> list[ColumnElement[bool]]:
+        """The condition on the status, if there is one."""
+        return [Run.status.in_([status.value for status in self.status])] if self.status else []
+
+
+async def page(
+    session: AsyncSession, filters: Filters, paging: Paging, sort: Sort = "created_at"
+) -> tuple[list[Run], bool]:
+    """One page of runs and whether there are more: newest first, or lowest loss first and those without one last."""
+    if sort == "best_loss":
+        return await _best_first(session, filters, paging)
+    if len(filters.status) < 2:
+        return await fetch(session, select(Run).where(*filters.conditions(), *filters.on_status()), Run.id, paging)
+    # Each status on its own comes from an index in the right order; all at once would have to be sorted.
+    some: list[Select[Any]] = []
+    for status in set(filters.status):
+        of_status = select(Run.id).where(*filters.conditions(), Run.status == status.value)
+        if paging.after is not None:
+            of_status = of_status.where(Run.id < paging.after)
+        some.append(of_status.order_by(Run.id.desc()).limit(paging.limit + 1))
+    ids = union_all(*(one.subquery().select() for one in some)).subquery()
+    return await fetch(session, select(Run).where(Run.id.in_(select(ids.c.id))), Run.id, paging)
+
+
+async def _best_first(session: AsyncSession, filters: Filters, paging: Paging) -> tuple[list[Run], bool]:
+    conditions = [*filters.conditions(), *filters.on_status()]
+    after = None if paging.after is None else await _place(session, paging.after)
+    runs: list[Run] = []
+    if after is None or after[0] is not None:
+        runs = await _with_loss(session, conditions, after, paging.limit + 1)
+    if len(runs) <= paging.limit:
+        last = paging.after if after is not None and after[0] is None else None
+        without = select(Run).where(*conditions, Run.final_loss.is_(None), Run.best_loss.is_(None))
+        rest, has_more = await fetch(session, without, Run.id, Paging(paging.limit - len(runs) or 1, last))
+        has_more = has_more or len(runs) + len(rest) > paging.limit
+        return (runs + rest)[: paging.limit], has_more
+    return runs[: paging.limit], True
+
+
+async def _place(session: AsyncSession, run_id: str) -> tuple[float | None, str]:
+    found = (await session.execute(select(Run.best_loss).where(Run.id == run_id))).one_or_none()
+    if found is None:
+        message = "there is no such run any more; begin with the first page"
+        raise invalid([FieldError(field="after", code="unknown_cursor", message=message)])
+    return found[0], run_id
+
+
+async def _with_loss(
+    session: AsyncSession, conditions: list[ColumnElement[bool]], after: tuple[float | None, str] | None, most: int
+) -> list[Run]:
+    """Those that have ended, from an index; those that train are few and their losses change: they are sorted."""
+    ended = (Run.final_loss, [Run.final_loss.is_not(None)])
+    begun = (Run.best_loss, [Run.best_loss.is_not(None), Run.attempt > 0, Run.status.not_in(TERMINAL)])
+    parts = []
+    for loss, where in (ended, begun):
+        part = select(Run.id, loss.label("loss")).where(*conditions, *where)
+        if after is not None:
+            part = part.where(tuple_(loss, Run.id) > tuple_(*after))
+        parts.append(part.order_by(loss, Run.id).limit(most).subquery().select())
+    both = union_all(*parts).subquery()
+    query = select(Run).join(both, Run.id == both.c.id).order_by(both.c.loss, both.c.id).limit(most)
+    return list((await session.scalars(query)).all())
+
+
+async def best_of(session: AsyncSession, experiment_id: str) -> Run | None:
+    """The run of an experiment with the lowest loss; the older one of two equals."""
+    found = await _with_loss(session, [Run.experiment_id == experiment_id], None, 1)
+    return found[0] if found else None

@@ -1,0 +1,251 @@
+"""What may go after a time: events by the month, checkpoints, whole runs.
+
+Never what a run that has not ended needs, nor what is pinned, nor what a later run goes on from or builds on.
+"""
+
+import asyncio
+import logging
+import re
+from dataclasses import astuple, dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from sqlalchemy import ColumnElement, func, select, text, update
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
+from sqlalchemy.orm import aliased
+
+from app.checkpoints import retention
+from app.checkpoints.models import Checkpoint
+from app.clock import utc_now
+from app.config import Settings
+from app.db import async_engine
+from app.errors import as_api_error
+from app.events.partitions import month_after
+from app.ids import id_at
+from app.runs import removal
+from app.runs.models import TERMINAL, Run
+from app.storage import Storage
+
+log = logging.getLogger(__name__)
+
+_LOCK = 0x707275  # "pru": one at a time, by whichever replica or command
+_EVERY_SECONDS = 3600.0
+_RUNS_AT_ONCE = 500
+_MONTH = re.compile(r"run_events_(\d{4})_(\d\d)")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Days after the end of a run; None: for ever."""
+
+    events_days: float | None = None
+    checkpoints_days: float | None = None
+    runs_days: float | None = None
+
+    @classmethod
+    def of(cls, settings: Settings) -> "Policy":
+        """As the settings have it."""
+        return cls(settings.keep_events_days, settings.keep_checkpoints_days, settings.keep_runs_days)
+
+    def or_else(self, other: "Policy") -> "Policy":
+        """This, and for what it does not say the other."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Policy(*(mine if mine is not None else theirs for mine, theirs in pairs))
+
+
+@dataclass
+class Pruned:
+    """What went, or would go."""
+
+    runs: int = 0
+    checkpoints: int = 0
+    checkpoint_bytes: int = 0
+    months: list[str] = field(default_factory=list)
+    """Months whose events went, such as `2026-01`."""
+    is_busy: bool = False
+    """Somebody else was at it; nothing was done."""
+
+    def told(self, dry_run: bool) -> str:
+        """In a sentence."""
+        months = f"the events of {', '.join(self.months)}" if self.months else "no events"
+        size = f"{self.checkpoint_bytes / 2**20:,.0f} MiB"
+        verb = "Would delete" if dry_run else "Deleted"
+        return f"{verb} {self.runs:,} runs, {self.checkpoints:,} checkpoints ({size}) and {months}."
+
+
+class Pruning:
+    """One pass over everything, in small transactions: whatever ends it, the next goes on."""
+
+    def __init__(self, engine: AsyncEngine, storage: Storage, policy: Policy, dry_run: bool = False) -> None:
+        self._engine = engine
+        self._sessions = async_sessionmaker(engine, expire_on_commit=False)
+        self._storage = storage
+        self._policy = policy
+        self._dry_run = dry_run
+        self._found = Pruned()
+
+    async def all(self) -> Pruned:
+        """Do what the policy says; answers what that was."""
+        async with self._engine.connect() as turn:
+            await turn.execute(text("SET LOCAL idle_in_transaction_session_timeout = 0"))
+            if not await turn.scalar(text("SELECT pg_try_advisory_xact_lock(:key)"), {"key": _LOCK}):
+                return Pruned(is_busy=True)
+            if self._policy.runs_days is not None:
+                await self._runs(_before(self._policy.runs_days))
+            if self._policy.checkpoints_days is not None:
+                await self._checkpoints(_before(self._policy.checkpoints_days))
+            if self._policy.events_days is not None:
+                await self._events(_before(self._policy.events_days))
+        return self._found
+
+    async def _runs(self, before: datetime) -> None:
+        """Whole runs, those first that nothing builds on; what becomes free by that is next."""
+        gone: set[str] = set()
+        while True:
+            async with self._sessions() as session, session.begin():
+                other = aliased(Run)
+                needed = select(other.id).where((other.parent_run_id == Run.id) | (other.base_run_id == Run.id))
+                if gone:  # a dry run only imagines that they went
+                    needed = needed.where(other.id.not_in(gone))
+                query = select(Run.id).where(*_ended(before), ~Run.pinned, ~needed.exists())
+                if gone:
+                    query = query.where(Run.id.not_in(gone))
+                found = (await session.scalars(query.limit(_RUNS_AT_ONCE).with_for_update(skip_locked=True))).all()
+                if not found:
+                    break
+                self._found.runs += len(found)
+                if self._dry_run:
+                    gone.update(found)
+                else:
+                    await removal.drop(session, select(Run.id).where(Run.id.in_(found)))
+        if not self._dry_run:
+            await removal.finish(self._sessions, self._storage)
+
+    async def _checkpoints(self, before: datetime) -> None:
+        """Checkpoints of runs that have ended, but the furthest and the best of each."""
+        last = ""
+        several = (
+            select(Checkpoint.run_id)
+            .where(Checkpoint.deleted_at.is_(None))
+            .group_by(Checkpoint.run_id)
+            .having(func.count() > 1)
+        )
+        while True:
+            query = select(Run.id).where(*_ended(before), ~Run.pinned, Run.id.in_(several), Run.id > last)
+            async with self._sessions() as session:
+                runs = (await session.scalars(query.order_by(Run.id).limit(_RUNS_AT_ONCE))).all()
+            for run_id in runs:
+                await self._checkpoints_of(run_id)
+            if not runs:
+                break
+            last = runs[-1]
+
+    async def _checkpoints_of(self, run_id: str) -> None:
+        async with self._sessions() as session, session.begin():
+            # Whoever resumes the run at this moment holds it.
+            await session.execute(select(Run.id).where(Run.id == run_id).with_for_update())
+            rows = (await session.execute(retention.retire_ended(run_id))).all()
+            self._found.checkpoints += len(rows)
+            self._found.checkpoint_bytes += sum(row.bytes for row in rows)
+            if self._dry_run:
+                await session.rollback()
+                return
+        for row in rows:
+            await asyncio.to_thread(self._storage.remove_checkpoint, run_id, row.attempt, row.name)
+
+    async def _events(self, before: datetime) -> None:
+        async with self._sessions() as session:
+            partitions = (
+                await session.scalars(
+                    text(
+                        "SELECT child.relname FROM pg_inherits JOIN pg_class AS child ON child.oid = inhrelid "
+                        "WHERE inhparent = 'run_events'::regclass ORDER BY child.relname"
+                    )
+                )
+            ).all()
+        for name in partitions:
+            if (match := _MONTH.fullmatch(name)) is None:
+                continue
+            start = datetime(int(match[1]), int(match[2]), 1, tzinfo=UTC)
+            if month_after(start) <= before and await self._month(name, start, before):
+                self._found.months.append(f"{start:%Y-%m}")
+
+    async def _month(self, name: str, start: datetime, before: datetime) -> bool:
+        """Drop a month's partition, or exchange it for one with the events of pinned runs alone; no row is deleted."""
+        low, high = id_at("run", start), id_at("run", month_after(start))
+        inside = (Run.id >= low, Run.id < high)
+        async with self._sessions() as session, session.begin():
+            # Appends wait behind this lock: rather another time than for long.
+            await session.execute(text("SET LOCAL lock_timeout = '2s'"))
+            young = select(Run.id).where(*inside, Run.status.not_in(TERMINAL) | (Run.finished_at > before))
+            if await session.scalar(young.limit(1)):
+                return False
+            kept = list((await session.scalars(select(Run.id).where(*inside, Run.pinned))).all())
+            has_others = text(f"SELECT 1 FROM {name} WHERE run_id <> ALL(:kept) LIMIT 1")
+            if not await session.scalar(has_others, {"kept": kept}):
+                return False
+            if not self._dry_run:
+                await _exchange(session, name, kept, low, high)
+                truncated = update(Run).where(*inside, Run.id.not_in(kept), Run.first_seq <= Run.event_seq)
+                await session.execute(truncated.values(first_seq=Run.event_seq + 1))
+        return True
+
+
+async def _exchange(session: AsyncSession, name: str, kept: list[str], low: str, high: str) -> None:
+    # Names are those of partitions that this service made; bounds are made of digits and base32 alone.
+    if kept:
+        await session.execute(text(f"CREATE TABLE {name}_kept (LIKE {name} INCLUDING ALL)"))
+        await session.execute(
+            text(f"INSERT INTO {name}_kept SELECT * FROM {name} WHERE run_id = ANY(:kept)"), {"kept": kept}
+        )
+    await session.execute(text(f"ALTER TABLE run_events DETACH PARTITION {name}"))
+    await session.execute(text(f"DROP TABLE {name}"))
+    if kept:
+        await session.execute(text(f"ALTER TABLE {name}_kept RENAME TO {name}"))
+        await session.execute(
+            text(f"ALTER TABLE run_events ATTACH PARTITION {name} FOR VALUES FROM ('{low}') TO ('{high}')")
+        )
+
+
+def _ended(before: datetime) -> list[ColumnElement[bool]]:
+    # Ids sort by time: older than the end is the beginning, so this bounds the search by the primary key.
+    started_before: Any = Run.id < id_at("run", before + timedelta(days=1))
+    return [Run.status.in_(TERMINAL), Run.finished_at < before, started_before]
+
+
+def _before(days: float) -> datetime:
+    return utc_now() - timedelta(days=days)
+
+
+def prune(settings: Settings, policy: Policy, dry_run: bool) -> Pruned:
+    """One pass, for a command."""
+
+    async def once() -> Pruned:
+        engine = async_engine(settings.database_url or "", pool_size=2)
+        try:
+            return await Pruning(engine, Storage(settings), policy, dry_run).all()
+        finally:
+            await engine.dispose()
+
+    return asyncio.run(once())
+
+
+def in_background(engine: AsyncEngine, storage: Storage, settings: Settings) -> asyncio.Task[None]:
+    """Do what the settings say now and every hour, until cancelled; and finish what deleted runs have left."""
+
+    async def loop() -> None:
+        sessions = async_sessionmaker(engine, expire_on_commit=False)
+        while True:
+            try:
+                await removal.finish(sessions, storage)
+                found = await Pruning(engine, storage, Policy.of(settings)).all()
+                if found != Pruned() and not found.is_busy:
+                    log.info("pruned: %s", found)
+            except Exception as error:
+                if as_api_error(error) is None:
+                    log.exception("pruning failed, trying again in an hour")
+                else:
+                    log.info("pruning has to wait: %s", error)
+            await asyncio.sleep(_EVERY_SECONDS)
+
+    return asyncio.create_task(loop(), name="pruning")

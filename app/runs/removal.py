@@ -1,0 +1,89 @@
+"""Runs that go: the row at once, what may be large (events, curves, files) bit by bit behind it."""
+
+import asyncio
+import logging
+
+from sqlalchemy import Select, delete, func, select, text
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
+from sqlalchemy.orm import aliased
+
+from app.errors import conflict, not_found
+from app.events.models import RunEvent
+from app.runs.models import TERMINAL, MetricRollup, Removal, Run
+from app.storage import Storage
+
+log = logging.getLogger(__name__)
+
+_LOCK = 0x72656D  # "rem": one replica at a time; it does not matter which
+_EVENTS_AT_ONCE = 20_000
+_NAMED = 3
+
+
+async def remove(session: AsyncSession, run_id: str) -> None:
+    """Remove a run that has ended; 409 while it is live, pinned, or needed by another run."""
+    # Whoever is making a run that goes on from this one, or builds on it, holds it: we wait, and then see that run.
+    run = await session.scalar(select(Run).where(Run.id == run_id).with_for_update())
+    if run is None:
+        raise not_found("run", run_id)
+    if run.status not in TERMINAL:
+        raise conflict("run_is_live", f"Run {run_id} is {run.status}; stop it first, and delete it when it has ended.")
+    if run.pinned:
+        raise conflict(
+            "run_is_pinned", f'Run {run_id} is {run.status} and pinned; PATCH it with {{"pinned": false}} first.'
+        )
+    needed_by = (await session.scalars(needing(select(Run.id).where(Run.id == run_id)).limit(_NAMED))).all()
+    if needed_by:
+        raise conflict(
+            "run_is_needed",
+            f"Run {run_id} is {run.status}, and {', '.join(needed_by)} went on from it or builds on its output: "
+            "delete these first.",
+        )
+    await drop(session, select(Run.id).where(Run.id == run_id))
+
+
+def needing(runs: Select[str]) -> Select[str]:
+    """Ids of other runs that resumed one of `runs` or have its output as their base model."""
+    other = aliased(Run)
+    return select(other.id).where(
+        other.parent_run_id.in_(runs) | other.base_run_id.in_(runs),
+        other.id.not_in(runs),
+    )
+
+
+async def drop(session: AsyncSession, runs: Select[str]) -> None:
+    """Remove the rows of `runs`, and note that the rest of them has to follow. The caller has looked and locked."""
+    noted = insert(Removal).from_select(["run_id"], runs).on_conflict_do_nothing()
+    await session.execute(noted)
+    await session.execute(delete(Run).where(Run.id.in_(runs)))
+
+
+async def finish(sessions: async_sessionmaker[AsyncSession], storage: Storage) -> int:
+    """Remove what removed runs have left; answers of how many. Whatever ends it, the next call goes on."""
+    done = 0
+    async with sessions() as holding:
+        # Held until the end of this session's transaction, which may be idle while files go.
+        await holding.execute(text("SET LOCAL idle_in_transaction_session_timeout = 0"))
+        if not await holding.scalar(text("SELECT pg_try_advisory_xact_lock(:key)"), {"key": _LOCK}):
+            return 0
+        while run_id := await holding.scalar(select(Removal.run_id).limit(1)):
+            await asyncio.to_thread(storage.remove_run, run_id)
+            while await _some_events(sessions, run_id):
+                pass
+            async with sessions() as session, session.begin():
+                await session.execute(delete(MetricRollup).where(MetricRollup.run_id == run_id))
+                await session.execute(delete(Removal).where(Removal.run_id == run_id))
+            log.info("removed what was left of %s", run_id)
+            done += 1
+    return done
+
+
+async def _some_events(sessions: async_sessionmaker[AsyncSession], run_id: str) -> bool:
+    first = select(RunEvent.seq).where(RunEvent.run_id == run_id).order_by(RunEvent.seq).limit(_EVENTS_AT_ONCE)
+    last = select(func.max(first.subquery().c.seq))
+    async with sessions() as session, session.begin():
+        reached = await session.scalar(last)
+        if reached is None:
+            return False
+        await session.execute(delete(RunEvent).where(RunEvent.run_id == run_id, RunEvent.seq <= reached))
+    return True

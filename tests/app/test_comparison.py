@@ -1,0 +1,48 @@
+"""Runs side by side: what differs, what does not, and what came of it."""
+
+from collections.abc import Iterator
+
+import pytest
+from sqlalchemy import Engine
+
+from app.db import sync_engine
+from app.ids import new_id
+from tests.factories import Trainer, make_dataset, make_run
+from tests.server import ApiServer
+
+
+@pytest.fixture
+def engine(api: ApiServer) -> Iterator[Engine]:
+    engine = sync_engine(api.settings.database_url or "")
+    yield engine
+    engine.dispose()
+
+
+def test_tells_where_configurations_differ_and_what_each_run_has_reached(api: ApiServer, engine: Engine) -> None:
+    dataset = make_dataset(engine)
+    one = Trainer(engine, make_run(api.client, dataset, config={"lora_r": 8}, name="small")["id"]).begin()
+    one.metric(1, loss=3.0)
+    one.metric(2, loss=2.0)
+    one.events("eval", {"step": 2, "metrics": {"loss": 2.5}})
+    one.complete()
+    two = make_run(api.client, dataset, config={"lora_r": 16})
+    answer = api.client.get("/v1/runs/compare", params={"ids": f"{two['id']}, {one.run_id}"})
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    assert [run["run_id"] for run in found["runs"]] == [two["id"], one.run_id]
+    assert found["differences"] == {"config.lora_r": {two["id"]: 16, one.run_id: 8}}
+    assert found["common"]["config.base_model"] == "any" and found["common"]["dataset_id"] == dataset
+    waiting, ended = found["runs"]
+    assert (waiting["status"], waiting["seconds"], waiting["metrics"]) == ("pending", None, {})
+    assert (ended["name"], ended["status"], ended["seconds"] >= 0) == ("small", "completed", True)
+    assert ended["metrics"]["loss"] == {"last_step": 2, "last": 2.0, "min": 2.0, "max": 3.0}
+    assert ended["metrics"]["eval.loss"]["last"] == 2.5
+
+
+def test_two_to_twenty_runs_that_there_are(api: ApiServer, engine: Engine) -> None:
+    run = make_run(api.client, make_dataset(engine))["id"]
+    for ids in ("", run, f"{run},{run}", ",".join(new_id("run") for _ in range(21))):
+        assert api.client.get("/v1/runs/compare", params={"ids": ids}).status_code == 422
+    missing = new_id("run")
+    refused = api.client.get("/v1/runs/compare", params={"ids": f"{run},{missing}"})
+    assert refused.status_code == 404 and missing in refused.json()["detail"]

@@ -1,0 +1,158 @@
+"""Lists of runs in every order and by every filter, page by page, against all runs sorted in Python."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, event, func, insert, text
+
+from app.db import sync_engine
+from app.ids import new_id
+from app.runs.models import TERMINAL, Run
+from tests.factories import make_dataset, make_experiment
+from tests.rows import add_worker, run_row
+from tests.server import ApiServer
+
+_STATUSES = ("pending", "running", "completed", "failed", "cancelled")
+
+
+@pytest.fixture(scope="module")
+def engine(shared_api: ApiServer) -> Iterator[Engine]:
+    engine = sync_engine(shared_api.settings.database_url or "")
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture(scope="module")
+def made(engine: Engine) -> list[dict[str, Any]]:
+    """Two hundred runs of every kind, oldest first."""
+    chance = random.Random(5)
+    experiments = [make_experiment(engine) for _ in range(3)]
+    dataset, worker = make_dataset(engine), add_worker(engine)
+    rows = []
+    for _ in range(200):
+        status = chance.choice(_STATUSES)
+        live, ended = status == "running", status in TERMINAL
+        loss = chance.choice([None, 1.0, round(chance.random(), 2)]) if status != "pending" else None
+        rows.append(
+            {
+                "id": new_id("run"), "experiment_id": chance.choice(experiments), "dataset_id": dataset,
+                "name": "a run", "backend": "fake", "config": {"base_model": chance.choice(["a", "b"])},
+                "given": [], "status": status,
+                "tags": chance.sample(["x", "y", "z"], chance.randrange(3)), "attempt": int(status != "pending"),
+                "epoch": 1, "best_loss": loss, "final_loss": loss if ended else None,
+                "finished_at": func.now() if ended else None, "lease_owner": worker if live else None,
+                "lease_expires_at": text("now() + interval '1 day'") if live else None,
+                "stop_requested_at": func.now() if status == "cancelled" else None,
+                "error_code": "internal" if status == "failed" else None,
+            }
+        )  # fmt: skip
+    with engine.begin() as connection:
+        for row in rows:
+            connection.execute(insert(Run).values(row))
+    return rows
+
+
+def listed(api: ApiServer, limit: int, **query: Any) -> list[str]:
+    """All ids, page by page."""
+    found: list[str] = []
+    while True:
+        after = {"after": found[-1]} if found else {}
+        answer = api.client.get("/v1/runs", params={"limit": limit, **query, **after})
+        assert answer.status_code == 200, answer.text
+        page = answer.json()
+        found += [run["id"] for run in page["data"]]
+        if not page["has_more"]:
+            return found
+        assert len(page["data"]) == limit
+
+
+def _by_loss(row: dict[str, Any]) -> Any:
+    return (0, row["best_loss"], row["id"]) if row["best_loss"] is not None else (1, 0.0, _reversed(row["id"]))
+
+
+def _reversed(id: str) -> tuple[int, ...]:
+    return tuple(-ord(letter) for letter in id)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_page_of_every_order_and_filter(shared_api: ApiServer, made: list[dict[str, Any]], seed: int) -> None:
+    chance = random.Random(seed)
+    query: dict[str, Any] = {}
+    rows = list(made)
+    if chance.random() < 0.5:
+        query["status"] = chance.sample(_STATUSES, chance.randrange(1, 4))
+        rows = [row for row in rows if row["status"] in query["status"]]
+    if chance.random() < 0.5:
+        query["experiment_id"] = made[0]["experiment_id"]
+        rows = [row for row in rows if row["experiment_id"] == query["experiment_id"]]
+    if chance.random() < 0.3:
+        query["tag"] = "x"
+        rows = [row for row in rows if "x" in row["tags"]]
+    if chance.random() < 0.3:
+        query["base_model"] = "b"
+        rows = [row for row in rows if row["config"]["base_model"] == "b"]
+    if seed % 2:
+        query["sort"] = "best_loss"
+        rows.sort(key=_by_loss)
+    else:
+        rows.sort(key=lambda row: row["id"], reverse=True)
+    assert listed(shared_api, chance.choice([1, 3, 7, 50]), **query) == [row["id"] for row in rows]
+
+
+def test_a_cursor_that_is_gone_is_refused_where_its_place_is_not_known(shared_api: ApiServer) -> None:
+    answer = shared_api.client.get("/v1/runs", params={"sort": "best_loss", "after": new_id("run")})
+    assert (answer.status_code, answer.json()["errors"][0]["code"]) == (422, "unknown_cursor")
+
+
+def test_the_loss_of_a_run_that_ends_is_set_by_the_database(engine: Engine, made: list[dict[str, Any]]) -> None:
+    running = next(row for row in made if row["status"] == "running" and row["best_loss"] is not None)
+    end = text(
+        "UPDATE runs SET status = 'completed', finished_at = now(), lease_owner = NULL, lease_expires_at = NULL "
+        "WHERE id = :id"
+    )
+    try:
+        with engine.begin() as connection:
+            connection.execute(end, {"id": running["id"]})
+        assert run_row(engine, running["id"]).final_loss == running["best_loss"]
+    finally:
+        running["status"] = "completed"
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        {},
+        {"experiment_id": "exp_" + "0" * 26},
+        {"status": "failed"},
+        {"base_model": "a"},
+        {"sort": "best_loss"},
+        {"sort": "best_loss", "experiment_id": "exp_" + "0" * 26},
+    ],
+    ids=str,
+)
+def test_no_list_reads_all_runs_or_sorts_more_than_a_page(
+    shared_api: ApiServer, engine: Engine, made: list[dict[str, Any]], query: dict[str, Any]
+) -> None:
+    """By the plans that Postgres makes when it may not read the whole table."""
+    statements: list[tuple[str, Any]] = []
+
+    def note(_connection: Any, _cursor: Any, statement: str, parameters: Any, *_: Any) -> None:
+        if "FROM runs" in statement:
+            statements.append((statement, parameters))
+
+    server = shared_api.application.state.engine.sync_engine
+    event.listen(server, "before_cursor_execute", note)
+    try:
+        assert shared_api.client.get("/v1/runs", params=query).status_code == 200
+    finally:
+        event.remove(server, "before_cursor_execute", note)
+    assert statements
+    with engine.connect() as connection:
+        connection.exec_driver_sql("SET enable_seqscan = off; SET enable_bitmapscan = off")
+        for statement, parameters in statements:
+            plan = "\n".join(connection.exec_driver_sql(f"EXPLAIN {statement}", parameters).scalars())
+            assert "Seq Scan" not in plan, plan
+            # The page is sorted at last, and those that train; nothing else is.
+            assert plan.count("Sort Key") <= (3 if "sort" in query else 0), plan

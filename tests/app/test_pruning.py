@@ -1,0 +1,196 @@
+"""Retention: what is old goes, and never what somebody needs."""
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, func, select, text
+from typer.testing import CliRunner
+
+from app.checkpoints.models import Checkpoint
+from app.cli import cli
+from app.config import Settings
+from app.db import sync_engine
+from app.events.models import RunEvent
+from app.events.partitions import ensure_partitions
+from app.ids import id_at
+from app.runs.models import Run
+from app.runs.pruning import Policy, Pruned, prune
+from app.storage import Storage
+from tests.factories import Trainer, mark_checkpoint, mark_run
+from tests.rows import add_run, run_row
+from tests.server import ThreadServer
+from tests.waiting import eventually
+
+JANUARY = datetime(2025, 1, 10, tzinfo=UTC)
+FEBRUARY = datetime(2025, 2, 10, tzinfo=UTC)
+
+
+@pytest.fixture
+def engine(settings: Settings) -> Iterator[Engine]:
+    engine = sync_engine(settings.database_url or "")
+    with engine.begin() as connection:
+        ensure_partitions(connection, JANUARY)
+    yield engine
+    engine.dispose()
+
+
+class Made:
+    """Makes runs of some months ago."""
+
+    def __init__(self, engine: Engine, settings: Settings) -> None:
+        self.engine = engine
+        self.storage = Storage(settings)
+        self._count = 0
+
+    def run(self, at: datetime, ended: bool = True, points: int = 50, **values: Any) -> Trainer:
+        self._count += 1
+        trainer = Trainer(self.engine, add_run(self.engine, id=id_at("run", at + timedelta(seconds=self._count))).id)
+        trainer.begin()
+        trainer.events("metric", *({"step": step, "loss": float(step % 7)} for step in range(points)))
+        if ended:
+            trainer.complete()
+            values |= {"finished_at": at}
+        if values:
+            mark_run(self.engine, trainer.run_id, **values)
+        return trainer
+
+    def checkpoint(self, trainer: Trainer, step: int, **values: Any) -> Path:
+        trainer.checkpoint(step, **values)
+        folder = self.storage.checkpoint_dir(trainer.run_id, trainer.attempt, step)
+        folder.mkdir(parents=True)
+        return folder
+
+
+@pytest.fixture
+def made(engine: Engine, settings: Settings) -> Made:
+    return Made(engine, settings)
+
+
+def events(engine: Engine, run_id: str) -> int:
+    with engine.connect() as connection:
+        return connection.scalar(select(func.count()).where(RunEvent.run_id == run_id)) or 0
+
+
+def partitions(engine: Engine) -> set[str]:
+    query = text("SELECT relname FROM pg_class WHERE relname LIKE 'run_events_2025%' AND relkind = 'r'")
+    with engine.connect() as connection:
+        return set(connection.scalars(query))
+
+
+def runs(engine: Engine) -> set[str]:
+    with engine.connect() as connection:
+        return set(connection.scalars(select(Run.id)))
+
+
+class TestEvents:
+    def test_a_month_goes_once_all_its_runs_are_old_and_curves_stay(
+        self, engine: Engine, made: Made, settings: Settings
+    ) -> None:
+        old, older = made.run(FEBRUARY), made.run(JANUARY)
+        found = prune(settings, Policy(events_days=30), dry_run=False)
+        assert found == Pruned(months=["2025-01", "2025-02"])
+        assert partitions(engine) == {"run_events_2025_03"}
+        with ThreadServer(settings) as api:
+            for trainer in (old, older):
+                assert events(engine, trainer.run_id) == 0
+                row = run_row(engine, trainer.run_id)
+                assert row.first_seq == row.event_seq + 1
+                loss = api.client.get(f"/v1/runs/{trainer.run_id}/metrics").json()["series"]["loss"]
+                assert (loss["min"], loss["max"], loss["steps"][0], loss["steps"][-1]) == (0.0, 6.0, 0, 49)
+        assert prune(settings, Policy(events_days=30), dry_run=False) == Pruned()
+
+    def test_not_while_a_run_of_the_month_goes_on(self, engine: Engine, made: Made, settings: Settings) -> None:
+        live, ended = made.run(JANUARY, ended=False), made.run(JANUARY)
+        young = made.run(FEBRUARY)
+        mark_run(engine, young.run_id, finished_at=datetime.now(UTC))
+        assert prune(settings, Policy(events_days=30), dry_run=False) == Pruned()
+        assert all(events(engine, trainer.run_id) > 50 for trainer in (live, ended, young))
+
+    def test_events_of_pinned_runs_stay_when_their_month_goes(
+        self, engine: Engine, made: Made, settings: Settings
+    ) -> None:
+        pinned, other = made.run(JANUARY, pinned=True), made.run(JANUARY)
+        before = events(engine, pinned.run_id)
+        assert prune(settings, Policy(events_days=30), dry_run=False).months == ["2025-01"]
+        assert (events(engine, pinned.run_id), events(engine, other.run_id)) == (before, 0)
+        assert run_row(engine, pinned.run_id).first_seq == 1
+        assert "run_events_2025_01" in partitions(engine)
+        assert prune(settings, Policy(events_days=30), dry_run=False) == Pruned()
+
+    def test_a_stream_says_what_is_gone_and_how_the_run_has_ended(self, made: Made, settings: Settings) -> None:
+        trainer = made.run(JANUARY)
+        prune(settings, Policy(events_days=30), dry_run=False)
+        with ThreadServer(settings) as api:
+            path = f"/v1/runs/{trainer.run_id}"
+            answer = api.client.get(f"{path}/events")
+            assert "event: truncated" in answer.text and "event: end" in answer.text
+            lines = [json.loads(line) for line in api.client.get(f"{path}/events?format=ndjson").text.splitlines()]
+            assert [line.get("status") for line in lines] == [None, "completed"]
+            assert api.client.get(f"{path}/events", params={"after": lines[-1]["seq"]}).status_code == 204
+            assert api.client.get(f"{path}/logs?follow=true").text == ""
+
+
+class TestCheckpoints:
+    def test_the_furthest_the_best_the_pinned_and_those_resumed_from_stay(
+        self, engine: Engine, made: Made, settings: Settings
+    ) -> None:
+        trainer = made.run(JANUARY)
+        folders = [made.checkpoint(trainer, step, metrics={"eval_loss": abs(step - 2)}) for step in range(1, 7)]
+        with engine.connect() as connection:
+            ids = list(connection.scalars(select(Checkpoint.id).order_by(Checkpoint.step)))
+        mark_checkpoint(engine, ids[2], pinned=True)
+        child = made.run(FEBRUARY, resume_checkpoint_id=ids[3])
+        would = prune(settings, Policy(checkpoints_days=30), dry_run=True)
+        assert (would.checkpoints, would.checkpoint_bytes) == (2, 20) and all(folder.is_dir() for folder in folders)
+        assert prune(settings, Policy(checkpoints_days=30), dry_run=False) == would
+        assert [folder.is_dir() for folder in folders] == [False, True, True, True, False, True]
+        assert prune(settings, Policy(checkpoints_days=30), dry_run=False) == Pruned()
+        assert child.run_id in runs(engine)
+
+    def test_runs_that_are_live_young_or_pinned_keep_all(self, made: Made, settings: Settings) -> None:
+        live = made.run(JANUARY, ended=False)
+        young, pinned = made.run(JANUARY), made.run(JANUARY, pinned=True)
+        mark_run(made.engine, young.run_id, finished_at=datetime.now(UTC))
+        folders = [made.checkpoint(trainer, step) for trainer in (live, young, pinned) for step in (1, 2, 3)]
+        assert prune(settings, Policy(checkpoints_days=30), dry_run=False) == Pruned()
+        assert all(folder.is_dir() for folder in folders)
+
+
+class TestRuns:
+    def test_old_runs_go_with_those_that_only_they_needed(self, engine: Engine, made: Made, settings: Settings) -> None:
+        base = made.run(JANUARY)
+        child = made.run(JANUARY, parent_run_id=base.run_id)
+        needed = made.run(JANUARY)
+        waiting = add_run(engine, base_run_id=needed.run_id).id
+        pinned = made.run(JANUARY, pinned=True)
+        young = made.run(datetime.now(UTC) - timedelta(days=1))
+        would = prune(settings, Policy(runs_days=30), dry_run=True)
+        assert would == Pruned(runs=2) and base.run_id in runs(engine)
+        assert prune(settings, Policy(runs_days=30), dry_run=False) == Pruned(runs=2)
+        assert runs(engine) == {needed.run_id, waiting, pinned.run_id, young.run_id}
+        assert events(engine, child.run_id) == 0
+
+    def test_the_settings_are_the_policy_of_a_running_service(self, made: Made, settings: Settings) -> None:
+        trainer = made.run(JANUARY)
+        with ThreadServer(settings.model_copy(update={"keep_runs_days": 30})) as api:
+            eventually(lambda: api.client.get(f"/v1/runs/{trainer.run_id}").status_code == 404)
+
+
+class TestCommand:
+    def test_says_what_would_go_and_what_went(
+        self, made: Made, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made.run(JANUARY)
+        for name, value in settings.model_dump().items():
+            if value is not None:
+                monkeypatch.setenv(f"ANNEAL_{name.upper()}", str(value))
+        command = CliRunner()
+        nothing = command.invoke(cli, ["prune"])
+        assert nothing.exit_code == 1 and "ANNEAL_KEEP_" in nothing.output
+        told = command.invoke(cli, ["prune", "--runs-days", "30", "--dry-run"])
+        assert told.output == "Would delete 1 runs, 0 checkpoints (0 MiB) and no events.\n"
+        assert command.invoke(cli, ["prune", "--runs-days", "30"]).output.startswith("Deleted 1 runs")

@@ -1,0 +1,143 @@
+"""Renaming, pinning and deleting: what is needed stays, what goes goes whole."""
+
+from collections.abc import Iterator
+
+import pytest
+from sqlalchemy import Engine, func, select, text
+
+from app.db import sync_engine
+from app.events.models import RunEvent
+from app.ids import new_id
+from app.runs.models import MetricRollup, Removal
+from app.storage import Storage
+from tests.factories import Trainer, make_dataset, make_experiment, make_run, mark_run
+from tests.rows import add_run
+from tests.server import ApiServer
+from tests.waiting import eventually
+
+
+@pytest.fixture(scope="module")
+def engine(shared_api: ApiServer) -> Iterator[Engine]:
+    engine = sync_engine(shared_api.settings.database_url or "", pool_size=10)
+    yield engine
+    engine.dispose()
+
+
+def trained(api: ApiServer, engine: Engine, **body: object) -> str:
+    """A completed run with everything that a run leaves; answers its id."""
+    trainer = Trainer(engine, make_run(api.client, make_dataset(engine), **body)["id"]).begin()
+    for step in range(1, 40):
+        trainer.metric(step, loss=1.0)
+    trainer.checkpoint(40)
+    trainer.complete().write_output(Storage(api.settings))
+    return trainer.run_id
+
+
+def left_of(engine: Engine, run_id: str) -> dict[str, int]:
+    """How many rows there are of it, where."""
+    tables = {"events": RunEvent, "curves": MetricRollup, "removals": Removal}
+    with engine.connect() as connection:
+        found = {
+            name: connection.scalar(select(func.count()).select_from(table).where(table.run_id == run_id)) or 0
+            for name, table in tables.items()
+        }
+        for table in ("run_attempts", "checkpoints"):
+            found[table] = connection.scalar(text(f"SELECT count(*) FROM {table} WHERE run_id = :id"), {"id": run_id})
+    return found
+
+
+class TestEdit:
+    def test_name_tags_and_pin_change_and_what_is_left_out_stays(self, shared_api: ApiServer, engine: Engine) -> None:
+        run = make_run(shared_api.client, make_dataset(engine), name="one", tags=["a"])
+        path = f"/v1/runs/{run['id']}"
+        edited = shared_api.client.patch(path, json={"name": "two", "pinned": True})
+        assert edited.status_code == 200
+        assert (edited.json()["name"], edited.json()["tags"], edited.json()["pinned"]) == ("two", ["a"], True)
+        assert shared_api.client.patch(path, json={"tags": []}).json() == shared_api.client.get(path).json()
+        assert shared_api.client.get(path).json()["tags"] == []
+        for wrong in ({"status": "completed"}, {"name": ""}, {"pinned": "yes"}):
+            assert shared_api.client.patch(path, json=wrong).status_code == 422
+        shared_api.client.post(f"{path}/stop")
+
+    def test_an_experiment_too(self, shared_api: ApiServer, engine: Engine) -> None:
+        path = f"/v1/experiments/{make_experiment(engine)}"
+        edited = shared_api.client.patch(path, json={"description": "why", "tags": ["t"]}).json()
+        assert (edited["name"], edited["description"], edited["tags"]) == ("an experiment", "why", ["t"])
+        assert shared_api.client.get(path).json() == edited
+        assert shared_api.client.patch(f"/v1/experiments/{new_id('exp')}", json={}).status_code == 404
+
+    def test_a_checkpoint_can_be_pinned_and_let_go(self, shared_api: ApiServer, engine: Engine) -> None:
+        run_id = trained(shared_api, engine)
+        (found,) = shared_api.client.get(f"/v1/runs/{run_id}/checkpoints").json()["data"]
+        path = f"/v1/runs/{run_id}/checkpoints/{found['id']}"
+        for pinned in (True, False):
+            assert shared_api.client.patch(path, json={"pinned": pinned}).json()["pinned"] is pinned
+            assert shared_api.client.get(path).json()["pinned"] is pinned
+        assert shared_api.client.patch(path, json={}).status_code == 422
+
+
+class TestDeleteRun:
+    def test_everything_of_it_goes(self, shared_api: ApiServer, engine: Engine) -> None:
+        run_id, other = trained(shared_api, engine), trained(shared_api, engine)
+        folder = Storage(shared_api.settings).run_dir(run_id)
+        before = left_of(engine, other)
+        assert folder.is_dir() and left_of(engine, run_id)["events"] > 40
+        assert shared_api.client.delete(f"/v1/runs/{run_id}").status_code == 204
+        assert shared_api.client.get(f"/v1/runs/{run_id}").status_code == 404
+        assert shared_api.client.get(f"/v1/runs/{run_id}/events").status_code == 404
+        eventually(lambda: not any(left_of(engine, run_id).values()) and not folder.exists())
+        assert left_of(engine, other) == before
+        assert shared_api.client.delete(f"/v1/runs/{run_id}").status_code == 404
+
+    def test_one_that_has_not_ended_stays(self, shared_api: ApiServer, engine: Engine) -> None:
+        run = make_run(shared_api.client, make_dataset(engine))
+        refused = shared_api.client.delete(f"/v1/runs/{run['id']}")
+        assert (refused.status_code, refused.json()["code"]) == (409, "run_is_live")
+        assert "pending" in refused.json()["detail"]
+        shared_api.client.post(f"/v1/runs/{run['id']}/stop")
+        assert shared_api.client.delete(f"/v1/runs/{run['id']}").status_code == 204
+
+    def test_one_that_is_pinned_stays(self, shared_api: ApiServer, engine: Engine) -> None:
+        run_id = trained(shared_api, engine)
+        mark_run(engine, run_id, pinned=True)
+        assert shared_api.client.delete(f"/v1/runs/{run_id}").json()["code"] == "run_is_pinned"
+
+    def test_one_that_others_build_on_stays_until_they_are_gone(self, shared_api: ApiServer, engine: Engine) -> None:
+        run_id = trained(shared_api, engine)
+        resumed = shared_api.client.post(f"/v1/runs/{run_id}/resume", json={"from": "start"}).json()["id"]
+        built = make_run(shared_api.client, make_dataset(engine))["id"]
+        mark_run(engine, built, base_run_id=run_id)
+        for needing in (resumed, built):
+            refused = shared_api.client.delete(f"/v1/runs/{run_id}")
+            assert (refused.status_code, refused.json()["code"]) == (409, "run_is_needed")
+            assert needing in refused.json()["detail"]
+            shared_api.client.post(f"/v1/runs/{needing}/stop")
+            assert shared_api.client.delete(f"/v1/runs/{needing}").status_code == 204
+        assert shared_api.client.delete(f"/v1/runs/{run_id}").status_code == 204
+
+
+class TestDeleteExperiment:
+    def test_its_runs_go_with_it(self, shared_api: ApiServer, engine: Engine) -> None:
+        experiment = make_experiment(engine)
+        run_id = trained(shared_api, engine, experiment_id=experiment)
+        # A run and the one that resumed it go together.
+        child = shared_api.client.post(f"/v1/runs/{run_id}/resume", json={"from": "start"}).json()["id"]
+        refused = shared_api.client.delete(f"/v1/experiments/{experiment}")
+        assert (refused.status_code, refused.json()["code"]) == (409, "experiment_is_live")
+        assert child in refused.json()["detail"]
+        shared_api.client.post(f"/v1/runs/{child}/stop")
+        assert shared_api.client.delete(f"/v1/experiments/{experiment}").status_code == 204
+        for gone in (f"/v1/experiments/{experiment}", f"/v1/runs/{run_id}", f"/v1/runs/{child}"):
+            assert shared_api.client.get(gone).status_code == 404
+        eventually(lambda: not any(left_of(engine, run_id).values()))
+
+    def test_not_while_a_run_is_pinned_or_needed_elsewhere(self, shared_api: ApiServer, engine: Engine) -> None:
+        experiment = make_experiment(engine)
+        run_id = trained(shared_api, engine, experiment_id=experiment)
+        mark_run(engine, run_id, pinned=True)
+        assert shared_api.client.delete(f"/v1/experiments/{experiment}").json()["code"] == "run_is_pinned"
+        mark_run(engine, run_id, pinned=False)
+        elsewhere = add_run(engine, base_run_id=run_id).id
+        refused = shared_api.client.delete(f"/v1/experiments/{experiment}").json()
+        assert refused["code"] == "run_is_needed" and elsewhere in refused["detail"]
+        shared_api.client.post(f"/v1/runs/{elsewhere}/stop")
