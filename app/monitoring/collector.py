@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
 
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -23,6 +23,7 @@ class Metrics:
     """Everything that one API process exports, on a registry of its own."""
 
     def __init__(self, requests: RequestMetrics, streams: Streams, queue: Queue, dispatcher: Dispatcher) -> None:
+        disable_created_metrics()  # a second series for each counter, telling when it began
         self.registry = CollectorRegistry()
         self._service = ServiceCollector(streams, queue)
         for collector in (requests.answered, requests.seconds, streams.lag, dispatcher.losses, self._service):

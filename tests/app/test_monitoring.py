@@ -322,6 +322,7 @@ async def test_a_run_that_is_taken_back_from_a_silent_worker_counts(settings: Se
 def test_a_scrape_shows_streams_that_are_open(api: ApiServer, engine: Engine) -> None:
     run = make_run(api.client, make_dataset(engine))["id"]
     with api.client.stream("GET", f"/v1/runs/{run}/events") as answer:
-        next(answer.iter_bytes())
+        body = answer.iter_bytes()
+        next(body)
         eventually(lambda: value(scrape(api), "anneal_streams", state="live") == 1)
     eventually(lambda: value(scrape(api), "anneal_streams", state="live") == 0)
