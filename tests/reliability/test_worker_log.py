@@ -14,7 +14,7 @@ def test_lines_of_supervisor_and_lease_carry_run_and_attempt(stack: Stack) -> No
     worker = stack.add_worker()
     stack.until(run_id, "running")
     with stack.engine.begin() as connection:
-        # As a reaper would that called it lost. The trainer says nothing meanwhile, so it is the lease that hears of it.
+        # As a reaper would that called it lost. The trainer says nothing, so the lease is the first to hear of it.
         connection.execute(text("UPDATE runs SET epoch = epoch + 1 WHERE id = :id"), {"id": run_id})
 
     def lines() -> list[dict[str, Any]]:
