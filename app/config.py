@@ -51,6 +51,8 @@ class Settings(BaseSettings):
     """Let models from the hub bring their own code; only the operator can switch this on."""
     allow_hub: bool = True
     """Let `base_model` name a model of the Hugging Face hub."""
+    log_format: Literal["json", "console"] | None = None
+    """How API and workers log; unset: for people on a terminal, as JSON anywhere else."""
     allowed_hosts: str = ""
     """Further Host headers that the API answers to, comma-separated, beside loopback and `host`."""
 

@@ -18,6 +18,7 @@ import app.datasets.service
 import app.events.endpoints
 import app.experiments.endpoints
 import app.health
+import app.monitoring.endpoints
 import app.runs.curves
 import app.runs.endpoints
 import app.runs.log_endpoints
@@ -30,6 +31,9 @@ from app.db import async_engine, session_maker
 from app.events.stream import Streams
 from app.hosts import Hosts
 from app.intake import Intake
+from app.monitoring.collector import Metrics
+from app.monitoring.requests import RequestMetrics, Requests
+from app.monitoring.snapshot import Snapshots
 from app.queue import Queue
 from app.runs.dispatcher import Dispatcher
 from app.storage import Storage
@@ -47,6 +51,7 @@ class Anneal(FastAPI):
 def create_app(settings: Settings | None = None) -> FastAPI:
     """The application; without settings it reads the environment, without URLs it uses the embedded servers."""
     settings = embedded.resolve_urls(settings or get_settings())
+    requests = RequestMetrics()
     api = Anneal(
         title="Anneal",
         version=version("anneal"),
@@ -55,17 +60,19 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         redoc_url=None,
         # A redirect to the path with its slash would send the key a second time, perhaps elsewhere.
         redirect_slashes=False,
-        # From the outside in: an id for everything, then who may ask, then what may be asked.
+        # From the outside in: a line and an id for everything, then who may ask, then what may be asked.
         middleware=[
+            Middleware(Requests, metrics=requests),
             Middleware(errors.RequestIds),
             Middleware(Hosts, settings=settings),
             Middleware(Authentication),
             Middleware(Intake, settings=settings),
         ],
     )
-    api.state.settings = settings
+    api.state.settings, api.state.requests = settings, requests
     errors.install(api)
     api.include_router(app.health.router)
+    api.include_router(app.monitoring.endpoints.router)
     for resource in (
         app.experiments.endpoints,
         app.datasets.endpoints,
@@ -95,6 +102,8 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     api.state.engine, api.state.sessions, api.state.storage = engine, sessions, storage
     api.state.auth, api.state.queue, api.state.streams = Auth(sessions), queue, streams
     api.state.curve_reads = asyncio.Semaphore(app.runs.curves.READS_AT_A_TIME)
+    api.state.snapshots = Snapshots(dispatching, settings)
+    api.state.metrics = Metrics(api.state.requests, streams, queue, dispatcher)
     # Every stream stalls while the collector passes over all that lives: so it leaves out what was imported, and takes
     # a full pass after some millions of new objects instead of every 70,000 (a thousand streams have 300,000).
     gc.collect()

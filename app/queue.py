@@ -136,6 +136,11 @@ class Queue:
         except (RedisError, OSError):
             return False
 
+    @property
+    def is_listening(self) -> bool:
+        """Whether wake-ups reach us; without them streams poll."""
+        return self._pubsub is not None
+
     async def listen(self, run_id: str, callback: Callable[[], None]) -> None:
         """Call `callback` whenever a run has new events, or may have had some unheard."""
         self._listeners[events_channel(run_id)] = callback

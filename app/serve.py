@@ -10,7 +10,7 @@ import time
 import uvicorn
 from sqlalchemy.exc import SQLAlchemyError
 
-from app import migrate
+from app import migrate, process_logs
 from app.config import Settings
 from app.db import is_away, sync_engine
 from app.home import HomeError, make_private_folder, read_json, write_private_json
@@ -91,6 +91,7 @@ def serve(settings: Settings, listener: socket.socket) -> None:
         signal.signal(ending, lambda number, _: told_to_end.append(number))
     from app.main import create_app
 
+    process_logs.set_up(settings.log_format)
     refuse_older_database(settings)
     told = make_private_folder(settings.home / "run") / "api.json"
     write_private_json(told, {"url": base_url(listener), "pid": os.getpid()})
@@ -102,7 +103,8 @@ def serve(settings: Settings, listener: socket.socket) -> None:
             http="httptools",
             ws="none",
             lifespan="on",
-            access_log=False,
+            access_log=False,  # app.monitoring.requests has one with ids and without query strings
+            log_config=None,
             log_level="info",
             # A client's word on its own address would get round the limit on wrong keys.
             proxy_headers=False,

@@ -272,7 +272,9 @@ class Up:
         )
 
     def _env(self) -> dict[str, str]:
-        return self._resolved().child_environment() | {"PYTHONUNBUFFERED": "1"}
+        # What they log goes to files below ANNEAL_HOME, where people read it.
+        for_people = {"ANNEAL_LOG_FORMAT": "console"}
+        return for_people | self._resolved().child_environment() | {"PYTHONUNBUFFERED": "1"}
 
     def _end_gently(self) -> None:
         """The worker first: its trainers save, and what they say must still find a database."""

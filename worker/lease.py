@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from sqlalchemy.exc import SQLAlchemyError
 
+from app.process_logs import in_this_context
 from app.runs import lifecycle
 from worker.host import Host
 from worker.process import TrainingProcess
@@ -43,7 +44,7 @@ class Lease:
         self._process: TrainingProcess | None = None
         self._now = threading.Event()
         self._over = False
-        self._thread = threading.Thread(target=self._keep, name=f"lease {run_id}", daemon=True)
+        self._thread = threading.Thread(target=in_this_context(self._keep), name=f"lease {run_id}", daemon=True)
 
     def __enter__(self) -> "Lease":
         self._host.hold(self)

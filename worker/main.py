@@ -9,6 +9,7 @@ from typing import Any
 from celery.apps.worker import Worker
 from celery.concurrency.thread import TaskPool
 
+from app import process_logs
 from app.config import Settings, get_settings
 from app.embedded import resolve_urls
 from app.home import HomeError
@@ -23,11 +24,10 @@ log = logging.getLogger(__name__)
 def main() -> int:
     """Run until SIGTERM or SIGINT; then trainers save, runs are handed back, and 0 is returned."""
     orders = Orders()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    for others in ("alembic", "celery", "kombu"):
-        logging.getLogger(others).setLevel(logging.WARNING)
     try:
-        return run(resolve_urls(get_settings()), orders)
+        settings = get_settings()
+        process_logs.set_up(settings.log_format)
+        return run(resolve_urls(settings), orders)
     except HomeError as error:
         print(f"anneal: {error}", file=sys.stderr)  # noqa: T201
         return 1

@@ -9,6 +9,7 @@ from typing import Any
 
 from sqlalchemy import Executable
 from sqlalchemy.exc import SQLAlchemyError
+from structlog.contextvars import bound_contextvars
 
 from app.db import is_away
 from app.events.log import Fenced
@@ -65,14 +66,18 @@ def claim(host: Host) -> Any:
         log.warning("nothing claimed, the database is away: %s", error)
         return None
     if run is not None:
-        log.info("%s: attempt %d begins", run.id, run.attempt)
+        log.info("%s: attempt %d begins", run.id, run.attempt, extra={"run_id": run.id, "attempt": run.attempt})
         host.wake(run.id)
     return run
 
 
 def supervise(host: Host, run: Any, claimed_at: float) -> None:
     """See a claimed run through to its end, or give it back; whatever happens, no process of it is left."""
-    with Lease(host, run.id, run.epoch, claimed_at) as lease, Writer(host, run, lease) as writer:
+    with (
+        bound_contextvars(run_id=run.id, attempt=run.attempt),
+        Lease(host, run.id, run.epoch, claimed_at) as lease,
+        Writer(host, run, lease) as writer,
+    ):
         try:
             ending = see_through(host, run, lease, writer)
             finish(host, writer, ending)

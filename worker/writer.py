@@ -12,6 +12,7 @@ from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from app.db import is_away
 from app.events import log as event_log
 from app.events.log import Fenced, NewEvent, Progress
+from app.process_logs import in_this_context
 from app.runs.rollups import Rollups
 from worker.host import Host
 from worker.lease import Lease
@@ -47,7 +48,7 @@ class Writer:
         self._changed = threading.Condition()
         self._over = False
         self._is_patient = False
-        self._thread = threading.Thread(target=self._write, name=f"writer {run.id}", daemon=True)
+        self._thread = threading.Thread(target=in_this_context(self._write), name=f"writer {run.id}", daemon=True)
 
     def __enter__(self) -> "Writer":
         self._thread.start()

@@ -7,14 +7,17 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from typing import Any
 
+from prometheus_client import Histogram
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from app import background
 from app.events.log import payload, read_after
+from app.process_logs import bound_to_run
 from app.queue import Queue
 
 log = logging.getLogger(__name__)
@@ -28,6 +31,7 @@ _BATCH = 500
 _KEPT_BYTES = 512 * 1024
 _READS_AT_A_TIME = 5
 _GATHER_SECONDS = 0.05
+_LAG_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 300.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,9 @@ class Frame:
 class Batch(list[Frame]):
     """Frames that go out together; encoded once, however many readers send them."""
 
+    oldest: datetime | None = None
+    """When the first of them happened, where they came from the database together."""
+
     @cached_property
     def sse(self) -> bytes:
         """All of them as `text/event-stream`."""
@@ -75,7 +82,9 @@ class Tail:
     Postgres until it is level again, and no reader makes anything grow.
     """
 
-    def __init__(self, run_id: str, position: int, read: Callable[[str, int], Awaitable[Batch]]) -> None:
+    def __init__(
+        self, run_id: str, position: int, read: Callable[[str, int], Awaitable[Batch]], lag: Histogram
+    ) -> None:
         self.run_id = run_id
         self.position = position
         self.start = position
@@ -88,6 +97,7 @@ class Tail:
         self.wake = asyncio.Event()
         self._waiting: list[asyncio.Future[None]] = []
         self._read = read
+        self._lag = lag
 
     async def follow(self) -> None:
         """Read and hand out until the run's end or until nobody is left."""
@@ -146,6 +156,9 @@ class Tail:
             self.kept_bytes -= dropped.size
             self.start = dropped[-1].seq
         self.wake_readers()
+        if frames.oldest is not None:
+            # By two clocks, the trainer's and ours: one that runs ahead must not look like the future.
+            self._lag.observe(max(0.0, time.time() - frames.oldest.timestamp()))
 
     async def _tick(self) -> None:
         """Silence is news too: readers have keep-alives to send, also while the database does not answer."""
@@ -173,6 +186,13 @@ class Streams:
         self._tails: dict[str, Tail] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._reading: dict[tuple[str, int], asyncio.Task[Batch]] = {}
+        self._readers: set[tuple[str, Reader]] = set()
+        self.lag = Histogram(
+            "anneal_event_lag_seconds",
+            "From an event to its delivery to live streams, for the oldest of each batch.",
+            buckets=_LAG_BUCKETS,
+            registry=None,
+        )
         # Readers that catch up must not take every connection from the requests beside them.
         self._reads = asyncio.Semaphore(_READS_AT_A_TIME)
 
@@ -180,6 +200,15 @@ class Streams:
         """End every tail; their readers end with the server's shutdown."""
         for task in list(self._tasks):
             await background.end(task)
+
+    def load(self) -> tuple[int, int, int]:
+        """How many streams are live, how many catch up, and how many events read here they have yet to take."""
+        live = backlog = 0
+        for run_id, reader in self._readers:
+            live += reader.tail is not None
+            if tail := self._tails.get(run_id):
+                backlog += max(0, tail.position - reader.position)
+        return live, len(self._readers) - live, backlog
 
     async def read(self, run_id: str, after: int) -> Batch:
         """The next stored events behind a cursor, encoded; one query for all who ask for the same meanwhile.
@@ -207,7 +236,9 @@ class Streams:
     async def _read(self, run_id: str, after: int) -> Batch:
         async with self._reads, self._engine.connect() as connection:
             rows = (await connection.execute(read_after(run_id, after, _BATCH))).all()
-        return Batch(Frame(seq, kind, payload(run_id, seq, ts, data).encode()) for seq, kind, ts, data in rows)
+        batch = Batch(Frame(seq, kind, payload(run_id, seq, ts, data).encode()) for seq, kind, ts, data in rows)
+        batch.oldest = rows[0][2] if rows else None
+        return batch
 
     async def batches(
         self,
@@ -227,6 +258,7 @@ class Streams:
         """
         keep_alive = KEEP_ALIVE_SECONDS if keep_alive is None else keep_alive
         reader = Reader(after)
+        self._readers.add((run_id, reader))
         last_sent = last_checked = time.monotonic()
         try:
             while until is None or reader.position < until:
@@ -252,6 +284,7 @@ class Streams:
                     if not await still_allowed():
                         return
         finally:
+            self._readers.discard((run_id, reader))
             self._leave(reader)
 
     async def _next(self, run_id: str, reader: Reader) -> Batch:
@@ -292,9 +325,9 @@ class Streams:
         """Follow the run from the reader's place, which is level with what is stored."""
         if run_id in self._tails:
             return  # behind the tail: read from Postgres once more
-        tail = self._tails[run_id] = Tail(run_id, reader.position, self.read_now)
+        tail = self._tails[run_id] = Tail(run_id, reader.position, self.read_now, self.lag)
         self._join(run_id, reader)
-        task = asyncio.create_task(self._run(tail), name=f"tail {run_id}")
+        task = asyncio.create_task(self._run(tail), name=f"tail {run_id}", context=bound_to_run(run_id))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

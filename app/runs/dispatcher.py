@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+from prometheus_client import Counter
 from sqlalchemy import text, update
 from sqlalchemy.exc import TimeoutError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
@@ -41,6 +42,12 @@ class Dispatcher:
         self._task: asyncio.Task[None] | None = None
         self._no_reap_before = 0.0
         self._partitions_at = 0.0
+        self.losses = Counter(
+            "anneal_lease_losses",
+            "Runs that this process took back from silent workers, by what became of them.",
+            ["status"],
+            registry=None,
+        )
 
     async def start(self) -> None:
         """Begin the loop."""
@@ -101,13 +108,13 @@ class Dispatcher:
     async def _reap(self, connection: AsyncConnection) -> list[str]:
         rows = (await connection.execute(lifecycle.reap(self._lease))).mappings().all()
         await connection.execute(silent_workers(self._lease))
-        return [_told(row) for row in rows]
+        return [self._told(row) for row in rows]
 
-
-def _told(row: Any) -> str:
-    log.warning("run %s: worker %s is lost, the run is %s now", row["id"], row["worker_id"], row["status"])
-    run_id: str = row["id"]
-    return run_id
+    def _told(self, row: Any) -> str:
+        run_id, worker_id, status = row["id"], row["worker_id"], row["status"]
+        log.warning("run %s: worker %s is lost, the run is %s now", run_id, worker_id, status, extra={"run_id": run_id})
+        self.losses.labels(status).inc()
+        return str(run_id)
 
 
 def silent_workers(lease_seconds: float) -> Any:

@@ -34,6 +34,14 @@ def test_lines_that_speak_of_an_error_are_shown_once_and_others_never(path: Path
     assert list(log.important_lines()) == []
 
 
+def test_of_a_record_in_json_only_what_it_says_is_shown(path: Path) -> None:
+    log = ChildLog(path)
+    append(path, '{"timestamp": "t", "level": "info", "logger": "a", "event": "fine"}\n')
+    append(path, '{"timestamp": "t", "level": "error", "logger": "app.x", "event": "no disk", "run_id": "run_1"}\n')
+    append(path, '{"level": "error", "torn\n')
+    assert list(log.important_lines()) == ["ERROR app.x: no disk", '{"level": "error", "torn']
+
+
 def test_a_flood_is_cut_to_a_handful(path: Path) -> None:
     log = ChildLog(path)
     append(path, "ERROR again\n" * 1000)

@@ -114,6 +114,12 @@ class TestReady:
         assert pids["up"] == running.process.pid
         assert all(psutil.Process(pid).ppid() == pids["up"] for name, pid in pids.items() if name != "up")
 
+    def test_its_log_files_are_for_people(self, running: Running) -> None:
+        assert running.answers()
+        lines = (running.home / "logs" / "api.log").read_text().splitlines()
+        assert any(" INFO app.monitoring.requests: GET /readyz answered with 200" in line for line in lines)
+        assert not [line for line in lines if line.startswith("{")]
+
     def test_a_second_one_on_the_same_home_is_told_so(self, running: Running) -> None:
         second = subprocess.run(command("up"), env=running.environment, capture_output=True, text=True, timeout=60)
         assert second.returncode == 1

@@ -1,0 +1,35 @@
+"""`GET /metrics`: what Prometheus scrapes."""
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client.exposition import choose_encoder
+
+from app.monitoring.collector import Metrics
+from app.monitoring.snapshot import Snapshots
+
+router = APIRouter(tags=["health"])
+
+_EXAMPLE = (
+    "# HELP anneal_queue_depth Runs that wait for a worker.\n# TYPE anneal_queue_depth gauge\nanneal_queue_depth 3.0\n"
+)
+
+
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses={
+        200: {
+            "description": "The text format of Prometheus, or OpenMetrics when `Accept` asks for it.",
+            "content": {
+                "text/plain": {"schema": {"type": "string"}, "example": _EXAMPLE},
+                "application/openmetrics-text": {"schema": {"type": "string"}},
+            },
+        }
+    },
+)
+async def get_metrics(request: Request) -> Response:
+    """Figures for Prometheus. While the database is away they are those of this process, and `anneal_database_up 0`."""
+    metrics: Metrics = request.app.state.metrics
+    snapshots: Snapshots = request.app.state.snapshots
+    metrics.show(await snapshots.latest())
+    encode, media_type = choose_encoder(request.headers.get("accept", ""))
+    return Response(encode(metrics.registry), headers={"Content-Type": media_type, "Cache-Control": "no-store"})

@@ -1,0 +1,103 @@
+"""What is known of every request: a line in the log, a count, and how long its answer took to begin."""
+
+import logging
+import re
+import time
+
+from prometheus_client import Counter, Histogram
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from structlog.contextvars import bound_contextvars
+
+from app.errors import request_id
+
+log = logging.getLogger(__name__)
+
+_METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
+_RUN = re.compile(r"/runs/(run_[0-9a-z]{26})(?:/|$)")
+_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+class RequestMetrics:
+    """How many requests, how they were answered, how soon."""
+
+    def __init__(self) -> None:
+        self.answered = Counter(
+            "anneal_http_requests", "Requests, by how they were answered.", ["method", "route", "status"], registry=None
+        )
+        self.seconds = Histogram(
+            "anneal_http_request_duration_seconds",
+            "From a request to the beginning of its answer; streams go on for days after that.",
+            ["method", "route"],
+            buckets=_BUCKETS,
+            registry=None,
+        )
+
+
+class Requests:
+    """Outermost middleware: whatever is logged below it carries the id of its request, and of its run."""
+
+    def __init__(self, app: ASGIApp, metrics: RequestMetrics) -> None:
+        self.app = app
+        self.metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started = time.perf_counter()
+        status = 0
+
+        async def observed(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                self._count(scope, status, time.perf_counter() - started)
+            await send(message)
+
+        ids = {"request_id": request_id(scope)}
+        if run := _RUN.search(scope["path"]):
+            ids["run_id"] = run[1]
+        with bound_contextvars(**ids):
+            try:
+                await self.app(scope, receive, observed)
+            finally:
+                self._tell(scope, status, time.perf_counter() - started)
+
+    def _count(self, scope: Scope, status: int, seconds: float) -> None:
+        method, route = _method(scope), route_template(scope)
+        self.metrics.answered.labels(method, route, str(status)).inc()
+        self.metrics.seconds.labels(method, route).observe(seconds)
+
+    @staticmethod
+    def _tell(scope: Scope, status: int, seconds: float) -> None:
+        if not log.isEnabledFor(logging.INFO):
+            return
+        caller = scope["state"].get("caller")
+        method, route, ms = _method(scope), route_template(scope), round(seconds * 1000, 1)
+        extra = {
+            "method": method,
+            "route": route,
+            "status": status or None,
+            "ms": ms,
+            "key_id": None if caller is None else caller.key_id,
+        }
+        # Neither path nor query: there people have put keys, and names that are nobody's business.
+        log.info("%s %s answered with %s", method, route, status or "nothing: its client has gone", extra=extra)
+
+
+def route_template(scope: Scope) -> str:
+    """The path of a request as its route states it, so that there are as many as routes; `unmatched` for any other."""
+    route = scope.get("route")
+    if route is not None:
+        # Routes know their path below the router that they were declared on, and not the prefix of that.
+        found = re.search(route.path_regex.pattern.removeprefix("^"), scope["path"])
+        prefix = scope["path"][: found.start()] if found else ""
+        return f"{prefix}{route.path_format}"
+    app = scope.get("app")
+    if app is not None and scope["path"] in (app.docs_url, app.openapi_url):
+        return str(scope["path"])
+    return str(scope.get("root_path") or "unmatched")
+
+
+def _method(scope: Scope) -> str:
+    return scope["method"] if scope["method"] in _METHODS else "other"

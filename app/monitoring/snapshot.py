@@ -1,0 +1,141 @@
+"""What the database knows of the service's state: one statement, cheap however many runs there have been."""
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from sqlalchemy import text
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from app.clock import utc_now
+from app.config import Settings
+from app.ids import id_at
+from app.workers.service import FRESH_LEASES
+
+log = logging.getLogger(__name__)
+
+FRESH_SECONDS = 5.0
+"""How old a snapshot may be: several scrapers cost the database no more than one."""
+MOST_RECENT = 100_000
+"""Runs of the last day are counted one by one; so many of them at most."""
+MOST_LIVE = 200
+"""Live runs with figures of their own; the newest where there are more."""
+_WINDOW = timedelta(hours=24)
+_PATIENCE_SECONDS = 3.0
+
+# Live and waiting runs are few and have partial indexes, which need the statuses spelled out. All others are as many
+# as there have ever been: of those only what was created within a day is looked at, a range of the primary key.
+_QUERY = text(
+    """
+    WITH live AS MATERIALIZED (
+        SELECT id, status, current_step, total_steps FROM runs
+        WHERE status IN ('initializing', 'running', 'checkpointing')
+    ), waiting AS MATERIALIZED (
+        SELECT id, attempt, not_before FROM runs WHERE status = 'pending'
+    ), recent AS MATERIALIZED (
+        SELECT id, status FROM runs WHERE id >= :since ORDER BY id DESC LIMIT :most_recent
+    ), ended AS (
+        SELECT outcome FROM run_attempts
+        WHERE run_id >= (SELECT min(id) FROM recent) AND ended_at > now() - make_interval(secs => :window)
+        UNION ALL
+        SELECT outcome
+        FROM (SELECT id FROM live UNION ALL SELECT id FROM waiting WHERE attempt > 0) AS unfinished
+            JOIN run_attempts ON run_id = id
+        WHERE id < coalesce((SELECT min(id) FROM recent), 'run_z') AND ended_at > now() - make_interval(secs => :window)
+    ), present AS (
+        SELECT id, state FROM workers
+        WHERE state <> 'offline' AND heartbeat_at > clock_timestamp() - make_interval(secs => :silence)
+    )
+    SELECT
+        (SELECT json_object_agg(status, n) FROM (SELECT status, count(*) AS n FROM live GROUP BY status) AS s) AS live,
+        (SELECT count(*) FROM waiting) AS waiting,
+        (SELECT extract(epoch FROM greatest(now() - min(not_before), interval '0')) FROM waiting) AS oldest,
+        (SELECT json_object_agg(status, n)
+            FROM (SELECT status, count(*) AS n FROM recent GROUP BY status) AS s) AS recent,
+        (SELECT json_object_agg(outcome, n)
+            FROM (SELECT outcome, count(*) AS n FROM ended GROUP BY outcome) AS s) AS ended,
+        (SELECT json_agg(json_build_array(id, current_step, total_steps))
+            FROM (SELECT id, current_step, total_steps FROM live ORDER BY id DESC LIMIT :most_live) AS s) AS steps,
+        (SELECT json_object_agg(state, n)
+            FROM (SELECT state, count(*) AS n FROM present GROUP BY state) AS s) AS workers,
+        (SELECT json_agg(json_build_array(kind, busy, n)) FROM (
+            SELECT kind, run_id IS NOT NULL AS busy, count(*) AS n
+            FROM devices JOIN present ON present.id = worker_id GROUP BY 1, 2
+        ) AS s) AS devices
+    """
+)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of the service at one moment."""
+
+    live: dict[str, int]
+    """Runs that a worker has, by status."""
+    waiting: int
+    oldest_waiting_seconds: float
+    recent: dict[str, int]
+    """Runs created within the last day, by their present status."""
+    ended: dict[str, int]
+    """Attempts that ended within the last day, of these runs and of unfinished ones, by outcome."""
+    steps: list[tuple[str, int, int | None]]
+    """Run, step, and steps in all, of live runs."""
+    workers: dict[str, int]
+    devices: dict[tuple[str, bool], int]
+    """By kind, and by whether a run has it."""
+    query_seconds: float
+
+
+class Snapshots:
+    """The newest snapshot, taken anew when somebody asks and it has grown old."""
+
+    def __init__(self, engine: AsyncEngine, settings: Settings) -> None:
+        """`engine` is best not that of the requests: many of those would look like an absent database."""
+        self._engine = engine
+        self._silence = settings.lease_seconds * FRESH_LEASES
+        self._taking = asyncio.Lock()
+        self._taken_at = -FRESH_SECONDS
+        self._latest: Snapshot | None = None
+
+    async def latest(self) -> Snapshot | None:
+        """At most some seconds old; None while the database does not answer."""
+        async with self._taking:
+            if time.monotonic() - self._taken_at >= FRESH_SECONDS:
+                self._latest = await self._take()
+                self._taken_at = time.monotonic()
+        return self._latest
+
+    async def _take(self) -> Snapshot | None:
+        asked = time.monotonic()
+        values = {
+            "since": id_at("run", utc_now() - _WINDOW),
+            "window": _WINDOW.total_seconds(),
+            "silence": self._silence,
+            "most_recent": MOST_RECENT,
+            "most_live": MOST_LIVE,
+        }
+        try:
+            async with asyncio.timeout(_PATIENCE_SECONDS), self._engine.connect() as connection:
+                row = (await connection.execute(_QUERY, values)).one()
+        except (SQLAlchemyError, OSError) as error:  # a time-out is an OSError
+            log.warning("metrics without the database's figures: %s", str(error) or "it did not answer in time")
+            return None
+        return _snapshot(row, time.monotonic() - asked)
+
+
+def _snapshot(row: Any, seconds: float) -> Snapshot:
+    return Snapshot(
+        live=row.live or {},
+        waiting=row.waiting,
+        oldest_waiting_seconds=float(row.oldest or 0),
+        recent=row.recent or {},
+        ended=row.ended or {},
+        steps=[(run_id, step, total) for run_id, step, total in row.steps or []],
+        workers=row.workers or {},
+        devices={(kind, busy): count for kind, busy, count in row.devices or []},
+        query_seconds=seconds,
+    )

@@ -1,0 +1,78 @@
+"""How the API and workers log: lines for people or JSON for collectors, with the ids that they belong to."""
+
+import json
+import logging
+import re
+import sys
+from collections.abc import Callable
+from contextvars import Context, copy_context
+from typing import Literal
+
+from structlog.contextvars import bind_contextvars, merge_contextvars
+from structlog.processors import TimeStamper, format_exc_info
+from structlog.stdlib import ExtraAdder, ProcessorFormatter, add_log_level, add_logger_name
+from structlog.typing import EventDict, WrappedLogger
+
+Format = Literal["json", "console"]
+
+_FIRST = ("timestamp", "level", "logger", "event")
+_ONLY_WARNINGS = ("alembic", "celery", "httpcore", "httpx", "kombu")
+# Nobody means to log a key or the password of a URL; in an error of a library it may come along.
+_SECRET = re.compile(r"(\banneal_)[A-Za-z0-9_-]{43}|(://[^\s:/@]*:)[^\s@]+(?=@)")
+
+
+def set_up(chosen: Format | None) -> None:
+    """Send what this process logs to standard error; unset: for people on a terminal, as JSON anywhere else."""
+    render = _console if (chosen or ("console" if sys.stderr.isatty() else "json")) == "console" else _json
+    handler = logging.StreamHandler()
+    handler.setFormatter(_formatter(render))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.captureWarnings(True)
+    for name in _ONLY_WARNINGS:
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def bound_to_run(run_id: str) -> Context:
+    """A context to begin a task in: what it logs belongs to a run, and to no request that happened to start it."""
+    context = Context()
+    context.run(bind_contextvars, run_id=run_id)
+    return context
+
+
+def in_this_context(work: Callable[[], None]) -> Callable[[], None]:
+    """`work` for a thread that is to log under the same ids as the one that starts it."""
+    context = copy_context()
+    return lambda: context.run(work)
+
+
+class _Redacting(ProcessorFormatter):
+    """Formats a record, its traceback too, and takes out what must not be in a log."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return _SECRET.sub(lambda found: f"{found[1] or found[2]}[redacted]", super().format(record))
+
+
+def _formatter(render: Callable[[WrappedLogger, str, EventDict], str]) -> ProcessorFormatter:
+    return _Redacting(
+        foreign_pre_chain=[
+            merge_contextvars,
+            add_log_level,
+            add_logger_name,
+            ExtraAdder(),
+            TimeStamper(fmt="%Y-%m-%dT%H:%M:%S.%fZ", utc=True),
+        ],
+        processors=[ProcessorFormatter.remove_processors_meta, format_exc_info, render],
+    )
+
+
+def _json(_logger: WrappedLogger, _name: str, event: EventDict) -> str:
+    ordered = {name: event.pop(name) for name in _FIRST}
+    return json.dumps({**ordered, **event}, ensure_ascii=False, default=str)
+
+
+def _console(_logger: WrappedLogger, _name: str, event: EventDict) -> str:
+    timestamp, level, logger, said = (event.pop(name) for name in _FIRST)
+    traceback = event.pop("exception", None)
+    ids = "".join(f" {name}={value}" for name, value in event.items() if value is not None)
+    line = f"{timestamp} {level.upper()} {logger}: {said}{ids}"
+    return f"{line}\n{traceback}" if traceback else line

@@ -1,0 +1,328 @@
+"""What `/metrics` tells, what it costs, and what it does without a database."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from sqlalchemy import Engine, text
+from starlette.types import Scope
+
+from app.config import Settings
+from app.db import async_engine, sync_engine
+from app.events.log import NewEvent, append
+from app.events.stream import Streams
+from app.ids import id_at, new_id
+from app.monitoring.requests import route_template
+from app.monitoring.snapshot import MOST_LIVE, Snapshots
+from app.queue import Queue
+from app.runs import lifecycle
+from app.runs.dispatcher import Dispatcher
+from tests.factories import Trainer, make_dataset, make_run
+from tests.rows import add_run, add_worker, claim
+from tests.server import ApiServer, ThreadServer
+from tests.waiting import eventually, eventually_async
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def scrape(api: ApiServer) -> Samples:
+    answer = api.client.get("/metrics")
+    assert answer.status_code == 200, answer.text
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+    }
+
+
+def value(samples: Samples, name: str, **labels: str) -> float | None:
+    return samples.get((name, frozenset(labels.items())))
+
+
+@pytest.fixture
+def engine(settings: Settings) -> Iterator[Engine]:
+    engine = sync_engine(settings.database_url or "")
+    yield engine
+    engine.dispose()
+
+
+class TestTheState:
+    def test_is_counted_by_status_and_age(self, settings: Settings, engine: Engine) -> None:
+        """Live runs, waiting ones, ended ones of today, their attempts, workers and devices."""
+        with ThreadServer(settings) as api:
+            data = make_dataset(engine)
+            made = {name: make_run(api.client, data)["id"] for name in ("trains", "fails", "is lost")}
+            trainers = {}
+            for name, run_id in made.items():
+                trainers[name] = Trainer(engine, run_id).begin(step=7, total=90)
+            trainers["fails"].fail()
+            with engine.begin() as connection:
+                connection.execute(lifecycle.retry(made["is lost"], trainers["is lost"].epoch, "lost", 0.0))
+                connection.execute(
+                    text("UPDATE runs SET not_before = now() - interval '1 hour' WHERE id = :id"),
+                    {"id": made["is lost"]},
+                )
+            found = scrape(api)
+        assert value(found, "anneal_database_up") == 1
+        assert value(found, "anneal_broker_up") == 1
+        assert value(found, "anneal_runs", status="running") == 1
+        assert value(found, "anneal_runs", status="pending") == value(found, "anneal_queue_depth") == 1
+        assert value(found, "anneal_runs", status="checkpointing") == 0
+        assert 3590 < (value(found, "anneal_queue_oldest_seconds") or 0) < 3700
+        assert value(found, "anneal_runs_created_last_day", status="failed") == 1
+        assert value(found, "anneal_runs_created_last_day", status="running") == 1
+        assert value(found, "anneal_attempts_ended_last_day", outcome="retried") == 1
+        assert value(found, "anneal_attempts_ended_last_day", outcome="failed") == 1
+        assert value(found, "anneal_attempts_ended_last_day", outcome="lost") == 0
+        assert value(found, "anneal_run_step", run_id=made["trains"]) == 7
+        assert value(found, "anneal_run_planned_steps", run_id=made["trains"]) == 90
+        assert value(found, "anneal_run_step", run_id=made["fails"]) is None
+        assert value(found, "anneal_workers", state="online") == 3
+        assert value(found, "anneal_devices", kind="cpu", state="busy") == 1
+        assert value(found, "anneal_devices", kind="cpu", state="free") == 2
+        assert [name for name, _ in found if name == "anneal_build_info"]
+
+    async def test_of_a_run_that_began_long_ago_the_losses_still_count_and_its_creation_does_not(
+        self, settings: Settings, engine: Engine
+    ) -> None:
+        run_id = add_run(engine, id=id_at("run", datetime.now(UTC) - timedelta(days=9))).id
+        worker = add_worker(engine)
+        claimed = claim(engine, worker)
+        with engine.begin() as connection:
+            connection.execute(lifecycle.retry(run_id, claimed.epoch, "lost", 0.0))
+        snapshot = await self._taken(settings)
+        assert snapshot.ended == {"retried": 1}
+        assert snapshot.recent == {}
+        with engine.begin() as connection:
+            connection.execute(text("UPDATE run_attempts SET ended_at = now() - interval '2 days'"))
+        assert (await self._taken(settings)).ended == {}
+
+    async def test_of_many_live_runs_only_so_many_have_figures_of_their_own(
+        self, settings: Settings, engine: Engine
+    ) -> None:
+        with engine.begin() as connection:
+            parents = add_run(engine)
+            connection.execute(
+                text(
+                    "INSERT INTO runs (id, experiment_id, dataset_id, name, backend, config, given, status, epoch, "
+                    "attempt, lease_owner, lease_expires_at) SELECT 'run_' || lpad(n::text, 26, '0'), :experiment, "
+                    ":dataset, 'x', 'fake', '{}', '[]', 'running', 1, 1, 'wrk', now() FROM generate_series(1, 300) n"
+                ),
+                {"experiment": parents.experiment_id, "dataset": parents.dataset_id},
+            )
+        snapshot = await self._taken(settings)
+        assert snapshot.live == {"running": 300}
+        assert len(snapshot.steps) == MOST_LIVE
+
+    async def _taken(self, settings: Settings) -> Any:
+        reading = async_engine(settings.database_url or "")
+        try:
+            snapshot = await Snapshots(reading, settings).latest()
+        finally:
+            await reading.dispose()
+        assert snapshot is not None
+        return snapshot
+
+    async def test_is_asked_for_once_however_many_scrape(self, settings: Settings, engine: Engine) -> None:
+        reading = async_engine(settings.database_url or "")
+        snapshots = Snapshots(reading, settings)
+        try:
+            found = await asyncio.gather(*(snapshots.latest() for _ in range(20)))
+            assert len({id(one) for one in found}) == 1
+            add_run(engine)
+            assert await snapshots.latest() is found[0], "for some seconds the same is told"
+        finally:
+            await reading.dispose()
+
+
+class TestWithoutADatabase:
+    def test_a_scrape_still_answers_and_says_so(self, settings: Settings, engine: Engine) -> None:
+        """A key that was known stays known for some seconds; what was true of the runs is not told any more."""
+        with ThreadServer(settings) as api:
+            assert value(scrape(api), "anneal_database_up") == 1
+            api_state = api._server.config.app.state  # type: ignore[union-attr]
+            away = async_engine("postgresql://x:y@127.0.0.1:1/z")
+            api_state.snapshots = Snapshots(away, settings)
+            found = scrape(api)
+        assert value(found, "anneal_database_up") == 0
+        assert value(found, "anneal_queue_depth") is None
+        assert value(found, "anneal_runs", status="pending") is None
+        assert (value(found, "process_resident_memory_bytes") or 0) > 1e6
+        assert value(found, "anneal_http_requests_total", method="GET", route="/metrics", status="200") == 1
+
+
+class TestRequests:
+    def test_are_counted_by_the_path_of_their_route_never_by_what_was_asked_for(self, api: ApiServer) -> None:
+        api.client.get(f"/v1/runs/{new_id('run')}")
+        api.client.get(f"/v1/runs/{new_id('run')}")
+        api.client.get(f"/v1/runs/{new_id('run')}/artifacts/runs/{new_id('run')}/artifacts/x")
+        for number in range(5):
+            api.client.get(f"/nowhere/{number}")
+            api.client.request("PROPFIND", f"/nowhere/{number}")
+        api.client_with(None).get("/v1/runs/secret")
+        found = scrape(api)
+        get = {"method": "GET"}
+        assert value(found, "anneal_http_requests_total", **get, route="/v1/runs/{run_id}", status="404") == 2
+        artifact = "/v1/runs/{run_id}/artifacts/{path}"
+        assert value(found, "anneal_http_requests_total", **get, route=artifact, status="404") == 1
+        assert value(found, "anneal_http_requests_total", **get, route="unmatched", status="404") == 5
+        assert value(found, "anneal_http_requests_total", **get, route="unmatched", status="401") == 1
+        methods = {dict(labels)["method"] for name, labels in found if name == "anneal_http_requests_total"}
+        assert methods == {"GET", "other"}
+        count = "anneal_http_request_duration_seconds_count"
+        assert value(found, count, **get, route="/v1/runs/{run_id}") == 2
+
+    def test_an_open_stream_counts_as_answered_when_it_begins(self, api: ApiServer, engine: Engine) -> None:
+        run = make_run(api.client, make_dataset(engine))["id"]
+        with api.client.stream("GET", f"/v1/runs/{run}/events") as answer:
+            body = answer.iter_bytes()
+            next(body)
+            found = scrape(api)
+        route = "/v1/runs/{run_id}/events"
+        assert value(found, "anneal_http_requests_total", method="GET", route=route, status="200") == 1
+
+    def test_every_route_of_the_app_has_a_template_of_its_own(self, api: ApiServer) -> None:
+        document = api.client.get("/openapi.json").json()
+        asked = [path for path, item in document["paths"].items() if "get" in item and "{" in path]
+        for path in asked:
+            api.client.get(path.replace("{", "").replace("}", ""))
+        found = {dict(labels)["route"] for name, labels in scrape(api) if name == "anneal_http_requests_total"}
+        assert set(asked) <= {route.replace(":path", "") for route in found}
+
+    def test_what_is_mounted_counts_as_one_route(self) -> None:
+        scope: Scope = {"type": "http", "path": "/dashboard/some/file.js", "root_path": "/dashboard"}
+        assert route_template(scope) == "/dashboard"
+
+    def test_need_a_key_as_prometheus_sends_it(self, api: ApiServer) -> None:
+        assert api.client_with(None).get("/metrics").status_code == 401
+        accept = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
+        with api.client_with(api.key_with(["read"])) as prometheus:
+            answer = prometheus.get("/metrics", headers={"Accept": accept})
+        assert answer.headers["content-type"].startswith("application/openmetrics-text")
+        assert answer.text.endswith("# EOF\n")
+        assert api.client.get("/metrics").headers["content-type"].startswith("text/plain")
+
+
+class TestStreams:
+    async def test_lag_is_that_of_live_events_and_replays_do_not_count(
+        self, settings: Settings, engine: Engine
+    ) -> None:
+        run_id = add_run(engine).id
+        claimed = claim(engine, add_worker(engine))
+        reading, queue = async_engine(settings.database_url or ""), Queue(settings)
+        streams = Streams(reading, queue)
+
+        async def write(first: int, ts: float) -> None:
+            def store() -> None:
+                with engine.begin() as connection:
+                    append(connection, run_id, claimed.epoch, first, [NewEvent.of("log", ts, {"line": "x"})])
+
+            await asyncio.to_thread(store)
+
+        def observed() -> tuple[float, float]:
+            samples = {sample.name: sample.value for sample in next(iter(streams.lag.collect())).samples}
+            return samples["anneal_event_lag_seconds_count"], samples["anneal_event_lag_seconds_sum"]
+
+        await write(1, time.time() - 3600)
+        seen: list[int] = []
+
+        async def read() -> None:
+            async for _, frames in streams.batches(run_id, 0):
+                seen.extend(frame.seq for frame in frames)
+
+        reader = asyncio.create_task(read())
+        try:
+
+            async def is_live() -> bool:
+                return streams.load() == (1, 0, 0) and len(seen) >= 3  # pending, initializing, the line
+
+            await eventually_async(is_live)
+            assert observed() == (0, 0)
+            await write(2, time.time() - 7)
+
+            async def is_delivered() -> bool:
+                return observed()[0] == 1
+
+            await eventually_async(is_delivered)
+            assert 7 <= observed()[1] < 12
+            await write(3, time.time() + 3600)
+
+            async def is_counted() -> bool:
+                return observed()[0] == 2
+
+            await eventually_async(is_counted)
+            assert observed()[1] < 12, "a clock that runs ahead does not count backwards"
+        finally:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+            await streams.close()
+            await queue.close()
+            await reading.dispose()
+        assert streams.load() == (0, 0, 0)
+
+    async def test_what_a_slow_reader_has_yet_to_take_is_the_backlog(self, settings: Settings, engine: Engine) -> None:
+        run_id = add_run(engine).id
+        claimed = claim(engine, add_worker(engine))
+        reading, queue = async_engine(settings.database_url or ""), Queue(settings)
+        streams = Streams(reading, queue)
+        slow, fast = streams.batches(run_id, 0), streams.batches(run_id, 0)
+        try:
+            await anext(slow)
+
+            async def run_ahead() -> None:
+                async for _ in fast:
+                    pass
+
+            ahead = asyncio.create_task(run_ahead())
+            new = [NewEvent.of("log", time.time(), {"line": "x"}) for _ in range(40)]
+
+            def store() -> None:
+                with engine.begin() as connection:
+                    append(connection, run_id, claimed.epoch, 1, new)
+
+            await asyncio.to_thread(store)
+
+            async def shows() -> bool:
+                return streams.load()[2] >= 40
+
+            await eventually_async(shows)
+            ahead.cancel()
+            await asyncio.gather(ahead, return_exceptions=True)
+        finally:
+            await slow.aclose()  # type: ignore[attr-defined]
+            await streams.close()
+            await queue.close()
+            await reading.dispose()
+
+
+async def test_a_run_that_is_taken_back_from_a_silent_worker_counts(settings: Settings, engine: Engine) -> None:
+    add_run(engine)
+    claim(engine, add_worker(engine), lease=0.05)
+    looping, queue = async_engine(settings.database_url or ""), Queue(settings)
+    dispatcher = Dispatcher(looping, queue, settings)
+    try:
+
+        async def reaped() -> bool:
+            return bool((await dispatcher.round())[1])
+
+        await eventually_async(reaped)
+    finally:
+        await queue.close()
+        await looping.dispose()
+    samples = next(iter(dispatcher.losses.collect())).samples
+    assert [
+        sample.value for sample in samples if sample.labels == {"status": "pending"} and "_total" in sample.name
+    ] == [1]
+
+
+def test_a_scrape_shows_streams_that_are_open(api: ApiServer, engine: Engine) -> None:
+    run = make_run(api.client, make_dataset(engine))["id"]
+    with api.client.stream("GET", f"/v1/runs/{run}/events") as answer:
+        body = answer.iter_bytes()
+        next(body)
+        eventually(lambda: value(scrape(api), "anneal_streams", state="live") == 1)
+    eventually(lambda: value(scrape(api), "anneal_streams", state="live") == 0)

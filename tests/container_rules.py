@@ -1,0 +1,336 @@
+"""What must hold of the container files: each rule yields a sentence for everything that breaks it."""
+
+import fnmatch
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import typer
+import yaml
+from pydantic import ValidationError
+from typer.exceptions import TyperException
+
+from app.auth import PUBLIC
+from app.cli import cli
+from app.config import Settings
+from app.serve import REQUEST_GRACE_SECONDS
+from tests.dockerfile import Stage, read
+
+ROOT = Path(__file__).parents[1]
+FILES = ("docker-compose.yml", "Dockerfile.gpu", ".env.example", ".dockerignore", ".gitignore")
+_VARIABLE = re.compile(r"(?<!\$)\$\{(\w+)(?:(:[-?])([^}]*))?\}")
+_PINNED = re.compile(r"[\w./-]+:\d+(\.\d+)*(-[\w.]+)*")
+_SECRET = re.compile(r"PASSWORD|SECRET|TOKEN|API_KEY", re.IGNORECASE)
+_WORKER_MORE_SECONDS = 10  # app.up gives its own worker as much beyond the grace of its trainers
+_API_MORE_SECONDS = 5
+
+
+@dataclass(frozen=True)
+class Files:
+    """The container files, or spoiled copies of them."""
+
+    texts: dict[str, str]
+
+    @classmethod
+    def ours(cls) -> "Files":
+        return cls({name: (ROOT / name).read_text() for name in FILES})
+
+    @cached_property
+    def compose(self) -> dict[str, Any]:
+        """As compose sees it, with the values of `.env.example` where it has any."""
+        document: dict[str, Any] = yaml.safe_load(_VARIABLE.sub(self._value, self.texts["docker-compose.yml"]))
+        return document
+
+    @cached_property
+    def services(self) -> dict[str, dict[str, Any]]:
+        return dict(self.compose["services"])
+
+    @cached_property
+    def stages(self) -> dict[str, Stage]:
+        return {stage.name: stage for stage in read(self.texts["Dockerfile.gpu"])}
+
+    @cached_property
+    def variables(self) -> dict[str, str]:
+        """Of `.env.example`."""
+        lines = [line for line in self.texts[".env.example"].splitlines() if line and not line.startswith("#")]
+        return dict(line.split("=", 1) for line in lines)
+
+    def _value(self, found: re.Match[str]) -> str:
+        name, kind, rest = found.groups()
+        return self.variables.get(name) or (rest if kind == ":-" else f"some{name.lower()}")
+
+    def stage_of(self, service: str) -> Stage | None:
+        """Of a service that we build."""
+        target = self.services[service].get("build", {}).get("target")
+        return self.stages.get(target)
+
+    def environment(self, service: str) -> dict[str, str]:
+        """What its processes see: of the image, then of compose."""
+        stage = self.stage_of(service)
+        return {**(stage.environment if stage else {}), **self.services[service].get("environment", {})}
+
+    @property
+    def built(self) -> list[str]:
+        return [name for name, service in self.services.items() if "build" in service]
+
+    def mounts(self, service: str) -> dict[str, str]:
+        """Where which volume is mounted; "" for a tmpfs."""
+        found = {mount.split(":")[1]: mount.split(":")[0] for mount in self.services[service].get("volumes", [])}
+        return found | {mount.split(":")[0]: "" for mount in self.services[service].get("tmpfs", [])}
+
+
+def problems(files: Files) -> list[str]:
+    """Everything that is wrong with them."""
+    rules = (_commands, _copies, _users, _ports, _settings, _variables, _images, _volumes, _health, _graces, _order,
+             _hardened, _secrets)  # fmt: skip
+    return [problem for rule in rules for problem in rule(files)]
+
+
+def _commands(files: Files) -> Iterator[str]:
+    ours = [(name, files.services[name].get("command")) for name in files.built]
+    ours += [(stage.name, stage.command) for stage in files.stages.values() if stage.command]
+    for name, command in ours:
+        if not command or command[0] != "anneal":
+            yield f"{name} does not run anneal"
+        elif wrong := _no_command(command[1:]):
+            yield f"{name}: `{' '.join(command)}` is no command of ours: {wrong}"
+    documented = "\n".join([*files.texts.values(), (ROOT / "docs" / "operations.md").read_text()])
+    for service, line in re.findall(r"docker compose exec (\w+) anneal ([\w -]+)", documented):
+        if service not in files.built:
+            yield f"there is no service {service} to run `anneal {line}` in"
+        if wrong := _no_command(line.split()):
+            yield f"`anneal {line}` is no command of ours: {wrong}"
+
+
+def _no_command(arguments: list[str]) -> str | None:
+    """Why this is nothing that `anneal` takes."""
+    command: Any = typer.main.get_command(cli)
+    try:
+        while hasattr(command, "commands"):
+            if not arguments or arguments[0] not in command.commands:
+                return f"there is no {arguments[:1]}"
+            command, arguments = command.commands[arguments[0]], arguments[1:]
+        command.make_context("anneal", list(arguments))
+    except TyperException as error:
+        return str(error)
+    return None
+
+
+def _copies(files: Files) -> Iterator[str]:
+    seen: set[str] = set()
+    for stage in files.stages.values():
+        for origin, sources in stage.copies:
+            if origin is not None and origin not in seen:
+                yield f"{stage.name} copies from {origin}, which is no stage before it"
+            if origin is not None:
+                continue
+            for source in sources:
+                if not (ROOT / source).exists():
+                    yield f"{stage.name} copies {source}, which is not there"
+                if _is_ignored(source, files.texts[".dockerignore"]):
+                    yield f"{stage.name} copies {source}, which .dockerignore leaves out"
+        if stage.last("WORKDIR") is None:
+            yield f"{stage.name} has no WORKDIR"
+        seen.add(stage.name)
+    for name in files.built:
+        build = files.services[name]["build"]
+        if build["target"] not in files.stages:
+            yield f"{name} builds {build['target']}, which is no stage"
+        if not (ROOT / build["context"] / build["dockerfile"]).is_file():
+            yield f"{name} builds from {build['dockerfile']}, which is not there"
+    if not _is_ignored(".env", files.texts[".dockerignore"]):
+        yield ".env gets into the images"
+
+
+def _is_ignored(path: str, ignore: str) -> bool:
+    ignored = False
+    for line in ignore.splitlines():
+        pattern = line.strip().removeprefix("!").rstrip("/")
+        if line.strip() and not line.startswith("#") and fnmatch.fnmatch(path, pattern):
+            ignored = not line.startswith("!")
+    return ignored
+
+
+def _users(files: Files) -> Iterator[str]:
+    for name, service in files.services.items():
+        stage = files.stage_of(name)
+        user = service.get("user") or (stage.last("USER") if stage else None)
+        if str(user or "root").split(":")[0] in ("root", "0"):
+            yield f"{name} runs as root"
+
+
+def _ports(files: Files) -> Iterator[str]:
+    publishing = [name for name, service in files.services.items() if service.get("ports")]
+    if publishing != ["api"]:
+        yield f"{publishing} publish ports, not the API alone"
+    for published in files.services["api"].get("ports", []):
+        address, _, inside = str(published).rsplit(":", 2) if str(published).count(":") == 2 else ("", "", published)
+        if address != "127.0.0.1":
+            yield f"port {published} is published on every address"
+        stage = files.stage_of("api")
+        if {inside} != (stage.exposed if stage else set()) or inside != files.environment("api").get("ANNEAL_PORT"):
+            yield f"port {inside} is published, and not the one that is exposed and listened on"
+    if files.environment("api").get("ANNEAL_HOST") != "0.0.0.0":
+        yield "the API does not listen where its container can be reached"
+
+
+def _settings(files: Files) -> Iterator[str]:
+    for name in files.built:
+        ours = {key: str(value) for key, value in files.environment(name).items() if key.startswith("ANNEAL_")}
+        for key in ours:
+            if key.removeprefix("ANNEAL_").lower() not in Settings.model_fields:
+                yield f"{name}: {key} is no setting"
+        try:
+            with patch.dict(os.environ, ours):
+                settings = Settings()
+        except ValidationError as error:
+            yield f"{name}: settings that are refused: {error}"
+            continue
+        if "@postgres:5432/" not in (settings.database_url or "") or "@redis:6379" not in (settings.redis_url or ""):
+            yield f"{name} is not told of both servers"
+    database = files.services["postgres"]["environment"]
+    account = f"//{database.get('POSTGRES_USER')}:{database.get('POSTGRES_PASSWORD')}@postgres:5432/"
+    if account + str(database.get("POSTGRES_DB")) not in files.environment("api").get("ANNEAL_DATABASE_URL", ""):
+        yield "the URL of the database is not that of the account that postgres makes"
+
+
+def _variables(files: Files) -> Iterator[str]:
+    text = files.texts["docker-compose.yml"]
+    used = {found[1]: (found[2], found[3]) for found in _VARIABLE.finditer(text)}
+    for name in used.keys() - files.variables.keys():
+        yield f"{name} is not in .env.example"
+    for name in files.variables.keys() - used.keys():
+        yield f"{name} is in .env.example, and nothing uses it"
+    for name, (kind, rest) in used.items():
+        if kind is None:
+            yield f"{name} may be unset without a word"
+        if kind == ":?" and not (rest.endswith(".") and len(rest.split()) > 4):
+            yield f"{name} is required without a sentence that says what to do"
+        if _SECRET.search(name) and (kind != ":?" or files.variables.get(name)):
+            yield f"{name} has a default: a secret that everybody knows"
+
+
+def _images(files: Files) -> Iterator[str]:
+    images = [service["image"] for service in files.services.values() if "build" not in service]
+    images += [stage.image for stage in files.stages.values() if stage.image not in files.stages]
+    for image in images:
+        if not _PINNED.fullmatch(image):
+            yield f"{image} is not pinned to a version"
+    for name, wanted in (("postgres", "postgres:18"), ("redis", "redis:8")):
+        if not files.services[name]["image"].startswith(wanted):
+            yield f"{name} is not {wanted}"
+
+
+def _volumes(files: Files) -> Iterator[str]:
+    used = {volume for name in files.services for volume in files.mounts(name).values() if volume}
+    declared = set(files.compose["volumes"])
+    for volume in used ^ declared:
+        yield f"volume {volume} is used or declared, not both"
+    if files.mounts("postgres").get("/var/lib/postgresql") != "postgres":
+        yield "the data of postgres 18 is not in its volume"
+    for name in files.built:
+        mounts, environment = files.mounts(name), files.environment(name)
+        stage = files.stage_of(name)
+        made = " ".join(argument for kind, argument in stage.instructions if kind == "RUN") if stage else ""
+        if environment.get("ANNEAL_HOME") not in mounts:
+            yield f"{name} cannot write to ANNEAL_HOME"
+        for path, volume in mounts.items():
+            # A new volume takes its owner from the folder of the image that it is mounted over.
+            if volume and not re.search(rf"install -d -o anneal\b[^&]*\s{re.escape(path)}\b", made):
+                yield f"{name}: {path} belongs to root"
+    for setting, volume in (("ANNEAL_STORAGE", "storage"), ("ANNEAL_MODELS_ROOT", "models")):
+        for name in ("api", "worker"):
+            if files.mounts(name).get(files.environment(name).get(setting, "")) != volume:
+                yield f"{name}: {setting} is not the volume {volume}"
+    if files.mounts("worker").get(files.environment("worker")["ANNEAL_HOME"]) in (None, ""):
+        yield "what a worker has spooled does not survive its restart"
+    if not files.environment("worker").get("HF_HOME", "").startswith(tuple(files.mounts("worker"))):
+        yield "downloads of the worker have no volume"
+
+
+def _health(files: Files) -> Iterator[str]:
+    for name, service in files.services.items():
+        stage = files.stage_of(name)
+        if name != "migrate" and not service.get("healthcheck", {}).get("test") and not (stage and stage.health_check):
+            yield f"{name} has no health check"
+    for name in ("api", "worker"):
+        stage = files.stage_of(name)
+        if stage and stage.health_check and stage.health_check[0] != "python":
+            yield f"{name}: its health check uses {stage.health_check[0]}, which is not in the image"
+    api = files.stage_of("api")
+    asked = re.search(
+        r"HTTPConnection\('127\.0\.0\.1', (\d+).*?'GET', '([^']+)'", " ".join(api.health_check if api else [])
+    )
+    if asked is None or asked[2] not in PUBLIC or {asked[1]} != (api.exposed if api else set()):
+        yield "the health check of the API does not ask its public path on its port"
+    worker = files.stage_of("worker")
+    if worker and worker.environment.get("ANNEAL_HOME", "?") not in " ".join(worker.health_check):
+        yield "the health check of the worker does not look into its home"
+
+
+def _graces(files: Files) -> Iterator[str]:
+    lease = float(files.environment("worker").get("ANNEAL_LEASE_SECONDS", 60))
+    least = {
+        "worker": Settings(lease_seconds=lease).save_grace_seconds + _WORKER_MORE_SECONDS,
+        "api": REQUEST_GRACE_SECONDS + _API_MORE_SECONDS,
+    }
+    for name, seconds in least.items():
+        found = re.fullmatch(r"(\d+)s", str(files.services[name].get("stop_grace_period", "10s")))
+        if found is None or int(found[1]) < seconds:
+            yield f"{name} is killed within the {seconds:g} s that it may take to end"
+
+
+def _order(files: Files) -> Iterator[str]:
+    for name, service in files.services.items():
+        for other, wanted in service.get("depends_on", {}).items():
+            if other not in files.services:
+                yield f"{name} waits for {other}, which is no service"
+            elif wanted["condition"] == "service_healthy" and "healthcheck" not in files.services[other]:
+                yield f"{name} waits for the health of {other}, which has no check"
+    for name in ("api", "worker"):
+        waits = {other: it["condition"] for other, it in files.services[name].get("depends_on", {}).items()}
+        if waits.get("migrate") != "service_completed_successfully":
+            yield f"{name} starts before the database has its schema"
+    for name, service in files.services.items():
+        if name == "migrate" and str(service.get("restart")).startswith(("always", "unless")):
+            yield "migrate is started again when it has succeeded"
+        if name != "migrate" and service.get("restart") != "unless-stopped":
+            yield f"{name} stays down once it has died"
+    devices = files.services["worker"].get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices", [])
+    if not any("gpu" in device.get("capabilities", []) for device in devices):
+        yield "the worker has no GPU"
+
+
+def _hardened(files: Files) -> Iterator[str]:
+    for name, service in files.services.items():
+        if service.get("read_only") is not True:
+            yield f"{name} can write to its image"
+        if service.get("cap_drop") != ["ALL"]:
+            yield f"{name} keeps capabilities"
+        if "no-new-privileges:true" not in service.get("security_opt", []):
+            yield f"{name} can gain privileges"
+        if service.get("privileged") or service.get("cap_add"):
+            yield f"{name} is privileged"
+    if not files.compose["networks"]["data"].get("internal"):
+        yield "the servers can be reached from elsewhere"
+    for name in ("postgres", "redis"):
+        if files.services[name]["networks"] != ["data"]:
+            yield f"{name} is in more than the internal network"
+
+
+def _secrets(files: Files) -> Iterator[str]:
+    for stage in files.stages.values():
+        for name, argument in stage.instructions:
+            if name in ("ENV", "ARG") and _SECRET.search(argument):
+                yield f"{stage.name}: a secret in a layer"
+    for name in ("api", "migrate", "worker", "redis"):
+        words = " ".join(map(str, files.services[name].get("command", [])))
+        if "somepostgres_password" in words or "someredis_password" in words:
+            yield f"{name}: a secret among the arguments of a process"
+    if ".env" not in files.texts[".gitignore"].splitlines():
+        yield ".env can be committed"

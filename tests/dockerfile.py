@@ -1,0 +1,70 @@
+"""A Dockerfile as its stages, read without an engine: as much of the syntax as ours uses."""
+
+import json
+import re
+import shlex
+from dataclasses import dataclass, field
+
+_FROM = re.compile(r"(?P<image>\S+)(?:\s+AS\s+(?P<name>\S+))?", re.IGNORECASE)
+
+
+@dataclass
+class Stage:
+    """One `FROM` and what follows it."""
+
+    name: str
+    image: str
+    instructions: list[tuple[str, str]] = field(default_factory=list)
+
+    def last(self, instruction: str) -> str | None:
+        """The argument of the last such instruction, the one that counts."""
+        found = [argument for name, argument in self.instructions if name == instruction]
+        return found[-1] if found else None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """All `ENV NAME=value`."""
+        pairs = [pair for name, argument in self.instructions if name == "ENV" for pair in shlex.split(argument)]
+        return dict(pair.split("=", 1) for pair in pairs)
+
+    @property
+    def exposed(self) -> set[str]:
+        """Ports."""
+        return {port for name, argument in self.instructions if name == "EXPOSE" for port in argument.split()}
+
+    @property
+    def command(self) -> list[str]:
+        """What a container runs."""
+        return list(json.loads(self.last("CMD") or "[]"))
+
+    @property
+    def health_check(self) -> list[str]:
+        """The command that asks for its health."""
+        _, _, command = (self.last("HEALTHCHECK") or "").partition("CMD ")
+        return list(json.loads(command or "[]"))
+
+    @property
+    def copies(self) -> list[tuple[str | None, list[str]]]:
+        """Of each `COPY` the stage that it takes from (None: the build's folder) and its sources."""
+        found = []
+        for name, argument in self.instructions:
+            if name == "COPY":
+                words = argument.split()
+                origin = next((word.removeprefix("--from=") for word in words if word.startswith("--from=")), None)
+                found.append((origin, [word for word in words if not word.startswith("--")][:-1]))
+        return found
+
+
+def read(text: str) -> list[Stage]:
+    """The stages of a Dockerfile, in order."""
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    stages: list[Stage] = []
+    for line in re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines():
+        name, _, argument = line.strip().partition(" ")
+        if name == "FROM":
+            found = _FROM.fullmatch(argument.strip())
+            assert found, line
+            stages.append(Stage(found["name"] or str(len(stages)), found["image"]))
+        else:
+            stages[-1].instructions.append((name, argument.strip()))
+    return stages

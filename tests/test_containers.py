@@ -1,0 +1,135 @@
+"""The container files agree with the code, and every rule that says so can fail. No engine is needed for this."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from app.workers.local import Notebook
+from tests.container_rules import Files, problems
+from tests.server import ApiServer
+
+COMPOSE, DOCKERFILE, EXAMPLE, IGNORE, GIT = (
+    "docker-compose.yml",
+    "Dockerfile.gpu",
+    ".env.example",
+    ".dockerignore",
+    ".gitignore",
+)
+HOME = "/var/lib/anneal"
+
+SPOILED = [
+    (COMPOSE, "command: [anneal, api]", "command: [anneal, serve]", "is no command of ours"),
+    (COMPOSE, "command: [anneal, migrate]", "command: [anneal, migrate, --fast]", "is no command of ours"),
+    (COMPOSE, "exec api anneal keys create", "exec api anneal keys make", "is no command of ours"),
+    (COMPOSE, "exec api anneal", "exec web anneal", "no service web"),
+    (DOCKERFILE, 'CMD ["anneal", "worker"]', 'CMD ["anneal", "work"]', "is no command of ours"),
+    (DOCKERFILE, "COPY migrations migrations", "COPY migration migration", "which is not there"),
+    (DOCKERFILE, "COPY --from=build-worker", "COPY --from=builder", "no stage before it"),
+    (IGNORE, "!migrations/", "", "which .dockerignore leaves out"),
+    (IGNORE, "*\n", "", ".env gets into the images"),
+    (DOCKERFILE, " AS worker\n", " AS gpu\n", "which is no stage"),
+    (DOCKERFILE, "USER anneal\nEXPOSE", "EXPOSE", "api runs as root"),
+    (COMPOSE, "user: redis", "user: root", "redis runs as root"),
+    (COMPOSE, "    shm_size: 256mb", '    ports: ["127.0.0.1:5432:5432"]', "not the API alone"),
+    (COMPOSE, '"127.0.0.1:${ANNEAL_PORT', '"0.0.0.0:${ANNEAL_PORT', "on every address"),
+    (COMPOSE, ":8700\"]", ":8000\"]", "port 8000 is published"),
+    (COMPOSE, 'ANNEAL_PORT: "8700"', 'ANNEAL_PORT: "9000"', "exposed and listened on"),
+    (COMPOSE, "ANNEAL_HOST: 0.0.0.0", "ANNEAL_HOST: 127.0.0.1", "can be reached"),
+    (COMPOSE, "ANNEAL_MODELS_ROOT: /models", "ANNEAL_MODEL_ROOT: /models", "is no setting"),
+    (EXAMPLE, "ANNEAL_LOG_FORMAT=json", "ANNEAL_LOG_FORMAT=xml", "settings that are refused"),
+    (COMPOSE, "@redis:6379", "@cache:6379", "not told of both servers"),
+    (COMPOSE, "POSTGRES_DB: anneal", "POSTGRES_DB: other", "not that of the account"),
+    (EXAMPLE, "REDIS_PASSWORD=\n", "", "REDIS_PASSWORD is not in .env.example"),
+    (EXAMPLE, "ANNEAL_PORT=8700", "ANNEAL_PORT=8700\nANNEAL_SLOTS=2", "nothing uses it"),
+    (EXAMPLE, "POSTGRES_PASSWORD=\n", "POSTGRES_PASSWORD=anneal\n", "everybody knows"),
+    (COMPOSE, "${ANNEAL_LOG_FORMAT:-json}", "${ANNEAL_LOG_FORMAT}", "without a word"),
+    (COMPOSE, ":?Copy .env.example to .env and set REDIS_PASSWORD there.}", ":?unset}", "without a sentence"),
+    (COMPOSE, "image: redis:8", "image: redis:latest", "not pinned"),
+    (COMPOSE, "image: postgres:18", "image: postgres:17", "is not postgres:18"),
+    (DOCKERFILE, "python:3.12-slim-trixie AS api", "python AS api", "not pinned"),
+    (COMPOSE, "postgres:/var/lib/postgresql", "postgres:/var/lib/postgresql/data", "not in its volume"),
+    (COMPOSE, "  cache:\n", "", "volume cache"),
+    (COMPOSE, "storage:/storage", "storage:/data", "ANNEAL_STORAGE is not the volume"),
+    (COMPOSE, "worker-home:/var/lib/anneal", "worker-home:/home/anneal", "cannot write to ANNEAL_HOME"),
+    (COMPOSE, '"worker-home:/var/lib/anneal", ', "", "does not survive"),
+    (DOCKERFILE, "/storage /models /cache", "/storage /models", "/cache belongs to root"),
+    (DOCKERFILE, "HF_HOME=/cache/huggingface", "HF_HOME=/hub", "have no volume"),
+    (DOCKERFILE, "'/healthz'", "'/readyz'", "does not ask its public path"),
+    (DOCKERFILE, "'127.0.0.1', 8700", "'127.0.0.1', 80", "does not ask its public path"),
+    (DOCKERFILE, '"python", "-P", "-c", "import http', '"curl", "-P", "-c", "import http', "not in the image"),
+    (DOCKERFILE, "Path('/var/lib/anneal')", "Path('/root/.anneal')", "does not look into its home"),
+    (COMPOSE, "    healthcheck:\n      test: [CMD-S", "    x-check:\n      test: [CMD-S", "redis has no health check"),
+    (COMPOSE, "stop_grace_period: 140s", "stop_grace_period: 60s", "worker is killed within"),
+    (COMPOSE, 'ANNEAL_LEASE_SECONDS: "60"', 'ANNEAL_LEASE_SECONDS: "120"', "worker is killed within"),
+    (COMPOSE, "stop_grace_period: 30s", "", "api is killed within"),
+    (COMPOSE, "service_completed_successfully", "service_started", "its schema"),
+    (COMPOSE, "restart: on-failure:3", "restart: always", "migrate is started again"),
+    (COMPOSE, "    restart: unless-stopped\n\n  # Hints", "\n  # Hints", "postgres stays down"),
+    (COMPOSE, "capabilities: [gpu]", "capabilities: [video]", "has no GPU"),
+    (COMPOSE, "read_only: true", "read_only: false", "can write to its image"),
+    (COMPOSE, "cap_drop: [ALL]", "cap_drop: [NET_RAW]", "keeps capabilities"),
+    (COMPOSE, "no-new-privileges:true", "label:disable", "can gain privileges"),
+    (COMPOSE, "    internal: true", "    internal: false", "reached from elsewhere"),
+    (DOCKERFILE, "PYTHONUNBUFFERED=1", "HF_TOKEN=abc", "a secret in a layer"),
+    (COMPOSE, '"$$REDIS_PASSWORD" >', '"${REDIS_PASSWORD:?Set it there, in .env, please.}" >', "among the arguments"),
+    (GIT, ".env", "", ".env can be committed"),
+]  # fmt: skip
+
+
+def test_the_container_files_agree_with_the_code() -> None:
+    assert problems(Files.ours()) == []
+
+
+@pytest.mark.parametrize(("file", "right", "wrong", "told"), SPOILED, ids=[f"{it[0]}: {it[2]!r}" for it in SPOILED])
+def test_a_spoiled_copy_is_found_out(file: str, right: str, wrong: str, told: str) -> None:
+    texts = dict(Files.ours().texts)
+    assert right in texts[file], "the file has changed: spoil another place of it"
+    texts[file] = texts[file].replace(right, wrong)
+    found = problems(Files(texts))
+    assert any(told in problem for problem in found), found
+
+
+def _ask(command: list[str]) -> int:
+    """The exit code of a health check, run as it is in the image."""
+    return subprocess.run([sys.executable, *command[1:]], timeout=30, capture_output=True).returncode
+
+
+def test_the_health_check_of_the_api_tells_one_that_answers_from_one_that_is_gone(shared_api: ApiServer) -> None:
+    check = Files.ours().stages["api"].health_check
+    assert _ask([part.replace("8700", str(shared_api.port)) for part in check]) == 0
+    assert _ask([part.replace("8700", "1") for part in check]) != 0
+    elsewhere = [part.replace("8700", str(shared_api.port)).replace("/healthz", "/readyz") for part in check]
+    assert _ask(elsewhere) != 0, "it has no key, and needs none"
+
+
+def test_the_health_check_of_a_worker_tells_one_that_runs_from_one_that_is_gone(tmp_path: Path) -> None:
+    check = [part.replace(HOME, str(tmp_path)) for part in Files.ours().stages["worker"].health_check]
+    assert _ask(check) != 0
+    note = Notebook(tmp_path, "wrk_1")
+    note.open()  # of this very process, which lives
+    assert _ask(check) == 0
+    note.close()
+    assert _ask(check) != 0
+
+
+def test_redis_gets_a_configuration_that_it_takes(tmp_path: Path) -> None:
+    """What its shell writes is read back, with a password that has nothing to hide in it."""
+    words = Files.ours().services["redis"]["command"]
+    assert words[:2] == ["sh", "-c"]
+    written = tmp_path / "redis.conf"
+    script = words[2].replace("$$", "$").replace("/tmp/redis.conf", str(written)).replace("exec redis-server", "cat")
+    done = subprocess.run(
+        ["sh", "-c", script], env={"REDIS_PASSWORD": "s3cret", "PATH": "/usr/bin:/bin"}, capture_output=True, timeout=30
+    )
+    assert done.returncode == 0
+    lines = done.stdout.decode().splitlines()
+    assert lines == ["requirepass s3cret", 'save ""', "appendonly no", "maxmemory 256mb", "maxmemory-policy noeviction"]
+    assert written.stat().st_mode & 0o077 == 0
+
+
+def test_the_python_of_the_images_is_one_that_anneal_takes() -> None:
+    versions = re.findall(r"python:3\.(\d+)", Files.ours().texts[DOCKERFILE])
+    assert versions and all(int(version) >= 11 for version in versions)

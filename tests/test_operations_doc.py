@@ -1,0 +1,138 @@
+"""Figures, dashboard, alerts and their documentation name the same metrics."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from app.config import Settings
+from tests.server import ApiServer
+
+DOCS = Path(__file__).parents[1] / "docs"
+DOCUMENT = (DOCS / "operations.md").read_text()
+DASHBOARD = (DOCS / "grafana" / "anneal.json").read_text()
+ALERTS = (DOCS / "grafana" / "alerts.yml").read_text()
+_NAME = re.compile(r"\b(?:anneal|process)_[a-z_]+[a-z]\b")
+_OF_HISTOGRAM = re.compile(r"_(bucket|sum|count)$")
+
+
+@pytest.fixture(scope="module")
+def exported(shared_api: ApiServer) -> dict[str, set[str]]:
+    """Every metric by the name that queries use, with its kind."""
+    text = shared_api.client.get("/metrics").text
+    found: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(text):
+        name = family.name + ("_total" if family.type == "counter" else "")
+        found[name] = (
+            {f"{name}_{part}" for part in ("bucket", "sum", "count")} if family.type == "histogram" else {name}
+        )
+    assert len(found) > 20
+    return found
+
+
+def _expressions(dashboard: str) -> list[str]:
+    panels = [panel for panel in json.loads(dashboard)["panels"] if panel["type"] != "row"]
+    return [target["expr"] for panel in panels for target in panel["targets"]]
+
+
+def _rules(alerts: str) -> list[dict[str, Any]]:
+    groups = yaml.safe_load(alerts)["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def unknown(expressions: list[str], exported: dict[str, set[str]]) -> set[str]:
+    """Metrics that expressions name and nobody exports."""
+    series = set().union(*exported.values())
+    return {name for one in expressions for name in _NAME.findall(one)} - series
+
+
+def unbalanced(expressions: list[str]) -> list[str]:
+    return [
+        one for one in expressions if any(one.count(left) != one.count(right) for left, right in ("()", "{}", "[]"))
+    ]
+
+
+def documented(document: str) -> set[str]:
+    """Names in the first column of the table of metrics."""
+    rows = [line.split("|")[1] for line in document.splitlines() if line.startswith("| `")]
+    return {name for row in rows for name in _NAME.findall(row)}
+
+
+def test_every_exported_metric_is_documented_and_every_documented_one_exported(exported: dict[str, set[str]]) -> None:
+    assert documented(DOCUMENT) == set(exported)
+
+
+def test_labels_are_documented_as_they_are(exported: dict[str, set[str]], shared_api: ApiServer) -> None:
+    rows = [line.split("|")[1:3] for line in DOCUMENT.splitlines() if line.startswith("| `anneal_")]
+    told = {_NAME.findall(names)[0]: set(re.findall(r"`(\w+)`", labels)) for names, labels in rows}
+    families = list(text_string_to_metric_families(shared_api.client.get("/metrics").text))
+    for family in families:
+        labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+        name = family.name + ("_total" if family.type == "counter" else "")
+        if labels and name in told:
+            assert told[name] == labels, name
+
+
+def test_dashboard_and_alerts_name_only_what_is_exported(exported: dict[str, set[str]]) -> None:
+    expressions = _expressions(DASHBOARD) + [rule["expr"] for rule in _rules(ALERTS)]
+    assert len(expressions) > 30
+    assert unknown(expressions, exported) == set()
+    assert unbalanced(expressions) == []
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [("anneal_queue_depth", "anneal_queue_length"), ("anneal_event_lag_seconds_bucket", "anneal_event_lag_seconds")],
+)
+def test_a_wrong_name_in_the_dashboard_would_be_found(right: str, wrong: str, exported: dict[str, set[str]]) -> None:
+    assert right in DASHBOARD
+    assert unknown(_expressions(DASHBOARD.replace(right, wrong)), exported) == {wrong}
+
+
+def test_what_is_worth_a_look_is_on_the_dashboard(exported: dict[str, set[str]]) -> None:
+    shown = {_OF_HISTOGRAM.sub("", name) for one in _expressions(DASHBOARD) for name in _NAME.findall(one)}
+    assert {name for name in exported if name.startswith("anneal_")} - shown == set()
+
+
+def test_the_dashboard_asks_for_its_data_source_and_its_panels_do_not_overlap() -> None:
+    dashboard = json.loads(DASHBOARD)
+    assert [one["type"] for one in dashboard["templating"]["list"]] == ["datasource"]
+    assert dashboard["schemaVersion"] >= 39 and dashboard["uid"] and dashboard["title"]
+    taken: set[tuple[int, int]] = set()
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(ids) == len(set(ids))
+    for panel in dashboard["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert not cells & taken, panel["title"]
+        taken |= cells
+        if panel["type"] != "row":
+            sources = [panel["datasource"], *(target["datasource"] for target in panel["targets"])]
+            assert {source["uid"] for source in sources} == {"${datasource}"}, panel["title"]
+            assert panel["description"], panel["title"]
+
+
+def test_every_alert_says_what_it_means_and_how_long_it_waits() -> None:
+    rules = _rules(ALERTS)
+    names = [rule["alert"] for rule in rules]
+    assert len(names) == len(set(names)) > 8
+    for rule in rules:
+        assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}
+        assert rule["labels"]["severity"] in ("critical", "warning")
+        assert set(rule["annotations"]) == {"summary", "description"}
+        assert re.fullmatch(r"\d+[smh]", rule.get("for", "0s")), rule["alert"]
+
+
+def test_alerts_that_the_document_names_exist() -> None:
+    named = set(re.findall(r"`(Anneal[A-Z]\w+)`", DOCUMENT))
+    assert named and named <= {rule["alert"] for rule in _rules(ALERTS)}
+
+
+def test_variables_that_the_document_names_are_settings() -> None:
+    named = set(re.findall(r"\bANNEAL_([A-Z_]+)\b", DOCUMENT))
+    assert {name.lower() for name in named} <= set(Settings.model_fields)
