@@ -180,6 +180,7 @@ def test_other_encodings_are_refused_with_their_name(shared_api: ApiServer) -> N
 def test_other_kinds_of_file_are_refused_with_the_kind_that_is_taken(shared_api: ApiServer) -> None:
     for content in (b"text\nhello\n", b'[{"text": "a"}]', b"PAR1\x00\x01\x02", b'{\n  "text": "a"\n}\n'):
         _refused(shared_api, _upload(shared_api, content), 422, "bad_rows")
+    _refused(shared_api, _upload(shared_api, b"text\nhello\n", "notes.txt"), 422, "unknown_file_format")
 
 
 def test_a_row_of_two_hundred_megabytes_costs_no_memory(settings: Settings) -> None:
@@ -250,7 +251,7 @@ def test_more_than_the_cap_is_413_with_and_without_a_length(settings: Settings) 
 
 def test_a_full_disk_is_507_and_leaves_nothing(api: ApiServer, settings: Settings) -> None:
     """A file-size limit of the kernel stands for the disk: the same short write, then the same kind of error."""
-    from app.datasets import upload as module
+    from app.datasets import receiving as module
 
     class FullDisk:
         def __init__(self, file: Any) -> None:
@@ -316,7 +317,7 @@ def test_the_same_part_twice_and_another_format_are_422(shared_api: ApiServer) -
     _refused(shared_api, early, 422, "bad_rows")
 
 
-@pytest.mark.parametrize("kind", ["application/json", "multipart/form-data", "text/plain", ""])
+@pytest.mark.parametrize("kind", ["application/octet-stream", "multipart/form-data", "text/plain", ""])
 def test_other_bodies_are_415(shared_api: ApiServer, kind: str) -> None:
     answer = shared_api.client.post("/v1/datasets", content=_lines(TEXT), headers={"Content-Type": kind})
     assert (answer.status_code, answer.json()["code"]) == (415, "unsupported_media_type")
