@@ -38,7 +38,6 @@ def test_an_unknown_path_is_a_problem(shared_api: ApiServer) -> None:
 
 def test_what_is_due_later_answers_404(shared_api: ApiServer) -> None:
     _check(shared_api.client.patch(f"/v1/experiments/{new_id('exp')}", json={}), 404, "not_found")
-    _check(shared_api.client.get(f"/v1/datasets/{new_id('ds')}/content"), 404, "not_found")
     _check(shared_api.client.get("/metrics"), 404, "not_found")
 
 

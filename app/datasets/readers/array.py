@@ -3,6 +3,7 @@
 import re
 
 from app.datasets.rows import Rows
+from app.strict_json import MAX_DEPTH
 
 # A string that ends in the same piece is passed over at once. Possessive: what does not match is never tried again.
 _OUTSIDE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{},"]', re.DOTALL)
@@ -27,7 +28,6 @@ class ArrayReader:
         self._depth = 0
         self._in_string = False
         self._escaped = False
-        self._skipping = False
         self._closed = False
         self._broken = False
 
@@ -91,6 +91,8 @@ class ArrayReader:
                 self._in_string = not self._in_string
             elif token in b"[{":
                 self._depth += 1
+                if self._depth > MAX_DEPTH:
+                    self._fail("too_deep", f"nested more than {MAX_DEPTH} levels deep", self._number)
             elif self._depth:
                 self._depth -= token in b"]}"
             else:
@@ -101,29 +103,24 @@ class ArrayReader:
             self._after(data[start:])
 
     def _keep(self, piece: bytes) -> None:
-        if self._skipping:
-            return
         if len(self._row) + len(piece) > self._most_bytes:
-            self._skipping = True
+            self._fail("row_too_long", f"a row may have {self._most_bytes:,} bytes; split it", self._number)
             self._row.clear()
-            limit = f"a row may have {self._most_bytes:,} bytes; split it"
-            self._rows.refuse(f"row {self._number}", "row_too_long", limit)
-            return
-        self._row += piece
+        elif not self._broken:
+            self._row += piece
 
     def _end_row(self, token: bytes) -> None:
         """A comma or a closing bracket of the array itself."""
         raw = bytes(self._row)
         self._row.clear()
-        skipped, self._skipping = self._skipping, False
         if token == b"}":
             self._fail("invalid_json", f"not JSON: a }} without its {{ in row {self._number}")
+        if self._broken:
             return
         self._closed = token == b"]"
-        if self._closed and self._number == 1 and not raw.strip() and not skipped:
+        if self._closed and self._number == 1 and not raw.strip():
             return
-        if not skipped:
-            self._rows.take_json(f"row {self._number}", raw)
+        self._rows.take_json(f"row {self._number}", raw)
         self._number += 1
 
     def _after(self, data: bytes) -> None:
@@ -134,6 +131,7 @@ class ArrayReader:
         if rest:
             self._fail("trailing_data", "something follows the array; beside `data` there can be nothing")
 
-    def _fail(self, code: str, message: str) -> None:
+    def _fail(self, code: str, message: str, row: int | None = None) -> None:
+        """Where a row ends is not known any more, so nothing behind it is read."""
         self._broken = True
-        self._rows.refuse("", code, message)
+        self._rows.refuse("" if row is None else f"row {row}", code, message)

@@ -13,6 +13,7 @@ from app.datasets.readers.parquet_process import CANNOT_READ
 from app.datasets.rows import Rows
 from app.errors import clean
 
+_PROGRAM = "app.datasets.readers.parquet_process"
 _PIECE = 256 * 1024
 _SILENT_MILLISECONDS = 60_000
 
@@ -41,7 +42,7 @@ class ParquetReader:
         if self._spool.stat().st_size == 0:
             return
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "app.datasets.readers.parquet_process", str(self._spool)],
+            [sys.executable, "-m", _PROGRAM, str(self._spool), str(self._most_bytes)],
             # Without any credential, and with the allocator that gives memory back.
             env={**self._settings.trainer_environment(), "ARROW_DEFAULT_MEMORY_POOL": "system"},
             stdin=subprocess.DEVNULL,
@@ -81,8 +82,8 @@ class ParquetReader:
             start = end + 1
         self._line += piece[start:]
         if len(self._line) > self._most_bytes:
-            message = f"a row may have {self._most_bytes:,} bytes; split it"
-            self._rows.refuse(f"row {self._number + 1}", "row_too_long", message)
+            self._number += 1
+            self._too_long()
             return False
         return True
 
@@ -94,7 +95,14 @@ class ParquetReader:
             self._rows.begin_table(json.loads(raw))
             return
         self._number += 1
-        self._rows.take_json(f"row {self._number}", raw)
+        if len(raw) > self._most_bytes:
+            self._too_long()
+        else:
+            self._rows.take_json(f"row {self._number}", raw)
+
+    def _too_long(self) -> None:
+        message = f"a row may have {self._most_bytes:,} bytes as JSON; split it"
+        self._rows.refuse(f"row {self._number}", "row_too_long", message)
 
     def _ended(self, process: subprocess.Popen[bytes]) -> None:
         _, told = process.communicate()

@@ -1,8 +1,8 @@
-"""`python -m app.datasets.readers.parquet_process FILE`: the rows of a Parquet file as lines of JSON.
+"""`python -m app.datasets.readers.parquet_process FILE BYTES`: the rows of a Parquet file as lines of JSON.
 
 The library that reads Parquet is native code and the file comes from a stranger: so it runs in a process of its
-own, with bounded memory and nothing to steal. The first line is the list of columns. A file that cannot be read
-is told of on standard error, with exit status 3.
+own, with bounded memory and nothing to steal. The first line is the list of columns; a row may have BYTES. A file
+that cannot be read is told of on standard error, with exit status 3.
 """
 
 import base64
@@ -17,15 +17,17 @@ from typing import Any
 MOST_MEMORY = 2 * 1024**3
 _BATCH_BYTES = 4 * 1024**2
 _MOST_BATCH_ROWS = 1024
+_ARROW_BYTES = 4
+"""Most bytes that Arrow needs for one of JSON: a list of small numbers has three a number, and eight in memory."""
 CANNOT_READ = 3
 
 
-def main(path: str) -> int:
+def main(path: str, most_row_bytes: int) -> int:
     """Write the rows to standard output."""
     resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        _write_rows(path)
+        _write_rows(path, most_row_bytes)
     except BrokenPipeError:
         return 0
     except MemoryError:
@@ -37,15 +39,24 @@ def main(path: str) -> int:
     return 0
 
 
-def _write_rows(path: str) -> None:
+def _write_rows(path: str, most_row_bytes: int) -> None:
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
     out = sys.stdout.buffer
     file = pq.ParquetFile(path, pre_buffer=False, buffer_size=1024**2, memory_map=False)
     out.write(json.dumps(file.schema_arrow.names).encode() + b"\n")
+    number = 0
     for batch in file.iter_batches(batch_size=_batch_rows(file.metadata), use_threads=False):
-        for row in batch.to_pylist():
-            out.write(json.dumps(_plain(row), ensure_ascii=False).encode(errors="surrogatepass") + b"\n")
+        # As objects of this language, rows take many times the room: large ones are looked at one by one first.
+        step = 1 if batch.nbytes > _BATCH_BYTES else _MOST_BATCH_ROWS
+        for start in range(0, batch.num_rows, step):
+            part = batch.slice(start, step)
+            if step == 1 and part.nbytes > most_row_bytes * _ARROW_BYTES:
+                raise ValueError(f"row {number + 1} is larger than {most_row_bytes:,} bytes")
+            for row in part.to_pylist():
+                number += 1
+                cells = {name: _plain(cell) for name, cell in row.items()}
+                out.write(json.dumps(cells, ensure_ascii=False).encode(errors="surrogatepass") + b"\n")
     out.flush()
 
 
@@ -78,4 +89,4 @@ def _cannot(why: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))
