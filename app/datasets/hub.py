@@ -41,16 +41,29 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
     """A client of the hub; follows it to where its files lie, but not into the network of this server."""
     endpoint = httpx.URL(hub_endpoint() or _usual_endpoint())
 
-    async def check_address(response: httpx.Response) -> None:
-        stream = response.extensions.get("network_stream")
-        address = stream.get_extra_info("server_addr") if stream is not None else None
+    def check(host: str, addresses: list[str]) -> None:
         # Behind a proxy it is the proxy that decides who can be reached.
-        if response.url.host == endpoint.host or not address or urllib.request.getproxies():
+        if host == endpoint.host or urllib.request.getproxies():
             return
-        if not ipaddress.ip_address(address[0].partition("%")[0]).is_global:
+        if not all(ipaddress.ip_address(address.partition("%")[0]).is_global for address in addresses):
             raise _Unusable("it led to an address of a private network")
 
-    hooks = {"response": [check_address]}
+    async def before(request: httpx.Request) -> None:
+        if request.url.host == endpoint.host:
+            return
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(request.url.host, None)
+        except OSError:
+            raise _Unusable(f"it led to {request.url.host}, which cannot be found") from None
+        check(request.url.host, [str(item[4][0]) for item in found])
+
+    async def after(response: httpx.Response) -> None:
+        # A name may have another address by the time that somebody connects to it.
+        stream = response.extensions.get("network_stream")
+        address = stream.get_extra_info("server_addr") if stream is not None else None
+        check(response.url.host, [str(address[0])] if address else [])
+
+    hooks: dict[str, list[Any]] = {"request": [before], "response": [after]}
     limits = httpx.Timeout(30.0)
     async with httpx.AsyncClient(
         base_url=endpoint, event_hooks=hooks, timeout=limits, follow_redirects=True, max_redirects=5

@@ -2,9 +2,13 @@
 
 import io
 import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -51,3 +55,33 @@ def errors(api: ApiServer, content: Any, name: str = "data.jsonl", **fields: str
     assert answer.headers["content-type"] == "application/problem+json"
     assert list(api.settings.storage_root.glob("staging/*")) == []
     return [(item["field"], item["code"]) for item in answer.json()["errors"]]
+
+
+def framed(content: Iterator[bytes], name: str = "x.jsonl") -> Iterator[bytes]:
+    """A multipart body with one file."""
+    yield b'--b\r\nContent-Disposition: form-data; name="file"; filename="' + name.encode() + b'"\r\n\r\n'
+    yield from content
+    yield b"\r\n--b--\r\n"
+
+
+def streamed(api: ApiServer, body: Iterator[bytes]) -> httpx.Response:
+    """The answer to a body that comes in pieces, without a length."""
+    return api.client.post("/v1/datasets", content=body, headers={"Content-Type": "multipart/form-data; boundary=b"})
+
+
+class PeakMemory:
+    """Peak of the memory of a process beyond what it had at the start, as the kernel counts it."""
+
+    def __init__(self, pid: int) -> None:
+        self._status = Path(f"/proc/{pid}/status")
+        self._before = psutil.Process(pid).memory_info().rss
+        Path(f"/proc/{pid}/clear_refs").write_text("5")  # resets the peak
+        self.grown = 0.0
+
+    def __enter__(self) -> "PeakMemory":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        peak = re.search(r"VmHWM:\s+(\d+) kB", self._status.read_text())
+        assert peak
+        self.grown = int(peak[1]) * 1024 - self._before
