@@ -69,9 +69,7 @@ class ParquetReader:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-            for pipe in (self._process.stdout, self._process.stderr):
-                if pipe is not None:
-                    pipe.close()
+            # Its pipes close with the last reference: a thread that still reads must not meet another file instead.
         self._spool.unlink(missing_ok=True)
 
     def _take(self, piece: bytes) -> bool:

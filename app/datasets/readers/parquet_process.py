@@ -14,7 +14,7 @@ import sys
 import uuid
 from typing import Any
 
-MOST_MEMORY = 2 * 1024**3
+MOST_MEMORY = 1024**3
 _BATCH_BYTES = 4 * 1024**2
 _MOST_BATCH_ROWS = 1024
 _ARROW_BYTES = 4
