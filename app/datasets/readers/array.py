@@ -34,7 +34,8 @@ class ArrayReader:
     def feed(self, data: bytes) -> None:
         if self._head is not None:
             self._head += data
-            data = self._open() if len(self._head) >= _MOST_OPENING_BYTES else b""
+            is_told = len(self._head) >= _MOST_OPENING_BYTES or _OPENING.match(self._head) is not None
+            data = self._open() if is_told else b""
         if data:
             self._read(data)
 
