@@ -5,7 +5,7 @@ import ipaddress
 import json
 import re
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,10 +114,17 @@ async def fetch_tokenizer(client: httpx.AsyncClient, model: str, target: Path, m
 
 def _choose(paths: list[str], request: HubImport) -> list[str]:
     """The files whose names hold the split as a word, below or named after the subset."""
-    fitting = [path for path in paths if path.endswith(_SUFFIXES) and _has_word(Path(path).stem, request.split)]
-    fitting = fitting or [path for path in paths if path.endswith(_SUFFIXES) and request.split in path.split("/")[:-1]]
+    readable = [path for path in paths if path.endswith(_SUFFIXES)]
+    ways: tuple[Callable[[str], bool], ...] = (
+        # `train_sft` is a split of its own, unless there is nothing else that `train` can mean.
+        lambda path: _has_word(Path(path).stem, request.split, "-. "),
+        lambda path: request.split in path.split("/")[:-1],
+        lambda path: _has_word(Path(path).stem, request.split, "-._ 0-9"),
+        lambda path: request.split == "train" and readable == [path],
+    )
+    fitting: list[str] = next((found for way in ways if (found := [path for path in readable if way(path)])), [])
     if request.subset is not None:
-        fitting = [path for path in fitting if _has_word(path, request.subset)]
+        fitting = [path for path in fitting if _has_word(path, request.subset, "-._ /")]
     for suffix in _SUFFIXES:
         if found := [path for path in fitting if path.endswith(suffix)]:
             break
@@ -132,8 +139,8 @@ def _choose(paths: list[str], request: HubImport) -> list[str]:
     return found
 
 
-def _has_word(text: str, word: str) -> bool:
-    return re.search(rf"(?:^|[-._/ ]){re.escape(word)}(?:$|[-._/ ])", text) is not None
+def _has_word(text: str, word: str, borders: str) -> bool:
+    return re.search(rf"(?:^|[{borders}]){re.escape(word)}(?:$|[{borders}])", text) is not None
 
 
 async def _json(client: httpx.AsyncClient, url: str, name: str) -> dict[str, Any]:

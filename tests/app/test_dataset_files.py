@@ -165,6 +165,12 @@ def test_a_row_of_parquet_is_named_by_its_number(small_api: ApiServer) -> None:
     assert errors(small_api, parquet([{"other": 1}]), "a.parquet") == [("file", "unknown_format")]
 
 
+def test_columns_of_parquet_with_one_name_are_refused(shared_api: ApiServer) -> None:
+    file = io.BytesIO()
+    pq.write_table(pa.table([["a"], ["b"]], names=["text", "text"]), file)
+    assert errors(shared_api, file.getvalue(), "a.parquet") == [("file", "unreadable_parquet")]
+
+
 def test_parquet_that_grows_without_end_is_refused(settings: Settings) -> None:
     """A few kilobytes that say the same 100,000 bytes three hundred times."""
     bomb = parquet([{"text": "x" * 100_000}] * 300, compression="zstd")

@@ -101,12 +101,19 @@ def test_the_files_of_a_split_become_one_data_set(shared_api: ApiServer, hub: Hu
     assert held_out.json()["rows"] == 1 and held_out.json()["name"] == "held out"
 
 
-@pytest.mark.parametrize("path", ["train.jsonl", "train.json", "train.csv", "train/part-1.jsonl", "main/train.jsonl"])
+@pytest.mark.parametrize("path", ["train.jsonl", "train.json", "train.csv", "train/part-1.jsonl", "main/train.jsonl",
+                                  "words_train.jsonl", "all.jsonl"])  # fmt: skip
 def test_other_kinds_and_places_of_files_are_found(shared_api: ApiServer, hub: Hub, path: str) -> None:
     text = {"text": "a b"}
     content = {"json": json.dumps([text]).encode(), "csv": b"text\na b\n"}.get(path.rpartition(".")[2], lines(text))
-    hub.serve({path: content, "training_notes.csv": b"x"})
+    hub.serve({path: content, "training_notes.txt": b"x"})
     assert _rows(shared_api, _import(shared_api)) == [text]
+
+
+def test_a_split_is_not_taken_for_another_that_begins_like_it(shared_api: ApiServer, hub: Hub) -> None:
+    hub.serve({"data/train-0.jsonl": lines({"text": "a"}), "data/train_sft-0.jsonl": lines({"text": "b"})})
+    assert _rows(shared_api, _import(shared_api)) == [{"text": "a"}]
+    assert _rows(shared_api, _import(shared_api, split="train_sft")) == [{"text": "b"}]
 
 
 def test_a_subset_is_asked_for_where_there_are_several(shared_api: ApiServer, hub: Hub) -> None:

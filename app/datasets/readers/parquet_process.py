@@ -44,7 +44,10 @@ def _write_rows(path: str, most_row_bytes: int) -> None:
 
     out = sys.stdout.buffer
     file = pq.ParquetFile(path, pre_buffer=False, buffer_size=1024**2, memory_map=False)
-    out.write(json.dumps(file.schema_arrow.names).encode() + b"\n")
+    names = file.schema_arrow.names
+    if len(set(names)) < len(names):
+        raise ValueError("two of its columns have the same name")
+    out.write(json.dumps(names).encode() + b"\n")
     number = 0
     for batch in file.iter_batches(batch_size=_batch_rows(file.metadata), use_threads=False):
         # As objects of this language, rows take many times the room: large ones are looked at one by one first.
