@@ -50,7 +50,7 @@ class Settings(BaseSettings):
     trust_remote_code: bool = False
     """Let models from the hub bring their own code; only the operator can switch this on."""
     allow_hub: bool = True
-    """Let `base_model` name a model of the Hugging Face hub."""
+    """Let `base_model` name a model of the Hugging Face hub, and an import a data set of it."""
     log_format: Literal["json", "console"] | None = None
     """How API and workers log; unset: for people on a terminal, as JSON anywhere else."""
     allowed_hosts: str = ""
@@ -149,6 +149,11 @@ def postgres_environment() -> dict[str, str]:
 def visible_gpus() -> str | None:
     """Which GPUs the operator leaves to us (CUDA_VISIBLE_DEVICES); None: all of them."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def hub_endpoint() -> str | None:
+    """Where the Hugging Face hub is, when it is a mirror (HF_ENDPOINT); None: the usual place."""
+    return os.environ.get("HF_ENDPOINT")
 
 
 @lru_cache(maxsize=1)

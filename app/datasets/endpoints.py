@@ -1,21 +1,38 @@
 """`/v1/datasets`."""
 
-from fastapi import APIRouter, Request, Response
+import asyncio
+from typing import Annotated
+
+from fastapi import APIRouter, BackgroundTasks, Header, Query, Request, Response
+from starlette.responses import FileResponse
 
 from app.auth import CurrentCaller
-from app.datasets import service, upload
-from app.datasets.schemas import UPLOAD_BODY, DatasetSummary, DatasetView
+from app.datasets import service, sources
+from app.datasets.schemas import UPLOAD_BODY, DatasetSummary, DatasetView, Format
 from app.dependencies import CurrentSettings, CurrentStorage, Session
 from app.pagination import Page, PageQuery
+from app.runs.service import Idempotency
 
 router = APIRouter(prefix="/datasets", tags=["datasets"])
+
+IdempotencyKey = Annotated[
+    str | None,
+    Header(
+        description="The same key with the same file and fields answers the same data set, so that an upload whose "
+        "answer got lost can be repeated.",
+        examples=["0b5c6f62-41b8-4f5c-9d0e-6a2e8d1c7f30"],
+    ),
+]
 
 
 @router.post(
     "",
     status_code=201,
     openapi_extra={"requestBody": UPLOAD_BODY},
-    responses={415: {"description": "The body is not multipart/form-data."}},
+    responses={
+        415: {"description": "The body is neither multipart/form-data nor JSON."},
+        502: {"description": "The hub does not answer, or not as it should."},
+    },
 )
 async def upload_dataset(
     request: Request,
@@ -23,20 +40,32 @@ async def upload_dataset(
     caller: CurrentCaller,
     settings: CurrentSettings,
     storage: CurrentStorage,
+    idempotency_key: IdempotencyKey = None,
 ) -> DatasetView:
-    """Upload a JSONL file; it is checked row by row, and kept only when every row is good."""
-    content_type = request.headers.get("content-type", "")
+    """Upload a file (JSONL, JSON, CSV, Parquet), or name a data set of the hub in JSON.
+
+    It is checked row by row and kept, as JSONL, only when every row is good.
+    """
+    sessions = request.app.state.sessions
+    Idempotency.of(idempotency_key, "", b"")  # a key that cannot be one is told before the file is read
     with storage.staging() as folder:
-        received = await upload.receive(content_type, request.stream(), folder, settings)
-        dataset = await service.keep(request.app.state.sessions, storage, received, caller.key_id)
+        around = sources.Around(sessions, settings, storage, folder)
+        received = await sources.receive(around, request.headers.get("content-type", ""), request.stream())
+        idempotency = Idempotency.of(idempotency_key, "/v1/datasets", received.digest.encode())
+        dataset = await service.keep(sessions, storage, received, caller.key_id, idempotency)
     response.headers["Location"] = f"/v1/datasets/{dataset.id}"
     return DatasetView.model_validate(dataset)
 
 
 @router.get("")
-async def list_datasets(session: Session, paging: PageQuery) -> Page[DatasetSummary]:
+async def list_datasets(
+    session: Session,
+    paging: PageQuery,
+    name: Annotated[str | None, Query(max_length=200, description="A part of the name, in any case.")] = None,
+    format: Format | None = None,
+) -> Page[DatasetSummary]:
     """Data sets, newest first."""
-    rows, has_more = await service.page(session, paging)
+    rows, has_more = await service.page(session, service.Filters(name, format), paging)
     return Page(data=[DatasetSummary.model_validate(row) for row in rows], has_more=has_more)
 
 
@@ -44,3 +73,41 @@ async def list_datasets(session: Session, paging: PageQuery) -> Page[DatasetSumm
 async def get_dataset(dataset_id: str, session: Session) -> DatasetView:
     """One data set with its first rows."""
     return DatasetView.model_validate(await service.get(session, dataset_id))
+
+
+@router.delete(
+    "/{dataset_id}",
+    status_code=204,
+    responses={409: {"description": "Runs refer to it; `detail` names them."}},
+)
+async def delete_dataset(
+    dataset_id: str, session: Session, storage: CurrentStorage, after_commit: BackgroundTasks
+) -> None:
+    """Remove a data set and its file, unless a run refers to it: a run that has ended can be resumed."""
+    await service.delete(session, dataset_id)
+    after_commit.add_task(storage.remove_dataset, dataset_id)
+
+
+@router.get(
+    "/{dataset_id}/content",
+    response_class=FileResponse,
+    responses={
+        200: {"content": {"application/x-ndjson": {"schema": {"type": "string", "format": "binary"}}}},
+        206: {"description": "The ranges that `Range` asked for."},
+        416: {"description": "`Range` lies behind the end of the file."},
+    },
+)
+async def download_dataset(dataset_id: str, session: Session, storage: CurrentStorage) -> FileResponse:
+    """The rows as JSONL, whole or the ranges asked for; `ETag` is the SHA-256."""
+    dataset = await service.get(session, dataset_id)
+    file = await asyncio.to_thread(service.content, storage, dataset)
+    return FileResponse(
+        file,
+        media_type="application/x-ndjson",
+        filename=service.file_name(dataset),
+        headers={
+            "ETag": f'"{dataset.sha256}"',
+            "X-Content-Type-Options": "nosniff",
+            "Cache-Control": "private, no-store",
+        },
+    )

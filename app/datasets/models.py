@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sqlalchemy import BigInteger, CheckConstraint
+from sqlalchemy import BigInteger, CheckConstraint, ForeignKey
 from sqlalchemy.orm import Mapped, mapped_column
 
 from app.models import Base, Owned
@@ -21,7 +21,7 @@ class Dataset(Owned, Base):
     id: Mapped[str] = mapped_column(primary_key=True)
     name: Mapped[str]
     format: Mapped[str]
-    """`chat`, `prompt_completion`, `text` (more kinds come with more methods)."""
+    """`chat`, `prompt_completion`, `text`, `preference`, `prompt`."""
     extension: Mapped[str]
     rows: Mapped[int] = mapped_column(BigInteger)
     bytes: Mapped[int] = mapped_column(BigInteger)
@@ -29,3 +29,15 @@ class Dataset(Owned, Base):
     columns: Mapped[list[str]]
     preview: Mapped[list[Any]]
     token_statistics: Mapped[dict[str, Any] | None]
+
+
+class UploadKey(Base):
+    """An `Idempotency-Key` that came with an upload, and what became of it."""
+
+    __tablename__ = "upload_keys"
+
+    created_by: Mapped[str] = mapped_column(primary_key=True)
+    idempotency_key: Mapped[str] = mapped_column(primary_key=True)
+    request_digest: Mapped[str]
+    """SHA-256 of the file as it came and of all that was said about it."""
+    dataset_id: Mapped[str] = mapped_column(ForeignKey("datasets.id", ondelete="CASCADE"), index=True)

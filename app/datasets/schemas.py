@@ -1,8 +1,8 @@
 """Data sets on the wire."""
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic.config import JsonDict
 
 from app.runs.schemas import Moment
@@ -26,6 +26,34 @@ _ROW: JsonDict = {
 }
 
 
+_STATISTICS: JsonDict = {
+    "tokenizer": "Qwen/Qwen3-0.6B",
+    "rows": 4210,
+    "total": 731277,
+    "mean": 173.7,
+    "min": 12,
+    "p50": 151,
+    "p95": 402,
+    "max": 2210,
+}
+Format = Literal["chat", "prompt_completion", "text", "preference", "prompt"]
+
+
+class TokenStatistics(BaseModel):
+    """Tokens of the rows' contents; special tokens and what a chat template adds are not counted."""
+
+    model_config = ConfigDict(json_schema_extra={"example": _STATISTICS})
+
+    tokenizer: str
+    rows: int
+    total: int
+    mean: float
+    min: int
+    p50: int
+    p95: int
+    max: int
+
+
 class DatasetSummary(BaseModel):
     """A data set in a list."""
 
@@ -33,7 +61,7 @@ class DatasetSummary(BaseModel):
 
     id: str
     name: str
-    format: Literal["chat", "prompt_completion", "text"]
+    format: Format
     rows: int
     bytes: int
     sha256: str
@@ -45,13 +73,56 @@ class DatasetSummary(BaseModel):
 class DatasetView(DatasetSummary):
     """A data set with its first rows, long texts shortened."""
 
-    model_config = ConfigDict(json_schema_extra={"example": {**_SUMMARY, "preview": [_ROW], "token_statistics": None}})
+    model_config = ConfigDict(
+        json_schema_extra={"example": {**_SUMMARY, "preview": [_ROW], "token_statistics": _STATISTICS}}
+    )
 
     preview: list[dict[str, Any]]
-    token_statistics: dict[str, Any] | None
-    """Null until a tokenizer can be named."""
+    token_statistics: TokenStatistics | None
+    """Null where no tokenizer was named."""
 
 
+class HubImport(BaseModel):
+    """A data set of the Hugging Face hub, to be fetched and kept here."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={
+            "example": {
+                "hub": "openai/gsm8k",
+                "subset": "main",
+                "split": "train",
+                "columns": {"prompt": "question", "completion": "answer"},
+            }
+        },
+    )
+
+    hub: str = Field(max_length=200, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}$")
+    """`owner/name`."""
+    split: str = Field(default="train", max_length=100, pattern=r"^\w[\w.-]*$")
+    subset: str | None = Field(default=None, max_length=100, pattern=r"^\w[\w.-]*$")
+    """Needed where the data set has several."""
+    revision: str | None = Field(default=None, max_length=100, pattern=r"^\w[\w./-]*$")
+    """A branch, a tag or a commit; else the main branch."""
+    name: str | None = Field(default=None, min_length=1, max_length=200)
+    format: Format | None = None
+    columns: dict[str, str] | None = None
+    tokenizer: str | None = Field(default=None, min_length=1, max_length=300)
+
+
+_COLUMNS_HELP = (
+    'JSON: what the file calls our columns, such as `{"prompt": "question", "completion": "answer"}`. '
+    "Rows are stored with our names; other columns stay as they are. Before the part `file`."
+)
+_TOKENIZER_HELP = (
+    "Count the tokens of the rows with the tokenizer of this model: a folder below the models root, the id of a "
+    "completed run, or a hub name. Before the part `file`."
+)
+_FILE_HELP = (
+    'JSONL (one object a line), JSON (an array of objects, or `{"data": […]}`), CSV (header, commas, UTF-8) or '
+    "Parquet. Kept as JSONL, whatever came; the original is not kept. In CSV and Parquet an empty or null cell is "
+    "no value, and a `messages` cell may hold JSON."
+)
 UPLOAD_BODY: dict[str, Any] = {
     "required": True,
     "content": {
@@ -64,14 +135,17 @@ UPLOAD_BODY: dict[str, Any] = {
                     "name": {"type": "string", "maxLength": 200, "description": "Else the file's own."},
                     "format": {
                         "type": "string",
-                        "enum": ["chat", "prompt_completion", "text"],
-                        "description": "Else told by the columns of the first row.",
+                        "enum": list(get_args(Format)),
+                        "description": "Else told by the columns.",
                     },
-                    "file": {
+                    "file_format": {
                         "type": "string",
-                        "format": "binary",
-                        "description": "JSONL: one JSON object a line, UTF-8.",
+                        "enum": ["jsonl", "json", "csv", "parquet"],
+                        "description": "Else told by the file's name and first bytes. Before the part `file`.",
                     },
+                    "columns": {"type": "string", "description": _COLUMNS_HELP},
+                    "tokenizer": {"type": "string", "maxLength": 300, "description": _TOKENIZER_HELP},
+                    "file": {"type": "string", "format": "binary", "description": _FILE_HELP},
                 },
             },
             "example": {
@@ -80,7 +154,8 @@ UPLOAD_BODY: dict[str, Any] = {
                 "file": '{"messages": [{"role": "user", "content": "What does len do?"}, '
                 '{"role": "assistant", "content": "It counts the items of a container."}]}\n',
             },
-        }
+        },
+        "application/json": {"schema": HubImport.model_json_schema()},
     },
 }
-"""The multipart body of an upload, which FastAPI cannot know: it is read as a stream."""
+"""The body of `POST /v1/datasets`, which FastAPI cannot know: it is read as a stream."""

@@ -1,10 +1,9 @@
-"""Receiving a data set: multipart taken apart, checked, hashed and written as it comes, once and in pieces."""
+"""An upload: multipart taken apart as it comes, its fields understood, its file handed on in pieces."""
 
 import asyncio
 import hashlib
-import os
-from collections.abc import AsyncIterable
-from dataclasses import dataclass
+import json
+from collections.abc import AsyncIterable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,35 +11,39 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from app.config import Settings
-from app.datasets.validation import FORMATS, RowValidator, TooManyBadRows
-from app.errors import ApiError, FieldError, clean, invalid, too_large
+from app.datasets.formats import FORMATS
+from app.datasets.readers.kinds import KINDS, Kind
+from app.datasets.receiving import Reading, Received, Receiving
+from app.datasets.rows import MOST_KEY_CHARACTERS
+from app.datasets.tokens import TokenCounter
+from app.errors import ApiError, FieldError, clean, invalid
+from app.strict_json import BadJson, parse
 
 _BATCH = 1024 * 1024
-_MOST_FIELD_BYTES = 1024
+_MOST_FIELD_BYTES = {"columns": 16 * 1024}
+_USUAL_FIELD_BYTES = 1024
 _MOST_PARTS = 10
+_FIELDS = ("name", "format", "file_format", "columns", "tokenizer")
+_BEFORE_THE_FILE = ("file_format", "columns", "tokenizer")
+"""Fields that say how the file is to be read, which happens while it comes in."""
+
+LoadTokenizer = Callable[[str], TokenCounter]
+"""Finds a tokenizer by its name; blocks, and raises `ApiError` where there is none."""
 
 
-@dataclass(frozen=True)
-class Received:
-    """A whole, valid data set in `path`, already on the disk."""
-
-    path: Path
-    name: str
-    format: str
-    rows: int
-    bytes: int
-    sha256: str
-    columns: list[str]
-    preview: list[Any]
-
-
-async def receive(content_type: str, chunks: AsyncIterable[bytes], folder: Path, settings: Settings) -> Received:
+async def receive(
+    content_type: str,
+    chunks: AsyncIterable[bytes],
+    folder: Path,
+    settings: Settings,
+    load_tokenizer: LoadTokenizer,
+) -> Received:
     """Read a multipart upload into `folder`; raises `ApiError` for all that is wrong with it.
 
     Holds a megabyte of the body and at most one row at a time. Parsing, checking and writing happen in a
     thread, so that other requests are answered meanwhile.
     """
-    upload = _Upload(content_type, folder, settings)
+    upload = _Upload(content_type, folder, settings, load_tokenizer)
     try:
         batch = bytearray()
         async for chunk in chunks:
@@ -49,21 +52,25 @@ async def receive(content_type: str, chunks: AsyncIterable[bytes], folder: Path,
                 await asyncio.to_thread(upload.feed, bytes(batch))
                 batch.clear()
         await asyncio.to_thread(upload.feed, bytes(batch))
+        await asyncio.to_thread(upload.end)
+        while await asyncio.to_thread(upload.more):
+            pass
         return await asyncio.to_thread(upload.finish)
     finally:
         upload.close()
 
 
 class _Upload:
-    """State of one upload: the part that is being read, the file that grows, the rows seen so far."""
+    """State of one upload: the part that is being read, the fields seen so far, the file as far as it came."""
 
-    def __init__(self, content_type: str, folder: Path, settings: Settings) -> None:
+    def __init__(self, content_type: str, folder: Path, settings: Settings, load_tokenizer: LoadTokenizer) -> None:
         kind, options = parse_options_header(content_type)
         if kind != b"multipart/form-data" or not options.get(b"boundary"):
             raise ApiError(
                 415,
                 "unsupported_media_type",
-                "Send the data set as multipart/form-data with the part `file`: curl -F file=@data.jsonl",
+                "Send the data set as multipart/form-data with the part `file` (curl -F file=@data.jsonl), or name "
+                "one of the hub in JSON.",
             )
         try:
             self._parser = MultipartParser(
@@ -81,12 +88,11 @@ class _Upload:
             )
         except FormParserError as error:
             raise _broken(str(error)) from None
+        self._folder = folder
         self._settings = settings
-        self._validator = RowValidator(None, settings.max_line_bytes)
-        self._path = folder / "data"
-        self._file = self._path.open("wb", buffering=0)
-        self._sha256 = hashlib.sha256()
-        self._bytes = 0
+        self._load_tokenizer = load_tokenizer
+        self._receiving: Receiving | None = None
+        self._tokens: TokenCounter | None = None
         self._fields: dict[str, bytearray] = {}
         self._file_name: str | None = None
         self._parts = 0
@@ -101,46 +107,25 @@ class _Upload:
             self._parser.write(data)
         except FormParserError as error:
             raise _broken(str(error)) from None
-        except TooManyBadRows:
-            raise self._refused() from None
 
-    def finish(self) -> Received:
+    def end(self) -> None:
         if not self._ended:
             raise _broken("it ends before its last boundary")
-        if self._file_name is None:
+        if self._receiving is None:
             raise _wrong("file", "missing", "there is no part `file`; curl -F file=@data.jsonl sends one")
-        try:
-            if self._validator.finish():
-                raise self._refused()
-        except TooManyBadRows:
-            raise self._refused() from None
+
+    def more(self) -> bool:
+        return self._receiving is not None and self._receiving.more()
+
+    def finish(self) -> Received:
+        if self._receiving is None:
+            raise _wrong("file", "missing", "there is no part `file`")
         self._check_format()
-        os.fsync(self._file.fileno())
-        return Received(
-            path=self._path,
-            name=self._name(),
-            format=self._validator.format or "",
-            rows=self._validator.rows,
-            bytes=self._bytes,
-            sha256=self._sha256.hexdigest(),
-            columns=list(self._validator.columns),
-            preview=self._validator.preview,
-        )
+        return self._receiving.finish(self._name(), self._digest(self._receiving.sha256_as_it_came))
 
     def close(self) -> None:
-        self._file.close()
-
-    def _refused(self) -> ApiError:
-        errors = self._validator.errors
-        if not errors[0].field:
-            return invalid([FieldError(field="file", code=errors[0].code, message=errors[0].message)])
-        more = "; these are the first" if len(errors) > 1 else ""
-        count = "1 row is" if len(errors) == 1 else f"{len(errors)} rows are"
-        detail = (
-            f"Nothing was kept: {count} not fit for training{more} ({errors[0].field}: "
-            f"{errors[0].message}). Correct the file and upload it again."
-        )
-        return invalid(errors, detail, code="bad_rows")
+        if self._receiving is not None:
+            self._receiving.close()
 
     def _on_part_begin(self) -> None:
         self._headers = {}
@@ -161,48 +146,75 @@ class _Upload:
     def _on_headers_finished(self) -> None:
         _, options = parse_options_header(self._headers.get(b"content-disposition"))
         self._part = options.get(b"name", b"").decode(errors="replace")
-        if self._part not in ("file", "name", "format"):
-            raise _wrong(clean(self._part, 60), "unknown_field", "the parts are `file`, `name` and `format`")
-        if self._part in self._fields or (self._part == "file" and self._file_name is not None):
+        if self._part != "file" and self._part not in _FIELDS:
+            names = ", ".join(f"`{name}`" for name in _FIELDS)
+            raise _wrong(clean(self._part, 60), "unknown_field", f"the parts are `file`, {names}")
+        if self._part in self._fields or (self._part == "file" and self._receiving is not None):
             raise _wrong(self._part, "given_twice", f"there are two parts `{self._part}`; send one")
         if self._part == "file":
             self._file_name = options.get(b"filename", b"").decode(errors="replace")
-        else:
-            self._fields[self._part] = bytearray()
+            self._receiving = Receiving(self._folder, self._settings, self._reading())
+            self._receiving.begin(self._file_name)
+            return
+        if self._part in _BEFORE_THE_FILE and self._receiving is not None:
+            raise _wrong(self._part, "after_file", "says how to read the file, so it must come before the part `file`")
+        self._fields[self._part] = bytearray()
 
     def _on_part_data(self, data: bytes, start: int, end: int) -> None:
         piece = data[start:end]
-        if self._part != "file":
-            field = self._fields[self._part]
-            field += piece
-            if len(field) > _MOST_FIELD_BYTES:
-                raise _wrong(self._part, "too_long", f"may have {_MOST_FIELD_BYTES} bytes")
+        if self._part == "file" and self._receiving is not None:
+            self._receiving.feed(piece)
             return
-        self._bytes += len(piece)
-        if self._bytes > self._settings.max_upload_bytes:
-            raise too_large("A data set", self._settings.max_upload_bytes)
-        self._validator.feed(piece)
-        self._sha256.update(piece)
-        view = memoryview(piece)
-        while view:  # an unbuffered file may take less than it is given, when the disk fills up for one
-            view = view[self._file.write(view) :]
+        field = self._fields[self._part]
+        field += piece
+        most = _MOST_FIELD_BYTES.get(self._part, _USUAL_FIELD_BYTES)
+        if len(field) > most:
+            raise _wrong(self._part, "too_long", f"may have {most:,} bytes")
 
     def _on_part_end(self) -> None:
-        if self._part == "format":
+        if self._part == "file" and self._receiving is not None:
+            self._receiving.end()
+        elif self._part == "tokenizer":
+            self._tokens = self._load_tokenizer(self._field("tokenizer") or "")
+        elif self._part == "format":
             self._check_format()
-            self._validator.format = self._field("format")
+            if self._receiving is not None:
+                self._receiving.expect(self._field("format") or "")
 
     def _on_end(self) -> None:
         self._ended = True
 
+    def _reading(self) -> Reading:
+        wanted = self._field("file_format")
+        kind: Kind | None = next((kind for kind in KINDS if kind == wanted), None)
+        if wanted is not None and kind is None:
+            raise _wrong("file_format", "unknown_file_format", f"must be one of {', '.join(KINDS)}")
+        return Reading(self._field("format"), kind, self._columns(), self._tokens)
+
+    def _columns(self) -> dict[str, str] | None:
+        raw = self._fields.get("columns")
+        if raw is None:
+            return None
+        try:
+            return as_columns(parse(bytes(raw)))
+        except BadJson as error:
+            raise _wrong("columns", error.code, error.message) from None
+
     def _check_format(self) -> None:
-        wanted, found = self._field("format"), self._validator.format
+        wanted = self._field("format")
+        found = self._receiving.format if self._receiving else None
         if wanted is None:
             return
         if wanted not in FORMATS:
             raise _wrong("format", "unknown_format", f"must be one of {', '.join(FORMATS)}")
         if found is not None and found != wanted:
             raise _wrong("format", "format_mismatch", f"the rows are {found}, not {wanted}")
+
+    def _digest(self, file: str) -> str:
+        """Of the request: a boundary is another one each time, so not of its bytes."""
+        fields = {name: value.hex() for name, value in self._fields.items()}
+        told = json.dumps([file, self._name(), fields], sort_keys=True)
+        return hashlib.sha256(told.encode()).hexdigest()
 
     def _name(self) -> str:
         given = self._field("name")
@@ -220,6 +232,17 @@ class _Upload:
             return raw.decode()
         except UnicodeDecodeError:
             raise _wrong(name, "not_utf8", "must be UTF-8") from None
+
+
+def as_columns(value: Any) -> dict[str, str]:
+    """A mapping from our columns to the file's; raises `ApiError`."""
+    right = isinstance(value, dict) and all(isinstance(source, str) for source in value.values())
+    if not right or not value:
+        example = 'must map our columns to the file\'s, such as {"prompt": "question", "completion": "answer"}'
+        raise _wrong("columns", "wrong_type", example)
+    if any(len(name) > MOST_KEY_CHARACTERS for pair in value.items() for name in pair):
+        raise _wrong("columns", "key_too_long", f"a column name may have {MOST_KEY_CHARACTERS} characters")
+    return dict(value)
 
 
 def _wrong(field: str, code: str, message: str) -> ApiError:

@@ -17,7 +17,10 @@ SOURCES = [
 PRODUCT = [path for path in SOURCES if path.relative_to(ROOT).parts[0] in ("app", "worker", "migrations")]
 MOST_LINES = 400
 _ASSIGNED = re.compile(r"UPDATE\s+runs\b.*?\bSET\b(.*?)(?:\bWHERE\b|$)", re.DOTALL | re.IGNORECASE)
-HEAVY = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "datasets", "numpy", "worker")
+HEAVY = (
+    "torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "datasets", "numpy", "worker",
+    "pyarrow", "tokenizers", "huggingface_hub",
+)  # fmt: skip
 
 
 def _name(path: Path) -> str:

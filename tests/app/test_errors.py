@@ -37,8 +37,7 @@ def test_an_unknown_path_is_a_problem(shared_api: ApiServer) -> None:
 
 
 def test_what_is_due_later_answers_404(shared_api: ApiServer) -> None:
-    _check(shared_api.client.patch(f"/v1/experiments/{new_id('exp')}", json={}), 404, "not_found")
-    _check(shared_api.client.get(f"/v1/datasets/{new_id('ds')}/content"), 404, "not_found")
+    _check(shared_api.client.post("/v1/runs/estimate", json={}), 404, "not_found")
 
 
 def test_a_wrong_method_says_which_are_right(shared_api: ApiServer) -> None:

@@ -1,0 +1,131 @@
+"""CSV: a header, then a record a row (RFC 4180), as UTF-8."""
+
+import csv
+
+from app.datasets.rows import MOST_COLUMNS, MOST_KEY_CHARACTERS, Rows, TooManyBadRows
+
+# The library's own bound is 128 KiB a cell; here the bytes of the whole record are bounded before it sees them.
+csv.field_size_limit(2**31 - 1)
+_MARK = b"\xef\xbb\xbf"
+_OTHER_MARKS = (b"\xff\xfe", b"\xfe\xff")
+
+
+class TableReader:
+    """Splits the bytes into records and these into cells; keeps at most one unfinished record of `most_bytes`."""
+
+    def __init__(self, rows: Rows, most_bytes: int) -> None:
+        self._rows = rows
+        self._most_bytes = most_bytes
+        self._record = bytearray()
+        self._quotes = 0
+        self._skipping = False
+        self._line = 1
+        self._began = 1
+        self._blank_since: int | None = None
+        self._columns: list[str] | None = None
+
+    def feed(self, data: bytes) -> None:
+        start = 0
+        while (end := data.find(b"\n", start)) >= 0:
+            self._keep(data[start : end + 1])
+            start = end + 1
+            self._line += 1
+            # A record goes on behind the end of the line where a quote is still open.
+            if self._quotes % 2 == 0:
+                self._end_record()
+        self._keep(data[start:] if start else data)
+
+    def end(self) -> None:
+        if self._quotes % 2:
+            self._refuse("unfinished_csv", 'a cell that begins with " here is never closed by another')
+        elif self._record or self._skipping:
+            self._end_record()
+
+    def more(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self._record.clear()
+
+    def _keep(self, piece: bytes) -> None:
+        self._quotes += piece.count(b'"')
+        if self._skipping:
+            return
+        if len(self._record) + len(piece) > self._most_bytes:
+            self._skipping = True
+            self._record.clear()
+            limit = f'a row may have {self._most_bytes:,} bytes; split it, or close the " of its cells'
+            self._refuse("row_too_long", limit)
+            return
+        self._record += piece
+
+    def _end_record(self) -> None:
+        if not self._skipping:
+            self._take(bytes(self._record))
+            self._record.clear()
+        self._skipping = False
+        self._quotes = 0
+        self._began = self._line
+
+    def _take(self, record: bytes) -> None:
+        if not record.strip():
+            self._blank_since = self._blank_since or self._began
+            return
+        if self._blank_since is not None:
+            at, self._blank_since = self._blank_since, None
+            self._rows.refuse(f"line {at}", "empty_line", "the line is empty; remove it")
+        cells = self._cells(record)
+        if self._columns is None:
+            self._columns = self._header(cells)
+        elif cells is None:
+            return
+        elif len(cells) != len(self._columns):
+            message = (
+                f'the row has {len(cells)} cells and the header {len(self._columns)}; a cell with a comma needs ""'
+            )
+            self._refuse("wrong_cell_count", message)
+        elif any("\0" in cell for cell in cells):
+            self._refuse("nul_in_text", "text has a NUL character, which cannot be kept; remove it")
+        else:
+            self._rows.take(f"line {self._began}", dict(zip(self._columns, cells, strict=True)))
+
+    def _cells(self, record: bytes) -> list[str] | None:
+        """The cells of a record; None where it is none, which the rows were told of."""
+        if self._began == 1:
+            # Spreadsheets write this mark to say that a CSV file is UTF-8.
+            record = record.removeprefix(_MARK)
+            if record.startswith(_OTHER_MARKS):
+                self._refuse("byte_order_mark", "the file is UTF-16; save it as CSV in UTF-8")
+                return None
+        try:
+            return next(csv.reader([record.decode()], strict=True))
+        except UnicodeDecodeError as error:
+            self._refuse("not_utf8", f"byte {error.start} of the row is not UTF-8; save the file as CSV in UTF-8")
+        except (csv.Error, StopIteration) as error:
+            self._refuse("invalid_csv", f"not CSV: {error}")
+        return None
+
+    def _header(self, names: list[str] | None) -> list[str]:
+        """The names of the columns; without a good header no row can be read."""
+        why = None
+        if names is None:
+            raise TooManyBadRows
+        if not all(name.strip() for name in names):
+            why = ("missing_column_name", "a column has no name; the first line must name every column")
+        elif len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            why = ("duplicate_column", f"the column `{twice[:40]}` is there twice; rename one")
+        elif len(names) > MOST_COLUMNS:
+            why = ("too_many_columns", f"a data set may have {MOST_COLUMNS:,} columns")
+        elif any("\0" in name for name in names):
+            why = ("nul_in_text", "the name of a column has a NUL character; remove it")
+        elif any(len(name) > MOST_KEY_CHARACTERS for name in names):
+            why = ("key_too_long", f"a column name may have {MOST_KEY_CHARACTERS} characters")
+        if why is not None:
+            self._refuse(*why)
+            raise TooManyBadRows
+        self._rows.begin_table(names)
+        return names
+
+    def _refuse(self, code: str, message: str) -> None:
+        self._rows.refuse(f"line {self._began}", code, message)

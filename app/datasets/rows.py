@@ -1,0 +1,176 @@
+"""The rows of a file on their way into a data set: named, judged, counted and written, one at a time."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from app.datasets import formats
+from app.datasets.formats import BadRow
+from app.datasets.tokens import TokenCounter
+from app.errors import FieldError, clean
+from app.strict_json import BadJson, parse
+
+MOST_BAD_ROWS = 20
+MOST_ROWS = 100_000_000
+MOST_COLUMNS = 1000
+MOST_KEY_CHARACTERS = 200
+PREVIEW_ROWS = 3
+
+
+class TooManyBadRows(Exception):
+    """The first bad rows are known; reading on would tell nothing new."""
+
+
+class Rows:
+    """Takes rows from whatever reads a file, and hands those that can be trained on to `write` as lines of JSON.
+
+    `sources` tells for columns of ours what the file calls them. Keeps three shortened rows and the names of
+    the columns. Raises `TooManyBadRows` once 20 rows are bad.
+    """
+
+    def __init__(
+        self,
+        format: str | None,
+        write: Callable[[bytes], None],
+        sources: Mapping[str, str] | None = None,
+        tokens: TokenCounter | None = None,
+    ) -> None:
+        self.format = format
+        self.count = 0
+        self.columns: dict[str, None] = {}
+        self.preview: list[Any] = []
+        self.errors: list[FieldError] = []
+        self.file = ""
+        """Stands before the places of errors where a data set comes in several files."""
+        self._write = write
+        self._sources = dict(sources or {})
+        self._tokens = tokens
+        self._is_table = False
+
+    def begin_table(self, columns: Iterable[str]) -> None:
+        """The rows that follow are cells under these columns: an empty one is none, and lists come as JSON."""
+        self._is_table = True
+        there = list(columns)
+        if missing := [f"`{source[:40]}`" for source in self._sources.values() if source not in there]:
+            known = ", ".join(f"`{name[:40]}`" for name in there[:20])
+            self.refuse("", "unknown_column", f"the file has no column {', '.join(missing)}; it has {known}")
+            raise TooManyBadRows
+        if self.format is None:
+            taken = set(self._sources.values())
+            try:
+                self.format = formats.detect([*self._sources, *(name for name in there if name not in taken)])
+            except BadRow as error:
+                self.refuse("", error.code, error.message)
+                raise TooManyBadRows from None
+
+    def take(self, place: str, row: Any, raw: bytes | None = None) -> None:
+        """The next row; `raw`: the line that it came as, kept as it is where nothing about the row changes."""
+        try:
+            kept = self._judge(row)
+        except BadRow as error:
+            self.refuse(place, error.code, error.message)
+            return
+        self.count += 1
+        if len(self.preview) < PREVIEW_ROWS:
+            self.preview.append(shortened(kept))
+        if self._tokens is not None:
+            self._tokens.add(formats.texts_of(self.format or "", kept))
+        self._write(raw if raw is not None and kept is row else line_of(kept))
+
+    def take_json(self, place: str, raw: bytes, *, is_line: bool = False) -> None:
+        """As `take`, of a row that is still JSON."""
+        try:
+            row = parse(raw)
+        except BadJson as error:
+            self.refuse(place, error.code, error.message)
+            return
+        self.take(place, row, raw if is_line else None)
+
+    def refuse(self, place: str, code: str, message: str) -> None:
+        """One more thing that is wrong; without a place it is about the file as a whole."""
+        place = f"{self.file} {place}" if self.file and place else place
+        self.errors.append(FieldError(field=clean(place, 200), code=code, message=clean(message, 300)))
+        if len(self.errors) >= MOST_BAD_ROWS:
+            raise TooManyBadRows
+
+    def finish(self) -> list[FieldError]:
+        """All rows were taken; answers what is wrong, nothing when they can be trained on."""
+        if not self.count and not self.errors:
+            self.refuse("", "empty_file", "the file has no rows; it needs at least one")
+        return self.errors
+
+    def _judge(self, row: Any) -> formats.Row:
+        if not isinstance(row, dict):
+            raise BadRow(
+                "not_an_object",
+                'a row must be a JSON object such as {"text": "…"}; in a JSONL file alone on its line, in a file '
+                "named .json in one array",
+            )
+        if self.count >= MOST_ROWS:
+            raise BadRow("too_many_rows", f"a data set may have {MOST_ROWS:,} rows")
+        if self._sources:
+            row = self._renamed(row)
+        if self._is_table:
+            row = {name: _cell(name, value) for name, value in row.items() if _holds(name, value)}
+        if self.format is None:
+            self.format = formats.detect(row)
+        kept = formats.checked(self.format, row)
+        if not kept.keys() <= self.columns.keys():
+            self._add_columns(kept)
+        return kept
+
+    def _renamed(self, row: formats.Row) -> formats.Row:
+        moved = {name: row[source] for name, source in self._sources.items() if source in row}
+        taken = set(self._sources.values())
+        rest = {name: value for name, value in row.items() if name not in taken}
+        if twice := sorted(moved.keys() & rest.keys()):
+            raise BadRow(
+                "column_conflict",
+                f"`{twice[0][:40]}` is there already, so `{self._sources[twice[0]][:40]}` cannot become it; rename "
+                "one in the file",
+            )
+        return {**moved, **rest}
+
+    def _add_columns(self, row: formats.Row) -> None:
+        for key in row:
+            if len(key) > MOST_KEY_CHARACTERS:
+                raise BadRow("key_too_long", f"a column name may have {MOST_KEY_CHARACTERS} characters")
+        if len(self.columns.keys() | row.keys()) > MOST_COLUMNS:
+            raise BadRow("too_many_columns", f"a data set may have {MOST_COLUMNS:,} columns")
+        self.columns.update(dict.fromkeys(row))
+
+
+def _holds(name: str, value: Any) -> bool:
+    return name in formats.NEEDED or (value is not None and value != "")
+
+
+def _cell(name: str, value: Any) -> Any:
+    if name not in formats.NEVER_TEXT or not isinstance(value, str):
+        return value
+    try:
+        return parse(value.encode(errors="surrogatepass"))
+    except BadJson as error:
+        raise BadRow(error.code, f"`{name}` must hold JSON, a list of messages for one: {error.message}") from None
+
+
+def line_of(row: formats.Row) -> bytes:
+    """A row as a line of the file that is kept."""
+    return json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+
+
+def shortened(row: Any) -> Any:
+    """`row` with long texts cut and big lists and objects ended early, for a look at it."""
+    left = [100]
+
+    def short(value: Any) -> Any:
+        left[0] -= 1
+        if isinstance(value, str):
+            return value if len(value) <= 300 else value[:299] + "…"
+        if isinstance(value, list):
+            return [short(item) for item in value[:20] if left[0] > 0]
+        if isinstance(value, dict):
+            return {key[:MOST_KEY_CHARACTERS]: short(item) for key, item in list(value.items())[:50] if left[0] > 0}
+        # An integer of thousands of digits is valid JSON and of no use to look at.
+        return value if not isinstance(value, int) or abs(value) < 10**18 else clean(str(value), 40)
+
+    return short(row)

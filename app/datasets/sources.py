@@ -1,0 +1,120 @@
+"""What comes with `POST /v1/datasets`: a file, or the name of one on the hub, and perhaps of a tokenizer."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
+
+from app.config import Settings
+from app.datasets import hub, upload
+from app.datasets.receiving import Reading, Received, Receiving
+from app.datasets.schemas import HubImport
+from app.datasets.tokens import MOST_TOKENIZER_BYTES, BadTokenizer, TokenCounter
+from app.errors import ApiError, FieldError, from_validation, invalid, too_large
+from app.runs import base_models
+from app.runs.models import Run
+from app.storage import Storage
+from app.strict_json import BadJson, parse
+
+
+@dataclass(frozen=True)
+class Around:
+    """What receiving a data set rests on."""
+
+    sessions: async_sessionmaker[AsyncSession]
+    settings: Settings
+    storage: Storage
+    folder: Path
+    """Where it may write until the data set is kept."""
+
+
+async def receive(around: Around, content_type: str, body: AsyncIterator[bytes]) -> Received:
+    """The data set that a request brings or names; raises `ApiError` for all that is wrong with it."""
+    if content_type.partition(";")[0].strip().lower() == "application/json":
+        return await _from_hub(around, await _request(around.settings, body))
+    loop = asyncio.get_running_loop()
+
+    def load_tokenizer(name: str) -> TokenCounter:
+        # Called by the thread that takes the upload apart: the file is not read on before the tokenizer is there.
+        return asyncio.run_coroutine_threadsafe(_tokenizer(around, name), loop).result()
+
+    return await upload.receive(content_type, body, around.folder, around.settings, load_tokenizer)
+
+
+async def _request(settings: Settings, body: AsyncIterator[bytes]) -> HubImport:
+    raw = bytearray()
+    async for piece in body:
+        raw += piece
+        if len(raw) > settings.max_json_bytes:
+            raise too_large("The body of this call", settings.max_json_bytes)
+    try:
+        return HubImport.model_validate(await asyncio.to_thread(parse, bytes(raw)))
+    except BadJson as error:
+        raise invalid([FieldError(field="", code=error.code, message=error.message)]) from None
+    except ValidationError as error:
+        raise invalid(from_validation(error.errors())) from None
+
+
+async def _from_hub(around: Around, request: HubImport) -> Received:
+    if not around.settings.allow_hub:
+        message = (
+            "this server does not load from the hub; upload the file, or let the operator set ANNEAL_ALLOW_HUB=true"
+        )
+        raise invalid([FieldError(field="hub", code="hub_not_allowed", message=message)], code="hub_not_allowed")
+    columns = upload.as_columns(request.columns) if request.columns is not None else None
+    tokens = await _tokenizer(around, request.tokenizer) if request.tokenizer else None
+    reading = Reading(request.format, None, columns, tokens)
+    receiving = await asyncio.to_thread(Receiving, around.folder, around.settings, reading)
+    try:
+        async with hub.client() as client:
+            files = await hub.files_of_split(client, request)
+            for file in files:
+                receiving.begin(file.path, file.path if len(files) > 1 else "")
+                async for piece in hub.download(client, file):
+                    await asyncio.to_thread(receiving.feed, piece)
+                await asyncio.to_thread(receiving.end)
+                while await asyncio.to_thread(receiving.more):
+                    pass
+        name = request.name or f"{request.hub} {request.split}"
+        digest = json.dumps(request.model_dump(mode="json"), sort_keys=True)
+        return await asyncio.to_thread(receiving.finish, name, digest)
+    finally:
+        receiving.close()
+
+
+async def _tokenizer(around: Around, name: str) -> TokenCounter:
+    """The tokenizer of a local model, of a run's output or of a hub model; 422 that says why there is none."""
+    try:
+        file = await _tokenizer_file(around, name)
+        return await asyncio.to_thread(TokenCounter, name, file)
+    except base_models.BaseModelError as error:
+        raise _no_tokenizer(error.code, error.message) from None
+    except BadTokenizer as error:
+        raise _no_tokenizer("bad_tokenizer", f"{name!r} cannot be counted with: {error}") from None
+
+
+async def _tokenizer_file(around: Around, name: str) -> Path:
+    attempt = None
+    if base_models.is_run(name):
+        async with around.sessions() as session:
+            attempt = await session.scalar(select(Run.output_attempt).where(Run.id == name))
+    located = await asyncio.to_thread(base_models.locate, around.settings, around.storage, name, attempt)
+    if located["path"] is None:
+        file = around.folder / "tokenizer.json"
+        async with hub.client() as client:
+            await hub.fetch_tokenizer(client, located["hub"] or name, file, MOST_TOKENIZER_BYTES)
+        return file
+    file = Path(located["path"]) / "tokenizer.json"
+    if not file.is_file():
+        message = f"the model {name!r} has no tokenizer.json; save it there with a fast tokenizer"
+        raise _no_tokenizer("tokenizer_not_found", message)
+    return file
+
+
+def _no_tokenizer(code: str, message: str) -> ApiError:
+    return invalid([FieldError(field="tokenizer", code=code, message=message)], code=code)

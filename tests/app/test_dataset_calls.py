@@ -1,0 +1,171 @@
+"""Promises about data sets that are there: fetched back, filtered, deleted, and made once for each idempotency key."""
+
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine
+
+from app.config import Settings
+from app.db import sync_engine
+from app.ids import new_id
+from app.storage import Storage
+from tests.app.uploads import lines, upload
+from tests.factories import make_dataset, make_run
+from tests.server import ApiServer
+from tests.waiting import eventually
+
+CONTENT = lines(*({"text": f"row {n} " + "x" * 100} for n in range(2000)))
+
+
+def _made(api: ApiServer, content: bytes = CONTENT, name: str = "data.jsonl", **more: Any) -> str:
+    answer = upload(api, content, name, **more)
+    assert answer.status_code == 201, answer.text
+    return str(answer.json()["id"])
+
+
+def _files(settings: Settings) -> list[Path]:
+    return [path for path in settings.storage_root.rglob("*") if path.is_file()]
+
+
+@pytest.fixture
+def engine(settings: Settings) -> Engine:
+    return sync_engine(settings.database_url or "", pool_size=0)
+
+
+class TestContent:
+    def test_comes_back_as_it_is_kept(self, shared_api: ApiServer) -> None:
+        id = _made(shared_api, name="my “data”.v2.csv", file_format="jsonl")
+        answer = shared_api.client.get(f"/v1/datasets/{id}/content")
+        assert (answer.status_code, answer.content) == (200, CONTENT)
+        assert answer.headers["content-type"] == "application/x-ndjson"
+        assert answer.headers["etag"] == f'"{hashlib.sha256(CONTENT).hexdigest()}"'
+        assert answer.headers["content-length"] == str(len(CONTENT))
+        assert answer.headers["content-disposition"] == (
+            "attachment; filename*=utf-8''my%20%E2%80%9Cdata%E2%80%9D.v2.jsonl"
+        )
+        assert answer.headers["x-content-type-options"] == "nosniff"
+
+    def test_goes_on_where_a_download_broke_off(self, shared_api: ApiServer) -> None:
+        id = _made(shared_api)
+        path = f"/v1/datasets/{id}/content"
+        tag = shared_api.client.get(path).headers["etag"]
+        part = shared_api.client.get(path, headers={"Range": "bytes=100000-", "If-Range": tag})
+        assert (part.status_code, part.content) == (206, CONTENT[100_000:])
+        other = shared_api.client.get(path, headers={"Range": "bytes=100000-", "If-Range": '"another"'})
+        assert (other.status_code, other.content) == (200, CONTENT)
+        behind = shared_api.client.get(path, headers={"Range": f"bytes={len(CONTENT)}-"})
+        assert (behind.status_code, behind.headers["content-type"]) == (416, "application/problem+json")
+
+    def test_is_404_where_there_is_no_data_set_or_no_file(self, api: ApiServer, engine: Engine) -> None:
+        for id, code in ((new_id("ds"), "dataset_not_found"), (make_dataset(engine), "content_missing")):
+            answer = api.client.get(f"/v1/datasets/{id}/content")
+            assert (answer.status_code, answer.json()["code"]) == (404, code)
+
+
+class TestDelete:
+    def test_removes_row_and_file(self, api: ApiServer, settings: Settings) -> None:
+        id = _made(api)
+        answer = api.client.delete(f"/v1/datasets/{id}")
+        assert (answer.status_code, answer.content) == (204, b"")
+        assert api.client.get(f"/v1/datasets/{id}").status_code == 404
+        assert api.client.get(f"/v1/datasets/{id}/content").status_code == 404
+        assert api.client.delete(f"/v1/datasets/{id}").json()["code"] == "dataset_not_found"
+        eventually(lambda: not _files(settings), what="the file is gone")
+
+    @pytest.mark.parametrize("column", ["dataset_id", "eval_dataset_id"])
+    def test_is_refused_while_a_run_refers_to_it_also_one_that_has_ended(
+        self, api: ApiServer, settings: Settings, column: str
+    ) -> None:
+        id, other = _made(api), _made(api)
+        config = {"eval_steps": 10} if column == "eval_dataset_id" else {}
+        run = make_run(api.client, **{"dataset_id": other, column: id}, config=config)["id"]
+        for status in ("pending", "cancelled"):
+            answer = api.client.delete(f"/v1/datasets/{id}")
+            assert (answer.status_code, answer.json()["code"]) == (409, "dataset_in_use")
+            assert f"{run} ({status})" in answer.json()["detail"]
+            api.client.post(f"/v1/runs/{run}/stop")
+        assert Storage(settings).dataset_file(id, "jsonl").is_file()
+
+    def test_and_a_run_that_is_made_meanwhile_never_both_succeed(self, api: ApiServer) -> None:
+        with ThreadPoolExecutor(2) as pool:
+            for _ in range(8):
+                id = _made(api, lines({"text": "a"}))
+                body = {"backend": "fake", "dataset_id": id, "config": {"base_model": "any"}}
+                made = pool.submit(api.client.post, "/v1/runs", json=body)
+                deleted = pool.submit(api.client.delete, f"/v1/datasets/{id}")
+                assert (made.result().status_code, deleted.result().status_code) in ((202, 409), (422, 204))
+
+    def test_needs_the_scope_to_write(self, api: ApiServer) -> None:
+        id = _made(api)
+        with api.client_with(api.key_with(["read"])) as reader:
+            assert reader.delete(f"/v1/datasets/{id}").status_code == 403
+            assert reader.get(f"/v1/datasets/{id}/content").status_code == 200
+
+
+def test_the_list_is_filtered_by_a_part_of_the_name_and_by_format(api: ApiServer) -> None:
+    texts = [_made(api, lines({"text": "a"}), name) for name in ("Alpha.jsonl", "beta_100%.jsonl", "ALPHA 2.jsonl")]
+    pair = _made(api, lines({"prompt": "a", "completion": "b"}), "alpha.jsonl")
+
+    def listed(**params: str) -> list[str]:
+        answer = api.client.get("/v1/datasets", params=params)
+        assert answer.status_code == 200, answer.text
+        return [item["id"] for item in answer.json()["data"]]
+
+    assert listed(name="alpha") == [pair, texts[2], texts[0]]
+    assert listed(name="alpha", format="text", limit="1") == [texts[2]]
+    assert listed(format="prompt_completion") == [pair]
+    assert listed(name="0%") == [texts[1]]
+    assert listed(name="_1") == [texts[1]]
+    assert listed(format="preference") == []
+    assert api.client.get("/v1/datasets", params={"format": "odd"}).status_code == 422
+
+
+class TestIdempotencyKey:
+    def test_answers_the_same_data_set_again_and_keeps_one_file(self, api: ApiServer, settings: Settings) -> None:
+        first = upload(api, CONTENT, key="k1", name="a")
+        again = upload(api, CONTENT, key="k1", name="a")
+        assert (first.status_code, again.status_code) == (201, 201)
+        assert first.json() == again.json() and first.headers["location"] == again.headers["location"]
+        assert len(_files(settings)) == 1
+        assert _made(api, key="k2", name="a") != first.json()["id"]
+
+    def test_is_refused_with_other_content_or_other_fields(self, api: ApiServer, settings: Settings) -> None:
+        first = _made(api, key="k")
+        for content, fields in ((CONTENT + CONTENT, {}), (CONTENT, {"format": "text"}), (CONTENT, {"name": "n"})):
+            parts: dict[str, Any] = {"file": ("data.jsonl", content)}
+            answer = api.client.post("/v1/datasets", files=parts, data=fields, headers={"Idempotency-Key": "k"})
+            assert (answer.status_code, answer.json()["code"]) == (422, "idempotency_key_reused")
+            assert first in answer.json()["detail"]
+        assert len(_files(settings)) == 1
+
+    def test_is_not_used_up_by_an_upload_that_was_refused(self, api: ApiServer) -> None:
+        assert upload(api, b"bad\n", key="k").status_code == 422
+        assert upload(api, CONTENT, key="k").status_code == 201
+
+    def test_belongs_to_its_caller(self, api: ApiServer) -> None:
+        first = _made(api, key="k")
+        with api.client_with(api.key_with(["write"])) as other:
+            answer = other.post("/v1/datasets", files={"file": ("d", CONTENT)}, headers={"Idempotency-Key": "k"})
+        assert answer.status_code == 201 and answer.json()["id"] != first
+
+    def test_goes_with_its_data_set(self, api: ApiServer) -> None:
+        first = _made(api, key="k")
+        assert api.client.delete(f"/v1/datasets/{first}").status_code == 204
+        assert _made(api, key="k") != first
+
+    def test_of_twins_that_race_makes_one_data_set(self, api: ApiServer, settings: Settings) -> None:
+        with ThreadPoolExecutor(4) as pool:
+            for round in range(4):
+                answers = list(pool.map(lambda key: upload(api, CONTENT, key=key), [f"round {round}"] * 4))
+                assert {answer.status_code for answer in answers} == {201}
+                assert len({answer.json()["id"] for answer in answers}) == 1
+        assert len(api.client.get("/v1/datasets").json()["data"]) == len(_files(settings)) == 4
+
+    @pytest.mark.parametrize("key", ["", "x" * 256, "ü"])
+    def test_must_be_one(self, api: ApiServer, key: str) -> None:
+        headers = {"Idempotency-Key": key.encode("latin-1")}
+        answer = api.client.post("/v1/datasets", files={"file": ("d", CONTENT)}, headers=headers)
+        assert (answer.status_code, answer.json()["errors"][0]["field"]) == (422, "Idempotency-Key")

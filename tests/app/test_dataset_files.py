@@ -1,0 +1,200 @@
+"""Promises about kinds of files: whatever comes, the rows are kept as JSONL, and a bad row is named by its place."""
+
+import datetime
+import decimal
+import io
+import json
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from app.config import Settings
+from tests.app.uploads import CHAT, errors, kept, lines, parquet, upload
+from tests.server import ApiServer, ThreadServer
+
+ROWS = [{"prompt": "häh?", "completion": 'so, "that"\nis it', "n": "1"}, {"prompt": "b", "completion": "c"}]
+CSV = 'prompt,completion,n\r\nhäh?,"so, ""that""\nis it",1\r\nb,c,\r\n'.encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", lines(*ROWS)),
+        ("a.json", json.dumps(ROWS).encode()),
+        ("a.json", json.dumps({"data": ROWS}, indent=2).replace("\n", "\r\n").encode()),
+        ("a.json", b" \n" + json.dumps(ROWS, indent=4).encode() + b"\n"),
+        ("a.json", lines(*ROWS)),
+        ("a.csv", CSV),
+        ("A.CSV", b"\xef\xbb\xbf" + CSV.replace(b"\r\n", b"\n") + b"\n\n"),
+        ("a.parquet", parquet(ROWS)),
+        ("a.pq", parquet(ROWS, compression="zstd", row_group_size=1)),
+        ("nothing", json.dumps(ROWS).encode()),
+        ("nothing", lines(*ROWS)),
+        ("nothing", parquet(ROWS)),
+    ],
+)
+def test_every_kind_of_file_gives_the_same_rows(shared_api: ApiServer, name: str, content: bytes) -> None:
+    assert kept(shared_api, content, name) == ROWS
+
+
+def test_what_is_kept_is_the_same_whatever_came(shared_api: ApiServer) -> None:
+    files = {"a.jsonl": lines(*ROWS), "a.json": json.dumps(ROWS).encode(), "a.csv": CSV, "a.parquet": parquet(ROWS)}
+    answers = [upload(shared_api, content, name).json() for name, content in files.items()]
+    assert len({(it["sha256"], it["bytes"], it["rows"], it["format"]) for it in answers}) == 1
+
+
+def test_the_kind_can_be_given_where_the_name_says_nothing_or_something_else(shared_api: ApiServer) -> None:
+    assert kept(shared_api, CSV, "a.txt", file_format="csv") == ROWS
+    assert kept(shared_api, json.dumps(ROWS).encode(), "a.jsonl", file_format="json") == ROWS
+    assert errors(shared_api, CSV, "a.txt") == [("file", "unknown_file_format")]
+    assert errors(shared_api, CSV, "a.csv", file_format="xlsx") == [("file_format", "unknown_file_format")]
+
+
+def test_numbers_and_nesting_of_json_stay_as_they_are(shared_api: ApiServer) -> None:
+    raw = b'[{"text": "a", "n": 123456789012345678901234567890, "f": 0.1, "deep": {"x": [1, {"y": "],}{["}]}}]'
+    assert kept(shared_api, raw, "a.json") == json.loads(raw)
+
+
+@pytest.mark.parametrize(
+    ("row", "code"),
+    [
+        ('{"text": "a", "text": "b"}', "duplicate_key"),
+        ('{"text": "a", "x": NaN}', "not_finite"),
+        ('{"text": "a", "x": 1e999}', "not_finite"),
+        ('{"text": "a\\u0000"}', "nul_in_text"),
+        ('{"text": "\\ud800"}', "lone_surrogate"),
+        ('{"text": "a", "x": ' + "[" * 40 + "]" * 40 + "}", "too_deep"),
+        ('{"text": ]', "invalid_json"),
+        ("", "invalid_json"),
+        ('{"text": "a"} {"text": "b"}', "invalid_json"),
+        ("7", "not_an_object"),
+        ('{"text": ""}', "empty_text"),
+        ('{"text": "' + "x" * 2000 + '"}', "row_too_long"),
+    ],
+)
+def test_a_row_of_an_array_is_named_by_its_number(small_api: ApiServer, row: str, code: str) -> None:
+    content = '[{"text": "a"}, {"text": "b"}, ' + row + ', {"text": "c"}]'
+    assert errors(small_api, content.encode(), "a.json") == [("row 3", code)]
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (b"[]", "empty_file"),
+        (b'{"data": []}', "empty_file"),
+        (b"", "empty_file"),
+        (b'[{"text": "a"}', "unfinished_json"),
+        (b'[{"text": "a"}, ', "unfinished_json"),
+        (b'{"data": [{"text": "a"}]', "unfinished_json"),
+        (b'[{"text": "a"}] x', "trailing_data"),
+        (b'{"data": [{"text": "a"}], "more": 1}', "trailing_data"),
+        (b'[{"text": "a"}}', "invalid_json"),
+        (b'[{"text": "a"},]', "invalid_json"),
+        (b"\xff\xfe[\x00", "byte_order_mark"),
+    ],
+)
+def test_a_broken_array_is_refused_with_the_reason(shared_api: ApiServer, content: bytes, code: str) -> None:
+    assert [found for _, found in errors(shared_api, content, "a.json")] == [code]
+
+
+@pytest.mark.parametrize(
+    ("record", "place", "code"),
+    [
+        (b"a\n", "line 4", "wrong_cell_count"),
+        (b"a,b,c\n", "line 4", "wrong_cell_count"),
+        (b'"a"b,c\n', "line 4", "invalid_csv"),
+        (b"a\xff,b\n", "line 4", "not_utf8"),
+        (b"a\x00,b\n", "line 4", "nul_in_text"),
+        (b",b\n", "line 4", "empty_text"),
+        (b"\n", "line 4", "empty_line"),
+        (b'5" pipe,b\n', "line 4", "unfinished_csv"),
+        (b'a,"' + b"x" * 2000 + b'"\n', "line 4", "row_too_long"),
+    ],
+)
+def test_a_record_is_named_by_its_line(small_api: ApiServer, record: bytes, place: str, code: str) -> None:
+    content = b'prompt,completion\n"a\nb",c\n' + record + b"a,b\n"
+    assert errors(small_api, content, "a.csv") == [(place, code)]
+
+
+@pytest.mark.parametrize(
+    ("header", "code"),
+    [
+        (b"text,text", "duplicate_column"),
+        (b"text,", "missing_column_name"),
+        (b"a,b", "unknown_format"),
+        (b"text;n", "unknown_format"),
+        (b'"text', "unfinished_csv"),
+        (b"\xff\xfet\x00", "byte_order_mark"),
+        (b",".join(b"c%d" % n for n in range(1001)), "too_many_columns"),
+        (b"text," + b"k" * 300, "key_too_long"),
+        (b"text,messages", "ambiguous_format"),
+    ],
+)  # fmt: skip
+def test_a_bad_header_is_told_once(shared_api: ApiServer, header: bytes, code: str) -> None:
+    found = errors(shared_api, header + b"\na,b\n" * 30, "a.csv")
+    assert [it for _, it in found] == [code]
+
+
+def test_messages_in_a_cell_are_json(shared_api: ApiServer) -> None:
+    cell = json.dumps(CHAT["messages"])
+    quoted = '"' + cell.replace('"', '""') + '"'
+    assert kept(shared_api, f"messages\n{quoted}\n".encode(), "a.csv") == [CHAT]
+    assert kept(shared_api, parquet([{"messages": cell}]), "a.parquet") == [CHAT]
+    found = errors(shared_api, b"messages,n\nhello,1\n", "a.csv")
+    assert found == [("line 2", "invalid_json")]
+
+
+def test_values_of_parquet_become_json_and_nulls_are_no_values(shared_api: ApiServer) -> None:
+    messages = [{"role": "user", "content": "q", "name": None}, {"role": "assistant", "content": "a", "name": None}]
+    row: dict[str, Any] = {
+        "messages": messages, "none": None, "when": datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC),
+        "price": decimal.Decimal("1.50"), "raw": b"\xff\x00", "list": [1, 2], "map": {"a": None, "b": 1.5},
+    }  # fmt: skip
+    assert kept(shared_api, parquet([row]), "a.parquet") == [
+        {**CHAT, "when": "2026-01-02T00:00:00+00:00", "price": "1.50", "raw": "/wA=", "list": [1, 2], "map": {"b": 1.5}}
+    ]
+
+
+def test_a_row_of_parquet_is_named_by_its_number(small_api: ApiServer) -> None:
+    rows = [{"text": "a"}, {"text": None}, {"text": "b"}, {"text": " "}]
+    assert errors(small_api, parquet(rows), "a.parquet") == [("row 2", "wrong_type"), ("row 4", "empty_text")]
+    assert errors(small_api, parquet([{"text": "x" * 2000}]), "a.parquet") == [("row 1", "row_too_long")]
+    assert errors(small_api, parquet([{"text": "a", "n": float("nan")}]), "a.parquet") == [("row 1", "not_finite")]
+    assert errors(small_api, parquet([{"other": 1}]), "a.parquet") == [("file", "unknown_format")]
+
+
+def test_columns_of_parquet_with_one_name_are_refused(shared_api: ApiServer) -> None:
+    file = io.BytesIO()
+    pq.write_table(pa.table([["a"], ["b"]], names=["text", "text"]), file)
+    assert errors(shared_api, file.getvalue(), "a.parquet") == [("file", "unreadable_parquet")]
+
+
+def test_parquet_that_grows_without_end_is_refused(settings: Settings) -> None:
+    """A few kilobytes that say the same 100,000 bytes three hundred times."""
+    bomb = parquet([{"text": "x" * 100_000}] * 300, compression="zstd")
+    assert len(bomb) < 10_000
+    with ThreadServer(settings.model_copy(update={"max_upload_bytes": 10_000_000})) as api:
+        answer = upload(api, bomb, "a.parquet")
+        assert (answer.status_code, answer.json()["code"]) == (413, "body_too_large")
+        assert list(settings.storage_root.glob("*/*")) == []
+
+
+def test_a_cell_that_takes_far_more_memory_than_the_file_is_refused(shared_api: ApiServer) -> None:
+    """Ten million zeros in one cell, which are few bytes in the file."""
+    zeros = pa.ListArray.from_arrays(
+        pa.array([0, 10_000_000], pa.int32()), pa.nulls(10_000_000, pa.int64()).fill_null(0)
+    )
+    file = io.BytesIO()
+    pq.write_table(pa.table({"text": ["a"], "x": zeros}), file, compression="zstd")
+    assert len(file.getvalue()) < 1_000_000
+    answer = upload(shared_api, file.getvalue(), "a.parquet")
+    assert answer.json()["errors"][0]["code"] == "unreadable_parquet", answer.text
+
+
+@pytest.fixture(scope="module")
+def small_api(shared_api: ApiServer) -> Any:
+    """An API on the same database and storage that takes rows of a thousand bytes."""
+    with ThreadServer(shared_api.settings.model_copy(update={"max_line_bytes": 1024})) as api:
+        yield api

@@ -1,0 +1,164 @@
+"""Promises about formats: which is seen in which columns, what each of their rows must be, and what trains on them."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.app.uploads import CHAT, errors, kept, lines, upload
+from tests.server import ApiServer
+
+USER = [{"role": "user", "content": "q"}]
+GOOD = [{"role": "assistant", "content": "yes"}]
+BAD = [{"role": "assistant", "content": "no"}]
+PAIR = {"prompt": "p", "chosen": "good", "rejected": "bad"}
+
+
+@pytest.mark.parametrize(
+    ("row", "format"),
+    [
+        (PAIR, "preference"),
+        ({"prompt": USER, "chosen": GOOD, "rejected": BAD, "score": 1.5}, "preference"),
+        ({**PAIR, "messages_of_its_own": 1}, "preference"),
+        ({"prompt": "p"}, "prompt"),
+        ({"prompt": USER, "answer": "42"}, "prompt"),
+        ({"prompt": "p", "source": "web"}, "prompt"),
+        ({"prompt": "p", "completion": "c"}, "prompt_completion"),
+        ({**CHAT, "prompt": "p"}, "chat"),
+        ({"text": "t", "prompt": "p"}, "text"),
+        ({"text": "t", "answer": "a"}, "text"),
+    ],
+)
+def test_the_columns_tell_the_format_and_the_row_stays_as_it_is(
+    shared_api: ApiServer, row: dict[str, Any], format: str
+) -> None:
+    answer = upload(shared_api, lines(row))
+    assert (answer.status_code, answer.json()["format"]) == (201, format)
+    assert kept(shared_api, lines(row)) == [row]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {**PAIR, **CHAT},
+        {**PAIR, "completion": "c"},
+        {"prompt": "p", "completion": "c", "answer": "a"},
+        {"prompt": "p", "answer": "a", "text": "t"},
+    ],
+)
+def test_columns_of_two_formats_ask_for_the_format(shared_api: ApiServer, row: dict[str, Any]) -> None:
+    assert errors(shared_api, lines(row)) == [("line 1", "ambiguous_format")]
+    answer = upload(shared_api, lines(row), format="prompt")
+    assert (answer.status_code, answer.json()["format"]) == (201, "prompt")
+
+
+def test_pairs_in_the_shape_of_openai_are_kept_in_ours(shared_api: ApiServer) -> None:
+    theirs = {
+        "input": {"messages": USER, "tools": [{"type": "function"}]},
+        "preferred_output": GOOD,
+        "non_preferred_output": BAD,
+        "source": "web",
+    }
+    ours = {"prompt": USER, "chosen": GOOD, "rejected": BAD, "tools": [{"type": "function"}], "source": "web"}
+    assert kept(shared_api, lines(theirs, theirs)) == [ours, ours]
+    columns = upload(shared_api, lines(theirs)).json()["columns"]
+    assert columns == ["prompt", "chosen", "rejected", "tools", "source"]
+    cells = ",".join('"' + json.dumps(theirs[name]).replace('"', '""') + '"' for name in list(theirs)[:3])
+    table = f"input,preferred_output,non_preferred_output\n{cells}\n".encode()
+    assert kept(shared_api, table, "a.csv") == [{name: ours[name] for name in list(ours)[:4]}]
+
+
+@pytest.mark.parametrize(
+    ("row", "code"),
+    [
+        ({"prompt": "p", "chosen": "c"}, "missing_column"),
+        ({**PAIR, "chosen": ""}, "empty_text"),
+        ({**PAIR, "chosen": None}, "wrong_type"),
+        ({**PAIR, "chosen": GOOD}, "wrong_type"),
+        ({"prompt": USER, "chosen": GOOD, "rejected": USER}, "no_assistant_message"),
+        ({"prompt": [], "chosen": GOOD, "rejected": BAD}, "wrong_type"),
+        ({"input": USER, "preferred_output": GOOD, "non_preferred_output": BAD}, "wrong_type"),
+        ({"input": {"messages": USER}, "preferred_output": "x", "non_preferred_output": BAD}, "wrong_type"),
+        ({"input": {"messages": USER}, "preferred_output": GOOD}, "missing_column"),
+        (
+            {"input": {"messages": USER, "prompt": 1}, "preferred_output": GOOD, "non_preferred_output": BAD},
+            "column_conflict",
+        ),
+    ],
+)
+def test_a_pair_must_be_whole(shared_api: ApiServer, row: dict[str, Any], code: str) -> None:
+    assert errors(shared_api, lines(PAIR, row)) == [("line 2", code)]
+
+
+@pytest.mark.parametrize(
+    ("row", "code"),
+    [
+        ({"prompt": ""}, "empty_text"),
+        ({"prompt": 1}, "wrong_type"),
+        ({"prompt": [{"role": "user"}]}, "wrong_type"),
+        ({"answer": "a"}, "missing_column"),
+        ({"prompt": "p", "answer": 1}, "wrong_type"),
+        ({"prompt": "p", "answer": " "}, "empty_text"),
+    ],
+)
+def test_a_prompt_must_be_one_and_its_answer_a_text(shared_api: ApiServer, row: dict[str, Any], code: str) -> None:
+    assert errors(shared_api, lines({"prompt": "p"}, row)) == [("line 2", code)]
+
+
+@pytest.mark.parametrize(("row", "format"), [(PAIR, "preference"), ({"prompt": "p", "answer": "a"}, "prompt")])
+def test_supervised_methods_refuse_pairs_and_prompts_by_name(
+    shared_api: ApiServer, row: dict[str, Any], format: str
+) -> None:
+    dataset = upload(shared_api, lines(row)).json()["id"]
+    for method in ("sft", "full", "lora", "qlora"):
+        body = {"dataset_id": dataset, "backend": "fake", "config": {"base_model": "any", "method": method}}
+        answer = shared_api.client.post("/v1/runs", json=body)
+        assert (answer.status_code, answer.json()["code"]) == (422, "wrong_dataset_format")
+        assert f"`{format}`" in answer.json()["detail"] and f"`{method}`" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", lines({"question": "q", "reply": "r", "id": "7"})),
+        ("a.json", b'[{"question": "q", "reply": "r", "id": "7"}]'),
+        ("a.csv", b"id,question,reply\n7,q,r\n"),
+    ],
+)
+def test_columns_can_be_given_and_rows_are_kept_under_our_names(
+    shared_api: ApiServer, name: str, content: bytes
+) -> None:
+    columns = json.dumps({"prompt": "question", "completion": "reply"})
+    assert kept(shared_api, content, name, columns=columns) == [{"prompt": "q", "completion": "r", "id": "7"}]
+
+
+def test_a_column_may_take_the_name_of_one_that_is_renamed(shared_api: ApiServer) -> None:
+    row = {"prompt": "a", "completion": "b"}
+    swapped = json.dumps({"prompt": "completion", "completion": "prompt"})
+    assert kept(shared_api, lines(row), columns=swapped) == [{"prompt": "b", "completion": "a"}]
+    taken = json.dumps({"prompt": "question"})
+    assert errors(shared_api, lines({**row, "question": "q"}), columns=taken) == [("line 1", "column_conflict")]
+
+
+@pytest.mark.parametrize(
+    ("columns", "field", "code"),
+    [
+        ("prompt=question", "columns", "invalid_json"),
+        ("[]", "columns", "wrong_type"),
+        ("{}", "columns", "wrong_type"),
+        ('{"prompt": 1}', "columns", "wrong_type"),
+        ('{"prompt": "a", "prompt": "b"}', "columns", "duplicate_key"),
+        ('{"prompt": "' + "x" * 300 + '"}', "columns", "key_too_long"),
+        ('{"prompt": "' + "x" * 20_000 + '"}', "columns", "too_long"),
+        ('{"text": "nowhere"}', "file", "unknown_column"),
+    ],
+)
+def test_columns_that_cannot_be_are_refused(shared_api: ApiServer, columns: str, field: str, code: str) -> None:
+    assert errors(shared_api, b"text,n\na,1\n", "a.csv", columns=columns) == [(field, code)]
+
+
+@pytest.mark.parametrize("field", ["columns", "file_format", "tokenizer"])
+def test_what_says_how_to_read_a_file_must_come_before_it(shared_api: ApiServer, field: str) -> None:
+    parts = [("file", ("a.jsonl", lines(PAIR))), (field, (None, "x"))]
+    answer = shared_api.client.post("/v1/datasets", files=parts)
+    assert [(it["field"], it["code"]) for it in answer.json()["errors"]] == [(field, "after_file")]

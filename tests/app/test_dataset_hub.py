@@ -1,0 +1,197 @@
+"""Promises about data sets of the hub, against a server on loopback that speaks the few calls which are used."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from app.config import Settings
+from tests.app.uploads import lines, parquet
+from tests.server import ApiServer, ThreadServer
+
+COMMIT = "c0ffee" * 6 + "c0ff"
+QA = [{"question": f"q{n}", "answer": f"a{n}"} for n in range(5)]
+WORDS = '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"[UNK]": 0}, "unk_token": "[UNK]"}}'
+
+
+class Hub(ThreadingHTTPServer):
+    """Repositories as paths and contents; what was asked for is in `asked`."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.asked: list[str] = []
+        self.files: dict[str, bytes] = {}
+        self.redirects: dict[str, str] = {}
+        self.listing: bytes | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def serve(self, files: dict[str, bytes]) -> None:
+        """The data set `ada/words` with these files, at one commit of its main branch."""
+        siblings = [{"rfilename": path} for path in files]
+        self.files["/api/datasets/ada/words/revision/main"] = json.dumps({"sha": COMMIT, "siblings": siblings}).encode()
+        for path, content in files.items():
+            self.files[f"/datasets/ada/words/resolve/{COMMIT}/{path}"] = content
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)
+        assert "authorization" not in self.headers
+        if self.path in self.server.redirects:
+            self.send_response(302)
+            self.send_header("Location", self.server.redirects[self.path])
+            self.end_headers()
+            return
+        content = self.server.files.get(self.path)
+        self.send_response(404 if content is None else 200)
+        self.send_header("Content-Length", str(len(content or b"")))
+        self.end_headers()
+        self.wfile.write(content or b"")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with Hub() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        yield server
+        server.shutdown()
+        thread.join(timeout=10)
+
+
+def _import(api: ApiServer, **body: Any) -> Any:
+    return api.client.post("/v1/datasets", json={"hub": "ada/words", **body})
+
+
+def _rows(api: ApiServer, answer: Any) -> list[Any]:
+    assert answer.status_code == 201, answer.text
+    content = api.client.get(f"/v1/datasets/{answer.json()['id']}/content").content
+    return [json.loads(line) for line in content.splitlines()]
+
+
+def test_the_files_of_a_split_become_one_data_set(shared_api: ApiServer, hub: Hub) -> None:
+    hub.serve(
+        {
+            "data/train-00000-of-00002.parquet": parquet(QA[:2]),
+            "data/train-00001-of-00002.parquet": parquet(QA[2:]),
+            "data/test-00000-of-00001.parquet": parquet(QA[:1]),
+            "README.md": b"# train",
+        }
+    )
+    columns = {"prompt": "question", "completion": "answer"}
+    answer = _import(shared_api, columns=columns)
+    assert _rows(shared_api, answer) == [{"prompt": row["question"], "completion": row["answer"]} for row in QA]
+    assert (answer.json()["name"], answer.json()["format"]) == ("ada/words train", "prompt_completion")
+    assert sum("resolve" in path for path in hub.asked) == 2
+    held_out = _import(shared_api, split="test", columns=columns, name="held out")
+    assert held_out.json()["rows"] == 1 and held_out.json()["name"] == "held out"
+
+
+@pytest.mark.parametrize("path", ["train.jsonl", "train.json", "train.csv", "train/part-1.jsonl", "main/train.jsonl",
+                                  "words_train.jsonl", "all.jsonl"])  # fmt: skip
+def test_other_kinds_and_places_of_files_are_found(shared_api: ApiServer, hub: Hub, path: str) -> None:
+    text = {"text": "a b"}
+    content = {"json": json.dumps([text]).encode(), "csv": b"text\na b\n"}.get(path.rpartition(".")[2], lines(text))
+    hub.serve({path: content, "training_notes.txt": b"x"})
+    assert _rows(shared_api, _import(shared_api)) == [text]
+
+
+def test_a_split_is_not_taken_for_another_that_begins_like_it(shared_api: ApiServer, hub: Hub) -> None:
+    hub.serve({"data/train-0.jsonl": lines({"text": "a"}), "data/train_sft-0.jsonl": lines({"text": "b"})})
+    assert _rows(shared_api, _import(shared_api)) == [{"text": "a"}]
+    assert _rows(shared_api, _import(shared_api, split="train_sft")) == [{"text": "b"}]
+
+
+def test_a_subset_is_asked_for_where_there_are_several(shared_api: ApiServer, hub: Hub) -> None:
+    hub.serve({"main/train.jsonl": lines({"text": "a"}), "socratic/train.jsonl": lines({"text": "b"})})
+    answer = _import(shared_api)
+    assert (answer.status_code, answer.json()["code"]) == (422, "subset_needed")
+    assert "`main`, `socratic`" in answer.json()["detail"]
+    assert _rows(shared_api, _import(shared_api, subset="socratic")) == [{"text": "b"}]
+
+
+def test_tokens_are_counted_with_a_tokenizer_of_the_hub(shared_api: ApiServer, hub: Hub) -> None:
+    hub.serve({"train.jsonl": lines({"text": "a"})})
+    assert _import(shared_api, tokenizer="ada/model").json()["code"] == "tokenizer_not_found"
+    hub.files["/ada/model/resolve/main/tokenizer.json"] = WORDS.encode()
+    assert _import(shared_api, tokenizer="ada/model").json()["token_statistics"]["tokenizer"] == "ada/model"
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "code"),
+    [
+        ({"split": "validation"}, "split", "split_not_found"),
+        ({"revision": "v9"}, "hub", "hub_dataset_not_found"),
+        ({"hub": "ada/none"}, "hub", "hub_dataset_not_found"),
+        ({"hub": "../../x"}, "hub", "string_pattern_mismatch"),
+        ({"hub": "ada/words/../x"}, "hub", "string_pattern_mismatch"),
+        ({"split": "../x"}, "split", "string_pattern_mismatch"),
+        ({"file": "x"}, "file", "extra_forbidden"),
+        ({"columns": {}}, "columns", "wrong_type"),
+        ({"format": "chat"}, "train.jsonl line 1", "missing_column"),
+    ],
+)
+def test_what_cannot_be_had_is_told(
+    shared_api: ApiServer, hub: Hub, body: dict[str, Any], field: str, code: str
+) -> None:
+    hub.serve({"train.jsonl": lines({"text": "a"}), "train-2.jsonl": lines({"text": "a"})})
+    answer = _import(shared_api, **body)
+    assert answer.status_code == 422, answer.text
+    assert (field, code) in [(it["field"], it["code"]) for it in answer.json()["errors"]]
+
+
+@pytest.mark.parametrize("listing", [b"<html>", b"[]", b"{}", b'{"sha": "../..", "siblings": []}', b"[" * 100_000])
+def test_a_hub_that_answers_nonsense_is_502(shared_api: ApiServer, hub: Hub, listing: bytes) -> None:
+    hub.files["/api/datasets/ada/words/revision/main"] = listing
+    answer = _import(shared_api)
+    assert (answer.status_code, answer.json()["code"]) == (502, "hub_unusable")
+
+
+def test_a_hub_that_is_away_is_502(shared_api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    answer = _import(shared_api)
+    assert (answer.status_code, answer.json()["code"]) == (502, "hub_unusable")
+
+
+def test_a_redirect_into_the_private_network_is_not_read(shared_api: ApiServer, hub: Hub) -> None:
+    """The hub itself may be anywhere, as its operator says; where it sends us to may not."""
+    hub.serve({"train.jsonl": lines({"text": "a"})})
+    path = f"/datasets/ada/words/resolve/{COMMIT}/train.jsonl"
+    elsewhere = hub.url.replace("127.0.0.1", "localhost")
+    hub.files["/secret"] = lines({"text": "the secret"})
+    hub.redirects[path] = f"{elsewhere}/secret"
+    answer = _import(shared_api)
+    assert (answer.status_code, answer.json()["code"]) == (502, "hub_unusable")
+    assert "private network" in answer.json()["detail"]
+    assert "/secret" not in hub.asked
+    hub.redirects[path] = "/secret"
+    assert _rows(shared_api, _import(shared_api)) == [{"text": "the secret"}]
+
+
+def test_without_leave_of_the_operator_nobody_asks_the_hub(settings: Settings, hub: Hub) -> None:
+    with ThreadServer(settings.model_copy(update={"allow_hub": False})) as api:
+        answer = _import(api)
+        assert (answer.status_code, answer.json()["code"]) == (422, "hub_not_allowed")
+    assert hub.asked == []
+
+
+def test_more_bytes_than_an_upload_may_have_are_413(settings: Settings, hub: Hub) -> None:
+    hub.serve({"train.jsonl": lines({"text": "x" * 1000}) * 200})
+    with ThreadServer(settings.model_copy(update={"max_upload_bytes": 100_000})) as api:
+        answer = _import(api)
+        assert (answer.status_code, answer.json()["code"]) == (413, "body_too_large")
+        assert list(settings.storage_root.glob("staging/*")) == []

@@ -1,0 +1,91 @@
+"""The promise that a data set of any size, of any kind, costs the API no memory."""
+
+import csv
+import io
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from app.config import Settings
+from tests.app.uploads import PeakMemory, framed, lines, streamed, upload
+from tests.server import ProcessServer
+
+_BLOCK = 1000
+_CHARACTERS = 1000
+
+
+def test_a_row_of_two_hundred_megabytes_costs_no_memory(settings: Settings) -> None:
+    def line() -> Iterator[bytes]:
+        yield b'{"text": "'
+        for _ in range(200):
+            yield b"x" * 1024**2
+        yield b'"}\n'
+
+    with ProcessServer(settings) as api:
+        assert upload(api, lines({"text": "t"})).status_code == 201
+        dataset = api.client.get("/v1/datasets").json()["data"][0]["id"]
+        with PeakMemory(api.process.pid) as memory:
+            answer = streamed(api, framed(line()))
+        assert answer.status_code == 422, answer.text
+        assert answer.json()["errors"][0]["code"] == "line_too_long"
+        assert answer.json()["errors"][0]["field"] == "line 1"
+        assert [path.parent.name for path in settings.storage_root.glob("datasets/*/*")] == [dataset]
+    print(f"200 MB line: {memory.grown / 1e6:.0f} MB more at the peak")
+    assert memory.grown < 80e6
+
+
+@pytest.mark.parametrize(("kind", "blocks"), [("jsonl", 200), ("json", 40), ("csv", 40), ("parquet", 40)])
+def test_a_large_file_is_stored_once_and_costs_no_memory(
+    settings: Settings, tmp_path: Path, kind: str, blocks: int
+) -> None:
+    print(measure(settings, tmp_path, kind, blocks))
+
+
+def measure(settings: Settings, folder: Path, kind: str, blocks: int, most_growth: float = 60e6) -> str:
+    """Upload that many thousand rows of a kilobyte; answers what it took."""
+    content = pieces(kind, blocks, folder / "large")
+    with ProcessServer(settings) as api:
+        for name, small in (("a.jsonl", lines({"text": "t"})), ("a.csv", b"text\nt\n")):
+            assert upload(api, small, name).status_code == 201
+        started = time.monotonic()
+        with PeakMemory(api.process.pid) as memory:
+            answer = streamed(api, framed(content, f"x.{kind}"))
+        took = time.monotonic() - started
+        assert answer.status_code == 201, answer.text
+        assert answer.json()["rows"] == blocks * _BLOCK
+    assert memory.grown < most_growth
+    size = answer.json()["bytes"] / 1e6
+    return f"{kind}: {size:.0f} MB, {blocks * _BLOCK:,} rows in {took:.1f} s, {memory.grown / 1e6:.0f} MB more at most"
+
+
+def rows(block: int) -> list[dict[str, Any]]:
+    """A thousand rows, none like another."""
+    return [{"text": f"{block * _BLOCK + n} ".ljust(_CHARACTERS, "y")} for n in range(_BLOCK)]
+
+
+def pieces(kind: str, blocks: int, large: Path) -> Iterator[bytes]:
+    """The bytes of a file of this kind."""
+    if kind == "parquet":
+        with pq.ParquetWriter(large, pa.schema([("text", pa.string())]), compression="none") as writer:
+            for block in range(blocks):
+                writer.write_table(pa.Table.from_pylist(rows(block)), row_group_size=100_000)
+        with large.open("rb") as file:
+            yield from iter(lambda: file.read(1024**2), b"")
+        return
+    yield {"json": b"[", "csv": b"text\r\n"}.get(kind, b"")
+    for block in range(blocks):
+        if kind == "csv":
+            out = io.StringIO(newline="")
+            csv.writer(out).writerows([row["text"]] for row in rows(block))
+            yield out.getvalue().encode()
+        elif kind == "json":
+            yield (b",\n" if block else b"") + json.dumps(rows(block), indent=1).encode()[1:-1]
+        else:
+            yield lines(*rows(block))
+    yield b"]" if kind == "json" else b""

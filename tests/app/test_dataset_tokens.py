@@ -1,0 +1,101 @@
+"""Promises about token statistics: exact figures over what is trained on, with a tokenizer that is there."""
+
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from app.config import Settings
+from app.datasets.tokens import TokenCounter
+from app.db import sync_engine
+from app.ids import new_id
+from app.storage import Storage
+from tests.app.uploads import errors, lines, parquet, upload
+from tests.factories import Trainer, make_dataset, make_model, make_run
+from tests.server import ApiServer
+
+
+def _tokenizer(folder: Path) -> Path:
+    """One token a word; saved, as trainers do, with a cut at 4 tokens."""
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.enable_truncation(4)
+    file = folder / "tokenizer.json"
+    words.save(str(file))
+    return file
+
+
+def _counted(api: ApiServer, content: bytes, name: str = "d.jsonl", tokenizer: str = "tiny") -> Any:
+    answer = upload(api, content, name, tokenizer=tokenizer)
+    assert answer.status_code == 201, answer.text
+    told = answer.json()["token_statistics"]
+    assert api.client.get(f"/v1/datasets/{answer.json()['id']}").json()["token_statistics"] == told
+    return told
+
+
+def test_the_figures_are_exact(api: ApiServer, settings: Settings) -> None:
+    _tokenizer(make_model(settings))
+    lengths = [*range(1, 101)] * 20 + [70_000]
+    content = lines(*({"text": "a " * length} for length in lengths))
+    assert _counted(api, content) == {
+        "tokenizer": "tiny", "rows": 2001, "total": 101_000 + 70_000, "mean": round(171_000 / 2001, 2),
+        "min": 1, "p50": 51, "p95": 96, "max": 70_000,
+    }  # fmt: skip
+    assert upload(api, content).json()["token_statistics"] is None
+
+
+@pytest.mark.parametrize(
+    ("row", "tokens"),
+    [
+        ({"messages": [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "a"}], "n": "b b"}, 3),
+        ({"prompt": "a", "completion": "a b", "n": "b"}, 3),
+        ({"prompt": "a", "chosen": "a b", "rejected": "b"}, 4),
+        ({"prompt": "a b", "answer": "b b b"}, 2),
+    ],
+)
+def test_contents_of_the_format_are_counted_and_nothing_else(
+    api: ApiServer, settings: Settings, row: dict[str, Any], tokens: int
+) -> None:
+    _tokenizer(make_model(settings))
+    assert _counted(api, lines(row, row))["total"] == tokens * 2
+    assert _counted(api, parquet([row]), "d.parquet")["total"] == tokens
+
+
+def test_the_tokenizer_of_a_runs_output_can_be_named(api: ApiServer, settings: Settings) -> None:
+    engine = sync_engine(settings.database_url or "", pool_size=0)
+    run = make_run(api.client, make_dataset(engine))["id"]
+    assert errors(api, lines({"text": "a"}), tokenizer=run) == [("tokenizer", "base_run_without_output")]
+    trainer = Trainer(engine, run).begin()
+    output = trainer.write_output(Storage(settings))
+    trainer.complete()
+    (output / "adapter_config.json").write_text("{}")
+    _tokenizer(output)
+    assert _counted(api, lines({"text": "a b"}), tokenizer=run)["total"] == 2
+
+
+def test_a_tokenizer_that_is_not_there_is_told_before_the_file_is_read(api: ApiServer, settings: Settings) -> None:
+    make_model(settings, "without")
+    (make_model(settings, "broken") / "tokenizer.json").write_text('{"model": 1}')
+    local = {"../etc": "outside_models_root", "nowhere": "model_not_found", new_id("run"): "base_run_without_output",
+             "without": "tokenizer_not_found", "broken": "bad_tokenizer", "": "outside_models_root"}  # fmt: skip
+    for name, code in local.items():
+        found = errors(api, b"what is in here does not matter", tokenizer=name)
+        assert found == [("tokenizer", code)], (name, found)
+
+
+def test_memory_does_not_grow_with_rows_or_with_long_ones(tmp_path: Path) -> None:
+    counter = TokenCounter("words", _tokenizer(tmp_path))
+    for _ in range(2):
+        counter.add(["a b " * 100_000])
+    tracemalloc.start()
+    for number in range(60_000):
+        counter.add(["a " * (number % 50), "b"])
+    counter.add(["a b " * 2_000_000])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    told = counter.statistics()
+    assert (told["rows"], told["max"]) == (60_003, 4_000_000)
+    assert peak < 40e6, json.dumps(peak)
