@@ -15,6 +15,7 @@ from app.events.models import RunEvent
 from app.runs.metrics import Points, all_points
 from app.runs.models import MetricRollup, Run
 from app.runs.rollups import MOST_STEP, Rollups, highest_level, points_of
+from tests.chaos.curves import MISMATCHES
 from tests.factories import Trainer, make_dataset, make_run
 from tests.rows import add_run, add_worker, claim
 from tests.server import ApiServer
@@ -214,6 +215,25 @@ class TestWriting:
                 query = select(*columns).where(table.c.run_id == run.id).order_by(*table.primary_key.columns)
                 stored[name] = connection.execute(query).all()
         assert stored["roughly"] == stored["smoothly"] != []
+
+    def test_the_chaos_suite_would_see_a_point_that_one_of_both_lacks(
+        self, shared_api: ApiServer, engine: Engine
+    ) -> None:
+        trainer = new_trainer(shared_api, engine)
+        train(trainer, random.Random(2), 100, 0)
+        with engine.connect() as connection:
+
+            def mismatches() -> int:
+                return len(connection.execute(text(MISMATCHES), {"ids": [trainer.run_id]}).all())
+
+            assert mismatches() == 0
+            for change in ("points = points + 1", "last_seq = last_seq - 1", "level = level + 50"):
+                connection.execute(
+                    text(f"UPDATE metric_rollups SET {change} WHERE run_id = :id AND level = 0 AND kind = 'metric'"),
+                    {"id": trainer.run_id},
+                )
+                assert mismatches() == 1
+                connection.rollback()
 
     def test_values_that_the_database_refuses_do_not_stop_the_run(self, shared_api: ApiServer, engine: Engine) -> None:
         trainer = new_trainer(shared_api, engine)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.chaos import curves
 from tests.chaos.checker import MOMENTS, MOMENTS_OF_WRONG_CLOCKS, check
 from tests.chaos.clients import Clients
 from tests.chaos.collect import collect, profile, reference_plans
@@ -196,6 +197,8 @@ def _segment(
     for what, seconds in scene.seconds.items():
         result.times.setdefault(what, []).extend(seconds)
     found = [*report.violations, *(Violation(promise, "", what) for promise, what in scene.broken)]
+    for row in world.rows(curves.MISMATCHES, ids=list(history.runs)):
+        found.append(Violation(5, row["run_id"], f"its curves tell of other points than its log: {row}"))
     result.violations += found
     for violation in found:
         say(f"BROKEN promise {violation.promise} {violation.run_id}: {violation.what}")
