@@ -27,6 +27,27 @@ _RENAME = """    if final.exists():
 
 MUTANTS = (
     Mutant(
+        name="pruning-forgets-who-resumed",
+        promises=(12,),
+        about="Retention deletes a checkpoint that a later run went on from.",
+        changes=(Change("app/checkpoints/retention.py", "_retire(run_id, 1).where(~resumed)", "_retire(run_id, 1)"),),
+        test="tests/app/test_pruning.py::TestCheckpoints::"
+        "test_the_furthest_the_best_the_pinned_and_those_resumed_from_stay",
+    ),
+    Mutant(
+        name="delete-forgets-who-builds-on-it",
+        promises=(12,),
+        about="A run can be deleted although another has its output as base model.",
+        changes=(
+            Change(
+                "app/runs/removal.py",
+                "other.parent_run_id.in_(runs) | other.base_run_id.in_(runs),",
+                "other.parent_run_id.in_(runs),",
+            ),
+        ),
+        test="tests/app/test_removal.py::TestDeleteRun::test_one_that_others_build_on_stays_until_they_are_gone",
+    ),
+    Mutant(
         name="rename-before-fsync",
         promises=(11,),
         about="A checkpoint gets its name while its files are still only in memory.",

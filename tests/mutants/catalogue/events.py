@@ -50,11 +50,19 @@ MUTANTS = (
         changes=(
             Change(
                 "worker/writer.py",
-                "                then(connection)\n        self._stored += len(batch)",
-                "                then(connection)\n            self._stored += len(batch)",
+                "        self._rollups.committed()\n        self._stored += len(batch)",
+                "            self._stored += len(batch)\n        self._rollups.committed()",
             ),
         ),
         test="tests/worker/test_pump.py::test_a_commit_whose_answer_got_lost_is_not_stored_twice[1]",
+    ),
+    Mutant(
+        name="points-counted-again",
+        promises=(5, 7),
+        about="A point that is sent again, because nobody heard of the commit, counts twice in the curves.",
+        changes=(Change("app/runs/rollups.py", "            if number > self._taken:\n", "            if True:\n"),),
+        test="tests/app/test_curves.py::TestWriting::"
+        "test_what_is_sent_again_counts_once_however_the_commit_before_it_went",
     ),
     Mutant(
         name="order-by-time",

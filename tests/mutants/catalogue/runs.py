@@ -18,7 +18,7 @@ MUTANTS = (
         name="answer-before-commit",
         promises=(1,),
         about="The API answers 202 and only then commits.",
-        changes=(Change("app/dependencies.py", 'scope="function"', 'scope="request"'),),
+        changes=(Change("app/dependencies.py", '(get_session, scope="function")', '(get_session, scope="request")'),),
         test=f"{_TOLD}::TestAnAnswer::test_that_a_run_is_accepted_never_precedes_its_commit",
     ),
     Mutant(
