@@ -59,10 +59,16 @@ def _formatter(render: Callable[[WrappedLogger, str, EventDict], str]) -> Proces
             add_log_level,
             add_logger_name,
             ExtraAdder(),
+            _without_colours,
             TimeStamper(fmt="%Y-%m-%dT%H:%M:%S.%fZ", utc=True),
         ],
         processors=[ProcessorFormatter.remove_processors_meta, format_exc_info, render],
     )
+
+
+def _without_colours(_logger: WrappedLogger, _name: str, event: EventDict) -> EventDict:
+    event.pop("color_message", None)  # what uvicorn says, once more, for terminals
+    return event
 
 
 def _json(_logger: WrappedLogger, _name: str, event: EventDict) -> str:

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import promql_parser
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
@@ -50,10 +51,15 @@ def unknown(expressions: list[str], exported: dict[str, set[str]]) -> set[str]:
     return {name for one in expressions for name in _NAME.findall(one)} - series
 
 
-def unbalanced(expressions: list[str]) -> list[str]:
-    return [
-        one for one in expressions if any(one.count(left) != one.count(right) for left, right in ("()", "{}", "[]"))
-    ]
+def unreadable(expressions: list[str]) -> list[str]:
+    """Those that are no PromQL."""
+    found = []
+    for one in expressions:
+        try:
+            promql_parser.parse(one.replace("$__rate_interval", "5m"))
+        except ValueError as error:
+            found.append(f"{one}: {error}")
+    return found
 
 
 def documented(document: str) -> set[str]:
@@ -81,7 +87,8 @@ def test_dashboard_and_alerts_name_only_what_is_exported(exported: dict[str, set
     expressions = _expressions(DASHBOARD) + [rule["expr"] for rule in _rules(ALERTS)]
     assert len(expressions) > 30
     assert unknown(expressions, exported) == set()
-    assert unbalanced(expressions) == []
+    assert unreadable(expressions) == []
+    assert len(unreadable([one + ")" for one in expressions])) == len(expressions)
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,9 @@ def test_what_others_log_comes_in_the_same_form(api: LoggingServer) -> None:
     api.record_of(api.client.get("/healthz"))
     loggers = {one["logger"] for one in api.records()}
     assert "uvicorn.error" in loggers
+    assert {key for one in api.records() for key in one if one["logger"] == "uvicorn.error"} == {
+        "timestamp", "level", "logger", "event",
+    }  # fmt: skip
     others = [line for line in api.log.read_text().splitlines() if not line.startswith("{")]
     assert others == [f"API on {api.url}"]
 
