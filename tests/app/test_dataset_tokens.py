@@ -91,11 +91,11 @@ def test_memory_does_not_grow_with_rows_or_with_long_ones(tmp_path: Path) -> Non
     for _ in range(2):
         counter.add(["a b " * 100_000])
     tracemalloc.start()
-    for number in range(60_000):
+    for number in range(20_000):
         counter.add(["a " * (number % 50), "b"])
-    counter.add(["a b " * 2_000_000])
+    counter.add(["a b " * 500_000])
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     told = counter.statistics()
-    assert (told["rows"], told["max"]) == (60_003, 4_000_000)
-    assert peak < 40e6, json.dumps(peak)
+    assert (told["rows"], told["max"]) == (20_003, 1_000_000)
+    assert peak < 20e6, json.dumps(peak)
