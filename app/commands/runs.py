@@ -28,7 +28,7 @@ RunId = Annotated[str, typer.Argument(metavar="RUN", help="The id that `anneal r
 File = Annotated[Path, typer.Option("--file", "-f", help="YAML or JSON with what POST /v1/runs takes; - reads stdin.")]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="PATH=VALUE", help="Another value: config.learning_rate=1e-4; repeatable."),
+    typer.Option("--set", metavar="PATH=VALUE", help="Such as config.learning_rate=1e-4; repeatable."),
 ]
 Watch = Annotated[bool, typer.Option("--watch", help="Watch it to its end; the exit code tells which.")]
 
