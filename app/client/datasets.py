@@ -30,14 +30,14 @@ class Datasets(ApiResource[M]):
         told: Callable[[int], None] | None = None,
         idempotency_key: str | None = None,
     ) -> DatasetView:
-        """Upload a file, by its path or as bytes; every row is checked, and all is kept or nothing.
+        """Upload a file, by its path or as bytes (of JSONL); every row is checked, and all is kept or nothing.
 
         `told` is called with the number of bytes sent so far.
         """
         with _opened(file) as opened:
             request = self._session.transport.build(
                 "POST", "/datasets", data=given(name=name, format=format),
-                files={"file": (_file_name(file, name), _Counted(opened, told) if told else opened)},
+                files={"file": (_file_name(file), _Counted(opened, told) if told else opened)},
                 headers={"Idempotency-Key": idempotency_key or str(uuid.uuid4())}, timeout=_TIMEOUT,
             )  # fmt: skip
             response = await self._session.send(request, repeatable=True)
@@ -106,5 +106,5 @@ def _opened(file: str | Path | bytes) -> BinaryIO:
     return io.BytesIO(file) if isinstance(file, bytes) else Path(file).open("rb")
 
 
-def _file_name(file: str | Path | bytes, name: str | None) -> str:
-    return (name or "rows.jsonl") if isinstance(file, bytes) else Path(file).name
+def _file_name(file: str | Path | bytes) -> str:
+    return "rows.jsonl" if isinstance(file, bytes) else Path(file).name

@@ -105,7 +105,7 @@ def list_runs(
 
 @commands.command()
 def show(run_id: RunId, as_json: AsJson = False) -> None:
-    """Show how a run stands, and what it was asked to do.
+    """Show how a run stands, and what it was asked to do other than usual (all of it: --json).
 
     Example: `anneal runs show run_01k3x9m6q2v8s4t0w7y5z1a3b6`
     """
@@ -114,6 +114,9 @@ def show(run_id: RunId, as_json: AsJson = False) -> None:
         if as_json:
             document(run)
             return
+        from app.runs.config import TrainingConfig
+
+        usual = TrainingConfig(base_model="-").model_dump(mode="json")
         last = run.metrics_history[-1] if run.metrics_history else None
         details(
             {
@@ -124,7 +127,7 @@ def show(run_id: RunId, as_json: AsJson = False) -> None:
                 "experiment": run.experiment_id, "tags": run.tags, "data set": run.dataset_id,
                 "evaluated on": run.eval_dataset_id, "worker": run.worker_id, "created": run.created_at,
                 "started": run.started_at, "finished": run.finished_at,
-                **{f"config.{name}": value for name, value in run.config.items() if value not in (None, {}, [])},
+                **{f"config.{name}": value for name, value in run.config.items() if value != usual.get(name)},
             }
         )  # fmt: skip
 

@@ -49,6 +49,8 @@ def watch_run(client: "Anneal", run: "RunRead", as_json: bool) -> int:
             screen: _Screen = _Terminal(client, seen) if sys.stdout.isatty() else _Lines(seen)
             with screen:
                 for event in client.runs.events(run.id, after=run.last_seq, types=_TYPES):
+                    if seen.total is None and isinstance(event, StatusEvent) and event.to == "running":
+                        seen.total = client.runs.get(run.id).total_steps
                     screen.show(event)
         run = client.runs.get(run.id)
     if not as_json:
