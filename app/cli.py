@@ -1,4 +1,4 @@
-"""The command line: `anneal up | api | worker | migrate | prune | keys | demo`."""
+"""The command line: servers, keys and the demo here; what goes over HTTP in `app.commands`, loaded when it is used."""
 
 import importlib
 import os
@@ -7,16 +7,39 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import ValidationError
+from typer.core import TyperGroup
 
-from app.config import Settings, get_settings
 from app.home import HomeError
 
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+    from app.config import Settings
+
+NOUNS = ("datasets", "experiments", "runs", "workers")
+"""Commands over HTTP: each a module of `app.commands`, which a command without HTTP never loads."""
+
+
+class _Commands(TyperGroup):
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *NOUNS]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in NOUNS:
+            return super().get_command(ctx, cmd_name)
+        command = typer.main.get_group(importlib.import_module(f"app.commands.{cmd_name}").commands)
+        command.name = cmd_name
+        return command
+
+
 cli = typer.Typer(
+    cls=_Commands,
     help="Fine-tune language models on your own machines. Start with `anneal up`.",
+    epilog="Exit codes: 0 done, 1 told why not, 2 not understood. Commands that follow a run to its end: 0 completed, "
+    "3 failed, 4 cancelled. ANNEAL_URL and ANNEAL_API_KEY name a service elsewhere.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -29,6 +52,7 @@ cli.add_typer(keys, name="keys")
 @contextmanager
 def _plain_errors() -> Iterator[None]:
     """What a user can cause or mend is told in a sentence, with exit code 1; a traceback is a bug of ours."""
+    from pydantic import ValidationError
     from sqlalchemy.exc import OperationalError, ProgrammingError
 
     try:
@@ -52,17 +76,24 @@ def _plain_errors() -> Iterator[None]:
     raise typer.Exit(1)
 
 
-def _setting_error(error: ValidationError) -> str:
+def _setting_error(error: "ValidationError") -> str:
     return " ".join(
         f"ANNEAL_{'_'.join(str(part) for part in item['loc']).upper()}: {item['msg']}." for item in error.errors()
     )
 
 
-def _settings() -> Settings:
+def _given_settings() -> "Settings":
+    """Settings as the environment has them."""
+    from app.config import get_settings
+
+    return get_settings()
+
+
+def _settings() -> "Settings":
     """Settings with URLs, of the running `anneal up` where none are set."""
     from app.embedded import resolve_urls
 
-    return resolve_urls(get_settings())
+    return resolve_urls(_given_settings())
 
 
 @cli.command()
@@ -75,7 +106,7 @@ def up() -> None:
     from app.up import Up
 
     with _plain_errors():
-        raise typer.Exit(Up(get_settings(), typer.echo).run())
+        raise typer.Exit(Up(_given_settings(), typer.echo).run())
 
 
 @cli.command()
@@ -119,7 +150,7 @@ def worker(
         if drain:
             from app.workers.drain import drain as drain_workers
 
-            raise typer.Exit(drain_workers(get_settings(), timeout))
+            raise typer.Exit(drain_workers(_given_settings(), timeout))
         if timeout is not None:
             raise HomeError("--timeout goes with --drain: it says when what still runs is to be saved and handed back.")
         _settings()  # a missing URL is told here, in a sentence
@@ -137,7 +168,7 @@ def migrate() -> None:
     from app.migrate import head, upgrade
 
     with _plain_errors():
-        settings = get_settings()
+        settings = _given_settings()
         before, after = upgrade(settings if settings.database_url else resolve_urls(settings), typer.echo)
     if before > head():
         typer.echo(f"At revision {after}, which a later version made; this one, of {head()}, works with it.")

@@ -5,17 +5,41 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
-class Settings(BaseSettings):
-    """What can be set, each as `ANNEAL_<NAME>`; the defaults run everything on one machine."""
+class _AtHome(BaseSettings):
+    """What servers and clients have in common."""
 
-    model_config = SettingsConfigDict(env_prefix="ANNEAL_", extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(env_prefix="ANNEAL_", extra="ignore", frozen=True, validate_default=True)
 
     home: Path = Field(default_factory=lambda: Path.home() / ".anneal")
     """Data of the embedded servers, `connection.json`, and storage unless that is set."""
+
+    @field_validator("home")
+    @classmethod
+    def _make_absolute(cls, home: Path) -> Path:
+        return home.expanduser().absolute()
+
+    @property
+    def connection_file(self) -> Path:
+        """Where a running `anneal up` tells url, key and process ids (mode 0600)."""
+        return self.home / "connection.json"
+
+
+class ClientSettings(_AtHome):
+    """Where the command line and the Python client find the service, unless they are told."""
+
+    url: str | None = None
+    """Of the service; unset: the one that `connection.json` names."""
+    api_key: str | None = Field(default=None, repr=False)
+    """What `anneal keys create` printed."""
+
+
+class Settings(_AtHome):
+    """What can be set for a server, each as `ANNEAL_<NAME>`; the defaults run everything on one machine."""
+
     database_url: str | None = None
     """Your own PostgreSQL (`postgresql://user:password@host/name`); unset: the embedded server."""
     redis_url: str | None = None
@@ -58,8 +82,7 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _fill_derived_folders(self) -> "Settings":
-        home = self.home.expanduser().absolute()
-        object.__setattr__(self, "home", home)
+        home = self.home
         object.__setattr__(self, "models_root", (self.models_root or home / "models").expanduser().absolute())
         object.__setattr__(self, "storage", (self.storage or home / "storage").expanduser().absolute())
         return self
@@ -93,11 +116,6 @@ class Settings(BaseSettings):
     def save_grace_seconds(self) -> float:
         """Time that a training process gets to save when it is asked to stop."""
         return self.lease_seconds * 2
-
-    @property
-    def connection_file(self) -> Path:
-        """Where a running `anneal up` tells url, key and process ids (mode 0600)."""
-        return self.home / "connection.json"
 
     def child_environment(self) -> dict[str, str]:
         """The environment of a child process of ours: this process's own, with these settings pinned."""

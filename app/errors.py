@@ -11,13 +11,14 @@ import psycopg
 import sqlalchemy.exc
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.ids import new_id
+from app.wire import FieldError as FieldError
+from app.wire import Problem as Problem
 
 log = logging.getLogger(__name__)
 
@@ -25,39 +26,6 @@ MEDIA_TYPE = "application/problem+json"
 RETRY_SECONDS = 5
 _MOST_ERRORS = 100
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
-
-
-class FieldError(BaseModel):
-    """One thing that is wrong, and where."""
-
-    field: str
-    code: str
-    message: str
-
-
-class Problem(BaseModel):
-    """The body of every answer that is not a success (RFC 9457)."""
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "example": {
-                "type": "urn:anneal:problem:run_not_found",
-                "title": "Not Found",
-                "status": 404,
-                "detail": "There is no run run_01k0q3x7…; GET /v1/runs lists the ones there are.",
-                "code": "run_not_found",
-                "request_id": "req_01k0q3x7v5m2n8p4r6t0w9y1z3",
-            }
-        }
-    )
-
-    type: str
-    title: str
-    status: int
-    detail: str
-    code: str
-    errors: list[FieldError] | None = None
-    request_id: str
 
 
 class ApiError(Exception):

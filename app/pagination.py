@@ -2,35 +2,18 @@
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Query
-from pydantic import BaseModel, ConfigDict
 from sqlalchemy import ColumnElement, Select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import InstrumentedAttribute
 
 from app.errors import FieldError, invalid
+from app.wire import Page as Page
 
 T = TypeVar("T")
 _ID = re.compile(r"[a-z]{1,12}_[0-9a-z]{26}")
-
-
-def _with_example(schema: dict[str, Any], page: type[BaseModel]) -> None:
-    """The example of a page is a page of its item's example."""
-    for item in page.__pydantic_generic_metadata__["args"]:
-        extra = getattr(item, "model_config", {}).get("json_schema_extra")
-        if isinstance(extra, dict) and "example" in extra:
-            schema["example"] = {"data": [extra["example"]], "has_more": False}
-
-
-class Page(BaseModel, Generic[T]):
-    """One page; `has_more` says whether `?after=<last id>` has another."""
-
-    model_config = ConfigDict(json_schema_extra=_with_example)
-
-    data: list[T]
-    has_more: bool
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.config import Settings
-from app.demo.client import DemoError
+from app.demo.errors import DemoError
 
 _SECONDS = 900
 

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Literal
 
+from app.client import Anneal, AnnealError
+from app.client.events import ConfigEvent, EndEvent, ErrorEvent, EvalEvent, Event, LogEvent, MetricEvent, ProgressEvent
 from app.config import Settings, get_settings
 from app.demo import base_model, completion, data, plan
-from app.demo.client import Client, DemoError, Event
+from app.demo.errors import DemoError
 from app.demo.plan import Plan
 from app.demo.service import Connection, Service, demo_settings, service
 from app.demo.terminal import Bar, Terminal
@@ -19,6 +21,8 @@ from app.home import HomeError
 
 _SMALL_MODEL = "stdlib-llama"
 _SAMPLES = 3
+_PATIENCE = 60.0
+"""Seconds for which the service may be away."""
 
 
 @dataclass
@@ -55,7 +59,7 @@ def main(model: str | None, keep: bool) -> int:
             finally:
                 if keep or not one.is_ours:
                     demo.tell_what_goes_on()
-    except (DemoError, HomeError) as error:
+    except (DemoError, AnnealError, HomeError) as error:
         hint = " Without MODEL the demo trains a model of its own, and needs no network." if model else ""
         terminal.fail(f"{error}{hint}\nLogs: {settings.home / 'logs'}")
         return 1
@@ -71,7 +75,7 @@ class Demo:
     def __init__(self, terminal: Terminal, settings: Settings) -> None:
         self._terminal = terminal
         self._settings = settings
-        self._client: Client | None = None
+        self._client: Anneal | None = None
         self._connection: Connection | None = None
         self._live: str | None = None
 
@@ -119,8 +123,8 @@ class Demo:
             return
         if self._live is not None:
             try:
-                self._client.stop(self._live, save_checkpoint=False)
-            except DemoError:
+                self._client.runs.stop(self._live, save_checkpoint=False)
+            except AnnealError:
                 pass  # the service is gone, and the run with it
         self._client.close()
 
@@ -148,32 +152,33 @@ class Demo:
             base_model.write_model(self._settings.models_folder / _SMALL_MODEL, tokenizer)
             told.append(f"{tokenizer.get_vocab_size():,} tokens")
 
-    def _connect(self, one: Service) -> Client:
+    def _connect(self, one: Service) -> Anneal:
         what = "Meanwhile, PostgreSQL, Valkey, API and worker:" if one.is_ours else "Using the running service:"
         with self._terminal.step(what) as told:
             connection = self._connection = one.wait()
             told.append(f"ready at {connection.url}")
-        self._client = Client(connection.url, connection.key)
+        self._client = Anneal(connection.url, connection.key, patience=_PATIENCE)
         return self._client
 
-    def _upload(self, client: Client, rows: data.Rows, format: Literal["chat", "text"]) -> dict[str, str]:
+    def _upload(self, client: Anneal, rows: data.Rows, format: Literal["chat", "text"]) -> dict[str, str]:
         """Upload both parts of the rows; returns the fields of a run that name them."""
         with self._terminal.step(f"POST /v1/datasets, {format}:") as told:
             ids = []
             for name, part in (("docstrings", rows.training), ("docstrings-held-out", rows.held_out)):
-                dataset = client.upload(f"{name}-{format}", data.jsonl(getattr(row, format) for row in part))
-                if dataset["rows"] != len(part) or dataset["format"] != format:
-                    raise DemoError(f"of {len(part)} rows, the service counted {dataset['rows']} {dataset['format']}.")
-                ids.append(dataset["id"])
+                rows_of_part = data.jsonl(getattr(row, format) for row in part)
+                dataset = client.datasets.upload(rows_of_part, name=f"{name}-{format}")
+                if dataset.rows != len(part) or dataset.format != format:
+                    raise DemoError(f"of {len(part)} rows, the service counted {dataset.rows} {dataset.format}.")
+                ids.append(dataset.id)
             told.append(f"{ids[0]}, held out {ids[1]}")
         return {"dataset_id": ids[0], "eval_dataset_id": ids[1]}
 
     # Runs
 
-    def _train_base(self, client: Client, rows: data.Rows) -> str:
+    def _train_base(self, client: Anneal, rows: data.Rows) -> str:
         datasets = self._upload(client, rows, "text")
-        run = client.create_run(name="from scratch", config=plan.from_scratch(_SMALL_MODEL), **datasets)
-        found = self._follow(client, run["id"], "from scratch")
+        run = client.runs.create({"name": "from scratch", "config": plan.from_scratch(_SMALL_MODEL), **datasets})
+        found = self._follow(client, run.id, "from scratch")
         _expect(found, "completed")
         first, last = found.held_out[0], found.held_out[-1]
         self._terminal.say(
@@ -184,11 +189,11 @@ class Demo:
             raise DemoError(f"run {found.id} did not learn: its loss on held-out rows went from {first} to {last}.")
         return found.id
 
-    def _measure(self, client: Client, plan_: Plan, model: str, datasets: dict[str, str]) -> float:
+    def _measure(self, client: Anneal, plan_: Plan, model: str, datasets: dict[str, str]) -> float:
         """Loss of the base model on the held-out rows, quantised as the adapter will see it."""
         config = {"base_model": model, **plan_.measuring}
-        run = client.create_run(name="the base model, measured", config=config, **datasets)
-        found = self._follow(client, run["id"], "base model, measured")
+        run = client.runs.create({"name": "the base model, measured", "config": config, **datasets})
+        found = self._follow(client, run.id, "base model, measured")
         _expect(found, "completed")
         self._terminal.say(
             f"  {found.id}: the base model as it is, on the held-out docstrings: {found.held_out[-1]:.3f} "
@@ -196,18 +201,19 @@ class Demo:
         )
         return found.held_out[-1]
 
-    def _tune(self, client: Client, plan_: Plan, model: str, datasets: dict[str, str]) -> Followed:
+    def _tune(self, client: Anneal, plan_: Plan, model: str, datasets: dict[str, str]) -> Followed:
         steps = int(plan_.tuning["max_steps"])
-        run = client.create_run(name="docstrings", config={"base_model": model, **plan_.tuning}, **datasets)
-        stopped = self._follow(client, run["id"], "adapter", stop_at=steps // 2)
+        config = {"base_model": model, **plan_.tuning}
+        run = client.runs.create({"name": "docstrings", "config": config, **datasets})
+        stopped = self._follow(client, run.id, "adapter", stop_at=steps // 2)
         _expect(stopped, "cancelled")
-        checkpoint = client.run(stopped.id).get("checkpoint_path")
+        checkpoint = client.runs.get(stopped.id).checkpoint_path
         self._terminal.say(
             f"  {stopped.id}: stopped with a checkpoint at step {stopped.step} (POST …/stop, {stopped.seconds:.1f} s)"
         )
         if not checkpoint:
             raise DemoError(f"run {stopped.id} was stopped, but has no checkpoint.")
-        resumed = self._follow(client, client.resume(stopped.id)["id"], "adapter, resumed")
+        resumed = self._follow(client, client.runs.resume(stopped.id).id, "adapter, resumed")
         _expect(resumed, "completed")
         if resumed.first_step <= stopped.step or resumed.step != steps:
             raise DemoError(
@@ -220,29 +226,29 @@ class Demo:
         )
         return resumed
 
-    def _follow(self, client: Client, run_id: str, label: str, stop_at: int | None = None) -> Followed:
+    def _follow(self, client: Anneal, run_id: str, label: str, stop_at: int | None = None) -> Followed:
         """Follow a run to its end, and ask it to stop when it has reached a step."""
         self._live = run_id
         began = time.monotonic()
         found = Followed(run_id)
         asked = False
         with self._terminal.bar(label) as bar:
-            for event in client.follow(run_id):
+            for event in client.runs.events(run_id, patience=_PATIENCE):
                 _take(found, event, bar)
                 if stop_at is not None and found.step >= stop_at and not asked:
                     asked = True
-                    client.stop(run_id, save_checkpoint=True)
+                    client.runs.stop(run_id)
         self._live = None
         found.seconds = time.monotonic() - began
         return found
 
     # The result
 
-    def _adapter(self, client: Client, run_id: str) -> str:
-        folder = client.run(run_id)["fine_tuned_model"]
+    def _adapter(self, client: Anneal, run_id: str) -> str:
+        folder = client.runs.get(run_id).fine_tuned_model
         if not folder:
             raise DemoError(f"run {run_id} is completed, but tells no folder of its adapter.")
-        return str(folder)
+        return folder
 
     def _show_samples(self, plan_: Plan, rows: data.Rows, adapter: str) -> None:
         # Not the best ones: evenly taken from all that are short enough to read here.
@@ -258,26 +264,25 @@ class Demo:
 
 
 def _take(found: Followed, event: Event, bar: Bar) -> None:
-    told = event.data
-    if event.type == "metric":
-        found.step = told["step"]
+    if isinstance(event, MetricEvent):
+        found.step = event.step
         found.first_step = found.first_step or found.step
-        if told.get("loss") is not None:
-            found.losses.append(told["loss"])
-        bar.step(found.step, found.total, told.get("loss"))
-    elif event.type == "eval":
-        found.held_out.append(told["metrics"]["eval_loss"])
+        if event.loss is not None:
+            found.losses.append(event.loss)
+        bar.step(found.step, found.total, event.loss)
+    elif isinstance(event, EvalEvent):
+        found.held_out.append(event.metrics["eval_loss"])
         bar.evaluated(found.held_out[-1])
-    elif event.type == "config":
-        found.total = told["facts"]["total_steps"]
-    elif event.type == "progress":
-        bar.phase(told["phase"])
-    elif event.type == "log" and told.get("stream") == "anneal":
-        bar.say(told["line"])
-    elif event.type == "error":
-        found.error = f"{told['code']}: {told['message']}"
-    elif event.type == "end":
-        found.status = told["status"]
+    elif isinstance(event, ConfigEvent):
+        found.total = event.facts.get("total_steps")
+    elif isinstance(event, ProgressEvent):
+        bar.phase(event.phase)
+    elif isinstance(event, LogEvent) and event.stream == "anneal":
+        bar.say(event.line)
+    elif isinstance(event, ErrorEvent):
+        found.error = f"{event.code}: {event.message}"
+    elif isinstance(event, EndEvent):
+        found.status = event.status
 
 
 def _expect(found: Followed, status: str) -> None:

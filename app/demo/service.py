@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from app.config import Settings
-from app.demo.client import DemoError
+from app.demo.errors import DemoError
 from app.home import make_private_folder, read_json
 from app.processes import last_lines, start_child, stop_child
 

@@ -14,6 +14,7 @@ import psycopg
 from sqlalchemy import Connection, Select, Text, cast, select, text
 from sqlalchemy.exc import DataError, DBAPIError
 
+from app.clock import timestamp as timestamp
 from app.events.models import RunEvent
 
 
@@ -162,8 +163,3 @@ def payload(run_id: str, seq: int, ts: datetime, data: str) -> str:
     head = f'{{"run_id":"{run_id}","seq":{seq},"ts":"{timestamp(ts)}"'
     body = data.lstrip()[1:]
     return f"{head},{body}" if body.lstrip() != "}" else head + "}"
-
-
-def timestamp(moment: datetime) -> str:
-    """RFC 3339 in UTC with milliseconds."""
-    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.") + f"{moment.microsecond // 1000:03d}Z"

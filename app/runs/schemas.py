@@ -1,6 +1,5 @@
 """What goes over the wire about runs."""
 
-from datetime import datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -8,26 +7,21 @@ from pydantic import (
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
-    PlainSerializer,
     StringConstraints,
 )
 from pydantic.config import JsonDict
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from app.errors import FieldError
-from app.events.log import timestamp
 from app.runs.config import TrainingConfig, TrainingStatus
+from app.wire import FieldError
+from app.wire import Moment as Moment
 
 RUN_ID = "run_01k3x9m6q2v8s4t0w7y5z1a3b6"
 _DATASET_ID = "ds_01k3x9m6q2v8s4t0w7y5z1a3b7"
 _CHECKPOINT_ID = "ckpt_01k3x9m6q2v8s4t0w7y5z1a3b8"
 _EXPERIMENT_ID = "exp_01k3x9m6q2v8s4t0w7y5z1a3b9"
 _CONFIG: JsonDict = {"base_model": "my-model", "method": "qlora", "lora_r": 16, "epochs": 1}
-
-Moment = Annotated[datetime, PlainSerializer(timestamp, return_type=str, when_used="json")]
-"""RFC 3339 in UTC with milliseconds."""
-
 
 Label = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 """A name or tag."""

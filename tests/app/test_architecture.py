@@ -53,6 +53,14 @@ def test_the_api_and_the_command_line_import_nothing_heavy(module: str) -> None:
     assert _after_import(module, f"sorted(set(sys.modules) & set({HEAVY!r}))") == []
 
 
+def test_help_waits_for_nothing_and_the_client_knows_no_server() -> None:
+    slow = {"pydantic", "pydantic_settings", "httpx", "rich", "sqlalchemy", "fastapi", "starlette", "plotext"}
+    commands = "app.cli, app.commands.runs, app.commands.datasets, app.commands.experiments, app.commands.workers"
+    assert _after_import(commands, f"sorted(set(sys.modules) & {slow!r})") == []
+    server = {"fastapi", "starlette", "sqlalchemy", "psycopg", "redis", "uvicorn", "plotext"}
+    assert _after_import("app.client", f"sorted(set(sys.modules) & {server!r})") == []
+
+
 def test_the_supervisor_imports_neither_torch_nor_http() -> None:
     unwanted = {"torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "numpy", "fastapi"}
     assert _after_import("worker.main", f"sorted(set(sys.modules) & {unwanted!r})") == []

@@ -7,7 +7,6 @@ import pytest
 from tokenizers import Tokenizer
 
 from app.demo import base_model, data
-from app.demo.client import parse_events
 
 _MODULE = '''"""A module."""
 
@@ -140,15 +139,3 @@ def test_the_model_folder_loads_with_its_template_marks_and_has_no_weights(
     )
     assert AutoConfig.from_pretrained(tmp_path).vocab_size == tokenizer.get_vocab_size()
     assert not list(tmp_path.glob("*.safetensors"))
-
-
-def test_the_stream_is_read_event_by_event_and_keep_alives_are_none() -> None:
-    text = (
-        'retry: 2000\n\nid: 1\nevent: status\ndata: {"to": "running"}\n\n: keep-alive\nid: 1\n\n'
-        'id: 2\nevent: end\ndata: {"status": "completed"}\n\n'
-    )
-
-    assert [(one.seq, one.type, one.data) for one in parse_events(text.splitlines())] == [
-        (1, "status", {"to": "running"}),
-        (2, "end", {"status": "completed"}),
-    ]

@@ -23,7 +23,7 @@ def test_the_curl_lines_run_as_printed(stack: TrainingStack, tmp_path: Path) -> 
     make_tiny_model(stack.settings.models_folder / "Qwen" / "Qwen3-0.6B", hidden=64)
     done = subprocess.run(
         ["bash", "-eu", "-c", "\n".join(blocks)],
-        env={**os.environ, "ANNEAL_URL": stack.api.url, "ANNEAL_KEY": stack.api.key},
+        env={**os.environ, "ANNEAL_URL": stack.api.url, "ANNEAL_API_KEY": stack.api.key},
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -55,7 +55,8 @@ def test_the_transcript_is_a_real_one() -> None:
 
 
 def test_every_setting_is_in_the_readme() -> None:
-    from app.config import Settings
+    from app.config import ClientSettings, Settings
 
-    missing = [name for name in Settings.model_fields if f"ANNEAL_{name.upper()}" not in README]
+    names = {*Settings.model_fields, *ClientSettings.model_fields}
+    missing = [name for name in names if f"ANNEAL_{name.upper()}" not in README]
     assert not missing

@@ -1,0 +1,110 @@
+"""`client.datasets`."""
+
+import io
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import BinaryIO
+
+import httpx
+
+from app.client.modes import M, call, stream
+from app.client.resource import ApiResource, given
+from app.datasets.schemas import DatasetSummary, DatasetView
+
+# Once all is sent, the service may have a while to write and check the last of it.
+_TIMEOUT = httpx.Timeout(10.0, read=600.0, write=60.0)
+
+
+class Datasets(ApiResource[M]):
+    """Files of training rows."""
+
+    @call
+    async def upload(
+        self,
+        file: str | Path | bytes,
+        *,
+        name: str | None = None,
+        format: str | None = None,
+        told: Callable[[int], None] | None = None,
+        idempotency_key: str | None = None,
+    ) -> DatasetView:
+        """Upload a file, by its path or as bytes (of JSONL); every row is checked, and all is kept or nothing.
+
+        `told` is called with the number of bytes sent so far.
+        """
+        with _opened(file) as opened:
+            request = self._session.transport.build(
+                "POST", "/datasets", data=given(name=name, format=format),
+                files={"file": (_file_name(file), _Counted(opened, told) if told else opened)},
+                headers={"Idempotency-Key": idempotency_key or str(uuid.uuid4())}, timeout=_TIMEOUT,
+            )  # fmt: skip
+            response = await self._session.send(request, repeatable=True)
+            try:
+                return DatasetView.model_validate_json(await self._session.transport.read(response))
+            finally:
+                await self._session.transport.release(response)
+
+    @stream
+    async def list(self, *, limit: int | None = None, after: str | None = None) -> AsyncGenerator[DatasetSummary]:
+        """Data sets, newest first; page after page is fetched as you go on."""
+        async with aclosing(self._items("/datasets", DatasetSummary, {}, limit, after)) as items:
+            async for item in items:
+                yield item
+
+    @call
+    async def get(self, dataset_id: str) -> DatasetView:
+        """A data set with its first rows."""
+        return await self._session.get(DatasetView, f"/datasets/{dataset_id}")
+
+    @stream
+    async def content(self, dataset_id: str) -> AsyncGenerator[bytes]:
+        """The file as it was uploaded, in pieces."""
+        transport = self._session.transport
+        request = transport.build("GET", f"/datasets/{dataset_id}/content")
+        response = await self._session.send(request, repeatable=True)
+        try:
+            async with aclosing(transport.chunks(response)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        finally:
+            await transport.release(response)
+
+    @call
+    async def delete(self, dataset_id: str) -> None:
+        """Delete a data set that no run uses."""
+        await self._session.request("DELETE", f"/datasets/{dataset_id}")
+
+
+class _Counted(io.RawIOBase):
+    """A file that tells how far it has been read; from its beginning again when the request is repeated."""
+
+    def __init__(self, file: BinaryIO, told: Callable[[int], None]) -> None:
+        self._file = file
+        self._told = told
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1, /) -> bytes:
+        piece = self._file.read(size)
+        self._told(self._file.tell())
+        return piece
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+
+def _opened(file: str | Path | bytes) -> BinaryIO:
+    return io.BytesIO(file) if isinstance(file, bytes) else Path(file).open("rb")
+
+
+def _file_name(file: str | Path | bytes) -> str:
+    return "rows.jsonl" if isinstance(file, bytes) else Path(file).name

@@ -1,0 +1,96 @@
+"""Sync and async from one text: every call of the client is written once, as a coroutine.
+
+The async client awaits it. The sync client runs it in one go, on a transport whose coroutines never wait for anything.
+"""
+
+import functools
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Sync:
+    """Calls answer when they are done."""
+
+
+class Async:
+    """Calls are awaited."""
+
+
+M = TypeVar("M")
+"""`Sync` or `Async`."""
+
+
+class Resource(Generic[M]):
+    """What calls are methods of."""
+
+    is_async: bool
+
+
+class call(Generic[P, T]):
+    """A coroutine method that answers once."""
+
+    def __init__(self, function: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> None:
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    @overload
+    def __get__(self, resource: Resource[Sync], owner: Any) -> Callable[P, T]: ...
+    @overload
+    def __get__(self, resource: Resource[Async], owner: Any) -> Callable[P, Awaitable[T]]: ...
+    @overload
+    def __get__(self, resource: None, owner: Any) -> "call[P, T]": ...
+    def __get__(self, resource: Any, owner: Any) -> Any:
+        if resource is None:
+            return self
+        bound = self._function.__get__(resource)
+        if resource.is_async:
+            return bound
+        return functools.wraps(bound)(lambda *args, **named: run_at_once(bound(*args, **named)))
+
+
+class stream(Generic[P, T]):
+    """An asynchronous generator method that answers many times."""
+
+    def __init__(self, function: Callable[Concatenate[Any, P], AsyncGenerator[T]]) -> None:
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    @overload
+    def __get__(self, resource: Resource[Sync], owner: Any) -> Callable[P, Iterator[T]]: ...
+    @overload
+    def __get__(self, resource: Resource[Async], owner: Any) -> Callable[P, AsyncIterator[T]]: ...
+    @overload
+    def __get__(self, resource: None, owner: Any) -> "stream[P, T]": ...
+    def __get__(self, resource: Any, owner: Any) -> Any:
+        if resource is None:
+            return self
+        bound = self._function.__get__(resource)
+        if resource.is_async:
+            return bound
+        return functools.wraps(bound)(lambda *args, **named: _iterate(bound(*args, **named)))
+
+
+def run_at_once(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that never waits."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    coroutine.close()
+    raise RuntimeError("a call of the synchronous client waited for an event loop")
+
+
+def _iterate(generator: AsyncGenerator[T]) -> Iterator[T]:
+    try:
+        while True:
+            try:
+                item = run_at_once(generator.__anext__())
+            except StopAsyncIteration:
+                return
+            yield item
+    finally:
+        run_at_once(generator.aclose())

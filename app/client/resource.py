@@ -1,0 +1,50 @@
+"""What the resources of the client have in common."""
+
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from app.client.modes import M, Resource
+from app.client.transport import Session
+from app.wire import Page
+
+T = TypeVar("T", bound=BaseModel)
+MOST_OF_A_PAGE = 200
+
+
+class ApiResource(Resource[M]):
+    """Calls below one path of the API."""
+
+    def __init__(self, session: Session, is_async: bool) -> None:
+        self._session = session
+        self.is_async = is_async
+
+    async def _items(
+        self, path: str, model: type[T], filters: Mapping[str, Any], limit: int | None, after: str | None
+    ) -> AsyncGenerator[T]:
+        """The items of a list, page by page."""
+        left = limit
+        while left is None or left > 0:
+            size = MOST_OF_A_PAGE if left is None else min(left, MOST_OF_A_PAGE)
+            of_model: type[Page[Any]] = Page[model]  # type: ignore[valid-type]
+            page = await self._session.get(of_model, path, **filters, limit=size, after=after)
+            for item in page.data:
+                yield item
+            if not page.has_more or not page.data:
+                return
+            left = None if left is None else left - len(page.data)
+            after = page.data[-1].id
+
+    async def _patch(self, path: str, body: Mapping[str, Any]) -> bytes:
+        return await self._session.request("PATCH", path, json=body)
+
+
+def given(**values: Any) -> dict[str, Any]:
+    """Those that are not None."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def body_of(value: BaseModel | Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the caller has set, and nothing else: defaults are the service's."""
+    return value.model_dump(mode="json", exclude_unset=True) if isinstance(value, BaseModel) else value

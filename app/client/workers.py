@@ -1,0 +1,19 @@
+"""`client.workers`."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from app.client.modes import M, stream
+from app.client.resource import ApiResource
+from app.workers.schemas import WorkerRead
+
+
+class Workers(ApiResource[M]):
+    """Processes that train."""
+
+    @stream
+    async def list(self, *, limit: int | None = None, after: str | None = None) -> AsyncGenerator[WorkerRead]:
+        """Workers with their devices and what each of them runs, newest first."""
+        async with aclosing(self._items("/workers", WorkerRead, {}, limit, after)) as items:
+            async for item in items:
+                yield item

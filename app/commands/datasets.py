@@ -1,0 +1,117 @@
+"""`anneal datasets`."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from app.commands.console import (
+    After,
+    AsJson,
+    Limit,
+    connected,
+    details,
+    document,
+    listing,
+    note,
+    noun,
+    page,
+    size,
+    transfer,
+)
+
+commands = noun("Data sets: files of training rows. Example: `anneal datasets upload chats.jsonl`.")
+
+DatasetId = Annotated[str, typer.Argument(metavar="DATASET", help="The id that `anneal datasets list` shows.")]
+
+
+@commands.command()
+def upload(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What to upload.")],
+    name: Annotated[str | None, typer.Option(help="Instead of the file's own.")] = None,
+    format: Annotated[str | None, typer.Option(help="Instead of the one that the first row tells.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Upload a file, have every row checked, and print the id of the data set.
+
+    Example: `anneal datasets upload chats.jsonl --name "support, May"`
+    """
+    with connected() as client:
+        with transfer(file.name, file.stat().st_size) as told:
+            dataset = client.datasets.upload(file, name=name, format=format, told=told)
+        if as_json:
+            document(dataset)
+            return
+        note(f"{dataset.name}: {dataset.rows:,} rows, {dataset.format}, {size(dataset.bytes)}")
+        typer.echo(dataset.id)
+
+
+@commands.command("list")
+def list_datasets(limit: Limit = 50, after: After = None, as_json: AsJson = False) -> None:
+    """List data sets, newest first.
+
+    Example: `anneal datasets list --limit 10`
+    """
+    with connected() as client:
+        found, has_more = page(client.datasets.list(limit=limit + 1, after=after), limit)
+        rows = [(it.id, it.name, it.format, f"{it.rows:,}", size(it.bytes), it.created_at) for it in found]
+        listing(found, has_more, as_json, ("id", "name", "format", "rows", "size", "created"), rows)
+
+
+@commands.command()
+def show(dataset_id: DatasetId, as_json: AsJson = False) -> None:
+    """Show a data set with its first rows.
+
+    Example: `anneal datasets show ds_01k3x9m6q2v8s4t0w7y5z1a3b7`
+    """
+    with connected() as client:
+        dataset = client.datasets.get(dataset_id)
+        if as_json:
+            document(dataset)
+            return
+        details(
+            {
+                "id": dataset.id, "name": dataset.name, "format": dataset.format, "rows": f"{dataset.rows:,}",
+                "size": size(dataset.bytes), "sha256": dataset.sha256, "columns": dataset.columns,
+                "created": dataset.created_at, "tokens": dataset.token_statistics,
+                **{f"row {number}": row for number, row in enumerate(dataset.preview, 1)},
+            }
+        )  # fmt: skip
+
+
+@commands.command()
+def content(
+    dataset_id: DatasetId,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="A file, instead of standard output.")] = None,
+) -> None:
+    """Print the file as it was uploaded, or write it to one.
+
+    Example: `anneal datasets content ds_01k3x9m6q2v8s4t0w7y5z1a3b7 -o chats.jsonl`
+    """
+    with connected() as client:
+        pieces = client.datasets.content(dataset_id)
+        if output is None:
+            for piece in pieces:
+                sys.stdout.buffer.write(piece)
+            sys.stdout.buffer.flush()
+            return
+        part = output.with_name(f".{output.name}.part")
+        try:
+            with part.open("wb") as file:
+                for piece in pieces:
+                    file.write(piece)
+            part.replace(output)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+@commands.command()
+def delete(dataset_id: DatasetId) -> None:
+    """Delete a data set that no run uses.
+
+    Example: `anneal datasets delete ds_01k3x9m6q2v8s4t0w7y5z1a3b7`
+    """
+    with connected() as client:
+        client.datasets.delete(dataset_id)
+    note(f"{dataset_id} is deleted.")

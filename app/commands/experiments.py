@@ -1,0 +1,96 @@
+"""`anneal experiments`."""
+
+from typing import Annotated
+
+import typer
+
+from app.commands.console import After, AsJson, Limit, connected, details, document, listing, note, noun, page
+
+commands = noun("Experiments: groups of runs. Example: `anneal experiments create docstrings`.")
+
+ExperimentId = Annotated[str, typer.Argument(metavar="EXPERIMENT", help="The id that `anneal experiments list` shows.")]
+Description = Annotated[str | None, typer.Option(help="What it is to find out.")]
+Tags = Annotated[list[str] | None, typer.Option("--tag", help="A tag; repeat for several.")]
+
+
+@commands.command()
+def create(
+    name: Annotated[str, typer.Argument(help="What you will recognise it by.")],
+    description: Description = None,
+    tags: Tags = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make an experiment and print its id.
+
+    Example: `anneal experiments create docstrings --description "Which rank is enough?" --tag python`
+    """
+    with connected() as client:
+        made = client.experiments.create(name, description=description, tags=tags)
+        if as_json:
+            document(made)
+        else:
+            typer.echo(made.id)
+
+
+@commands.command("list")
+def list_experiments(limit: Limit = 50, after: After = None, as_json: AsJson = False) -> None:
+    """List experiments, newest first.
+
+    Example: `anneal experiments list`
+    """
+    with connected() as client:
+        found, has_more = page(client.experiments.list(limit=limit + 1, after=after), limit)
+        rows = [(it.id, it.name, it.tags, it.created_at) for it in found]
+        listing(found, has_more, as_json, ("id", "name", "tags", "created"), rows)
+
+
+@commands.command()
+def show(experiment_id: ExperimentId, as_json: AsJson = False) -> None:
+    """Show how the runs of an experiment stand, and which is best.
+
+    Example: `anneal experiments show exp_01k3x9m6q2v8s4t0w7y5z1a3b9`
+    """
+    with connected() as client:
+        found = client.experiments.get(experiment_id)
+        if as_json:
+            document(found)
+            return
+        best = found.best_run
+        details(
+            {
+                "id": found.id, "name": found.name, "description": found.description, "tags": found.tags,
+                "runs": [f"{count} {status}" for status, count in found.runs.items() if count],
+                "best run": f"{best.run_id} ({best.name}), loss {best.best_loss:.4g}" if best else None,
+                "created": found.created_at,
+            }
+        )  # fmt: skip
+
+
+@commands.command()
+def edit(
+    experiment_id: ExperimentId,
+    name: Annotated[str | None, typer.Option(help="Another name.")] = None,
+    description: Description = None,
+    tags: Tags = None,
+    as_json: AsJson = False,
+) -> None:
+    """Give an experiment another name, description or other tags; what is not named stays.
+
+    Example: `anneal experiments edit exp_01k3x9m6q2v8s4t0w7y5z1a3b9 --name "docstrings, second try"`
+    """
+    with connected() as client:
+        changed = client.experiments.update(experiment_id, name=name, description=description, tags=tags)
+        if as_json:
+            document(changed)
+    note(f"{experiment_id} is changed.")
+
+
+@commands.command()
+def delete(experiment_id: ExperimentId) -> None:
+    """Delete an experiment; refused while one of its runs is live.
+
+    Example: `anneal experiments delete exp_01k3x9m6q2v8s4t0w7y5z1a3b9`
+    """
+    with connected() as client:
+        client.experiments.delete(experiment_id)
+    note(f"{experiment_id} is deleted.")

@@ -1,0 +1,299 @@
+"""`anneal runs`."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from app.commands.console import (
+    After,
+    AsJson,
+    Limit,
+    connected,
+    details,
+    document,
+    fail,
+    json_line,
+    listing,
+    note,
+    noun,
+    page,
+    size,
+    transfer,
+)
+
+commands = noun("Runs: one training each. Example: `anneal runs create -f run.yaml --watch`.")
+
+RunId = Annotated[str, typer.Argument(metavar="RUN", help="The id that `anneal runs list` shows.")]
+File = Annotated[Path, typer.Option("--file", "-f", help="YAML or JSON with what POST /v1/runs takes; - reads stdin.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="PATH=VALUE", help="Such as config.learning_rate=1e-4; repeatable."),
+]
+Watch = Annotated[bool, typer.Option("--watch", help="Watch it to its end; the exit code tells which.")]
+
+
+@commands.command()
+def create(file: File, sets: Set = None, watch: Watch = False, as_json: AsJson = False) -> None:
+    """Ask for a run and print its id. With --watch: exit code 0 completed, 3 failed, 4 cancelled.
+
+    Example: `anneal runs create -f run.yaml --set config.learning_rate=1e-4 --watch`
+    """
+    from app.commands import run_file
+
+    with connected() as client:
+        run = client.runs.create(run_file.change(run_file.read(file), sets or []))
+        if watch:
+            from app.commands.watching import watch_run
+
+            raise typer.Exit(watch_run(client, run, as_json))
+        if as_json:
+            document(run)
+            return
+        note(f"{run.name} is {run.status}; `anneal runs watch {run.id}` follows it.")
+        typer.echo(run.id)
+
+
+@commands.command()
+def validate(file: File, sets: Set = None, as_json: AsJson = False) -> None:
+    """Say what is wrong with a run, and make none; exit code 1 when something is.
+
+    Example: `anneal runs validate -f run.yaml`
+    """
+    from app.commands import run_file
+
+    with connected() as client:
+        check = client.runs.validate(run_file.change(run_file.read(file), sets or []))
+        if as_json:
+            document(check)
+            raise typer.Exit(0 if check.valid else 1)
+        for warning in check.warnings:
+            note(f"  {warning.field}: {warning.message}")
+        if not check.valid:
+            fail("This run would be refused.", *(f"  {item.field}: {item.message}" for item in check.errors))
+        typer.echo("This run can be created.")
+
+
+@commands.command("list")
+def list_runs(
+    experiment: Annotated[str | None, typer.Option(help="Only runs of this experiment.")] = None,
+    status: Annotated[list[str] | None, typer.Option(help="Only runs with this status; repeat for several.")] = None,
+    tag: Annotated[str | None, typer.Option(help="Only runs with this tag.")] = None,
+    parent: Annotated[str | None, typer.Option(help="Only runs that resume this one.")] = None,
+    base_model: Annotated[str | None, typer.Option(help="Only runs on this base model.")] = None,
+    sort: Annotated[Literal["created_at", "best_loss"] | None, typer.Option(help="Newest first, or best.")] = None,
+    limit: Limit = 50,
+    after: After = None,
+    as_json: AsJson = False,
+) -> None:
+    """List runs, newest first.
+
+    Example: `anneal runs list --status running --status pending --limit 10`
+    """
+    with connected() as client:
+        runs = client.runs.list(
+            experiment_id=experiment, status=status, tag=tag, parent_run_id=parent,
+            base_model=base_model, sort=sort, limit=limit + 1, after=after,
+        )  # fmt: skip
+        found, has_more = page(runs, limit)
+        rows = [
+            (it.id, it.status, f"{it.current_step}/{it.total_steps or '?'}", it.best_loss, it.name, it.created_at)
+            for it in found
+        ]
+        listing(found, has_more, as_json, ("id", "status", "step", "best loss", "name", "created"), rows)
+
+
+@commands.command()
+def show(run_id: RunId, as_json: AsJson = False) -> None:
+    """Show how a run stands, and what it was asked to do other than usual (all of it: --json).
+
+    Example: `anneal runs show run_01k3x9m6q2v8s4t0w7y5z1a3b6`
+    """
+    with connected() as client:
+        run = client.runs.get(run_id)
+        if as_json:
+            document(run)
+            return
+        from app.runs.config import TrainingConfig
+
+        usual = TrainingConfig(base_model="-").model_dump(mode="json")
+        last = run.metrics_history[-1] if run.metrics_history else None
+        details(
+            {
+                "id": run.id, "name": run.name, "status": run.status, "error": run.error_code,
+                "because": run.error_message, "step": f"{run.current_step}/{run.total_steps or '?'}",
+                "loss": last.loss if last else None, "best loss": run.best_loss, "attempt": run.attempt,
+                "model": run.fine_tuned_model, "checkpoint": run.checkpoint_path, "parent": run.parent_run_id,
+                "experiment": run.experiment_id, "tags": run.tags, "data set": run.dataset_id,
+                "evaluated on": run.eval_dataset_id, "worker": run.worker_id, "created": run.created_at,
+                "started": run.started_at, "finished": run.finished_at,
+                **{f"config.{name}": value for name, value in run.config.items() if value != usual.get(name)},
+            }
+        )  # fmt: skip
+
+
+@commands.command()
+def edit(
+    run_id: RunId,
+    name: Annotated[str | None, typer.Option(help="Another name.")] = None,
+    tags: Annotated[list[str] | None, typer.Option("--tag", help="Tags instead of the present ones.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Give a run another name or other tags.
+
+    Example: `anneal runs edit run_01k3x9m6q2v8s4t0w7y5z1a3b6 --name baseline --tag keep`
+    """
+    with connected() as client:
+        changed = client.runs.update(run_id, name=name, tags=tags)
+        if as_json:
+            document(changed)
+    note(f"{run_id} is changed.")
+
+
+@commands.command()
+def logs(
+    run_id: RunId,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes, to the run's end.")] = False,
+    tail: Annotated[int | None, typer.Option(min=0, help="Begin with the last so many lines.")] = None,
+    grep: Annotated[str | None, typer.Option(help="Only lines with this text.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print what a run printed. With -f: exit code 0 completed, 3 failed, 4 cancelled.
+
+    Example: `anneal runs logs -f --tail 20 run_01k3x9m6q2v8s4t0w7y5z1a3b6`
+    """
+    from app.commands.watching import exit_code, going_on
+
+    with connected() as client, going_on(run_id):
+        for event in client.runs.logs(run_id, tail=tail, grep=grep, follow=follow):
+            if as_json:
+                json_line(event)
+            elif event.type == "log":
+                typer.echo(getattr(event, "line", ""))
+        if follow:
+            raise typer.Exit(exit_code(client.runs.get(run_id).status))
+
+
+@commands.command()
+def watch(run_id: RunId, as_json: AsJson = False) -> None:
+    """Watch a run to its end. Exit code: 0 completed, 3 failed, 4 cancelled. Ctrl-C ends the watching, not the run.
+
+    On a terminal with a bar and a plot of the loss; elsewhere in lines; with --json, a line for each event, from the
+    first on.
+
+    Example: `anneal runs watch run_01k3x9m6q2v8s4t0w7y5z1a3b6 && echo done`
+    """
+    from app.commands.watching import watch_run
+
+    with connected() as client:
+        raise typer.Exit(watch_run(client, client.runs.get(run_id), as_json))
+
+
+@commands.command()
+def stop(
+    run_id: RunId,
+    save: Annotated[bool, typer.Option("--save/--no-save", help="Save a checkpoint first, to resume from.")] = True,
+    wait: Annotated[bool, typer.Option("--wait", help="Return when it has ended.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Stop a run, with a checkpoint to resume from.
+
+    Example: `anneal runs stop --wait run_01k3x9m6q2v8s4t0w7y5z1a3b6`
+    """
+    with connected() as client:
+        run = client.runs.stop(run_id, save_checkpoint=save)
+        if wait:
+            for _ in client.runs.events(run_id, after=run.last_seq, types="end"):
+                pass
+            run = client.runs.get(run_id)
+        if as_json:
+            document(run)
+        elif run.finished_at is None:
+            typer.echo(f"{run_id} was asked to stop; it is {run.status}.")
+        else:
+            typer.echo(f"{run_id} is {run.status}, at step {run.current_step}.")
+
+
+@commands.command()
+def resume(
+    run_id: RunId,
+    checkpoint: Annotated[str | None, typer.Option(help="Not the newest, but this checkpoint.")] = None,
+    from_start: Annotated[bool, typer.Option("--from-start", help="From the first step, with no checkpoint.")] = False,
+    sets: Set = None,
+    watch: Watch = False,
+    as_json: AsJson = False,
+) -> None:
+    """Go on with a run that has ended, as a new run, and print its id.
+
+    With --watch: exit code 0 completed, 3 failed, 4 cancelled.
+
+    Example: `anneal runs resume run_01k3x9m6q2v8s4t0w7y5z1a3b6 --set config.epochs=2 --watch`
+    """
+    from app.commands import run_file
+
+    with connected() as client:
+        changes = run_file.change({}, sets or [])
+        config = changes.pop("config", {})
+        if changes:
+            fail(f"Only the configuration can change: write --set config.{next(iter(changes))}=….")
+        run = client.runs.resume(run_id, checkpoint_id=checkpoint, from_start=from_start, config=config)
+        if watch:
+            from app.commands.watching import watch_run
+
+            raise typer.Exit(watch_run(client, run, as_json))
+        if as_json:
+            document(run)
+            return
+        note(f"{run.name} is {run.status}; `anneal runs watch {run.id}` follows it.")
+        typer.echo(run.id)
+
+
+@commands.command()
+def checkpoints(run_id: RunId, limit: Limit = 50, after: After = None, as_json: AsJson = False) -> None:
+    """List what a run can be resumed from, newest first.
+
+    Example: `anneal runs checkpoints run_01k3x9m6q2v8s4t0w7y5z1a3b6`
+    """
+    with connected() as client:
+        found, has_more = page(client.runs.checkpoints(run_id, limit=limit + 1, after=after), limit)
+        rows = [(it.id, it.step, it.kind, it.metrics.get("loss"), size(it.bytes), it.created_at) for it in found]
+        listing(found, has_more, as_json, ("id", "step", "kind", "loss", "size", "created"), rows)
+
+
+@commands.command()
+def download(
+    run_id: RunId,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder; unset: one named by the run.")] = None,
+    paths: Annotated[list[str] | None, typer.Option("--path", help="Only this file, or *.json; repeatable.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Fetch the fine-tuned model of a run and print the folder; what was interrupted goes on where it was.
+
+    Example: `anneal runs download run_01k3x9m6q2v8s4t0w7y5z1a3b6 -o my-adapter`
+    """
+    with connected() as client:
+        total = sum(artifact.bytes for artifact in client.runs.artifacts(run_id))
+        with transfer(run_id, total) as update:
+            there: dict[str, int] = {}
+
+            def told(path: str, done: int, _: int) -> None:
+                there[path] = done
+                update(sum(there.values()))
+
+            folder = client.runs.download(run_id, output, paths=paths or (), told=told if update else None)
+        if as_json:
+            files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+            document({"folder": str(folder), "files": files})
+        else:
+            typer.echo(folder)
+
+
+@commands.command()
+def delete(run_id: RunId) -> None:
+    """Delete a run that has ended, with its events, checkpoints and model.
+
+    Example: `anneal runs delete run_01k3x9m6q2v8s4t0w7y5z1a3b6`
+    """
+    with connected() as client:
+        client.runs.delete(run_id)
+    note(f"{run_id} is deleted.")

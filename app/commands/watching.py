@@ -1,0 +1,242 @@
+"""Watching a run: in lines, as JSON, or on a terminal with a bar and the curve of its loss."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import typer
+
+from app.client.events import (
+    CheckpointEvent,
+    ConfigEvent,
+    ErrorEvent,
+    EvalEvent,
+    Event,
+    LogEvent,
+    MetricEvent,
+    ProgressEvent,
+    StatusEvent,
+)
+from app.commands.console import json_line, note
+
+if TYPE_CHECKING:
+    from app.client import Anneal
+    from app.runs.schemas import RunRead
+
+COMPLETED, FAILED, CANCELLED = 0, 3, 4
+_SECONDS_BETWEEN_LINES = 5.0
+_POINTS = 400
+# What is told of a run beside its output, which `anneal runs logs -f` shows.
+_TYPES = ("status", "metric", "eval", "checkpoint", "config", "progress", "error", "end")
+
+
+def exit_code(status: str) -> int:
+    """The exit code of a command that has followed a run to its end."""
+    return {"completed": COMPLETED, "failed": FAILED, "cancelled": CANCELLED}.get(status, 1)
+
+
+def watch_run(client: "Anneal", run: "RunRead", as_json: bool) -> int:
+    """Watch a run to its end; answers the exit code."""
+    with going_on(run.id):
+        if as_json:
+            for event in client.runs.events(run.id):
+                json_line(event)
+        else:
+            seen = Seen.of(run)
+            screen: _Screen = _Terminal(client, seen) if sys.stdout.isatty() else _Lines(seen)
+            with screen:
+                for event in client.runs.events(run.id, after=run.last_seq, types=_TYPES):
+                    if seen.total is None and isinstance(event, StatusEvent) and event.to == "running":
+                        seen.total = client.runs.get(run.id).total_steps
+                    screen.show(event)
+        run = client.runs.get(run.id)
+    if not as_json:
+        _tell_end(run)
+    return exit_code(run.status)
+
+
+@contextmanager
+def going_on(run_id: str) -> Iterator[None]:
+    """Ctrl-C ends the watching and not the run, and says so."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        note(
+            f"\nYou no longer watch {run_id}; the run goes on. `anneal runs watch {run_id}` watches it again, "
+            f"`anneal runs stop {run_id}` ends it."
+        )
+        raise typer.Exit(130) from None
+
+
+def _tell_end(run: "RunRead") -> None:
+    typer.echo(f"{run.id} {run.name}: {run.status} at step {run.current_step}{_loss(run.best_loss, ', best loss')}")
+    if run.status == "failed":
+        typer.echo(f"  {run.error_code}: {run.error_message}")
+    elif run.status == "completed":
+        typer.echo(f"  `anneal runs download {run.id}` fetches the model.")
+    elif run.status == "cancelled":
+        typer.echo(f"  `anneal runs resume {run.id}` goes on with it.")
+
+
+def _loss(value: float | None, name: str = "loss") -> str:
+    return "" if value is None else f"{name} {value:.4f}"
+
+
+@dataclass
+class Seen:
+    """What is known of the run so far."""
+
+    run_id: str
+    name: str
+    status: str
+    step: int
+    total: int | None
+    loss: float | None = None
+    evaluated: float | None = None
+    phase: str = ""
+    curve: dict[int, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, run: "RunRead") -> "Seen":
+        """As the run stands when the watching begins."""
+        last = run.metrics_history[-1].loss if run.metrics_history else None
+        return cls(run.id, run.name, run.status, run.current_step, run.total_steps, loss=last)
+
+    def take(self, event: Event) -> str | None:
+        """Take in an event; answers a line where it is one to be told anyway."""
+        if isinstance(event, StatusEvent):
+            self.status, self.phase = event.to, ""
+            return f"{event.to}{f': {event.reason}' if event.reason else ''}"
+        if isinstance(event, MetricEvent):
+            if event.step < self.step:
+                self.curve = {step: loss for step, loss in self.curve.items() if step < event.step}
+            self.step = event.step
+            if event.loss is not None:
+                self.loss = self.curve[event.step] = event.loss
+        elif isinstance(event, EvalEvent):
+            found = event.metrics.get("eval_loss")
+            self.evaluated = found if isinstance(found, int | float) else self.evaluated
+            return f"step {event.step}  {'  '.join(_figures(event.metrics))}"
+        elif isinstance(event, CheckpointEvent):
+            return f"step {event.step}  checkpoint {event.checkpoint_id} ({event.kind})"
+        elif isinstance(event, ConfigEvent):
+            self.total = event.facts.get("total_steps") or self.total
+            replaced = [f"{it.get('field')}={it.get('used')} ({it.get('reason')})" for it in event.replaced]
+            return f"replaced {'; '.join(replaced)}" if replaced else None
+        elif isinstance(event, ProgressEvent):
+            self.phase = event.message or event.phase
+        elif isinstance(event, ErrorEvent):
+            return f"{event.code}: {event.message}"
+        elif isinstance(event, LogEvent):
+            return event.line
+        return None
+
+    @property
+    def figures(self) -> str:
+        """The newest losses."""
+        return "  ".join(filter(None, (_loss(self.loss), _loss(self.evaluated, "held-out"))))
+
+
+def _figures(metrics: dict[str, Any]) -> Iterator[str]:
+    for name, value in metrics.items():
+        if isinstance(value, int | float):
+            yield f"{name} {value:.4g}"
+
+
+class _Screen(Protocol):
+    def show(self, event: Event) -> None: ...
+    def __enter__(self) -> Any: ...
+    def __exit__(self, *problem: Any) -> None: ...
+
+
+class _Lines:
+    """For a log file: every change, and every few seconds a step."""
+
+    def __init__(self, seen: Seen) -> None:
+        self._seen = seen
+        self._told = 0.0
+
+    def __enter__(self) -> None:
+        seen = self._seen
+        self._say(f"{seen.run_id} {seen.name}: {seen.status}, step {seen.step}/{seen.total or '?'}")
+
+    def __exit__(self, *problem: Any) -> None:
+        pass
+
+    def show(self, event: Event) -> None:
+        line = self._seen.take(event)
+        if line is not None:
+            self._say(line)
+        elif isinstance(event, MetricEvent) and time.monotonic() - self._told > _SECONDS_BETWEEN_LINES:
+            self._told = time.monotonic()
+            self._say(f"step {event.step}/{self._seen.total or '?'}  {self._seen.figures}")
+
+    @staticmethod
+    def _say(line: str) -> None:
+        typer.echo(line)
+        sys.stdout.flush()
+
+
+class _Terminal:
+    """A bar, and above it the curve of the loss; what else is told scrolls away above both."""
+
+    def __init__(self, client: "Anneal", seen: Seen) -> None:
+        from rich.console import Console
+        from rich.live import Live
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._seen = seen
+        loss = client.runs.metrics(seen.run_id, names=["loss"], max_points=_POINTS).series.get("loss")
+        if loss is not None:
+            seen.curve = {step: it for step, it in zip(loss.steps, loss.values, strict=True) if it is not None}
+        self._console = Console(highlight=False)
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False), BarColumn(30), MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}", markup=False), TimeRemainingColumn(compact=True),
+            console=self._console, auto_refresh=False,
+        )  # fmt: skip
+        self._task = self._bar.add_task(seen.name, total=seen.total, completed=seen.step, figures=self._figures())
+        self._live = Live(get_renderable=self._picture, console=self._console, refresh_per_second=2)
+
+    def __enter__(self) -> None:
+        self._live.start()
+
+    def __exit__(self, *problem: Any) -> None:
+        self._live.stop()
+
+    def show(self, event: Event) -> None:
+        line = self._seen.take(event)
+        if line is not None:
+            self._console.print(line, markup=False, soft_wrap=True)
+        self._bar.update(self._task, completed=self._seen.step, total=self._seen.total, figures=self._figures())
+
+    def _figures(self) -> str:
+        seen = self._seen
+        return "  ".join(filter(None, (seen.status if not seen.phase else seen.phase, seen.figures)))
+
+    def _picture(self) -> Any:
+        from rich.console import Group
+        from rich.text import Text
+
+        plot = draw(self._seen.curve, self._console.width, max(8, self._console.height // 2))
+        return Group(Text(plot, no_wrap=True), self._bar) if plot else self._bar
+
+
+def draw(curve: dict[int, float], width: int, height: int) -> str:
+    """The curve of a loss over its steps, as lines of text; empty until there are two points."""
+    if len(curve) < 2:
+        return ""
+    import plotext
+
+    steps = sorted(curve)
+    steps = [*steps[:-1][:: max(1, len(steps) // _POINTS)], steps[-1]]
+    figure = plotext.figure
+    figure.clear()
+    figure.plot_size(min(width, 100), min(height, 20))
+    signal = figure.signal(steps, [curve[step] for step in steps], marker="braille")
+    signal.lines()
+    figure.draw(signal)
+    return str(figure.build().string(colorless=True))

@@ -1,0 +1,255 @@
+"""The Python client: one text for sync and async, typed answers, one exception, and no call made twice."""
+
+import inspect
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+from sqlalchemy import Engine
+
+from app.client import Anneal, AnnealError, AsyncAnneal
+from app.client.connection import find_connection
+from app.config import ClientSettings
+from app.db import sync_engine
+from app.home import write_private_json
+from app.storage import Storage
+from tests.factories import Trainer, make_dataset
+from tests.server import ApiServer
+
+ROWS = b"".join(b'{"text": "row %d"}\n' % n for n in range(5))
+
+
+@pytest.fixture(scope="module")
+def engine(shared_api: ApiServer) -> Iterator[Engine]:
+    engine = sync_engine(shared_api.settings.database_url or "")
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def client(shared_api: ApiServer) -> Iterator[Anneal]:
+    with Anneal(shared_api.url, shared_api.key) as client:
+        yield client
+
+
+def body(dataset_id: str, **more: Any) -> dict[str, Any]:
+    return {"backend": "fake", "dataset_id": dataset_id, "config": {"base_model": "any", "method": "sft"}, **more}
+
+
+class TestCalls:
+    def test_what_is_uploaded_can_be_listed_and_shown(self, client: Anneal, tmp_path: Path) -> None:
+        file = tmp_path / "rows.jsonl"
+        file.write_bytes(ROWS)
+        told: list[int] = []
+        made = client.datasets.upload(file, name="five rows", told=told.append)
+        assert (made.name, made.rows, made.bytes) == ("five rows", 5, len(ROWS))
+        assert told[-1] == len(ROWS)
+        assert next(iter(client.datasets.list())).id == made.id
+        assert client.datasets.get(made.id).preview[0] == {"text": "row 0"}
+
+    def test_a_list_goes_on_over_its_pages_and_ends_at_its_limit(self, client: Anneal, engine: Engine) -> None:
+        dataset_id = make_dataset(engine)
+        runs = [client.runs.create(body(dataset_id, tags=["paged"])).id for _ in range(3)]
+        assert [run.id for run in client.runs.list(tag="paged")] == runs[::-1]
+        assert [run.id for run in client.runs.list(tag="paged", limit=2)] == runs[:0:-1]
+        assert [run.id for run in client.runs.list(tag="paged", after=runs[1])] == runs[:1]
+        assert [run.id for run in client.runs.list(tag="paged", status="failed")] == []
+        for run_id in runs:
+            assert client.runs.stop(run_id).status == "cancelled"
+
+    def test_the_same_key_makes_the_same_run(self, client: Anneal, engine: Engine) -> None:
+        dataset_id = make_dataset(engine)
+        first = client.runs.create(body(dataset_id), idempotency_key="once")
+        assert client.runs.create(body(dataset_id), idempotency_key="once").id == first.id
+        assert client.runs.create(body(dataset_id)).id != first.id
+
+    def test_only_what_is_given_goes_over_the_wire(self, client: Anneal, engine: Engine) -> None:
+        check = client.runs.validate(body(make_dataset(engine), config={"base_model": "any", "lora_r": 4}))
+        assert check.valid and check.effective_config is not None
+        assert check.effective_config["lora_r"] == 4
+
+    def test_a_refusal_has_status_code_fields_and_the_id_of_the_request(self, client: Anneal) -> None:
+        with pytest.raises(AnnealError) as refused:
+            client.runs.create(body("ds_none", config={"base_model": "any", "lora_r": -1, "epochs": 0}))
+        error = refused.value
+        assert error.status == 422 and error.request_id is not None and error.request_id.startswith("req_")
+        assert {"config.lora_r", "config.epochs", "dataset_id"} <= {item.field for item in error.errors}
+        with pytest.raises(AnnealError, match="GET /v1/runs lists"):
+            client.runs.get("run_none")
+
+    def test_a_model_is_downloaded_whole_or_not_at_all(
+        self, client: Anneal, shared_api: ApiServer, engine: Engine, tmp_path: Path
+    ) -> None:
+        run = client.runs.create(body(make_dataset(engine)))
+        for other in client.runs.list(status="pending"):
+            if other.id != run.id:
+                client.runs.stop(other.id)
+        trainer = Trainer(engine, run.id).begin()
+        output = trainer.write_output(Storage(shared_api.settings))
+        (output / "weights").mkdir()
+        (output / "weights" / "a b.safetensors").write_bytes(bytes(range(256)) * 1000)
+        with pytest.raises(AnnealError, match="no output yet"):
+            client.runs.download(run.id, tmp_path / "early")
+        assert not (tmp_path / "early").exists()
+        trainer.complete()
+
+        # What an interrupted download has left is gone on with; the first bytes are not asked for again.
+        part = tmp_path / "model" / f".{run.id}.part" / "weights"
+        part.mkdir(parents=True)
+        (part / "a b.safetensors").write_bytes(b"x" * 1000)
+        folder = client.runs.download(run.id, tmp_path / "model")
+        files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+        assert files == {"adapter_config.json", "weights/a b.safetensors"}
+        found = (folder / "weights" / "a b.safetensors").read_bytes()
+        assert found == b"x" * 1000 + (bytes(range(256)) * 1000)[1000:]
+
+        chosen = client.runs.download(run.id, tmp_path / "chosen", paths=["*.json"])
+        assert [path.name for path in chosen.iterdir()] == ["adapter_config.json"]
+        with pytest.raises(AnnealError, match=r"it has adapter_config\.json"):
+            client.runs.download(run.id, tmp_path / "none", paths=["*.bin"])
+
+    async def test_the_async_client_answers_the_same(self, shared_api: ApiServer, client: Anneal) -> None:
+        async with AsyncAnneal(shared_api.url, shared_api.key) as asynchronous:
+            made = await asynchronous.datasets.upload(ROWS, name="five rows")
+            assert await asynchronous.datasets.get(made.id) == client.datasets.get(made.id)
+            run = await asynchronous.runs.create(body(made.id))
+            await asynchronous.runs.stop(run.id)
+            events = [event async for event in asynchronous.runs.events(run.id)]
+            assert [event.model_dump() for event in events] == [it.model_dump() for it in client.runs.events(run.id)]
+            assert events[-1].type == "end"
+            assert [run async for run in asynchronous.runs.list(limit=1)] == list(client.runs.list(limit=1))
+
+    def test_every_call_says_what_it_does_and_answers_a_model(self, client: Anneal) -> None:
+        for resource in (client.runs, client.datasets, client.experiments, client.workers):
+            names = [name for name in dir(resource) if not name.startswith("_") and name != "is_async"]
+            assert names
+            for name in names:
+                method = getattr(resource, name)
+                assert method.__doc__, name
+                assert "self" not in inspect.signature(method).parameters
+        assert isinstance(client.workers.list(), Iterator)
+        assert issubclass(type(next(iter(client.datasets.list()))), BaseModel)
+
+
+class TestConnection:
+    def settings(self, home: Path, **values: str) -> ClientSettings:
+        return ClientSettings(home=home, **values)  # type: ignore[arg-type]
+
+    def test_what_is_given_wins_over_the_environment_and_that_over_the_local_service(self, tmp_path: Path) -> None:
+        local = {"url": "http://127.0.0.1:1", "api_key": "anneal_local", "pids": {}}
+        write_private_json(tmp_path / "connection.json", local)
+        assert find_connection(self.settings(tmp_path)).key == "anneal_local"
+        there = self.settings(tmp_path, url="http://there:2/", api_key="anneal_there")
+        found = find_connection(there)
+        assert (found.url, found.key) == ("http://there:2", "anneal_there")
+        assert find_connection(there, "http://else:3", "anneal_else").url == "http://else:3"
+
+    def test_the_local_key_is_sent_nowhere_else(self, tmp_path: Path) -> None:
+        write_private_json(tmp_path / "connection.json", {"url": "http://127.0.0.1:1", "api_key": "anneal_local"})
+        with pytest.raises(AnnealError, match="set ANNEAL_API_KEY"):
+            find_connection(self.settings(tmp_path, url="http://there:2"))
+        assert find_connection(self.settings(tmp_path, url="http://127.0.0.1:1/")).key == "anneal_local"
+
+    @pytest.mark.parametrize("url", ["there:8700", "ftp://there", "http://"])
+    def test_an_address_that_is_none_is_told(self, url: str, tmp_path: Path) -> None:
+        with pytest.raises(AnnealError, match="no address of a service"):
+            find_connection(self.settings(tmp_path, url=url, api_key="anneal_x"))
+
+    def test_a_key_is_not_shown(self, tmp_path: Path) -> None:
+        assert "hidden" not in repr(find_connection(self.settings(tmp_path, url="http://x:1", api_key="hidden")))
+
+
+class Failing(BaseHTTPRequestHandler):
+    """Answers what `answers` holds, one after the other; writes down what was asked."""
+
+    answers: list[tuple[int, dict[str, str], bytes]] = []
+    asked: list[tuple[str, str, str | None]] = []
+
+    def do_GET(self) -> None:
+        length = int(self.headers.get("Content-Length") or 0)
+        self.rfile.read(length)
+        Failing.asked.append((self.command, self.path, self.headers.get("Idempotency-Key")))
+        status, headers, content = Failing.answers.pop(0)
+        if status == 0:
+            return  # the connection breaks, and nobody knows what happened
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(content)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_POST = do_DELETE = do_GET
+
+    def log_message(self, *_: object) -> None:
+        """Nothing on standard error."""
+
+
+@pytest.fixture
+def failing() -> Iterator[Anneal]:
+    """A client of a service that is not well."""
+    Failing.answers, Failing.asked = [], []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Failing)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    with Anneal(f"http://127.0.0.1:{server.server_port}", "key", patience=5) as client:
+        yield client
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+EMPTY = (200, {}, b'{"data": [], "has_more": false}')
+BROKEN = (0, {}, b"")
+BUSY = (503, {"Retry-After": "0", "Content-Type": "application/problem+json"}, b'{"code": "database_unavailable"}')
+
+
+class TestTryingAgain:
+    @pytest.mark.parametrize("trouble", [BROKEN, BUSY, (502, {}, b"Bad Gateway"), (429, {"Retry-After": "1"}, b"")])
+    def test_reading_is_tried_again(self, failing: Anneal, trouble: Any) -> None:
+        Failing.answers = [trouble, EMPTY]
+        assert list(failing.workers.list()) == []
+        assert len(Failing.asked) == 2
+
+    def test_a_run_is_asked_for_again_with_the_same_key(self, failing: Anneal) -> None:
+        Failing.answers = [BROKEN, BUSY, (422, {}, b'{"code": "invalid_request", "detail": "No."}')]
+        with pytest.raises(AnnealError) as refused:
+            failing.runs.create({"dataset_id": "ds_1"})
+        assert (refused.value.status, refused.value.code, str(refused.value)) == (422, "invalid_request", "No.")
+        keys = {key for _, _, key in Failing.asked}
+        assert len(Failing.asked) == 3 and len(keys) == 1 and None not in keys
+
+    def test_an_upload_is_sent_again_from_its_beginning(self, failing: Anneal) -> None:
+        Failing.answers = [BROKEN, (422, {}, b'{"code": "bad_rows", "detail": "Row 1."}')]
+        with pytest.raises(AnnealError, match="Row 1"):
+            failing.datasets.upload(ROWS)
+        assert len({key for _, _, key in Failing.asked}) == 1 and len(Failing.asked) == 2
+
+    def test_what_may_have_happened_is_not_done_twice(self, failing: Anneal) -> None:
+        Failing.answers = [BROKEN, EMPTY]
+        with pytest.raises(AnnealError, match="whether the call was carried out is unknown"):
+            failing.experiments.create("once")
+        assert len(Failing.asked) == 1
+
+    def test_patience_ends(self, failing: Anneal) -> None:
+        Failing.answers = [(503, {"Retry-After": "60"}, b"")]
+        with pytest.raises(AnnealError) as refused:
+            next(iter(failing.runs.list()))
+        assert refused.value.status == 503 and len(Failing.asked) == 1
+
+    def test_a_service_that_is_not_there_is_told(self) -> None:
+        with (
+            Anneal("http://127.0.0.1:1", "key", patience=0) as client,
+            pytest.raises(AnnealError, match="does not answer") as refused,
+        ):
+            client.runs.get("run_1")
+        assert refused.value.status is None and refused.value.code == "unreachable"
+
+    def test_a_path_outside_the_folder_is_refused(self, failing: Anneal, tmp_path: Path) -> None:
+        listed = b'{"data": [{"path": "../evil", "bytes": 1}], "has_more": false}'
+        Failing.answers = [(200, {}, listed)]
+        with pytest.raises(AnnealError, match="outside the folder"):
+            failing.runs.download("run_1", tmp_path / "model")
