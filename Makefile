@@ -15,7 +15,7 @@ up: $(READY)  ## run the service until Ctrl-C
 	@exec $(BIN)/anneal up
 
 # All of it in two processes; a part, often small, in one.
-test: lint  ## everything that has to hold; ARGS='-k stream' for a part
+test: lint .venv/.node  ## everything that has to hold; ARGS='-k stream' for a part
 	@$(BIN)/python -m pytest $(or $(ARGS),-n 2 --dist loadgroup --no-loadscope-reorder)
 
 lint: $(READY)  ## style, types, and who may import whom
@@ -42,6 +42,13 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -e '.[worker,dev]' -c constraints.txt
 	@touch $(READY)
 	@echo "Installed."
+
+# One of the readers of streams that the tests try is Node's.
+.venv/.node: $(READY)
+	@echo "Installing Node's eventsource for the tests …"
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/npm install --silent --no-audit --no-fund --no-package-lock \
+	  --prefix .venv/node eventsource@4.1.1 eventsource-parser@3.1.1
+	@touch .venv/.node
 
 .venv/.bench: $(READY)
 	@echo "Installing what the benchmarks measure against …"

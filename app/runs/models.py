@@ -49,6 +49,7 @@ class Run(Owned, Base):
         Index("ix_runs_parent_run_id", "parent_run_id"),
         Index("ix_runs_base_run_id", "base_run_id"),
         Index("ix_runs_dataset_id", "dataset_id"),
+        Index("ix_runs_eval_dataset_id", "eval_dataset_id"),
         Index("ix_runs_resume_checkpoint_id", "resume_checkpoint_id"),
         # For lists. None has a column that changes while a run trains; `final_loss` stands still until it has ended.
         Index("ix_runs_status_id", "status", "id"),

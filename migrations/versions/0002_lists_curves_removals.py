@@ -53,6 +53,7 @@ def upgrade() -> None:
         "CREATE TRIGGER runs_final_loss BEFORE UPDATE OF status ON runs FOR EACH ROW EXECUTE FUNCTION runs_final_loss()"
     )
     op.execute(f"UPDATE runs SET final_loss = best_loss WHERE status IN {_ENDED} AND best_loss IS NOT NULL")
+    create_index("ix_runs_eval_dataset_id", "runs", ["eval_dataset_id"])
     create_index("ix_runs_resume_checkpoint_id", "runs", ["resume_checkpoint_id"])
     create_index("ix_runs_status_id", "runs", ["status", "id"])
     create_index("ix_runs_experiment_id_status_id", "runs", ["experiment_id", "status", "id"])
@@ -82,6 +83,7 @@ def downgrade() -> None:
         "ix_runs_experiment_id_status_id",
         "ix_runs_status_id",
         "ix_runs_resume_checkpoint_id",
+        "ix_runs_eval_dataset_id",
     ):
         op.drop_index(name, table_name="runs")
     op.execute("DROP TRIGGER runs_final_loss ON runs")
