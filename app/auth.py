@@ -1,5 +1,6 @@
 """API keys, and the middleware that asks for one before a byte of the body is read."""
 
+import asyncio
 import hashlib
 import hmac
 import ipaddress
@@ -30,6 +31,11 @@ T = TypeVar("T")
 SCOPES = ("read", "write", "admin")
 PUBLIC = {"/healthz"}
 CACHE_SECONDS = 10.0
+WITHOUT_DATABASE = {"/metrics"}
+"""What a key still opens while the database is away and nobody can verify it: what tells of just that."""
+OUTAGE_SECONDS = 900.0
+"""For so long after it was last verified."""
+_OUTAGE_PATIENCE_SECONDS = 3.0
 _CACHED_KEYS = 1000
 _KEY = re.compile(r"anneal_[A-Za-z0-9_-]{43}")
 _SHOWN = len("anneal_") + 6
@@ -92,12 +98,18 @@ class Auth:
     def __init__(self, sessions: async_sessionmaker[AsyncSession]) -> None:
         self._sessions = sessions
         self._callers: OrderedDict[str, tuple[Caller, float]] = OrderedDict()
+        self._known: OrderedDict[str, tuple[Caller, float]] = OrderedDict()
         self._alive: OrderedDict[str, tuple[bool, float]] = OrderedDict()
         self.failures = FailureLimit()
 
     def remembered(self, key: str) -> Caller | None:
         """The caller of a key that was verified a moment ago."""
         caller, until = self._callers.get(_digest(key), (None, 0.0))
+        return caller if time.monotonic() < until else None
+
+    def known(self, key: str) -> Caller | None:
+        """The caller of a key that was verified before the database went away, not long ago."""
+        caller, until = self._known.get(_digest(key), (None, 0.0))
         return caller if time.monotonic() < until else None
 
     async def verify(self, key: str) -> Caller | None:
@@ -110,12 +122,15 @@ class Auth:
             row = (await session.execute(query.where(ApiKey.digest == digest, _valid()))).one_or_none()
             if row is None or not hmac.compare_digest(row[1], digest):
                 self._callers.pop(digest, None)
+                self._known.pop(digest, None)
                 return None
             if row[3]:
                 await session.execute(update(ApiKey).where(ApiKey.id == row[0]).values(last_used_at=func.now()))
         caller = Caller(row[0], frozenset(row[2]))
-        lasts = CACHE_SECONDS if row[4] is None else min(CACHE_SECONDS, float(row[4]))
-        _remember(self._callers, digest, (caller, time.monotonic() + lasts))
+        remaining_seconds = float("inf") if row[4] is None else float(row[4])
+        now = time.monotonic()
+        _remember(self._callers, digest, (caller, now + min(CACHE_SECONDS, remaining_seconds)))
+        _remember(self._known, digest, (caller, now + min(OUTAGE_SECONDS, remaining_seconds)))
         return caller
 
     async def still_valid(self, key_id: str) -> bool:
@@ -167,7 +182,7 @@ async def _authenticate(scope: Scope) -> Caller:
     if caller is None:
         # Malformed ones never reach the database; a right one gets in whatever others tried from its address.
         if len(sent) == 1 and kind.lower() == "bearer" and _KEY.fullmatch(key):
-            caller = await _verified(auth, key)
+            caller = await _verified(auth, key, scope["path"])
         if caller is None:
             raise _wrong_key(auth.failures, _address(scope))
     needed = "read" if scope["method"] in ("GET", "HEAD", "OPTIONS") else "write"
@@ -181,11 +196,15 @@ async def _authenticate(scope: Scope) -> Caller:
     return caller
 
 
-async def _verified(auth: Auth, key: str) -> Caller | None:
+async def _verified(auth: Auth, key: str, path: str) -> Caller | None:
+    known = auth.known(key) if path in WITHOUT_DATABASE else None
     try:
-        return await auth.verify(key)
+        async with asyncio.timeout(_OUTAGE_PATIENCE_SECONDS if known else None):
+            return await auth.verify(key)
     except Exception as error:
         answer = as_api_error(error)
+        if known is not None and (answer is not None or isinstance(error, TimeoutError)):
+            return known
         if answer is None:
             raise
         raise answer from error

@@ -23,7 +23,8 @@ class Metrics:
     """Everything that one API process exports, on a registry of its own."""
 
     def __init__(self, requests: RequestMetrics, streams: Streams, queue: Queue, dispatcher: Dispatcher) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each counter, telling when it began
+        # Those would be a second series for each counter, telling when it began.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._service = ServiceCollector(streams, queue)
         for collector in (requests.answered, requests.seconds, streams.lag, dispatcher.losses, self._service):

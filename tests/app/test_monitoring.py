@@ -11,16 +11,19 @@ from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import Engine, text
 from starlette.types import Scope
 
+from app import auth
 from app.config import Settings
-from app.db import async_engine, sync_engine
+from app.db import async_engine, session_maker, sync_engine
 from app.events.log import NewEvent, append
 from app.events.stream import Streams
 from app.ids import id_at, new_id
+from app.monitoring import snapshot
 from app.monitoring.requests import route_template
 from app.monitoring.snapshot import MOST_LIVE, Snapshots
 from app.queue import Queue
 from app.runs import lifecycle
 from app.runs.dispatcher import Dispatcher
+from tests.conftest import Services
 from tests.factories import Trainer, make_dataset, make_run
 from tests.rows import add_run, add_worker, claim
 from tests.server import ApiServer, ThreadServer
@@ -94,9 +97,9 @@ class TestTheState:
         claimed = claim(engine, worker)
         with engine.begin() as connection:
             connection.execute(lifecycle.retry(run_id, claimed.epoch, "lost", 0.0))
-        snapshot = await self._taken(settings)
-        assert snapshot.ended == {"retried": 1}
-        assert snapshot.recent == {}
+        taken = await self._taken(settings)
+        assert taken.ended == {"retried": 1}
+        assert taken.recent == {}
         with engine.begin() as connection:
             connection.execute(text("UPDATE run_attempts SET ended_at = now() - interval '2 days'"))
         assert (await self._taken(settings)).ended == {}
@@ -114,18 +117,18 @@ class TestTheState:
                 ),
                 {"experiment": parents.experiment_id, "dataset": parents.dataset_id},
             )
-        snapshot = await self._taken(settings)
-        assert snapshot.live == {"running": 300}
-        assert len(snapshot.steps) == MOST_LIVE
+        taken = await self._taken(settings)
+        assert taken.live == {"running": 300}
+        assert len(taken.steps) == MOST_LIVE
 
     async def _taken(self, settings: Settings) -> Any:
         reading = async_engine(settings.database_url or "")
         try:
-            snapshot = await Snapshots(reading, settings).latest()
+            taken = await Snapshots(reading, settings).latest()
         finally:
             await reading.dispose()
-        assert snapshot is not None
-        return snapshot
+        assert taken is not None
+        return taken
 
     async def test_is_asked_for_once_however_many_scrape(self, settings: Settings, engine: Engine) -> None:
         reading = async_engine(settings.database_url or "")
@@ -140,19 +143,52 @@ class TestTheState:
 
 
 class TestWithoutADatabase:
-    def test_a_scrape_still_answers_and_says_so(self, settings: Settings, engine: Engine) -> None:
-        """A key that was known stays known for some seconds; what was true of the runs is not told any more."""
-        with ThreadServer(settings) as api:
-            assert value(scrape(api), "anneal_database_up") == 1
-            api_state = api._server.config.app.state  # type: ignore[union-attr]
-            away = async_engine("postgresql://x:y@127.0.0.1:1/z")
-            api_state.snapshots = Snapshots(away, settings)
-            found = scrape(api)
+    @pytest.fixture
+    def api(self, services: Services, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+        """One that has been scraped, remembers verified keys for no longer than that, and has lost its database."""
+        monkeypatch.setattr(auth, "CACHE_SECONDS", 0.0)
+        monkeypatch.setattr(snapshot, "FRESH_SECONDS", 0.0)
+        with ThreadServer(settings) as server:
+            assert value(scrape(server), "anneal_database_up") == 1
+            self.unused = server.key_with(["read"])
+            services.drop_database(settings.database_url or "")
+            yield server
+
+    def test_a_scrape_still_answers_and_says_so(self, api: ApiServer) -> None:
+        """With what is true of the process; what was true of the runs is not told any more."""
+        found = scrape(api)
         assert value(found, "anneal_database_up") == 0
         assert value(found, "anneal_queue_depth") is None
         assert value(found, "anneal_runs", status="pending") is None
         assert (value(found, "process_resident_memory_bytes") or 0) > 1e6
         assert value(found, "anneal_http_requests_total", method="GET", route="/metrics", status="200") == 1
+
+    def test_a_key_that_was_known_opens_nothing_else_and_no_other_key_opens_it(self, api: ApiServer) -> None:
+        assert api.client.get("/metrics").status_code == 200
+        assert api.client.get("/v1/runs").status_code == 503
+        with api.client_with(self.unused) as other:
+            assert other.get("/metrics").status_code == 503
+        assert api.client_with("anneal_" + "x" * 43).get("/metrics").status_code == 503
+        assert api.client_with(None).get("/metrics").status_code == 401
+
+    async def test_a_key_is_known_for_as_long_as_it_lasts_and_not_once_it_was_refused(
+        self, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        key = auth.create_key_sync(settings, "x", ["read"], expires_in=timedelta(minutes=5))
+        lasting = auth.create_key_sync(settings, "y", ["read"])
+        reading = async_engine(settings.database_url or "")
+        verifying = auth.Auth(session_maker(reading))
+        try:
+            for one in (key, lasting):
+                assert await verifying.verify(one) and verifying.known(one)
+            auth.revoke_key_sync(settings, next(it.id for it in auth.list_keys_sync(settings) if it.name == "y"))
+            assert await verifying.verify(lasting) is None
+            assert verifying.known(lasting) is None
+            later = time.monotonic() + 301
+            monkeypatch.setattr("app.auth.time.monotonic", lambda: later)
+            assert verifying.known(key) is None
+        finally:
+            await reading.dispose()
 
 
 class TestRequests:

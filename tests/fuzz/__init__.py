@@ -1,0 +1,1 @@
+"""Fuzzing of the whole API from its own description: `make fuzz`."""
