@@ -116,7 +116,7 @@ def show(run_id: RunId, as_json: AsJson = False) -> None:
             return
         from app.runs.config import TrainingConfig
 
-        usual = TrainingConfig(base_model="any").model_dump(mode="json")
+        usual = {"base_model": None} | TrainingConfig(base_model="any").model_dump(mode="json", exclude={"base_model"})
         last = run.metrics_history[-1] if run.metrics_history else None
         details(
             {
@@ -127,7 +127,7 @@ def show(run_id: RunId, as_json: AsJson = False) -> None:
                 "experiment": run.experiment_id, "tags": run.tags, "data set": run.dataset_id,
                 "evaluated on": run.eval_dataset_id, "worker": run.worker_id, "created": run.created_at,
                 "started": run.started_at, "finished": run.finished_at,
-                **{f"config.{name}": value for name, value in run.config.items() if name == "base_model" or value != usual.get(name)},
+                **{f"config.{name}": value for name, value in run.config.items() if value != usual.get(name)},
             }
         )  # fmt: skip
 
