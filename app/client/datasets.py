@@ -11,6 +11,7 @@ import httpx
 
 from app.client.modes import M, call, stream
 from app.client.resource import ApiResource, given
+from app.client.transport import understood
 from app.datasets.schemas import DatasetSummary, DatasetView
 
 # Once all is sent, the service may have a while to write and check the last of it.
@@ -42,7 +43,7 @@ class Datasets(ApiResource[M]):
             )  # fmt: skip
             response = await self._session.send(request, repeatable=True)
             try:
-                return DatasetView.model_validate_json(await self._session.transport.read(response))
+                return understood(DatasetView, await self._session.transport.read(response))
             finally:
                 await self._session.transport.release(response)
 

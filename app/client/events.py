@@ -4,7 +4,6 @@ import json
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from datetime import datetime
 from typing import Any, Literal
 
 import httpx
@@ -14,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from app.client.errors import AnnealError
 from app.client.transport import Backoff, Session
 from app.runs.config import TrainingStatus
+from app.wire import Moment
 
 # The service gives a sign of life every 15 s; a connection that is silent for three of them is dead.
 _TIMEOUT = httpx.Timeout(10.0, read=45.0)
@@ -27,7 +27,7 @@ class Event(BaseModel):
     type: str
     run_id: str
     seq: int
-    ts: datetime | None = None
+    ts: Moment | None = None
 
 
 class StatusEvent(Event):
@@ -196,6 +196,11 @@ class Follower:
             if response.status_code == 204:
                 yield None
                 return
+            if "text/event-stream" not in response.headers.get("content-type", ""):
+                raise AnnealError(
+                    "unexpected_answer",
+                    f"{transport.url} answers no events: see that ANNEAL_URL names an Anneal service.",
+                )
             async with aclosing(transport.sse(response)) as sent:
                 async for one in sent:
                     if one.data:

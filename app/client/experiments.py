@@ -42,7 +42,7 @@ class Experiments(ApiResource[M]):
     ) -> ExperimentView:
         """Give an experiment another name, description or other tags."""
         body = given(name=name, description=description, tags=tags)
-        return ExperimentView.model_validate_json(await self._patch(f"/experiments/{experiment_id}", body))
+        return await self._patch(ExperimentView, f"/experiments/{experiment_id}", body)
 
     @call
     async def delete(self, experiment_id: str) -> None:

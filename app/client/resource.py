@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from app.client.modes import M, Resource
-from app.client.transport import Session
+from app.client.transport import Session, understood
 from app.wire import Page
 
 T = TypeVar("T", bound=BaseModel)
@@ -36,8 +36,8 @@ class ApiResource(Resource[M]):
             left = None if left is None else left - len(page.data)
             after = page.data[-1].id
 
-    async def _patch(self, path: str, body: Mapping[str, Any]) -> bytes:
-        return await self._session.request("PATCH", path, json=body)
+    async def _patch(self, model: type[T], path: str, body: Mapping[str, Any]) -> T:
+        return understood(model, await self._session.request("PATCH", path, json=body))
 
 
 def given(**values: Any) -> dict[str, Any]:

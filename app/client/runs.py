@@ -64,7 +64,7 @@ class Runs(ApiResource[M]):
     @call
     async def update(self, run_id: str, *, name: str | None = None, tags: Sequence[str] | None = None) -> RunRead:
         """Give a run another name or other tags."""
-        return RunRead.model_validate_json(await self._patch(f"/runs/{run_id}", given(name=name, tags=tags)))
+        return await self._patch(RunRead, f"/runs/{run_id}", given(name=name, tags=tags))
 
     @call
     async def delete(self, run_id: str) -> None:

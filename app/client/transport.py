@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import httpx
 from httpx_sse import EventSource, ServerSentEvent
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from app.client.errors import AnnealError, in_words, of_answer
 
@@ -131,7 +131,7 @@ class Session:
 
     async def get(self, model: type[T], path: str, **params: Any) -> T:
         """GET, answered with a `model`; parameters that are None are left out."""
-        return model.model_validate_json(await self.request("GET", path, params=_given(params)))
+        return understood(model, await self.request("GET", path, params=_given(params)))
 
     async def post(
         self, model: type[T], path: str, body: Mapping[str, Any], *, key: str | None = None, repeatable: bool = False
@@ -139,9 +139,7 @@ class Session:
         """POST of JSON, answered with a `model`; with an idempotency key it can be repeated."""
         headers = {} if key is None else {"Idempotency-Key": key}
         repeatable = repeatable or key is not None
-        return model.model_validate_json(
-            await self.request("POST", path, repeatable=repeatable, json=body, headers=headers)
-        )
+        return understood(model, await self.request("POST", path, repeatable=repeatable, json=body, headers=headers))
 
     async def request(self, method: str, path: str, *, repeatable: bool = False, **options: Any) -> bytes:
         """The body of the answer to any request."""
@@ -179,6 +177,20 @@ class Session:
         finally:
             await self.transport.release(response)
         raise of_answer(response)
+
+
+def understood(model: type[T], content: bytes) -> T:
+    """What the service has answered, as a `model`."""
+    try:
+        return model.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise AnnealError(
+            "unexpected_answer",
+            f"The answer is not what this version understands ({f'{where}: ' if where else ''}{first['msg']}): see "
+            "that ANNEAL_URL names an Anneal service, and that its version is not older or far newer than this one.",
+        ) from None
 
 
 def _given(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,6 +43,7 @@ def plain_errors() -> Iterator[None]:
 
     from app.client.errors import AnnealError
     from app.commands.run_file import RunFileError
+    from app.config import ClientSettings
 
     try:
         yield
@@ -51,11 +52,11 @@ def plain_errors() -> Iterator[None]:
     except RunFileError as error:
         fail(str(error))
     except ValidationError as error:
-        told = (f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}" for item in error.errors())
-        fail(f"The service, or a setting, says what this version does not understand ({'; '.join(told)}).")
+        if error.title != ClientSettings.__name__:
+            raise
+        fail(" ".join(f"ANNEAL_{str(item['loc'][0]).upper()}: {item['msg']}." for item in error.errors()))
     except BrokenPipeError:
-        sys.stderr.close()  # nobody reads on (`| head`), and Python would complain of that once more at its end
-        raise typer.Exit(1) from None
+        raise  # nobody reads on (`| head`): typer ends it without a word
     except OSError as error:
         fail(f"{error.filename or 'A file'}: {error.strerror or error}.")
     except KeyboardInterrupt:

@@ -116,7 +116,7 @@ def show(run_id: RunId, as_json: AsJson = False) -> None:
             return
         from app.runs.config import TrainingConfig
 
-        usual = TrainingConfig(base_model="-").model_dump(mode="json")
+        usual = {"base_model": None} | TrainingConfig(base_model="any").model_dump(mode="json", exclude={"base_model"})
         last = run.metrics_history[-1] if run.metrics_history else None
         details(
             {

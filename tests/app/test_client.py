@@ -1,9 +1,9 @@
 """The Python client: one text for sync and async, typed answers, one exception, and no call made twice."""
 
 import inspect
-import threading
+import json
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,15 @@ from app.client import Anneal, AnnealError, AsyncAnneal
 from app.client.connection import find_connection
 from app.config import ClientSettings
 from app.db import sync_engine
+from app.experiments.schemas import ExperimentView
 from app.home import write_private_json
+from app.runs.schemas import RunRead
 from app.storage import Storage
 from tests.factories import Trainer, make_dataset
+from tests.http_server import serving
 from tests.server import ApiServer
 
+VIEWS = (RunRead, ExperimentView)
 ROWS = b"".join(b'{"text": "row %d"}\n' % n for n in range(5))
 
 
@@ -168,21 +172,21 @@ class Failing(BaseHTTPRequestHandler):
 
     answers: list[tuple[int, dict[str, str], bytes]] = []
     asked: list[tuple[str, str, str | None]] = []
+    bodies: list[bytes] = []
 
     def do_GET(self) -> None:
-        length = int(self.headers.get("Content-Length") or 0)
-        self.rfile.read(length)
+        Failing.bodies.append(self.rfile.read(int(self.headers.get("Content-Length") or 0)))
         Failing.asked.append((self.command, self.path, self.headers.get("Idempotency-Key")))
         status, headers, content = Failing.answers.pop(0)
         if status == 0:
             return  # the connection breaks, and nobody knows what happened
         self.send_response(status)
-        for name, value in {"Content-Length": str(len(content)), **headers}.items():
+        for name, value in {"Content-Length": str(len(content)), "Connection": "close", **headers}.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(content)
 
-    do_POST = do_DELETE = do_GET
+    do_POST = do_PATCH = do_DELETE = do_GET
 
     def log_message(self, *_: object) -> None:
         """Nothing on standard error."""
@@ -191,15 +195,9 @@ class Failing(BaseHTTPRequestHandler):
 @pytest.fixture
 def failing() -> Iterator[Anneal]:
     """A client of a service that is not well."""
-    Failing.answers, Failing.asked = [], []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Failing)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    with Anneal(f"http://127.0.0.1:{server.server_port}", "key", patience=5) as client:
+    Failing.answers, Failing.asked, Failing.bodies = [], [], []
+    with serving(Failing) as url, Anneal(url, "key", patience=5) as client:
         yield client
-    server.shutdown()
-    thread.join()
-    server.server_close()
 
 
 EMPTY = (200, {}, b'{"data": [], "has_more": false}')
@@ -253,3 +251,41 @@ class TestTryingAgain:
         Failing.answers = [(200, {}, listed)]
         with pytest.raises(AnnealError, match="outside the folder"):
             failing.runs.download("run_1", tmp_path / "model")
+
+
+class TestShapes:
+    """Of calls, by what goes over the wire."""
+
+    def test_changes_name_only_what_changes(self, failing: Anneal) -> None:
+        run, experiment = (json.dumps(model.model_config["json_schema_extra"]["example"]).encode() for model in VIEWS)  # type: ignore[index,call-overload]
+        Failing.answers = [(200, {}, run), (200, {}, experiment)]
+        assert failing.runs.update("run_1", name="better").name == "docstrings"
+        failing.experiments.update("exp_1", tags=[], description="why")
+        assert [(method, path) for method, path, _ in Failing.asked] == [
+            ("PATCH", "/v1/runs/run_1"), ("PATCH", "/v1/experiments/exp_1"),
+        ]  # fmt: skip
+        assert [json.loads(body) for body in Failing.bodies] == [{"name": "better"}, {"description": "why", "tags": []}]
+
+    def test_deleting_has_no_answer(self, failing: Anneal) -> None:
+        Failing.answers = [(204, {}, b"")] * 3
+        failing.runs.delete("run_1")
+        failing.experiments.delete("exp_1")
+        failing.datasets.delete("ds_1")
+        assert [(method, path) for method, path, _ in Failing.asked] == [
+            ("DELETE", "/v1/runs/run_1"), ("DELETE", "/v1/experiments/exp_1"), ("DELETE", "/v1/datasets/ds_1"),
+        ]  # fmt: skip
+
+    def test_the_content_of_a_data_set_comes_as_it_is(self, failing: Anneal) -> None:
+        Failing.answers = [BUSY, (200, {}, ROWS), (200, {"Content-Length": "999"}, ROWS)]
+        assert b"".join(failing.datasets.content("ds_1")) == ROWS
+        with pytest.raises(AnnealError, match="broke"):
+            list(failing.datasets.content("ds_1"))
+        assert Failing.asked[0][1] == "/v1/datasets/ds_1/content"
+
+    def test_something_else_than_anneal_is_told(self, failing: Anneal) -> None:
+        Failing.answers = [(200, {"Content-Type": "text/html"}, b"<html>")] * 2
+        with pytest.raises(AnnealError, match="names an Anneal service") as refused:
+            failing.runs.get("run_1")
+        assert refused.value.code == "unexpected_answer"
+        with pytest.raises(AnnealError, match="names an Anneal service"):
+            list(failing.runs.events("run_1"))

@@ -15,16 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from sqlalchemy import Engine
 from typer.testing import CliRunner, Result
 
 from app import client
 from app.cli import cli
 from app.db import sync_engine
+from app.experiments.schemas import ExperimentView
 from app.home import write_private_json
+from app.runs.schemas import RunRead
 from app.storage import Storage
+from tests.app.test_client import Failing
 from tests.factories import Trainer, make_dataset
+from tests.http_server import serving
 from tests.server import ApiServer
 from tests.waiting import eventually
 
@@ -86,44 +89,6 @@ def trainer(anneal: Anneal, engine: Engine, run_file: Path) -> Trainer:
 def told(result: Result) -> Any:
     """The one JSON document on standard output."""
     return json.loads(result.stdout)
-
-
-def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Every command there is, by its words."""
-    group = group or typer.main.get_command(cli)
-    context = typer.Context(group)
-    for name in group.list_commands(context):
-        command = group.get_command(context, name)
-        if hasattr(command, "list_commands"):
-            yield from commands(command, (*path, name))
-        else:
-            yield (*path, name)
-
-
-class TestHelp:
-    def test_there_are_many_commands(self) -> None:
-        assert {("up",), ("keys", "create"), ("runs", "watch"), ("workers", "list")} <= set(commands())
-        assert len(list(commands())) > 30
-
-    @pytest.mark.parametrize("command", list(commands()), ids=" ".join)
-    def test_every_command_has_help_with_an_example(self, command: tuple[str, ...]) -> None:
-        result = CliRunner().invoke(cli, [*command, "--help"])
-        assert result.exit_code == 0
-        text = " ".join(result.stdout.split())
-        assert re.search(rf"Example: `[^`]*anneal {' '.join(command)}\b", text), text
-
-    def test_completion_can_be_installed_and_knows_the_nouns(self, tmp_path: Path) -> None:
-        script = "import sys; sys.argv[0] = 'anneal'; from app.cli import main; main()"
-        environment = {**os.environ, "HOME": str(tmp_path), "SHELL": "/bin/bash"}
-        command = [sys.executable, "-c", script]
-        asked = {"_ANNEAL_COMPLETE": "complete_bash", "COMP_WORDS": "anneal runs wa", "COMP_CWORD": "2"}
-        done = subprocess.run(command, env={**environment, **asked}, capture_output=True, text=True, timeout=60)
-        assert done.stdout.split() == ["watch"], done
-        done = subprocess.run(
-            [*command, "--install-completion", "bash"], env=environment, capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == 0, done
-        assert (tmp_path / ".bash_completions" / "anneal.sh").exists()
 
 
 class TestSentences:
@@ -252,6 +217,42 @@ class TestNouns:
         assert (Path(trainer.run_id) / "adapter_config.json").read_text() == "{}"
         files = told(anneal("runs", "download", trainer.run_id, "-o", "here", "--path", "*.json", "--json"))
         assert files == {"folder": "here", "files": ["adapter_config.json"]}
+
+
+class TestOtherCalls:
+    """By what goes over the wire."""
+
+    @pytest.fixture
+    def anneal(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Anneal]:
+        Failing.answers, Failing.asked, Failing.bodies = [], [], []
+        monkeypatch.chdir(tmp_path)
+        with serving(Failing) as url:
+            there = {"ANNEAL_HOME": str(tmp_path), "ANNEAL_URL": url, "ANNEAL_API_KEY": "key"}
+            yield lambda *arguments: CliRunner().invoke(cli, list(arguments), env=there)
+
+    def test_deleting_says_so(self, anneal: Anneal) -> None:
+        for noun, id in (("runs", "run_1"), ("experiments", "exp_1"), ("datasets", "ds_1")):
+            Failing.answers = [(204, {}, b""), (409, {}, b'{"code": "run_is_live", "detail": "It is running."}')]
+            assert anneal(noun, "delete", id).stderr == f"{id} is deleted.\n"
+            refused = anneal(noun, "delete", id)
+            assert (refused.exit_code, refused.stderr) == (1, "anneal: It is running.\n")
+            assert Failing.asked[-1][:2] == ("DELETE", f"/v1/{noun}/{id}")
+
+    def test_editing_changes_what_is_named(self, anneal: Anneal) -> None:
+        for noun, id, view in (("runs", "run_1", RunRead), ("experiments", "exp_1", ExperimentView)):
+            answer = view.model_config["json_schema_extra"]["example"]  # type: ignore[index,call-overload]
+            Failing.answers = [(200, {}, json.dumps(answer).encode())]
+            edited = anneal(noun, "edit", id, "--name", "x", "--tag", "a", "--tag", "b", "--json")
+            assert told(edited)["name"] == "docstrings"
+            assert json.loads(Failing.bodies[-1]) == {"name": "x", "tags": ["a", "b"]}
+
+    def test_content_is_printed_or_written_whole(self, anneal: Anneal) -> None:
+        Failing.answers = [(200, {}, ROWS.encode()), (200, {}, ROWS.encode()), (200, {"Content-Length": "9999"}, b"{")]
+        assert anneal("datasets", "content", "ds_1").stdout == ROWS
+        assert anneal("datasets", "content", "ds_1", "-o", "rows.jsonl").exit_code == 0
+        assert anneal("datasets", "content", "ds_1", "-o", "rows.jsonl").exit_code == 1
+        assert Path("rows.jsonl").read_text() == ROWS
+        assert [path.name for path in Path().iterdir()] == ["rows.jsonl"]
 
 
 def end(trainer: Trainer, how: str) -> None:

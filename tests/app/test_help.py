@@ -1,0 +1,54 @@
+"""Every command explains itself, also to the shell."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from app.cli import cli
+
+
+def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every command there is, by its words."""
+    group = group or typer.main.get_command(cli)
+    context = typer.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        if hasattr(command, "list_commands"):
+            yield from commands(command, (*path, name))
+        else:
+            yield (*path, name)
+
+
+def test_there_are_many_commands() -> None:
+    assert {("up",), ("keys", "create"), ("runs", "watch"), ("workers", "list")} <= set(commands())
+    assert len(list(commands())) > 30
+
+
+@pytest.mark.parametrize("command", list(commands()), ids=" ".join)
+def test_every_command_has_help_with_an_example(command: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(cli, [*command, "--help"])
+    assert result.exit_code == 0
+    text = " ".join(result.stdout.split())
+    assert re.search(rf"Example: `[^`]*anneal {' '.join(command)}\b", text), text
+
+
+def test_completion_can_be_installed_and_knows_the_nouns(tmp_path: Path) -> None:
+    script = "import sys; sys.argv[0] = 'anneal'; from app.cli import main; main()"
+    environment = {**os.environ, "HOME": str(tmp_path), "SHELL": "/bin/bash"}
+    command = [sys.executable, "-c", script]
+    asked = {"_ANNEAL_COMPLETE": "complete_bash", "COMP_WORDS": "anneal runs wa", "COMP_CWORD": "2"}
+    done = subprocess.run(command, env={**environment, **asked}, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["watch"], done
+    done = subprocess.run(
+        [*command, "--install-completion", "bash"], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done
+    assert (tmp_path / ".bash_completions" / "anneal.sh").exists()
