@@ -6,7 +6,7 @@ READY := .venv/.ready
 # Where this is set, every process would compile PyTorch's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo up test lint bench venv chaos mutants
+.PHONY: demo up test lint bench venv chaos mutants fuzz
 
 demo: $(READY)  ## fine-tune a small model through the service and watch; MODEL=<hub name> for another
 	@$(BIN)/anneal demo $(if $(MODEL),--model '$(MODEL)')
@@ -26,6 +26,9 @@ chaos: $(READY)  ## break everything for ROUNDS=200 rounds; SEED=7 replays a sch
 
 mutants: $(READY)  ## build in known bugs, one at a time, and see each caught; ONLY='late-acks' for one
 	@$(BIN)/python -m tests.mutants $(ONLY)
+
+fuzz: $(READY)  ## CASES=10000 requests that the API's own description allows, or nearly; SEED=7 makes the same ones
+	@$(BIN)/python -m tests.fuzz $(if $(CASES),--cases $(CASES)) $(if $(SEED),--seed $(SEED))
 
 bench: .venv/.bench  ## all benchmarks; ONLY=C8 for one
 	@$(BIN)/python -m benchmarks $(ONLY)

@@ -31,7 +31,7 @@ _EXAMPLE = (
         200: {
             "description": "Stored events behind the cursor, then live ones, until the run ends.",
             "content": {
-                "text/event-stream": {"schema": {"type": "string"}, "example": _EXAMPLE},
+                "text/event-stream": {"schema": serving.EVENTS_SCHEMA, "example": _EXAMPLE},
                 "application/x-ndjson": {"schema": {"type": "string"}},
             },
         },

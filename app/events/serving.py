@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Header, Request, Response
 from sse_starlette import EventSourceResponse
@@ -20,6 +20,18 @@ from app.runs.models import TERMINAL
 log = logging.getLogger(__name__)
 
 Batches = AsyncIterator[tuple[int, Batch]]
+EVENTS_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "description": "One event of the stream.",
+    "properties": {
+        "id": {"type": "string", "description": "Where to continue: its `seq`."},
+        "event": {"type": "string"},
+        "data": {"type": "string", "description": "A JSON object on one line."},
+        "retry": {"type": "integer"},
+    },
+}
+"""What the items of `text/event-stream` are, for /openapi.json."""
+
 LastEventId = Annotated[str | None, Header(description="What an EventSource sends on reconnect; wins over the query.")]
 
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"}

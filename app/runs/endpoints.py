@@ -86,7 +86,7 @@ async def list_runs(
     return Page(data=await views.many(session, storage, runs), has_more=has_more)
 
 
-@router.get("/compare")
+@router.get("/compare", responses={404: {"description": "One of the runs is not there."}})
 async def compare_runs(
     session: Snapshot,
     ids: Annotated[

@@ -21,7 +21,7 @@ router = APIRouter(prefix="/runs", tags=["runs"])
             "description": "Lines, or `log` events when `Accept` asks for `text/event-stream`.",
             "content": {
                 "text/plain": {"schema": {"type": "string"}, "example": "step 10 loss 2.31\n"},
-                "text/event-stream": {"schema": {"type": "string"}},
+                "text/event-stream": {"schema": serving.EVENTS_SCHEMA},
             },
         },
         204: {"description": "As events: the run has ended and the cursor is behind its `end`."},

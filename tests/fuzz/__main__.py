@@ -1,0 +1,59 @@
+"""`python -m tests.fuzz [--cases N] [--seed N]`: exit 1 unless every answer was documented and every call answered."""
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from tests.fuzz.campaign import Campaign, Result
+from tests.stack import Stack
+
+LEAST_SUCCESSES = 0.2
+
+
+def main() -> int:
+    """Fuzz a whole service of its own."""
+    arguments = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    arguments.add_argument("--cases", type=int, default=10_000)
+    arguments.add_argument("--seed", type=int, default=random.randrange(10**6))
+    given = arguments.parse_args()
+    print(f"seed {given.seed}: make fuzz CASES={given.cases} SEED={given.seed}", flush=True)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="anneal-fuzz-", ignore_cleanup_errors=True) as folder:
+        # A name that is made up must not be looked for in the world.
+        stack = Stack(Path(folder), allow_hub=False)
+        try:
+            stack.add_worker(slots=2)
+            result = Campaign(stack, given.seed).run(given.cases)
+        finally:
+            stack.close()
+    _tell(result, time.monotonic() - began)
+    return 0 if _holds(result) else 1
+
+
+def _holds(result: Result) -> bool:
+    return not result.violations and not result.never_answered and result.share_of_successes >= LEAST_SUCCESSES
+
+
+def _tell(result: Result, seconds: float) -> None:
+    print(f"\n{'call':58s} {'cases':>6s} {'2xx':>6s} {'4xx':>6s}")
+    for call, statuses in result.by_call.items():
+        good = sum(count for status, count in statuses.items() if 200 <= status < 300)
+        bad = sum(count for status, count in statuses.items() if 400 <= status < 500)
+        print(f"{call:58s} {statuses.total():6d} {good:6d} {bad:6d}")
+    print(
+        f"\n{result.cases:,} cases in {seconds:.0f} s over {len(result.by_call)} calls, {result.sequences:,} of them "
+        f"in stateful sequences: {result.share_of_successes:.0%} answered with 2xx, {result.server_errors} with 5xx, "
+        f"{len(result.violations)} violations"
+    )
+    for call in result.never_answered:
+        print(f"NEVER 2xx: {call}")
+    for violation, count in Counter(result.violations).most_common(20):
+        print(f"VIOLATION, {count} times: {violation}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,261 @@
+"""Cases that schemathesis makes of the service's own description, most of them led to things that there are."""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.errors import Unsatisfiable
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.core.failures import Failure, FailureGroup
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from tests.fuzz.pool import Pool
+from tests.stack import Stack
+
+CHECKS = [
+    not_a_server_error, status_code_conformance, content_type_conformance, response_headers_conformance,
+    response_schema_conformance,
+]  # fmt: skip
+PASSES = 4
+"""Every call is tried so many times over, so that what one made the others meet."""
+SEQUENCES = 0.1
+"""Share of the cases that belong to stateful sequences."""
+STEPS = 8
+SECONDS = 30
+_ROWS = b'{"text": "one"}\n{"text": "two"}\n'
+_SUPPRESSED = list(HealthCheck)
+
+
+@dataclass
+class Result:
+    """What came of it."""
+
+    by_call: dict[str, Counter[int]] = field(default_factory=dict)
+    violations: list[str] = field(default_factory=list)
+    sequences: int = 0
+
+    @property
+    def cases(self) -> int:
+        """How many there were."""
+        return sum(statuses.total() for statuses in self.by_call.values())
+
+    @property
+    def share_of_successes(self) -> float:
+        """Which part was answered with 2xx."""
+        return self._count(200, 300) / max(self.cases, 1)
+
+    @property
+    def server_errors(self) -> int:
+        """How many were answered with 5xx."""
+        return self._count(500, 600)
+
+    @property
+    def never_answered(self) -> list[str]:
+        """Calls that were never answered with 2xx."""
+        return [call for call, statuses in self.by_call.items() if not any(200 <= one < 300 for one in statuses)]
+
+    def _count(self, low: int, high: int) -> int:
+        return sum(n for statuses in self.by_call.values() for one, n in statuses.items() if low <= one < high)
+
+
+class Campaign:
+    """Fuzzes one service."""
+
+    def __init__(self, stack: Stack, seed: int) -> None:
+        self.result = Result()
+        self._stack = stack
+        self._seed = seed
+        self._chance = random.Random(seed)
+        self._pool = Pool(self._chance)
+        self._session = requests.Session()
+        self._session.headers["Authorization"] = f"Bearer {stack.api.key}"
+        document = stack.client.get("/openapi.json").json()
+        self._document = document
+        self._schema = schemathesis.openapi.from_dict(document)
+        self._operations = [found.ok() for found in self._schema.get_all_operations()]
+        for operation in self._operations:
+            self.result.by_call[operation.label] = Counter()
+        self._kept_run = ""
+
+    def run(self, cases: int) -> Result:
+        """Make about so many requests."""
+        each = max(1, round(cases * (1 - SEQUENCES) / len(self._operations) / PASSES)) + 1
+        for number in range(PASSES):
+            order = list(self._operations)
+            self._chance.shuffle(order)
+            for operation in order:
+                self._keep_something()
+                # One in four is not even meant to be right.
+                self._generate(operation, GenerationMode.POSITIVE, each - each // 4, number)
+                self._generate(operation, GenerationMode.NEGATIVE, each // 4, number)
+            print(f"pass {number + 1} of {PASSES}: {self.result.cases:,} cases", flush=True)
+        before = self.result.cases
+        self._sequences(max(1, round(cases * SEQUENCES / STEPS)))
+        self.result.sequences = self.result.cases - before
+        return self.result
+
+    def _generate(self, operation: Any, mode: GenerationMode, count: int, number: int) -> None:
+        if count < 1:
+            return
+
+        @seed(self._seed * 100 + number)
+        @settings(
+            max_examples=count, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=_SUPPRESSED
+        )
+        @given(case=operation.as_strategy(mode))
+        def send(case: Case) -> None:
+            self._lead(case, mode is GenerationMode.POSITIVE)
+            self._send(case)
+
+        try:
+            send()
+        except Unsatisfiable:
+            # A call without input cannot be given wrong input; any other must have cases.
+            if mode is GenerationMode.POSITIVE:
+                raise
+
+    def _lead(self, case: Case, towards_success: bool) -> None:
+        """Put ids of what there is into a case, and often the example of the description in place of its body."""
+        for name in list(case.path_parameters or {}):
+            found = self._pool.pick(name)
+            if found and self._chance.random() < 0.8:
+                case.path_parameters[name] = found
+        if "checkpoint_id" in (case.path_parameters or {}) and self._chance.random() < 0.8:
+            case.path_parameters["run_id"] = self._pool.of_run.get(
+                case.path_parameters["checkpoint_id"], self._kept_run
+            )
+        if case.path.endswith(("artifacts", "artifacts.tar", "artifacts/{path}")) and self._chance.random() < 0.6:
+            case.path_parameters["run_id"] = self._kept_run
+            if "path" in case.path_parameters:
+                case.path_parameters["path"] = "fake_model.json"
+        if case.path.endswith("/backends/{name}") and self._chance.random() < 0.5:
+            case.path_parameters["name"] = self._chance.choice(["celery", "fake"])
+        if case.path.endswith("/stop") and self._chance.random() < 0.4:
+            case.path_parameters["run_id"] = self._stack.create({"steps": 1000})
+        for name in list(case.query or {}):
+            found = self._pool.pick(name)
+            if found and self._chance.random() < 0.7:
+                case.query[name] = found
+        if towards_success and self._chance.random() < 0.6:
+            self._lead_query(case)
+            self._lead_body(case)
+        if case.path.endswith(("/events", "/logs")):
+            case.query = {**(case.query or {}), "follow": "false"}  # others would wait for a run that waits
+
+    def _lead_query(self, case: Case) -> None:
+        if case.path.endswith("/compare"):
+            ids = {self._pool.pick("run_id") for _ in range(4)} - {None}
+            case.query = {"ids": ",".join(map(str, ids))}
+        elif case.method == "GET" and self._chance.random() < 0.5:
+            case.query = {}
+
+    def _lead_body(self, case: Case) -> None:
+        content = self._document["paths"][case.path][case.method.lower()].get("requestBody", {}).get("content", {})
+        if case.media_type == "multipart/form-data":
+            case.body = {"name": f"rows {self._chance.randrange(100)}", "file": _ROWS}
+            return
+        if case.media_type not in content:
+            return
+        example = self._example(content[case.media_type])
+        if example is None:
+            return
+        body = self._pool.fill(example)
+        if case.path == "/v1/runs":
+            # Runs of this backend end within a moment; those of the other would wait for a model for ever.
+            body = {
+                **body,
+                "backend": "fake",
+                "config": {"base_model": "any", "extra": {"steps": 3, "step_seconds": 0}},
+            }
+        if case.path.endswith("/resume"):
+            body = self._chance.choice([{}, {"from": "start"}, {"from": "start", "config": {"max_steps": 2}}])
+        if isinstance(case.body, dict) and case.body and self._chance.random() < 0.4:
+            name = self._chance.choice(sorted(map(str, case.body)))
+            body = {**body, name: case.body.get(name)}
+        case.body = body
+
+    def _example(self, content: dict[str, Any]) -> Any:
+        if "example" in content:
+            return content["example"]
+        schema = content.get("schema", {})
+        for option in schema.get("anyOf", [schema]):
+            name = option.get("$ref", "").rpartition("/")[2]
+            found = self._document["components"]["schemas"].get(name, option).get("example")
+            if found is not None:
+                return found
+        return None
+
+    def _send(self, case: Case) -> None:
+        answer = case.call(base_url=self._stack.api.url, session=self._session, timeout=SECONDS)
+        self._note(case, answer)
+
+    def _note(self, case: Case, answer: Any) -> None:
+        self.result.by_call[case.operation.label][answer.status_code] += 1
+        if answer.status_code < 300:
+            self._learn(case, answer)
+        try:
+            case.validate_response(answer, checks=CHECKS)
+        except (Failure, FailureGroup) as failure:
+            told = str(failure) if isinstance(failure, Failure) else "; ".join(map(str, failure.exceptions))
+            self.result.violations.append(f"{case.operation.label} → {answer.status_code}: {told[:1500]}")
+
+    def _learn(self, case: Case, answer: Any) -> None:
+        text = answer.content[:100_000].decode(errors="replace")
+        if case.method == "DELETE":
+            for id in (case.path_parameters or {}).values():
+                self._pool.forget(str(id))
+            return
+        self._pool.learn(text)
+        if case.path.endswith("/checkpoints"):
+            for item in answer.json()["data"]:
+                self._pool.of_run[item["id"]] = item["run_id"]
+
+    def _keep_something(self) -> None:
+        """A run that has ended, pinned, with checkpoints and an output: whatever else was deleted, there is that."""
+        client = self._stack.client
+        if self._kept_run and client.get(f"/v1/runs/{self._kept_run}/artifacts").status_code == 200:
+            return
+        dataset = self._stack.upload(_ROWS)
+        self._stack.dataset_id = dataset
+        run_id = self._stack.create(
+            {"steps": 4, "step_seconds": 0}, config={"save_steps": 2}, name="kept", priority=1000
+        )
+        self._stack.until(run_id, "completed", timeout=120)
+        client.patch(f"/v1/runs/{run_id}", json={"pinned": True})
+        self._kept_run = run_id
+        for path in (f"/v1/runs/{run_id}", f"/v1/runs/{run_id}/checkpoints"):
+            answer = client.get(path)
+            self._pool.learn(answer.text)
+        for item in client.get(f"/v1/runs/{run_id}/checkpoints").json()["data"]:
+            self._pool.of_run[item["id"]] = run_id
+
+    def _sequences(self, count: int) -> None:
+        """Sequences of calls along the links between them, as schemathesis infers these from the description."""
+        campaign = self
+
+        class Sequence(self._schema.as_state_machine()):  # type: ignore[misc]
+            def before_call(self, case: Case) -> None:
+                campaign._lead(case, towards_success=True)
+
+            def get_call_kwargs(self, case: Case) -> dict[str, Any]:
+                return {"base_url": campaign._stack.api.url, "session": campaign._session, "timeout": SECONDS}
+
+            def validate_response(self, response: Any, case: Case, **_: Any) -> None:
+                campaign._note(case, response)
+
+        Sequence.run(
+            settings=settings(
+                max_examples=count, stateful_step_count=STEPS, database=None, deadline=None, phases=[Phase.generate],
+                suppress_health_check=_SUPPRESSED,
+            )
+        )  # fmt: skip
