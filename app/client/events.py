@@ -1,6 +1,7 @@
 """The events of a run, typed, and the way to follow them: in order, each once, whatever happens to the connection."""
 
 import json
+import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -14,6 +15,8 @@ from app.client.errors import AnnealError
 from app.client.transport import Backoff, Session
 from app.runs.config import TrainingStatus
 from app.wire import Moment
+
+log = logging.getLogger(__name__)
 
 # The service gives a sign of life every 15 s; a connection that is silent for three of them is dead.
 _TIMEOUT = httpx.Timeout(10.0, read=45.0)
@@ -159,7 +162,7 @@ class Follower:
             AnnealError: the service refuses, an event is missing, or nothing is heard for `patience` seconds.
         """
         backoff = Backoff()
-        heard = time.monotonic()
+        heard, told = time.monotonic(), False
         while until is None or self._last < until:
             self._progressed = False
             asked_for = None
@@ -178,9 +181,13 @@ class Follower:
                     heard = time.monotonic()
                 if not error.is_passing or time.monotonic() - heard > patience:
                     raise
+                if not self._progressed and not told:
+                    # Once for each absence; where nobody has set up logging, Python shows a warning on standard error.
+                    log.warning("%s Trying again for up to %.0f s.", error.detail, patience)
+                    told = True
                 asked_for = error.retry_after
             if self._progressed:
-                heard = time.monotonic()
+                heard, told = time.monotonic(), False
                 backoff.reset()
             await self._session.transport.pause(backoff.next(asked_for))
 

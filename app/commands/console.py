@@ -75,6 +75,14 @@ def note(text: str) -> None:
     typer.echo(text, err=True)
 
 
+def deleted(id: str, as_json: bool) -> None:
+    """What was asked for is done, and there is nothing left to show."""
+    if as_json:
+        document({"id": id, "deleted": True})
+    else:
+        note(f"{id} is deleted.")
+
+
 def document(value: "BaseModel | Mapping[str, Any]") -> None:
     """One JSON document."""
     typer.echo(json.dumps(_plain(value), indent=2, ensure_ascii=False))

@@ -11,6 +11,7 @@ from app.commands.console import (
     AsJson,
     Limit,
     connected,
+    deleted,
     details,
     document,
     listing,
@@ -107,11 +108,11 @@ def content(
 
 
 @commands.command()
-def delete(dataset_id: DatasetId) -> None:
+def delete(dataset_id: DatasetId, as_json: AsJson = False) -> None:
     """Delete a data set that no run uses.
 
     Example: `anneal datasets delete ds_01k3x9m6q2v8s4t0w7y5z1a3b7`
     """
     with connected() as client:
         client.datasets.delete(dataset_id)
-    note(f"{dataset_id} is deleted.")
+    deleted(dataset_id, as_json)

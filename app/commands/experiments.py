@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from app.commands.console import After, AsJson, Limit, connected, details, document, listing, note, noun, page
+from app.commands.console import After, AsJson, Limit, connected, deleted, details, document, listing, note, noun, page
 
 commands = noun("Experiments: groups of runs. Example: `anneal experiments create docstrings`.")
 
@@ -86,11 +86,11 @@ def edit(
 
 
 @commands.command()
-def delete(experiment_id: ExperimentId) -> None:
+def delete(experiment_id: ExperimentId, as_json: AsJson = False) -> None:
     """Delete an experiment; refused while one of its runs is live.
 
     Example: `anneal experiments delete exp_01k3x9m6q2v8s4t0w7y5z1a3b9`
     """
     with connected() as client:
         client.experiments.delete(experiment_id)
-    note(f"{experiment_id} is deleted.")
+    deleted(experiment_id, as_json)

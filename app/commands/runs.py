@@ -10,6 +10,7 @@ from app.commands.console import (
     AsJson,
     Limit,
     connected,
+    deleted,
     details,
     document,
     fail,
@@ -289,11 +290,11 @@ def download(
 
 
 @commands.command()
-def delete(run_id: RunId) -> None:
+def delete(run_id: RunId, as_json: AsJson = False) -> None:
     """Delete a run that has ended, with its events, checkpoints and model.
 
     Example: `anneal runs delete run_01k3x9m6q2v8s4t0w7y5z1a3b6`
     """
     with connected() as client:
         client.runs.delete(run_id)
-    note(f"{run_id} is deleted.")
+    deleted(run_id, as_json)

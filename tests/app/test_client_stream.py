@@ -88,10 +88,13 @@ class TestConnections:
         assert [event.seq for event in client.runs.events("run_cut")] == list(range(1, LAST + 1))
         assert Streams.cursors == [None, "2", "4", "6"]
 
-    def test_it_goes_on_where_it_is_told_to(self, client: Anneal) -> None:
-        Streams.cursors = []
+    def test_a_service_that_is_away_for_a_moment_is_waited_for_and_told_of(
+        self, client: Anneal, caplog: pytest.LogCaptureFixture
+    ) -> None:
         assert [event.seq for event in client.runs.events("run_away")] == list(range(1, LAST + 1))
         assert Streams.cursors == [None, "2", "2", "4", "6"]
+        (told,) = [record.getMessage() for record in caplog.records if record.name == "app.client.events"]
+        assert "503" in told and "Trying again" in told
 
     def test_an_event_that_is_missing_is_told_and_not_passed_over(self, client: Anneal) -> None:
         with pytest.raises(AnnealError, match="from event 1 to 3") as broken:

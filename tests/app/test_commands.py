@@ -237,6 +237,8 @@ class TestOtherCalls:
             refused = anneal(noun, "delete", id)
             assert (refused.exit_code, refused.stderr) == (1, "anneal: It is running.\n")
             assert Failing.asked[-1][:2] == ("DELETE", f"/v1/{noun}/{id}")
+            Failing.answers = [(204, {}, b"")]
+            assert told(anneal(noun, "delete", id, "--json")) == {"id": id, "deleted": True}
 
     def test_editing_changes_what_is_named(self, anneal: Anneal) -> None:
         for noun, id, view in (("runs", "run_1", RunRead), ("experiments", "exp_1", ExperimentView)):
