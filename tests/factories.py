@@ -129,6 +129,13 @@ class Trainer:
         """Fail for a reason of the run's own."""
         return self._do(lifecycle.fail(self.run_id, self.epoch, code, message))
 
+    def cancel_on_request(self) -> "Trainer":
+        """End because somebody has asked for it, with what it has so far as its output."""
+        with self.engine.begin() as connection:
+            connection.execute(lifecycle.request_stop(self.run_id, True))
+            connection.execute(update(Run).where(Run.id == self.run_id).values(output_attempt=self.attempt))
+        return self.cancel()
+
     def cancel(self) -> "Trainer":
         """End as asked."""
         return self._do(lifecycle.cancel(self.run_id, self.epoch))

@@ -1,0 +1,126 @@
+"""Every call of the API has an example, and the example works: sent as it stands, it is answered as documented."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine
+
+from app.config import Settings
+from app.db import sync_engine
+from app.main import create_app
+from app.storage import Storage
+from tests.factories import Trainer, make_experiment, make_model
+from tests.server import ApiServer
+
+DOCUMENT = create_app(
+    Settings(database_url="postgresql://nobody@localhost/none", redis_url="redis://localhost")
+).openapi()
+OPERATIONS = [(method, path) for path, item in DOCUMENT["paths"].items() for method in item]
+_ID = re.compile(r"\b(exp|ds|run|ckpt)_[0-9a-z]{26}\b")
+
+
+@pytest.fixture(scope="module")
+def engine(shared_api: ApiServer) -> Iterator[Engine]:
+    engine = sync_engine(shared_api.settings.database_url or "")
+    make_model(shared_api.settings, "my-model")
+    yield engine
+    engine.dispose()
+
+
+class Things:
+    """What there is for one call to meet, of each kind."""
+
+    def __init__(self, api: ApiServer, engine: Engine) -> None:
+        self._api = api
+        rows = b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+        self.dataset = api.client.post("/v1/datasets", files={"file": ("rows.jsonl", rows)}).json()["id"]
+        self.experiment = make_experiment(engine)
+        for left in api.client.get("/v1/runs?status=pending").json()["data"]:
+            api.client.post(f"/v1/runs/{left['id']}/stop")
+        ended = self._run()
+        trainer = Trainer(engine, ended).begin()
+        trainer.log("a line")
+        trainer.metric(1, loss=1.0)
+        self.checkpoint = trainer.checkpoint(40)
+        trainer.cancel_on_request().write_output(Storage(api.settings))
+        self.ended, self.waiting = ended, self._run()
+
+    def _run(self, **body: Any) -> str:
+        config = {"base_model": "my-model", "max_steps": 80}
+        answer = self._api.client.post(
+            "/v1/runs", json={"dataset_id": self.dataset, "experiment_id": self.experiment, "config": config, **body}
+        )
+        assert answer.status_code == 202, answer.text
+        run_id: str = answer.json()["id"]
+        return run_id
+
+    def fill(self, value: Any) -> Any:
+        """The example, about things that there are."""
+        first = iter([self.ended, self.waiting])
+        ids = {"exp": lambda: self.experiment, "ds": lambda: self.dataset, "ckpt": lambda: self.checkpoint,
+               "run": lambda: next(first)}  # fmt: skip
+        return json.loads(_ID.sub(lambda found: ids[found[1]](), json.dumps(value)))
+
+
+def _example(content: dict[str, Any]) -> Any:
+    if "example" in content:
+        return content["example"]
+    for option in content["schema"].get("anyOf", [content["schema"]]):
+        name = option.get("$ref", "").rpartition("/")[2]
+        if "example" in DOCUMENT["components"]["schemas"].get(name, option):
+            return DOCUMENT["components"]["schemas"].get(name, option)["example"]
+    return None
+
+
+@pytest.mark.parametrize(("method", "path"), OPERATIONS, ids=lambda value: value)
+def test_what_a_call_takes_and_answers_has_an_example(method: str, path: str) -> None:
+    operation = DOCUMENT["paths"][path][method]
+    assert operation.get("summary") or operation.get("description")
+    contents = operation.get("requestBody", {}).get("content", {})
+    lacking = [kind for kind, content in contents.items() if _example(content) is None]
+    for status, response in operation["responses"].items():
+        if status < "300":
+            answered = response.get("content", {}).get("application/json")
+            if answered is not None and _example(answered) is None:
+                lacking.append(status)
+    for parameter in operation.get("parameters", []):
+        if parameter["required"] and parameter["in"] == "query" and not parameter["schema"].get("examples"):
+            lacking.append(parameter["name"])
+    assert lacking == []
+
+
+@pytest.mark.parametrize(("method", "path"), OPERATIONS, ids=lambda value: value)
+def test_the_example_of_a_call_is_answered_with_success(
+    shared_api: ApiServer, engine: Engine, method: str, path: str
+) -> None:
+    operation = DOCUMENT["paths"][path][method]
+    things = Things(shared_api, engine)
+    if method == "delete" and "dataset" in path:
+        unused = shared_api.client.post("/v1/datasets", files={"file": ("rows.jsonl", b'{"text": "a"}\n')})
+        things.dataset = unused.json()["id"]
+    if path.endswith("/stop"):
+        things.ended = things.waiting
+    if method == "delete":
+        shared_api.client.post(f"/v1/runs/{things.waiting}/stop")
+    values = {
+        "experiment_id": things.experiment, "dataset_id": things.dataset, "run_id": things.ended, "name": "celery",
+        "checkpoint_id": things.checkpoint, "path": "adapter_config.json",
+    }  # fmt: skip
+    parameters = operation.get("parameters", [])
+    query = {one["name"]: things.fill(one["schema"]["examples"][0]) for one in parameters
+             if one["in"] == "query" and one["required"]}  # fmt: skip
+    contents = operation.get("requestBody", {}).get("content", {})
+    address = path.format(**values)
+    if "multipart/form-data" in contents:
+        fields = dict(contents["multipart/form-data"]["example"])
+        files = {"file": ("rows.jsonl", fields.pop("file").encode())}
+        answer = shared_api.client.request(method, address, files=files, data=fields)
+    elif "application/json" in contents:
+        answer = shared_api.client.request(method, address, json=things.fill(_example(contents["application/json"])))
+    else:
+        answer = shared_api.client.request(method, address, params=query)
+    assert 200 <= answer.status_code < 300, answer.text
+    assert str(answer.status_code) in operation["responses"]
