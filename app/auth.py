@@ -58,6 +58,15 @@ def _caller(request: Request) -> Caller:
 CurrentCaller = Annotated[Caller, Depends(_caller)]
 
 
+def _needs_admin(caller: CurrentCaller) -> None:
+    if not caller.may("admin"):
+        raise _scope_missing(caller, "admin")
+
+
+AdminOnly = Depends(_needs_admin)
+"""For routers of calls that reading or writing alone is not enough for."""
+
+
 def is_public(scope: Scope) -> bool:
     """Whether this request needs no key."""
     return scope["path"] in PUBLIC and scope["method"] in ("GET", "HEAD")
@@ -172,13 +181,17 @@ async def _authenticate(scope: Scope) -> Caller:
             raise _wrong_key(auth.failures, _address(scope))
     needed = "read" if scope["method"] in ("GET", "HEAD", "OPTIONS") else "write"
     if not caller.may(needed):
-        raise ApiError(
-            403,
-            "scope_missing",
-            f"This key has the scopes {', '.join(sorted(caller.scopes))}; this call needs `{needed}`: "
-            f"use a key made with `anneal keys create --scope {needed}`.",
-        )
+        raise _scope_missing(caller, needed)
     return caller
+
+
+def _scope_missing(caller: Caller, needed: str) -> ApiError:
+    return ApiError(
+        403,
+        "scope_missing",
+        f"This key has the scopes {', '.join(sorted(caller.scopes))}; this call needs `{needed}`: "
+        f"use a key made with `anneal keys create --scope {needed}`.",
+    )
 
 
 async def _verified(auth: Auth, key: str) -> Caller | None:

@@ -33,6 +33,8 @@ class Settings(BaseSettings):
     """Folder of local base models, named in `base_model` by their path below it."""
     storage: Path | None = None
     """Folder of data sets, checkpoints and outputs, shared by API and workers."""
+    secret_key_file: Path | None = None
+    """Keys with which secrets are sealed, the same file on every machine; unset: `secret.key` below `home`."""
     trainer_user: str | None = None
     """Unix user that training processes run as."""
     launch: Literal["auto", "zygote", "cold"] = "auto"
@@ -98,6 +100,11 @@ class Settings(BaseSettings):
     def connection_file(self) -> Path:
         """Where a running `anneal up` tells url, key and process ids (mode 0600)."""
         return self.home / "connection.json"
+
+    @property
+    def secret_key_path(self) -> Path:
+        """Keys with which secrets are sealed."""
+        return (self.secret_key_file or self.home / "secret.key").expanduser().absolute()
 
     def child_environment(self) -> dict[str, str]:
         """The environment of a child process of ours: this process's own, with these settings pinned."""

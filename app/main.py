@@ -23,6 +23,7 @@ import app.runs.curves
 import app.runs.endpoints
 import app.runs.log_endpoints
 import app.runs.pruning
+import app.secrets.endpoints
 import app.workers.endpoints
 from app import embedded, errors, openapi
 from app.auth import Auth, Authentication
@@ -83,6 +84,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         app.artifacts.endpoints,
         app.backends.endpoints,
         app.workers.endpoints,
+        app.secrets.endpoints,
     ):
         api.include_router(resource.router, prefix="/v1")
     return api

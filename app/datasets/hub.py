@@ -20,6 +20,7 @@ from app.errors import ApiError, FieldError, clean, invalid
 
 _MOST_LISTING_BYTES = 16 * 1024**2
 _MOST_FILES = 10_000
+_TOKEN = "for a private or gated one, an admin sets the secret `hf_token`"
 _SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".json", ".csv")
 """Kinds of files that can be read, the one to prefer first."""
 
@@ -37,8 +38,11 @@ class _Unusable(Exception):
 
 
 @asynccontextmanager
-async def client() -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the hub; follows it to where its files lie, but not into the network of this server."""
+async def client(token: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the hub; follows it to where its files lie, but not into the network of this server.
+
+    The token goes to the hub alone: a redirect to another origin is followed without it.
+    """
     endpoint = httpx.URL(hub_endpoint() or _usual_endpoint())
 
     def check(host: str, addresses: list[str]) -> None:
@@ -66,7 +70,12 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
     hooks: dict[str, list[Any]] = {"request": [before], "response": [after]}
     limits = httpx.Timeout(30.0)
     async with httpx.AsyncClient(
-        base_url=endpoint, event_hooks=hooks, timeout=limits, follow_redirects=True, max_redirects=5
+        base_url=endpoint,
+        headers={} if token is None else {"Authorization": f"Bearer {token}"},
+        event_hooks=hooks,
+        timeout=limits,
+        follow_redirects=True,
+        max_redirects=5,
     ) as opened:
         try:
             yield opened
@@ -104,7 +113,7 @@ async def fetch_tokenizer(client: httpx.AsyncClient, model: str, target: Path, m
     """Write the tokenizer.json of a hub model to `target`."""
     async with client.stream("GET", f"/{model}/resolve/main/tokenizer.json") as response:
         if response.status_code in (401, 403, 404):
-            message = f"the hub has no model {model!r} with a tokenizer.json that everybody may read"
+            message = f"the hub has no model {model!r} with a tokenizer.json that this server may read; {_TOKEN}"
             raise _refused("tokenizer", "tokenizer_not_found", message)
         if response.status_code != 200:
             raise _Unusable(f"it answered {response.status_code}")
@@ -146,7 +155,7 @@ def _has_word(text: str, word: str, borders: str) -> bool:
 async def _json(client: httpx.AsyncClient, url: str, name: str) -> dict[str, Any]:
     async with client.stream("GET", url) as response:
         if response.status_code in (401, 403, 404):
-            message = f"the hub has no data set {name!r} at this revision that everybody may read"
+            message = f"the hub has no data set {name!r} at this revision that this server may read; {_TOKEN}"
             raise _refused("hub", "hub_dataset_not_found", message)
         if response.status_code != 200:
             raise _Unusable(f"it answered {response.status_code}")

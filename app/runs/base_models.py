@@ -37,6 +37,11 @@ def is_run(name: str) -> bool:
     return name.startswith("run_") and is_id(name, "run")
 
 
+def is_hub_name(name: str) -> bool:
+    """Whether the name could be one of the hub."""
+    return _HUB_NAME.fullmatch(name) is not None
+
+
 def locate(
     settings: Settings,
     storage: Storage,
@@ -122,7 +127,7 @@ def _below(root: Path, name: str) -> Path:
 
 def _hub_name(settings: Settings, name: str) -> str:
     here = f"There is no folder {name!r} below the models root {settings.models_folder}"
-    if _HUB_NAME.fullmatch(name) is None:
+    if not is_hub_name(name):
         raise BaseModelError(
             "model_not_found",
             f"{here}, and it is neither the id of a run (`run_…`) nor a hub name (`owner/model`); put the "

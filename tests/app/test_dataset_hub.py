@@ -25,6 +25,7 @@ class Hub(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.asked: list[str] = []
+        self.tokens: dict[str, str | None] = {}
         self.files: dict[str, bytes] = {}
         self.redirects: dict[str, str] = {}
         self.listing: bytes | None = None
@@ -46,7 +47,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.asked.append(self.path)
-        assert "authorization" not in self.headers
+        self.server.tokens[self.path] = self.headers["authorization"]
         if self.path in self.server.redirects:
             self.send_response(302)
             self.send_header("Location", self.server.redirects[self.path])
@@ -180,6 +181,23 @@ def test_a_redirect_into_the_private_network_is_not_read(shared_api: ApiServer, 
     assert "/secret" not in hub.asked
     hub.redirects[path] = "/secret"
     assert _rows(shared_api, _import(shared_api)) == [{"text": "the secret"}]
+
+
+def test_the_token_goes_to_the_hub_and_nowhere_else(api: ApiServer, hub: Hub) -> None:
+    """A redirect to another port of the same machine is another origin."""
+    hub.serve({"train.jsonl": lines({"text": "a"})})
+    path = f"/datasets/ada/words/resolve/{COMMIT}/train.jsonl"
+    assert _rows(api, _import(api)) == [{"text": "a"}]
+    assert set(hub.tokens.values()) == {None}
+    api.client.put("/v1/secrets/hf_token", json={"value": "hf_" + "x" * 34}).raise_for_status()
+    with Hub() as elsewhere:
+        elsewhere.files["/blob"] = lines({"text": "b"})
+        threading.Thread(target=elsewhere.serve_forever).start()
+        hub.redirects[path] = f"{elsewhere.url}/blob"
+        assert _rows(api, _import(api)) == [{"text": "b"}]
+        elsewhere.shutdown()
+    assert hub.tokens[path] == "Bearer hf_" + "x" * 34
+    assert elsewhere.tokens == {"/blob": None}
 
 
 def test_without_leave_of_the_operator_nobody_asks_the_hub(settings: Settings, hub: Hub) -> None:
