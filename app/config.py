@@ -53,6 +53,8 @@ class Settings(BaseSettings):
     """Let models from the hub bring their own code; only the operator can switch this on."""
     allow_hub: bool = True
     """Let `base_model` name a model of the Hugging Face hub, and an import a data set of it."""
+    allowed_models: str = ""
+    """Which base models may be named, as patterns such as `qwen3-*, meta-llama/*`, comma-separated; unset: all."""
     log_format: Literal["json", "console"] | None = None
     """How API and workers log; unset: for people on a terminal, as JSON anywhere else."""
     allowed_hosts: str = ""

@@ -160,7 +160,8 @@ def _base_model(host: Host, connection: Connection, run: Any) -> dict[str, Any]:
     try:
         return dict(base_models.locate(host.settings, host.storage, name, output_attempt, revision))
     except base_models.BaseModelError as error:
-        raise JobError("model_not_found", error.message) from error
+        code = "config_error" if error.code == "model_not_allowed" else "model_not_found"
+        raise JobError(code, error.message) from error
 
 
 def _secrets(host: Host, connection: Connection, run: Any, base_model: dict[str, Any]) -> dict[str, str]:

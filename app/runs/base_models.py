@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Set
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -66,6 +67,7 @@ def locate(
                 f"The output of run {name} is gone from the storage; resume that run to make it again.",
             )
         return Located(name=name, path=str(folder), hub=None, revision=None)
+    _check_allowed(settings, name)
     folder = _below(settings.models_folder, name)
     if folder.is_dir():
         if not _holds_model(folder):
@@ -112,6 +114,18 @@ def _longest(folder: Path) -> int | None:
     told = told.get("text_config", told) if isinstance(told, dict) else {}
     longest = told.get("max_position_embeddings") if isinstance(told, dict) else None
     return longest if isinstance(longest, int) else None
+
+
+def _check_allowed(settings: Settings, name: str) -> None:
+    """Of a run's output it was asked when that run was made."""
+    patterns = [pattern for part in settings.allowed_models.split(",") if (pattern := part.strip())]
+    if not patterns or any(fnmatchcase(name, pattern) for pattern in patterns):
+        return
+    allowed = ", ".join(f"`{pattern}`" for pattern in patterns)
+    raise BaseModelError(
+        "model_not_allowed",
+        f"This server does not train on {name[:100]!r}; its operator allows {allowed[:300]} (ANNEAL_ALLOWED_MODELS).",
+    )
 
 
 def _below(root: Path, name: str) -> Path:

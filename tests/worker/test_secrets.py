@@ -135,3 +135,11 @@ def test_through_the_whole_service_no_event_tells_the_secret(tmp_path: Path) -> 
         assert files_with(TOKEN, stack.home / "logs") == []
     finally:
         stack.close()
+
+
+def test_a_worker_holds_a_run_against_its_own_list_of_models(settings: Settings, engine: Engine) -> None:
+    """An API with another list, or a run from before the list, gets no model past it."""
+    limited = settings.model_copy(update={"allowed_models": "meta/*"})
+    with pytest.raises(JobError, match="`meta/\\*`") as refused:
+        prepared(limited, engine, "ada/private")
+    assert (refused.value.code, refused.value.is_passing) == ("config_error", False)
