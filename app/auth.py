@@ -19,6 +19,7 @@ from sqlalchemy.orm import Session
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from app.audit.log import of_command
 from app.auth_models import ApiKey
 from app.config import Settings
 from app.db import sync_engine
@@ -44,6 +45,7 @@ class Caller:
 
     key_id: str
     scopes: frozenset[str]
+    name: str
 
     def may(self, scope: str) -> bool:
         """Whether the key has this scope; `admin` has all of them."""
@@ -115,14 +117,14 @@ class Auth:
         idle = func.coalesce(ApiKey.last_used_at < func.now() - timedelta(minutes=1), True)
         remaining = func.extract("epoch", ApiKey.expires_at - func.now())
         async with self._sessions() as session, session.begin():
-            query = select(ApiKey.id, ApiKey.digest, ApiKey.scopes, idle, remaining)
+            query = select(ApiKey.id, ApiKey.digest, ApiKey.scopes, idle, remaining, ApiKey.name)
             row = (await session.execute(query.where(ApiKey.digest == digest, _valid()))).one_or_none()
             if row is None or not hmac.compare_digest(row[1], digest):
                 self._callers.pop(digest, None)
                 return None
             if row[3]:
                 await session.execute(update(ApiKey).where(ApiKey.id == row[0]).values(last_used_at=func.now()))
-        caller = Caller(row[0], frozenset(row[2]))
+        caller = Caller(row[0], frozenset(row[2]), row[5])
         lasts = CACHE_SECONDS if row[4] is None else min(CACHE_SECONDS, float(row[4]))
         _remember(self._callers, digest, (caller, time.monotonic() + lasts))
         return caller
@@ -278,6 +280,7 @@ def create_key_sync(settings: Settings, name: str, scopes: Iterable[str], expire
     )
     with _sync_session(settings) as session, session.begin():
         session.add(row)
+        session.execute(of_command("keys create", row.id))
     return key
 
 
@@ -294,7 +297,10 @@ def revoke_key_sync(settings: Settings, key_id: str) -> bool:
     revoked = update(ApiKey).where(ApiKey.id == key_id).returning(ApiKey.id)
     with _sync_session(settings) as session, session.begin():
         at = func.coalesce(ApiKey.revoked_at, func.now())
-        return session.scalar(revoked.values(revoked_at=at)) is not None
+        found = session.scalar(revoked.values(revoked_at=at)) is not None
+        if found:
+            session.execute(of_command("keys revoke", key_id))
+        return found
 
 
 def _sync_session(settings: Settings) -> Session:

@@ -1,4 +1,4 @@
-"""The command line: `anneal up | api | worker | migrate | prune | keys | secrets | demo`."""
+"""The command line: `anneal up | api | worker | migrate | prune | keys | secrets | audit | demo`."""
 
 import importlib
 import os
@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from app.audit.commands import audit
 from app.config import get_settings
 from app.home import HomeError
 from app.plain_errors import plain_errors, settings_with_urls
@@ -24,6 +25,7 @@ cli = typer.Typer(
 keys = typer.Typer(help="API keys. Example: `anneal keys create laptop --scope write`.", no_args_is_help=True)
 cli.add_typer(keys, name="keys")
 cli.add_typer(secrets, name="secrets")
+cli.command()(audit)
 
 
 @cli.command()

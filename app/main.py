@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 
 import app.artifacts.endpoints
+import app.audit.endpoints
 import app.backends.endpoints
 import app.checkpoints.endpoints
 import app.datasets.endpoints
@@ -26,6 +27,7 @@ import app.runs.pruning
 import app.secrets.endpoints
 import app.workers.endpoints
 from app import embedded, errors, openapi
+from app.audit.middleware import Audit
 from app.auth import Auth, Authentication
 from app.config import Settings, get_settings
 from app.db import async_engine, session_maker
@@ -67,6 +69,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
             Middleware(errors.RequestIds),
             Middleware(Hosts, settings=settings),
             Middleware(Authentication),
+            Middleware(Audit),
             Middleware(Intake, settings=settings),
         ],
     )
@@ -85,6 +88,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         app.backends.endpoints,
         app.workers.endpoints,
         app.secrets.endpoints,
+        app.audit.endpoints,
     ):
         api.include_router(resource.router, prefix="/v1")
     return api

@@ -22,6 +22,7 @@ def set_secret(
 
     Example: `anneal secrets set hf_token < token.txt`
     """
+    from app.audit.log import of_command
     from app.db import sync_engine
     from app.secrets import store
     from app.secrets.keyring import KeyringError
@@ -34,6 +35,7 @@ def set_secret(
             with sync_engine(settings.database_url or "", pool_size=0, name="anneal-secrets").begin() as connection:
                 keyring = store.for_sealing(connection, settings)
                 connection.execute(store.put(keyring, name, value, None))
+                connection.execute(of_command("secrets set", name))
         except (ValueError, KeyringError) as error:
             raise HomeError(str(error)) from None
     typer.echo(f"{name} is set.")
@@ -61,6 +63,7 @@ def delete_secret(name: Annotated[str, typer.Argument(help="As `anneal secrets l
 
     Example: `anneal secrets delete hf_token`
     """
+    from app.audit.log import of_command
     from app.db import sync_engine
     from app.secrets import store
 
@@ -69,6 +72,7 @@ def delete_secret(name: Annotated[str, typer.Argument(help="As `anneal secrets l
         with sync_engine(settings.database_url or "", pool_size=0, name="anneal-secrets").begin() as connection:
             if connection.scalar(store.remove(name)) is None:
                 raise HomeError(f"There is no secret {name}; `anneal secrets list` shows what there is.")
+            connection.execute(of_command("secrets delete", name))
     typer.echo(f"{name} is deleted.")
 
 
@@ -81,6 +85,7 @@ def rotate() -> None:
 
     Example: `anneal secrets rotate`
     """
+    from app.audit.log import of_command
     from app.db import sync_engine
     from app.secrets import store
     from app.secrets.keyring import KeyringError
@@ -90,6 +95,7 @@ def rotate() -> None:
         try:
             with sync_engine(settings.database_url or "", pool_size=0, name="anneal-secrets").begin() as connection:
                 changed = store.rotate(connection, settings)
+                connection.execute(of_command("secrets rotate", "*"))
         except KeyringError as error:
             raise HomeError(str(error)) from None
     typer.echo(f"{changed} secrets were sealed anew; all are under the first key now.")

@@ -16,7 +16,7 @@ from tests.conftest import Services
 from tests.waiting import eventually
 
 COMMANDS = ["up", "api", "worker", "migrate", "demo", "keys create", "keys list", "keys revoke",
-            "secrets set", "secrets list", "secrets delete", "secrets rotate"]  # fmt: skip
+            "secrets set", "secrets list", "secrets delete", "secrets rotate", "audit"]  # fmt: skip
 
 
 TOKEN = "hf_" + "abcdefgh" * 4
@@ -68,6 +68,11 @@ class TestSecrets:
         assert anneal("secrets", "rotate", **servers).stdout.startswith("0 secrets")
         assert anneal("secrets", "delete", "hf_token", **servers).stdout == "hf_token is deleted.\n"
         assert anneal("secrets", "list", **servers).stdout == ""
+        audited = anneal("audit", "--resource", "hf_token", "--days", "1", **servers).stdout
+        assert [line.split("  ")[2].strip() for line in audited.splitlines()] == [
+            "CLI secrets delete",
+            "CLI secrets set",
+        ]
         assert "There is no secret hf_token" in refused(anneal("secrets", "delete", "hf_token", **servers))
 
     def test_what_cannot_be_a_secret_is_told_without_it(self, servers: dict[str, str]) -> None:
