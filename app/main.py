@@ -26,12 +26,13 @@ import app.runs.log_endpoints
 import app.runs.pruning
 import app.secrets.endpoints
 import app.workers.endpoints
-from app import embedded, errors, openapi
+from app import docs, embedded, errors, openapi
 from app.audit.middleware import Audit
 from app.auth import Auth, Authentication
 from app.config import Settings, get_settings
 from app.db import async_engine, session_maker
 from app.events.stream import Streams
+from app.headers import ResponseHeaders
 from app.hosts import Hosts
 from app.intake import Intake
 from app.monitoring.collector import Metrics
@@ -60,12 +61,15 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         version=version("anneal"),
         description=DESCRIPTION,
         lifespan=_lifespan,
+        # Theirs load scripts from a foreign host, and work on no server without one.
+        docs_url=None,
         redoc_url=None,
         # A redirect to the path with its slash would send the key a second time, perhaps elsewhere.
         redirect_slashes=False,
         # From the outside in: a line and an id for everything, then who may ask, then what may be asked.
         middleware=[
             Middleware(Requests, metrics=requests),
+            Middleware(ResponseHeaders),
             Middleware(errors.RequestIds),
             Middleware(Hosts, settings=settings),
             Middleware(Authentication),
@@ -76,6 +80,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     api.state.settings, api.state.requests = settings, requests
     errors.install(api)
     api.include_router(app.health.router)
+    api.include_router(docs.router)
     api.include_router(app.monitoring.endpoints.router)
     for resource in (
         app.experiments.endpoints,
