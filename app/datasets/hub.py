@@ -1,7 +1,6 @@
 """Files of the Hugging Face hub, fetched over the few of its calls that are needed."""
 
 import asyncio
-import ipaddress
 import json
 import re
 import urllib.request
@@ -17,6 +16,7 @@ import httpx
 from app.config import hub_endpoint
 from app.datasets.schemas import HubImport
 from app.errors import ApiError, FieldError, clean, invalid
+from app.outgoing import is_public
 
 _MOST_LISTING_BYTES = 16 * 1024**2
 _MOST_FILES = 10_000
@@ -46,28 +46,31 @@ async def client(token: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
     endpoint = httpx.URL(hub_endpoint() or _usual_endpoint())
 
     def check(host: str, addresses: list[str]) -> None:
-        # Behind a proxy it is the proxy that decides who can be reached.
-        if host == endpoint.host or urllib.request.getproxies():
-            return
-        if not all(ipaddress.ip_address(address.partition("%")[0]).is_global for address in addresses):
-            raise _Unusable("it led to an address of a private network")
+        if not all(is_public(address) for address in addresses):
+            raise _Unusable(f"it led to {host}, which has an address of a private network")
 
     async def before(request: httpx.Request) -> None:
-        if request.url.host == endpoint.host:
+        host = request.url.host
+        # A redirect inherits those of the request before it.
+        request.extensions = {name: value for name, value in request.extensions.items() if name != "trace"}
+        # The hub itself may be anywhere; and behind a proxy it is the proxy that decides who can be reached.
+        if host == endpoint.host or urllib.request.getproxies():
             return
         try:
-            found = await asyncio.get_running_loop().getaddrinfo(request.url.host, None)
+            found = await asyncio.get_running_loop().getaddrinfo(host, None)
         except OSError:
-            raise _Unusable(f"it led to {request.url.host}, which cannot be found") from None
-        check(request.url.host, [str(item[4][0]) for item in found])
+            raise _Unusable(f"it led to {host}, which cannot be found") from None
+        check(host, [str(item[4][0]) for item in found])
 
-    async def after(response: httpx.Response) -> None:
-        # A name may have another address by the time that somebody connects to it.
-        stream = response.extensions.get("network_stream")
-        address = stream.get_extra_info("server_addr") if stream is not None else None
-        check(response.url.host, [str(address[0])] if address else [])
+        async def connected(event: str, told: dict[str, Any]) -> None:
+            # A name may have another address by the time that somebody connects to it: no byte is sent to that.
+            if event == "connection.connect_tcp.complete":
+                peer = told["return_value"].get_extra_info("server_addr")
+                check(host, [str(peer[0])] if peer else [""])
 
-    hooks: dict[str, list[Any]] = {"request": [before], "response": [after]}
+        request.extensions["trace"] = connected
+
+    hooks: dict[str, list[Any]] = {"request": [before]}
     limits = httpx.Timeout(30.0)
     async with httpx.AsyncClient(
         base_url=endpoint,
