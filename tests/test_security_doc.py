@@ -1,4 +1,4 @@
-"""What docs/security.md calls tested, is: every test that it names exists, and of every attacker it says what is left."""
+"""What docs/security.md calls tested is tested: each test that it names exists, and no attacker goes without one."""
 
 import re
 
