@@ -20,6 +20,7 @@ from sqlalchemy.orm import Session
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from app.audit.log import of_command
 from app.auth_models import ApiKey
 from app.config import Settings
 from app.db import sync_engine
@@ -50,6 +51,7 @@ class Caller:
 
     key_id: str
     scopes: frozenset[str]
+    name: str
 
     def may(self, scope: str) -> bool:
         """Whether the key has this scope; `admin` has all of them."""
@@ -62,6 +64,15 @@ def _caller(request: Request) -> Caller:
 
 
 CurrentCaller = Annotated[Caller, Depends(_caller)]
+
+
+def _needs_admin(caller: CurrentCaller) -> None:
+    if not caller.may("admin"):
+        raise _scope_missing(caller, "admin")
+
+
+AdminOnly = Depends(_needs_admin)
+"""For routers of calls that reading or writing alone is not enough for."""
 
 
 def is_public(scope: Scope) -> bool:
@@ -118,7 +129,7 @@ class Auth:
         idle = func.coalesce(ApiKey.last_used_at < func.now() - timedelta(minutes=1), True)
         remaining = func.extract("epoch", ApiKey.expires_at - func.now())
         async with self._sessions() as session, session.begin():
-            query = select(ApiKey.id, ApiKey.digest, ApiKey.scopes, idle, remaining)
+            query = select(ApiKey.id, ApiKey.digest, ApiKey.scopes, idle, remaining, ApiKey.name)
             row = (await session.execute(query.where(ApiKey.digest == digest, _valid()))).one_or_none()
             if row is None or not hmac.compare_digest(row[1], digest):
                 self._callers.pop(digest, None)
@@ -126,7 +137,7 @@ class Auth:
                 return None
             if row[3]:
                 await session.execute(update(ApiKey).where(ApiKey.id == row[0]).values(last_used_at=func.now()))
-        caller = Caller(row[0], frozenset(row[2]))
+        caller = Caller(row[0], frozenset(row[2]), row[5])
         remaining_seconds = float("inf") if row[4] is None else float(row[4])
         now = time.monotonic()
         _remember(self._callers, digest, (caller, now + min(CACHE_SECONDS, remaining_seconds)))
@@ -187,13 +198,17 @@ async def _authenticate(scope: Scope) -> Caller:
             raise _wrong_key(auth.failures, _address(scope))
     needed = "read" if scope["method"] in ("GET", "HEAD", "OPTIONS") else "write"
     if not caller.may(needed):
-        raise ApiError(
-            403,
-            "scope_missing",
-            f"This key has the scopes {', '.join(sorted(caller.scopes))}; this call needs `{needed}`: "
-            f"use a key made with `anneal keys create --scope {needed}`.",
-        )
+        raise _scope_missing(caller, needed)
     return caller
+
+
+def _scope_missing(caller: Caller, needed: str) -> ApiError:
+    return ApiError(
+        403,
+        "scope_missing",
+        f"This key has the scopes {', '.join(sorted(caller.scopes))}; this call needs `{needed}`: "
+        f"use a key made with `anneal keys create --scope {needed}`.",
+    )
 
 
 async def _verified(auth: Auth, key: str, path: str) -> Caller | None:
@@ -284,6 +299,7 @@ def create_key_sync(settings: Settings, name: str, scopes: Iterable[str], expire
     )
     with _sync_session(settings) as session, session.begin():
         session.add(row)
+        session.execute(of_command("keys create", row.id))
     return key
 
 
@@ -300,7 +316,10 @@ def revoke_key_sync(settings: Settings, key_id: str) -> bool:
     revoked = update(ApiKey).where(ApiKey.id == key_id).returning(ApiKey.id)
     with _sync_session(settings) as session, session.begin():
         at = func.coalesce(ApiKey.revoked_at, func.now())
-        return session.scalar(revoked.values(revoked_at=at)) is not None
+        found = session.scalar(revoked.values(revoked_at=at)) is not None
+        if found:
+            session.execute(of_command("keys revoke", key_id))
+        return found
 
 
 def _sync_session(settings: Settings) -> Session:

@@ -4,20 +4,16 @@ import importlib
 import os
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from app.audit.commands import audit
 from app.home import HomeError
-
-if TYPE_CHECKING:
-    from pydantic import ValidationError
-
-    from app.config import Settings
+from app.plain_errors import given_settings, plain_errors, settings_with_urls
+from app.secrets.commands import secrets
 
 NOUNS = ("datasets", "experiments", "runs", "workers")
 """Commands over HTTP: each a module of `app.commands`, which a command without HTTP never loads."""
@@ -47,53 +43,8 @@ cli = typer.Typer(
 )
 keys = typer.Typer(help="API keys. Example: `anneal keys create laptop --scope write`.", no_args_is_help=True)
 cli.add_typer(keys, name="keys")
-
-
-@contextmanager
-def _plain_errors() -> Iterator[None]:
-    """What a user can cause or mend is told in a sentence, with exit code 1; a traceback is a bug of ours."""
-    from pydantic import ValidationError
-    from sqlalchemy.exc import OperationalError, ProgrammingError
-
-    try:
-        yield
-    except HomeError as error:
-        sentence = str(error)
-    except ValidationError as error:
-        sentence = _setting_error(error)
-    except OperationalError as error:
-        reason = " ".join(str(error.orig).split())
-        sentence = f"The database does not answer ({reason}); start it, or correct ANNEAL_DATABASE_URL."
-    except ProgrammingError as error:
-        if getattr(error.orig, "sqlstate", None) != "42P01":  # undefined_table
-            raise
-        sentence = "The database has no tables of Anneal yet: run `anneal migrate`."
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-    else:
-        return
-    typer.echo(f"anneal: {sentence}", err=True)
-    raise typer.Exit(1)
-
-
-def _setting_error(error: "ValidationError") -> str:
-    return " ".join(
-        f"ANNEAL_{'_'.join(str(part) for part in item['loc']).upper()}: {item['msg']}." for item in error.errors()
-    )
-
-
-def _given_settings() -> "Settings":
-    """Settings as the environment has them."""
-    from app.config import get_settings
-
-    return get_settings()
-
-
-def _settings() -> "Settings":
-    """Settings with URLs, of the running `anneal up` where none are set."""
-    from app.embedded import resolve_urls
-
-    return resolve_urls(_given_settings())
+cli.add_typer(secrets, name="secrets")
+cli.command()(audit)
 
 
 @cli.command()
@@ -105,8 +56,8 @@ def up() -> None:
     """
     from app.up import Up
 
-    with _plain_errors():
-        raise typer.Exit(Up(_given_settings(), typer.echo).run())
+    with plain_errors():
+        raise typer.Exit(Up(given_settings(), typer.echo).run())
 
 
 @cli.command()
@@ -120,8 +71,8 @@ def api(
     """
     from app.serve import base_url, listen, serve
 
-    with _plain_errors():
-        settings = _settings()
+    with plain_errors():
+        settings = settings_with_urls()
         if port is not None:
             settings = settings.model_copy(update={"port": port})
         with socket.socket(fileno=fd) if fd is not None else listen(settings) as listener:
@@ -146,14 +97,14 @@ def worker(
     is still running and returns when they are gone. Ctrl-C ends the command, not the draining.
     Example: `anneal worker --drain --timeout 3600`
     """
-    with _plain_errors():
+    with plain_errors():
         if drain:
             from app.workers.drain import drain as drain_workers
 
-            raise typer.Exit(drain_workers(_given_settings(), timeout))
+            raise typer.Exit(drain_workers(given_settings(), timeout))
         if timeout is not None:
             raise HomeError("--timeout goes with --drain: it says when what still runs is to be saved and handed back.")
-        _settings()  # a missing URL is told here, in a sentence
+        settings_with_urls()  # a missing URL is told here, in a sentence
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-P", "-m", "worker.main"])
 
@@ -167,8 +118,8 @@ def migrate() -> None:
     from app.embedded import resolve_urls
     from app.migrate import head, upgrade
 
-    with _plain_errors():
-        settings = _given_settings()
+    with plain_errors():
+        settings = given_settings()
         before, after = upgrade(settings if settings.database_url else resolve_urls(settings), typer.echo)
     if before > head():
         typer.echo(f"At revision {after}, which a later version made; this one, of {head()}, works with it.")
@@ -195,8 +146,8 @@ def prune(
     from app.runs.pruning import Policy
     from app.runs.pruning import prune as prune_now
 
-    with _plain_errors():
-        settings = _settings()
+    with plain_errors():
+        settings = settings_with_urls()
         policy = Policy(events_days, checkpoints_days, runs_days).or_else(Policy.of(settings))
         if policy == Policy():
             raise HomeError(
@@ -222,11 +173,11 @@ def create_key(
     """
     from app.auth import SCOPES, create_key_sync
 
-    with _plain_errors():
+    with plain_errors():
         if unknown := set(scope or []) - set(SCOPES):
             raise HomeError(f"There is no scope {', '.join(sorted(unknown))}; there are {', '.join(SCOPES)}.")
         lasts = None if expires_days is None else timedelta(days=expires_days)
-        typer.echo(create_key_sync(_settings(), name, scope or ["read", "write"], lasts))
+        typer.echo(create_key_sync(settings_with_urls(), name, scope or ["read", "write"], lasts))
 
 
 @keys.command("list")
@@ -237,8 +188,8 @@ def list_keys() -> None:
     """
     from app.auth import list_keys_sync
 
-    with _plain_errors():
-        for key in list_keys_sync(_settings()):
+    with plain_errors():
+        for key in list_keys_sync(settings_with_urls()):
             if key.revoked_at:
                 state = f"revoked {key.revoked_at:%Y-%m-%d}"
             elif key.expires_at:
@@ -256,8 +207,8 @@ def revoke_key(key_id: Annotated[str, typer.Argument(help="The id that `anneal k
     """
     from app.auth import revoke_key_sync
 
-    with _plain_errors():
-        if not revoke_key_sync(_settings(), key_id):
+    with plain_errors():
+        if not revoke_key_sync(settings_with_urls(), key_id):
             raise HomeError(f"There is no key {key_id}; `anneal keys list` shows what there is.")
     typer.echo(f"{key_id} is revoked.")
 
@@ -271,7 +222,7 @@ def demo(
 
     Example: `anneal demo --model Qwen/Qwen3-0.6B`
     """
-    with _plain_errors():
+    with plain_errors():
         raise typer.Exit(importlib.import_module("app.demo.run").main(model, keep))
 
 

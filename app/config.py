@@ -57,6 +57,8 @@ class Settings(_AtHome):
     """Folder of local base models, named in `base_model` by their path below it."""
     storage: Path | None = None
     """Folder of data sets, checkpoints and outputs, shared by API and workers."""
+    secret_key_file: Path | None = None
+    """Keys with which secrets are sealed, the same file on every machine; unset: `secret.key` below `home`."""
     trainer_user: str | None = None
     """Unix user that training processes run as."""
     launch: Literal["auto", "zygote", "cold"] = "auto"
@@ -75,6 +77,8 @@ class Settings(_AtHome):
     """Let models from the hub bring their own code; only the operator can switch this on."""
     allow_hub: bool = True
     """Let `base_model` name a model of the Hugging Face hub, and an import a data set of it."""
+    allowed_models: str = ""
+    """Which base models may be named, as patterns such as `qwen3-*, meta-llama/*`, comma-separated; unset: all."""
     log_format: Literal["json", "console"] | None = None
     """How API and workers log; unset: for people on a terminal, as JSON anywhere else."""
     allowed_hosts: str = ""
@@ -116,6 +120,11 @@ class Settings(_AtHome):
     def save_grace_seconds(self) -> float:
         """Time that a training process gets to save when it is asked to stop."""
         return self.lease_seconds * 2
+
+    @property
+    def secret_key_path(self) -> Path:
+        """Keys with which secrets are sealed."""
+        return (self.secret_key_file or self.home / "secret.key").expanduser().absolute()
 
     def child_environment(self) -> dict[str, str]:
         """The environment of a child process of ours: this process's own, with these settings pinned."""

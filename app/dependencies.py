@@ -3,17 +3,24 @@
 from collections.abc import AsyncIterator
 from typing import Annotated
 
-from fastapi import Depends, Request
+from fastapi import Depends, Request, Response
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from app.audit import log as audit
 from app.config import Settings
 from app.storage import Storage
 
 
-async def get_session(request: Request) -> AsyncIterator[AsyncSession]:
-    """One request, one transaction: committed before the answer leaves, rolled back on any error."""
+async def get_session(request: Request, response: Response) -> AsyncIterator[AsyncSession]:
+    """One request, one transaction: committed before the answer leaves, rolled back on any error.
+
+    A call that changes something is written into the audit list by it, or changes nothing.
+    """
     async with request.app.state.sessions() as session, session.begin():
         yield session
+        call = audit.write(request, response, session)
+    if call is not None:
+        call.is_written = True
 
 
 async def get_snapshot(request: Request) -> AsyncIterator[AsyncSession]:

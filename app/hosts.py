@@ -1,6 +1,7 @@
 """Which names this server answers to, and which pages may write to it: the guard against DNS rebinding and CSRF."""
 
 import ipaddress
+import re
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -9,6 +10,7 @@ from app.config import Settings
 from app.errors import ApiError, clean, problem
 
 _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
+_HOST = re.compile(r"(?:\[(?P<six>[0-9a-f:.]+)\]|(?P<name>[a-z0-9._-]+))(?::[0-9]{1,5})?")
 _SAFE = {"GET", "HEAD", "OPTIONS"}
 
 
@@ -17,7 +19,7 @@ class Hosts:
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self.app = app
-        extra = {name.strip().lower() for name in settings.allowed_hosts.split(",") if name.strip()}
+        extra = {name.strip().lower().removesuffix(".") for name in settings.allowed_hosts.split(",") if name.strip()}
         self.allowed = _LOOPBACK | {settings.host.lower()} | extra
         self.any_address = settings.host in ("0.0.0.0", "::")
 
@@ -41,9 +43,10 @@ class Hosts:
                 f"This server does not answer to the host {shown}; "
                 "name it in ANNEAL_ALLOWED_HOSTS on the server if it should.",
             )
-        origin = headers.get("origin")
-        if origin is None or scope["method"] in _SAFE:
+        origins = headers.getlist("origin")
+        if not origins or scope["method"] in _SAFE:
             return None
+        origin = ", ".join(origins)
         # Behind a proxy that ends TLS this server sees http where the page has https.
         if origin.lower() in {f"{scheme}://{hosts[0]}".lower() for scheme in (scope["scheme"], "https")}:
             return None
@@ -56,7 +59,7 @@ class Hosts:
     def _known(self, name: str) -> bool:
         if name in self.allowed:
             return True
-        if not self.any_address:
+        if not name or not self.any_address:
             return False
         # Bound to every address of the machine: a literal address cannot be rebound, a name can.
         try:
@@ -67,7 +70,6 @@ class Hosts:
 
 
 def _name(host: str) -> str:
-    """The host without its port; `[::1]:80` is `::1`."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0].lower()
-    return host.partition(":")[0].lower()
+    """The host without its port and without the dot that may end a name; `[::1]:80` is `::1`. Empty: none at all."""
+    found = _HOST.fullmatch(host.lower())
+    return (found["six"] or found["name"].removesuffix(".")) if found else ""

@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 
 import app.artifacts.endpoints
+import app.audit.endpoints
 import app.backends.endpoints
 import app.checkpoints.endpoints
 import app.datasets.endpoints
@@ -23,12 +24,15 @@ import app.runs.curves
 import app.runs.endpoints
 import app.runs.log_endpoints
 import app.runs.pruning
+import app.secrets.endpoints
 import app.workers.endpoints
-from app import embedded, errors, openapi
+from app import docs, embedded, errors, openapi
+from app.audit.middleware import Audit
 from app.auth import Auth, Authentication
 from app.config import Settings, get_settings
 from app.db import async_engine, session_maker
 from app.events.stream import Streams
+from app.headers import ResponseHeaders
 from app.hosts import Hosts
 from app.intake import Intake
 from app.monitoring.collector import Metrics
@@ -57,21 +61,26 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         version=version("anneal"),
         description=DESCRIPTION,
         lifespan=_lifespan,
+        # Theirs load scripts from a foreign host, and work on no server without one.
+        docs_url=None,
         redoc_url=None,
         # A redirect to the path with its slash would send the key a second time, perhaps elsewhere.
         redirect_slashes=False,
         # From the outside in: a line and an id for everything, then who may ask, then what may be asked.
         middleware=[
             Middleware(Requests, metrics=requests),
+            Middleware(ResponseHeaders),
             Middleware(errors.RequestIds),
             Middleware(Hosts, settings=settings),
             Middleware(Authentication),
+            Middleware(Audit),
             Middleware(Intake, settings=settings),
         ],
     )
     api.state.settings, api.state.requests = settings, requests
     errors.install(api)
     api.include_router(app.health.router)
+    api.include_router(docs.router)
     api.include_router(app.monitoring.endpoints.router)
     for resource in (
         app.experiments.endpoints,
@@ -83,6 +92,8 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         app.artifacts.endpoints,
         app.backends.endpoints,
         app.workers.endpoints,
+        app.secrets.endpoints,
+        app.audit.endpoints,
     ):
         api.include_router(resource.router, prefix="/v1")
     return api

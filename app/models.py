@@ -39,12 +39,14 @@ class Owned:
 
 def all_models() -> MetaData:
     """The metadata of the whole schema."""
+    import app.audit.models
     import app.auth_models
     import app.checkpoints.models
     import app.datasets.models
     import app.events.models
     import app.experiments.models
     import app.runs.models
+    import app.secrets.models
     import app.workers.models  # noqa: F401
 
     return Base.metadata

@@ -14,6 +14,7 @@ from app import migrate, process_logs
 from app.config import Settings
 from app.db import is_away, sync_engine
 from app.home import HomeError, make_private_folder, read_json, write_private_json
+from app.protocol import Protocol
 
 REQUEST_GRACE_SECONDS = 20
 """Time that requests in flight, an upload say, get to finish once the API is to end. Streams end at once."""
@@ -100,7 +101,7 @@ def serve(settings: Settings, listener: socket.socket) -> None:
         uvicorn.Config(
             create_app(settings),
             loop="uvloop",
-            http="httptools",
+            http=Protocol,
             ws="none",
             lifespan="on",
             access_log=False,  # app.monitoring.requests has one with ids and without query strings

@@ -13,6 +13,7 @@ from app.auth import create_key_sync
 from app.config import Settings
 from app.main import create_app
 from app.processes import free_port
+from app.protocol import Protocol
 from tests.waiting import eventually
 
 
@@ -75,6 +76,7 @@ class ThreadServer(ApiServer):
             port=self.port,
             log_level="warning",
             lifespan="on",
+            http=Protocol,
             timeout_graceful_shutdown=1,
         )
         self._server = uvicorn.Server(config)

@@ -31,6 +31,7 @@ _IONBF = 2
 _LOCK_SECONDS = 0.1
 _TELL_SECONDS = 60.0
 _LARGEST_WRITE = 64 * 1024
+_LARGEST_SECRETS = 64 * 1024
 ENDINGS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 """What a service manager sends to every process of a service. Whoever starts a training process blocks them, so that
 not even the first moments of one are ended by them: they wait until it can take them for a request to stop."""
@@ -54,6 +55,9 @@ class Start:
     deadline: float | None = None
     """CLOCK_MONOTONIC seconds at which the kernel ends the process unless a renewal comes."""
     user: str | None = None
+    has_secrets: bool = False
+    """Whether secrets come first on the control socket: this here is on a command line, or passes through the zygote,
+    whose memory every later training process gets a copy of."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -80,6 +84,8 @@ def run(start: Start, fds: Sequence[int], parent: int) -> None:
     try:
         _prepare(start, fds, parent)
         report, _stdout, _stderr, control = fds
+        if start.has_secrets:
+            os.environ.update(_receive_secrets(control))
         # The first renewals, and requests to stop, have to arrive during imports that may take longer than the lease.
         _heed_endings(Control.start(control))
         _take_locks(start.lock_paths)
@@ -97,6 +103,15 @@ def run(start: Start, fds: Sequence[int], parent: int) -> None:
         traceback.print_exc()
     finally:
         _finish(code)
+
+
+def _receive_secrets(control: int) -> dict[str, str]:
+    """The first message on the control socket, which lies there before this process begins."""
+    packet = os.read(control, _LARGEST_SECRETS)
+    if not packet:
+        os._exit(1)  # the supervisor is gone
+    secrets: dict[str, str] = json.loads(packet)["secrets"]
+    return secrets
 
 
 def _prepare(start: Start, fds: Sequence[int], parent: int) -> None:

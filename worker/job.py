@@ -6,7 +6,7 @@ import os
 import pwd
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from app.checkpoints.models import Checkpoint
 from app.datasets.models import Dataset
 from app.runs import base_models
 from app.runs.models import Run
+from app.secrets import store
+from app.secrets.keyring import KeyringError
 from worker.host import Host
 from worker.training import manifest
 
@@ -46,6 +48,8 @@ class Job:
     best_loss: float | None
     remarks: list[str]
     """What the user should read in the log: checkpoints that were passed over, and why."""
+    secrets: dict[str, str] = field(default_factory=dict, repr=False)
+    """Variables that the training process is to have, and nobody else: they are in no file."""
 
 
 def prepare(host: Host, run: Any, device: dict[str, Any]) -> Job:
@@ -66,6 +70,8 @@ def prepare(host: Host, run: Any, device: dict[str, Any]) -> Job:
     remarks: list[str] = []
     checkpoint = _newest_good(host, run, remarks)
     with host.engine.connect() as connection:
+        base_model = _base_model(host, connection, run)
+        secrets = _secrets(host, connection, run, base_model)
         job = {
             "run_id": run.id,
             "attempt": run.attempt,
@@ -74,7 +80,7 @@ def prepare(host: Host, run: Any, device: dict[str, Any]) -> Job:
             "given": run.given,
             "dataset": dataset,
             "eval_dataset": evaluation,
-            "base_model": _base_model(host, connection, run),
+            "base_model": base_model,
             "output_dir": str(folder),
             "resume_from": _resume(host, checkpoint),
             "journal": str(host.storage.journal(run.id)),
@@ -89,6 +95,7 @@ def prepare(host: Host, run: Any, device: dict[str, Any]) -> Job:
         start_epoch=checkpoint.epoch if checkpoint else 0.0,
         best_loss=checkpoint.metrics.get("best_loss") if checkpoint else None,
         remarks=remarks,
+        secrets=secrets,
     )
 
 
@@ -144,7 +151,8 @@ def _dataset(host: Host, connection: Connection, dataset_id: str) -> dict[str, A
 
 def _base_model(host: Host, connection: Connection, run: Any) -> dict[str, Any]:
     if run.backend == "fake":
-        return {"name": run.config["base_model"], "path": None, "hub": None, "revision": None}
+        name = run.config["base_model"]
+        return {"name": name, "path": None, "hub": name if base_models.is_hub_name(name) else None, "revision": None}
     output_attempt = None
     if run.base_run_id:
         output_attempt = connection.scalar(select(Run.output_attempt).where(Run.id == run.base_run_id))
@@ -152,7 +160,25 @@ def _base_model(host: Host, connection: Connection, run: Any) -> dict[str, Any]:
     try:
         return dict(base_models.locate(host.settings, host.storage, name, output_attempt, revision))
     except base_models.BaseModelError as error:
-        raise JobError("model_not_found", error.message) from error
+        code = "config_error" if error.code == "model_not_allowed" else "model_not_found"
+        raise JobError(code, error.message) from error
+
+
+def _secrets(host: Host, connection: Connection, run: Any, base_model: dict[str, Any]) -> dict[str, str]:
+    """The secrets that this run needs, of those that are set, by the variable in which libraries look for them."""
+    wanted: dict[str, str] = {}
+    path = base_model["path"]
+    # An adapter names its base model itself, and that may be one of the hub.
+    if host.settings.allow_hub and (base_model["hub"] or (path and (Path(path) / "adapter_config.json").is_file())):
+        wanted[store.HF_TOKEN] = "HF_TOKEN"
+    if "wandb" in run.config.get("report_to", ()):
+        wanted["wandb_api_key"] = "WANDB_API_KEY"
+    if not wanted:
+        return {}
+    try:
+        return {wanted[name]: value for name, value in store.read(connection, host.settings, wanted).items()}
+    except KeyringError as error:
+        raise JobError("internal", str(error), is_passing=True) from error
 
 
 def _resume(host: Host, checkpoint: Any) -> dict[str, Any] | None:

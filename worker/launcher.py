@@ -16,9 +16,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from app.config import Settings
@@ -111,6 +112,7 @@ class Launcher:
         *,
         renew_until: Callable[[], float] | None = None,
         should_end: Callable[[], bool] | None = None,
+        secrets: Mapping[str, str] = MappingProxyType({}),
     ) -> TrainingProcess:
         """Start `entry` (`module:function`) on a job file; the job's folder becomes the working directory.
 
@@ -118,7 +120,7 @@ class Launcher:
         (CLOCK_MONOTONIC seconds), in force before its first line of Python in the warm case; it is asked at the
         moment of starting, since this may wait for long: while the zygote loads a cold start would import the
         same and not be sooner. `should_end` is asked about ten times a second meanwhile. Both may be called
-        from another thread.
+        from another thread. `secrets` are variables of this process alone, told on its own control socket.
 
         Raises:
             LaunchAbandoned: `should_end` said yes.
@@ -131,8 +133,9 @@ class Launcher:
             device=device,
             lock_paths=[str(path) for path in lock_paths],
             user=self._settings.trainer_user,
+            has_secrets=bool(secrets),
         )
-        wanted = Wanted(start, renew_until, should_end)
+        wanted = Wanted(start, renew_until, should_end, secrets)
         process = self._fork(wanted)
         if process is None:
             if self._settings.launch == "zygote":

@@ -11,6 +11,8 @@ import re
 from collections import deque
 from typing import Any, Literal
 
+from worker.redaction import Redactor
+
 Stream = Literal["stdout", "stderr"]
 Level = Literal["info", "warning", "error"]
 
@@ -47,8 +49,9 @@ class LogLines:
     the end, because those say why a process failed.
     """
 
-    def __init__(self, burst: int = 2000, rate: float = 200.0) -> None:
-        self._streams: dict[Stream, _Stream] = {"stdout": _Stream(), "stderr": _Stream()}
+    def __init__(self, burst: int = 2000, rate: float = 200.0, redact: Redactor | None = None) -> None:
+        redact = redact or Redactor()
+        self._streams: dict[Stream, _Stream] = {"stdout": _Stream(redact), "stderr": _Stream(redact)}
         self._burst = burst
         self._rate = rate
         self._tokens = float(burst)
@@ -101,7 +104,8 @@ class LogLines:
 class _Stream:
     """One stream's unfinished line; bounded, however long that line grows."""
 
-    def __init__(self) -> None:
+    def __init__(self, redact: Redactor) -> None:
+        self._redact = redact
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._pending = ""
         self._cut = 0  # characters of the unfinished line that were not kept
@@ -151,11 +155,14 @@ class _Stream:
     def _take(self) -> str:
         text, cut = self._pending, self._cut
         self._pending, self._cut = "", 0
-        return _visible(text, cut)
+        return _visible(text, cut, self._redact)
 
 
-def _visible(text: str, cut: int) -> str:
-    shown = _ANSI.sub("", text).translate(_VISIBLE)
+def _visible(text: str, cut: int, redact: Redactor) -> str:
+    shown = _ANSI.sub("", text).translate(_VISIBLE)  # first: a colour in the middle of a secret would hide it from us
+    shown = redact(shown)
+    if cut:
+        shown = shown[: -redact.longest]  # which may be the beginning of a secret
     encoded = shown.encode()
     if not cut and len(encoded) <= MAX_LINE_BYTES:
         return shown
@@ -178,50 +185,71 @@ _MAX_TEXT = 64 * 1024
 _LARGEST_INT = 2**63 - 1
 
 
-def parse_record(data: bytes) -> dict[str, Any] | None:
-    """A record as a trainer sent it, cleaned; None when it is not an object with a `type`."""
+def parse_record(data: bytes, redact: Redactor) -> dict[str, Any] | None:
+    """A record as a trainer sent it, cleaned and without credentials; None when it is not an object with a `type`."""
     try:
         record = json.loads(data)
     except (ValueError, RecursionError):
         return None
     if not isinstance(record, dict) or not isinstance(record.get("type"), str):
         return None
-    cleaned: dict[str, Any] = clean_record(record)
+    cleaned: dict[str, Any] = clean_record(record, redact)
     return cleaned
 
 
-def clean_record(record: Any) -> Any:
+def clean_record(record: Any, redact: Redactor) -> Any:
     """`record` in a form that PostgreSQL and JSON can hold.
 
     Non-finite numbers become None, and an object names them (dotted) in `non_finite`; NULs and lone surrogates
     are replaced; texts, lists and nesting are bounded.
     """
     non_finite: list[str] = []
-    cleaned = _clean(record, "", 0, non_finite)
+    cleaned = _Cleaning(redact, non_finite, isinstance(record, dict) and record.get("truncated") is True).value(
+        record, "", 0
+    )
     if non_finite and isinstance(cleaned, dict):
         cleaned["non_finite"] = non_finite
     return cleaned
 
 
-def _clean(value: Any, name: str, depth: int, non_finite: list[str]) -> Any:
-    if isinstance(value, bool) or value is None:
-        return value
-    if isinstance(value, int):
-        return value if -_LARGEST_INT <= value <= _LARGEST_INT else _clean(_as_float(value), name, depth, non_finite)
-    if isinstance(value, float):
-        if math.isfinite(value):
+class _Cleaning:
+    """One record on its way to the database; `non_finite` gets the names of what is neither a number nor none."""
+
+    def __init__(self, redact: Redactor, non_finite: list[str], is_truncated: bool) -> None:
+        self._redact = redact
+        self._is_truncated = is_truncated
+        self._non_finite = non_finite
+
+    def value(self, value: Any, name: str, depth: int) -> Any:
+        if isinstance(value, bool) or value is None:
             return value
-        non_finite.append(name)
-        return None
-    if depth >= _MAX_DEPTH and isinstance(value, dict | list | tuple):
-        return "…"
-    if isinstance(value, dict):
-        items = list(value.items())[:_MAX_ITEMS]
-        below = f"{name}." if name else ""
-        return {(key := _text(str(raw))): _clean(item, f"{below}{key}", depth + 1, non_finite) for raw, item in items}
-    if isinstance(value, list | tuple):
-        return [_clean(item, f"{name}.{n}", depth + 1, non_finite) for n, item in enumerate(value[:_MAX_ITEMS])]
-    return _text(str(value))
+        if isinstance(value, int):
+            fits = -_LARGEST_INT <= value <= _LARGEST_INT
+            return value if fits else self.value(_as_float(value), name, depth)
+        if isinstance(value, float):
+            if math.isfinite(value):
+                return value
+            self._non_finite.append(name)
+            return None
+        if depth >= _MAX_DEPTH and isinstance(value, dict | list | tuple):
+            return "…"
+        if isinstance(value, dict):
+            items = list(value.items())[:_MAX_ITEMS]
+            below = f"{name}." if name else ""
+            return {(key := self._text(str(raw))): self.value(item, f"{below}{key}", depth + 1) for raw, item in items}
+        if isinstance(value, list | tuple):
+            return [self.value(item, f"{name}.{n}", depth + 1) for n, item in enumerate(value[:_MAX_ITEMS])]
+        return self._text(str(value))
+
+    def _text(self, value: str) -> str:
+        is_cut = len(value) > _MAX_TEXT
+        value = self._redact.cut(value, _MAX_TEXT)
+        # The trainer itself cuts what is too long for a datagram, and says so with the same sign and `truncated`.
+        if self._is_truncated and value.endswith("…"):
+            value = value[: -self._redact.longest] + "…"
+        elif is_cut:
+            value += "…"
+        return value.replace("\0", "\ufffd").encode(errors="surrogatepass").decode(errors="replace")
 
 
 def _as_float(value: int) -> float:
@@ -229,9 +257,3 @@ def _as_float(value: int) -> float:
         return float(value)
     except OverflowError:
         return math.inf
-
-
-def _text(value: str) -> str:
-    if len(value) > _MAX_TEXT:
-        value = value[:_MAX_TEXT] + "…"
-    return value.replace("\0", "\ufffd").encode(errors="surrogatepass").decode(errors="replace")

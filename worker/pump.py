@@ -17,6 +17,7 @@ from worker.channel import Source
 from worker.host import Host
 from worker.job import Job, remove_folders
 from worker.lines import LogLines, parse_record
+from worker.redaction import Redactor
 from worker.spool import Step
 from worker.training.pulse import ALIVE
 from worker.writer import Writer
@@ -44,12 +45,14 @@ class Pump:
         self._job: Job | None = None
         self._best_loss: float | None = None
         self._total_steps: int | None = None
-        self._lines = LogLines()
+        self._redact = Redactor()
+        self._lines = LogLines(redact=self._redact)
         self._status = "initializing"
 
     def start_from(self, job: Job) -> None:
         """Where the attempt takes up the run; what lies beyond rolls back."""
         self._job, self._best_loss = job, job.best_loss
+        self._redact.hide(job.secrets.values())
         for remark in job.remarks:
             self.say(remark, "warning")
 
@@ -80,13 +83,13 @@ class Pump:
     def _take_record(self, data: bytes, now: float) -> None:
         if data == ALIVE:
             return  # to be heard was all that it was for
-        record = parse_record(data)
+        record = parse_record(data, self._redact)
         try:
             if record is None:
                 raise ValueError("it is no object with a type")
             self._take_kind(record.pop("type"), record, record.pop("ts", None) or now)
         except (ValueError, KeyError, TypeError, OverflowError, OSError) as error:
-            shown = f"{data[:200]!r}"
+            shown = repr(self._redact.cut(data.decode(errors="replace"), 200))
             self.say(f"the training process sent a record that cannot be read ({error!r}): {shown}", "error")
 
     def _take_kind(self, kind: str, record: dict[str, Any], ts: float) -> None:

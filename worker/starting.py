@@ -35,15 +35,28 @@ class Wanted:
     """The process that a caller waits for."""
 
     def __init__(
-        self, start: Start, renew_until: Callable[[], float] | None, should_end: Callable[[], bool] | None
+        self,
+        start: Start,
+        renew_until: Callable[[], float] | None,
+        should_end: Callable[[], bool] | None,
+        secrets: Mapping[str, str],
     ) -> None:
         self._start = start
+        self._secrets = dict(secrets)
         self._renew_until = renew_until
         self._should_end = should_end
 
     def start(self) -> Start:
         """What to start now, with the deadline as it stands now."""
         return self._start if self._renew_until is None else replace(self._start, deadline=self._renew_until())
+
+    def open_channel(self) -> Channel:
+        """A channel to it, the secrets waiting in it to be read by nobody else."""
+        channel = Channel()
+        if self._secrets and not channel.send({"secrets": self._secrets}):
+            channel.close()
+            raise OSError("the secrets could not be handed over")
+        return channel
 
     def check(self) -> None:
         """Raise LaunchAbandoned when the caller does not want it any more."""
@@ -73,7 +86,7 @@ def forked(wanted: Wanted, zygote: socket.socket) -> TrainingProcess:
         OSError: no memory or descriptors here.
     """
     with ExitStack() as undo:
-        channel = Channel()
+        channel = wanted.open_channel()
         undo.callback(channel.close)
         status, zygote_status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         undo.callback(status.close)
@@ -111,7 +124,7 @@ def _await_answer(status: socket.socket, wanted: Wanted) -> None:
 def cold(wanted: Wanted, environment: Mapping[str, str]) -> TrainingProcess:
     """A new interpreter, child of the calling thread; raises OSError when there is no room for one."""
     with ExitStack() as undo:
-        channel = Channel()
+        channel = wanted.open_channel()
         undo.callback(channel.close)
         fds = channel.trainer_fds
         arguments = [wanted.start().to_json(), *map(str, fds), str(os.getpid())]

@@ -173,6 +173,7 @@ def launch(host: Host, run: Any, lease: Lease, job: Job, device: Device) -> Trai
         [device_lock, run_lock],
         renew_until=lambda: lease.kill_at,
         should_end=should_end,
+        secrets=job.secrets,
     )
     lease.guard(process)
     return process

@@ -6,6 +6,7 @@ from typing import Annotated
 from fastapi import APIRouter, BackgroundTasks, Header, Query, Request, Response
 from starlette.responses import FileResponse
 
+from app.audit.log import call_of
 from app.auth import CurrentCaller
 from app.datasets import service, sources
 from app.datasets.schemas import UPLOAD_BODY, DatasetSummary, DatasetView, Format
@@ -52,7 +53,7 @@ async def upload_dataset(
         around = sources.Around(sessions, settings, storage, folder)
         received = await sources.receive(around, request.headers.get("content-type", ""), request.stream())
         idempotency = Idempotency.of(idempotency_key, "/v1/datasets", received.digest.encode())
-        dataset = await service.keep(sessions, storage, received, caller.key_id, idempotency)
+        dataset = await service.keep(sessions, storage, received, caller.key_id, idempotency, call_of(request.scope))
     response.headers["Location"] = f"/v1/datasets/{dataset.id}"
     return DatasetView.model_validate(dataset)
 

@@ -1,7 +1,6 @@
 """Files of the Hugging Face hub, fetched over the few of its calls that are needed."""
 
 import asyncio
-import ipaddress
 import json
 import re
 import urllib.request
@@ -17,9 +16,11 @@ import httpx
 from app.config import hub_endpoint
 from app.datasets.schemas import HubImport
 from app.errors import ApiError, FieldError, clean, invalid
+from app.outgoing import is_public
 
 _MOST_LISTING_BYTES = 16 * 1024**2
 _MOST_FILES = 10_000
+_TOKEN = "for a private or gated one, an admin sets the secret `hf_token`"
 _SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".json", ".csv")
 """Kinds of files that can be read, the one to prefer first."""
 
@@ -37,36 +38,47 @@ class _Unusable(Exception):
 
 
 @asynccontextmanager
-async def client() -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the hub; follows it to where its files lie, but not into the network of this server."""
+async def client(token: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the hub; follows it to where its files lie, but not into the network of this server.
+
+    The token goes to the hub alone: a redirect to another origin is followed without it.
+    """
     endpoint = httpx.URL(hub_endpoint() or _usual_endpoint())
 
     def check(host: str, addresses: list[str]) -> None:
-        # Behind a proxy it is the proxy that decides who can be reached.
-        if host == endpoint.host or urllib.request.getproxies():
-            return
-        if not all(ipaddress.ip_address(address.partition("%")[0]).is_global for address in addresses):
-            raise _Unusable("it led to an address of a private network")
+        if not all(is_public(address) for address in addresses):
+            raise _Unusable(f"it led to {host}, which has an address of a private network")
 
     async def before(request: httpx.Request) -> None:
-        if request.url.host == endpoint.host:
+        host = request.url.host
+        # A redirect inherits those of the request before it.
+        request.extensions = {name: value for name, value in request.extensions.items() if name != "trace"}
+        # The hub itself may be anywhere; and behind a proxy it is the proxy that decides who can be reached.
+        if host == endpoint.host or urllib.request.getproxies():
             return
         try:
-            found = await asyncio.get_running_loop().getaddrinfo(request.url.host, None)
+            found = await asyncio.get_running_loop().getaddrinfo(host, None)
         except OSError:
-            raise _Unusable(f"it led to {request.url.host}, which cannot be found") from None
-        check(request.url.host, [str(item[4][0]) for item in found])
+            raise _Unusable(f"it led to {host}, which cannot be found") from None
+        check(host, [str(item[4][0]) for item in found])
 
-    async def after(response: httpx.Response) -> None:
-        # A name may have another address by the time that somebody connects to it.
-        stream = response.extensions.get("network_stream")
-        address = stream.get_extra_info("server_addr") if stream is not None else None
-        check(response.url.host, [str(address[0])] if address else [])
+        async def connected(event: str, told: dict[str, Any]) -> None:
+            # A name may have another address by the time that somebody connects to it: no byte is sent to that.
+            if event == "connection.connect_tcp.complete":
+                peer = told["return_value"].get_extra_info("server_addr")
+                check(host, [str(peer[0])] if peer else [""])
 
-    hooks: dict[str, list[Any]] = {"request": [before], "response": [after]}
+        request.extensions["trace"] = connected
+
+    hooks: dict[str, list[Any]] = {"request": [before]}
     limits = httpx.Timeout(30.0)
     async with httpx.AsyncClient(
-        base_url=endpoint, event_hooks=hooks, timeout=limits, follow_redirects=True, max_redirects=5
+        base_url=endpoint,
+        headers={} if token is None else {"Authorization": f"Bearer {token}"},
+        event_hooks=hooks,
+        timeout=limits,
+        follow_redirects=True,
+        max_redirects=5,
     ) as opened:
         try:
             yield opened
@@ -104,7 +116,7 @@ async def fetch_tokenizer(client: httpx.AsyncClient, model: str, target: Path, m
     """Write the tokenizer.json of a hub model to `target`."""
     async with client.stream("GET", f"/{model}/resolve/main/tokenizer.json") as response:
         if response.status_code in (401, 403, 404):
-            message = f"the hub has no model {model!r} with a tokenizer.json that everybody may read"
+            message = f"the hub has no model {model!r} with a tokenizer.json that this server may read; {_TOKEN}"
             raise _refused("tokenizer", "tokenizer_not_found", message)
         if response.status_code != 200:
             raise _Unusable(f"it answered {response.status_code}")
@@ -146,7 +158,7 @@ def _has_word(text: str, word: str, borders: str) -> bool:
 async def _json(client: httpx.AsyncClient, url: str, name: str) -> dict[str, Any]:
     async with client.stream("GET", url) as response:
         if response.status_code in (401, 403, 404):
-            message = f"the hub has no data set {name!r} at this revision that everybody may read"
+            message = f"the hub has no data set {name!r} at this revision that this server may read; {_TOKEN}"
             raise _refused("hub", "hub_dataset_not_found", message)
         if response.status_code != 200:
             raise _Unusable(f"it answered {response.status_code}")

@@ -9,6 +9,7 @@ from sqlalchemy import or_, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
+from app.audit.log import Call
 from app.datasets.models import Dataset, UploadKey
 from app.datasets.receiving import Received
 from app.errors import ApiError, as_api_error, conflict, is_database_away, not_found
@@ -37,6 +38,7 @@ async def keep(
     received: Received,
     created_by: str,
     idempotency: Idempotency | None = None,
+    call: Call | None = None,
 ) -> Dataset:
     """Move a received file to its place and commit its row, in this order: a row always has its file.
 
@@ -67,6 +69,8 @@ async def keep(
             if idempotency is not None:
                 await _claim(session, id, created_by, idempotency)
             await session.refresh(dataset)
+            if call is not None:
+                call.write(session, 201, id)
     except Exception as error:
         # A commit whose answer got lost may have happened: only the sweep can tell, once the database is back.
         if not is_database_away(error):
@@ -74,6 +78,8 @@ async def keep(
         if isinstance(error, _MadeByATwin) and (earlier := await _replayed(sessions, created_by, idempotency)):
             return earlier
         raise
+    if call is not None:
+        call.is_written = True
     return dataset
 
 

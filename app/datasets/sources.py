@@ -18,6 +18,8 @@ from app.datasets.tokens import MOST_TOKENIZER_BYTES, BadTokenizer, TokenCounter
 from app.errors import ApiError, FieldError, from_validation, invalid, too_large
 from app.runs import base_models
 from app.runs.models import Run
+from app.secrets import service as secrets
+from app.secrets.store import HF_TOKEN
 from app.storage import Storage
 from app.strict_json import BadJson, parse
 
@@ -71,7 +73,7 @@ async def _from_hub(around: Around, request: HubImport) -> Received:
     reading = Reading(request.format, None, columns, tokens)
     receiving = await asyncio.to_thread(Receiving, around.folder, around.settings, reading)
     try:
-        async with hub.client() as client:
+        async with hub.client(await _token(around)) as client:
             files = await hub.files_of_split(client, request)
             for file in files:
                 receiving.begin(file.path, file.path if len(files) > 1 else "")
@@ -85,6 +87,11 @@ async def _from_hub(around: Around, request: HubImport) -> Received:
         return await asyncio.to_thread(receiving.finish, name, digest)
     finally:
         receiving.close()
+
+
+async def _token(around: Around) -> str | None:
+    async with around.sessions() as session:
+        return await secrets.find(session, around.settings, HF_TOKEN)
 
 
 async def _tokenizer(around: Around, name: str) -> TokenCounter:
@@ -106,7 +113,7 @@ async def _tokenizer_file(around: Around, name: str) -> Path:
     located = await asyncio.to_thread(base_models.locate, around.settings, around.storage, name, attempt)
     if located["path"] is None:
         file = around.folder / "tokenizer.json"
-        async with hub.client() as client:
+        async with hub.client(await _token(around)) as client:
             await hub.fetch_tokenizer(client, located["hub"] or name, file, MOST_TOKENIZER_BYTES)
         return file
     file = Path(located["path"]) / "tokenizer.json"

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Set
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -37,6 +38,11 @@ def is_run(name: str) -> bool:
     return name.startswith("run_") and is_id(name, "run")
 
 
+def is_hub_name(name: str) -> bool:
+    """Whether the name could be one of the hub."""
+    return _HUB_NAME.fullmatch(name) is not None
+
+
 def locate(
     settings: Settings,
     storage: Storage,
@@ -61,6 +67,7 @@ def locate(
                 f"The output of run {name} is gone from the storage; resume that run to make it again.",
             )
         return Located(name=name, path=str(folder), hub=None, revision=None)
+    _check_allowed(settings, name)
     folder = _below(settings.models_folder, name)
     if folder.is_dir():
         if not _holds_model(folder):
@@ -109,6 +116,18 @@ def _longest(folder: Path) -> int | None:
     return longest if isinstance(longest, int) else None
 
 
+def _check_allowed(settings: Settings, name: str) -> None:
+    """Of a run's output it was asked when that run was made."""
+    patterns = [pattern for part in settings.allowed_models.split(",") if (pattern := part.strip())]
+    if not patterns or any(fnmatchcase(name, pattern) for pattern in patterns):
+        return
+    allowed = ", ".join(f"`{pattern}`" for pattern in patterns)
+    raise BaseModelError(
+        "model_not_allowed",
+        f"This server does not train on {name[:100]!r}; its operator allows {allowed[:300]} (ANNEAL_ALLOWED_MODELS).",
+    )
+
+
 def _below(root: Path, name: str) -> Path:
     try:
         return Storage.resolve_below(root, name)
@@ -122,7 +141,7 @@ def _below(root: Path, name: str) -> Path:
 
 def _hub_name(settings: Settings, name: str) -> str:
     here = f"There is no folder {name!r} below the models root {settings.models_folder}"
-    if _HUB_NAME.fullmatch(name) is None:
+    if not is_hub_name(name):
         raise BaseModelError(
             "model_not_found",
             f"{here}, and it is neither the id of a run (`run_…`) nor a hub name (`owner/model`); put the "

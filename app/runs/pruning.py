@@ -10,10 +10,12 @@ from dataclasses import astuple, dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import ColumnElement, func, select, text, update
+from sqlalchemy import ColumnElement, delete, func, select, text, update
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 from sqlalchemy.orm import aliased
 
+from app.audit.log import KEPT_DAYS
+from app.audit.models import AuditEntry
 from app.checkpoints import retention
 from app.checkpoints.models import Checkpoint
 from app.clock import utc_now
@@ -96,7 +98,18 @@ class Pruning:
                 await self._checkpoints(_before(self._policy.checkpoints_days))
             if self._policy.events_days is not None:
                 await self._events(_before(self._policy.events_days))
+            if not self._dry_run:
+                await self._audit(id_at("aud", _before(KEPT_DAYS)))
         return self._found
+
+    async def _audit(self, before: str) -> None:
+        """Calls of more than a year ago."""
+        old = select(AuditEntry.id).where(AuditEntry.id < before).order_by(AuditEntry.id).limit(10_000)
+        rows = 1
+        while rows:
+            async with self._sessions() as session, session.begin():
+                gone = delete(AuditEntry).where(AuditEntry.id.in_(old)).returning(AuditEntry.id)
+                rows = len((await session.scalars(gone)).all())
 
     async def _runs(self, before: datetime) -> None:
         """Whole runs, those first that nothing builds on; what becomes free by that is next."""

@@ -97,3 +97,40 @@ class TestLocate:
     def test_the_worker_needs_no_web_framework_for_it(self) -> None:
         check = "import sys, app.runs.base_models; sys.exit('fastapi' in sys.modules)"
         assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+
+
+class TestAllowed:
+    """ANNEAL_ALLOWED_MODELS: the operator's list of names."""
+
+    @pytest.mark.parametrize(
+        ("patterns", "name", "allowed"),
+        [
+            ("", "any/model", True), (" , ", "any/model", True), ("tiny", "tiny", True), ("tiny", "tiny2", False),
+            ("qwen-*, meta/*", "meta/llama", True), ("qwen-*, meta/*", "meta-evil/llama", False),
+            ("meta/*", "META/llama", False), ("meta/llama-?b", "meta/llama-8b", True), ("*", "any/model", True),
+            ("meta/llama-[78]b", "meta/llama-9b", False), ("meta", "meta/llama", False), ("meta/*", "tiny", False),
+        ],
+    )  # fmt: skip
+    def test_a_name_is_held_against_the_patterns(
+        self, settings: Settings, storage: Storage, patterns: str, name: str, allowed: bool
+    ) -> None:
+        make_model(settings, "tiny")
+        limited = settings.model_copy(update={"allowed_models": patterns})
+        if allowed:
+            assert locate(limited, storage, name, None)["name"] == name
+        else:
+            assert code_of(limited, storage, name) == "model_not_allowed"
+
+    def test_what_is_outside_the_models_root_stays_so(self, settings: Settings, storage: Storage) -> None:
+        limited = settings.model_copy(update={"allowed_models": "*"})
+        assert code_of(limited, storage, "../x") == "outside_models_root"
+
+    def test_the_output_of_a_run_was_asked_for_when_that_run_was_made(
+        self, settings: Settings, storage: Storage
+    ) -> None:
+        run_id = new_id("run")
+        folder = storage.output_dir(run_id, 1)
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        limited = settings.model_copy(update={"allowed_models": "meta/*"})
+        assert locate(limited, storage, run_id, 1)["path"] == str(folder)

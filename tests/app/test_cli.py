@@ -15,13 +15,17 @@ from app.config import Settings
 from tests.conftest import Services
 from tests.waiting import eventually
 
-COMMANDS = ["up", "api", "worker", "migrate", "demo", "keys create", "keys list", "keys revoke"]
+COMMANDS = ["up", "api", "worker", "migrate", "demo", "keys create", "keys list", "keys revoke",
+            "secrets set", "secrets list", "secrets delete", "secrets rotate", "audit"]  # fmt: skip
 
 
-def anneal(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+TOKEN = "hf_" + "abcdefgh" * 4
+
+
+def anneal(*arguments: str, input: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "COLUMNS": "200", **variables}
     command = [sys.executable, "-P", "-m", "app.cli", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=environment, input=input, capture_output=True, text=True, timeout=60)
 
 
 def refused(done: subprocess.CompletedProcess[str]) -> str:
@@ -54,6 +58,24 @@ class TestHelp:
     def test_without_a_command_it_lists_them(self) -> None:
         done = anneal()
         assert all(command.split()[0] in done.stdout + done.stderr for command in COMMANDS)
+
+
+class TestSecrets:
+    def test_a_secret_is_set_from_standard_input_and_never_shown(self, servers: dict[str, str]) -> None:
+        assert anneal("secrets", "set", "hf_token", input=TOKEN + "\n", **servers).stdout == "hf_token is set.\n"
+        listed = anneal("secrets", "list", **servers).stdout
+        assert listed.startswith("hf_token ") and TOKEN not in listed
+        assert anneal("secrets", "rotate", **servers).stdout.startswith("0 secrets")
+        assert anneal("secrets", "delete", "hf_token", **servers).stdout == "hf_token is deleted.\n"
+        assert anneal("secrets", "list", **servers).stdout == ""
+        deleted, made = anneal("audit", "--resource", "hf_token", "--days", "1", **servers).stdout.splitlines()
+        assert "CLI secrets delete  hf_token" in deleted and "CLI secrets set  hf_token" in made
+        assert "There is no secret hf_token" in refused(anneal("secrets", "delete", "hf_token", **servers))
+
+    def test_what_cannot_be_a_secret_is_told_without_it(self, servers: dict[str, str]) -> None:
+        told = refused(anneal("secrets", "set", "hf_token", input="my secret of two words", **servers))
+        assert "visible ASCII" in told and "words" not in told
+        assert "small letters" in refused(anneal("secrets", "set", "HF", input=TOKEN, **servers))
 
 
 class TestKeys:

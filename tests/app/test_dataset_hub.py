@@ -1,6 +1,7 @@
 """Promises about data sets of the hub, against a server on loopback that speaks the few calls which are used."""
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -9,6 +10,9 @@ from typing import Any
 import pytest
 
 from app.config import Settings
+from app.datasets.hub import HubFile, client, download
+from app.errors import ApiError
+from app.outgoing import is_public
 from tests.app.uploads import lines, parquet
 from tests.server import ApiServer, ThreadServer
 
@@ -25,6 +29,7 @@ class Hub(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.asked: list[str] = []
+        self.tokens: dict[str, str | None] = {}
         self.files: dict[str, bytes] = {}
         self.redirects: dict[str, str] = {}
         self.listing: bytes | None = None
@@ -46,7 +51,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.asked.append(self.path)
-        assert "authorization" not in self.headers
+        self.server.tokens[self.path] = self.headers["authorization"]
         if self.path in self.server.redirects:
             self.send_response(302)
             self.send_header("Location", self.server.redirects[self.path])
@@ -182,6 +187,23 @@ def test_a_redirect_into_the_private_network_is_not_read(shared_api: ApiServer, 
     assert _rows(shared_api, _import(shared_api)) == [{"text": "the secret"}]
 
 
+def test_the_token_goes_to_the_hub_and_nowhere_else(api: ApiServer, hub: Hub) -> None:
+    """A redirect to another port of the same machine is another origin."""
+    hub.serve({"train.jsonl": lines({"text": "a"})})
+    path = f"/datasets/ada/words/resolve/{COMMIT}/train.jsonl"
+    assert _rows(api, _import(api)) == [{"text": "a"}]
+    assert set(hub.tokens.values()) == {None}
+    api.client.put("/v1/secrets/hf_token", json={"value": "hf_" + "x" * 34}).raise_for_status()
+    with Hub() as elsewhere:
+        elsewhere.files["/blob"] = lines({"text": "b"})
+        threading.Thread(target=elsewhere.serve_forever).start()
+        hub.redirects[path] = f"{elsewhere.url}/blob"
+        assert _rows(api, _import(api)) == [{"text": "b"}]
+        elsewhere.shutdown()
+    assert hub.tokens[path] == "Bearer hf_" + "x" * 34
+    assert elsewhere.tokens == {"/blob": None}
+
+
 def test_without_leave_of_the_operator_nobody_asks_the_hub(settings: Settings, hub: Hub) -> None:
     with ThreadServer(settings.model_copy(update={"allow_hub": False})) as api:
         answer = _import(api)
@@ -195,3 +217,45 @@ def test_more_bytes_than_an_upload_may_have_are_413(settings: Settings, hub: Hub
         answer = _import(api)
         assert (answer.status_code, answer.json()["code"]) == (413, "body_too_large")
         assert list(settings.storage_root.glob("staging/*")) == []
+
+
+async def test_a_name_that_changes_its_address_in_between_is_sent_nothing(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner answers the first question with an address of the internet, and the second with one of this machine."""
+    real, asked = socket.getaddrinfo, []
+
+    def resolve(host: Any, port: Any, *args: Any, **kwargs: Any) -> Any:
+        if host not in ("rebound.example", b"rebound.example"):
+            return real(host, port, *args, **kwargs)
+        asked.append(host)
+        return real("8.8.8.8" if len(asked) == 1 else "127.0.0.1", port, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    path = f"/datasets/ada/words/resolve/{COMMIT}/train.jsonl"
+    hub.redirects[path] = hub.url.replace("127.0.0.1", "rebound.example") + "/secret"
+    with pytest.raises(ApiError, match="private network"):
+        async with client() as opened:
+            async for _ in download(opened, HubFile("train.jsonl", path)):
+                pass
+    assert len(asked) == 2
+    assert "/secret" not in hub.asked
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1", "127.9.9.9", "0.0.0.0", "10.0.0.1", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1",
+        "100.100.100.200", "192.0.0.8", "198.18.0.1", "224.0.0.1", "240.0.0.1", "255.255.255.255", "::", "::1",
+        "fe80::1", "fe80::1%eth0", "fc00::1", "fd00:ec2::254", "ff02::1", "2001:db8::1", "::ffff:127.0.0.1",
+        "::ffff:169.254.169.254", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "2002:7f00:1::", "2002:a00:1::1",
+        "2001:0:7f00:1::80ff:fffe", "", "localhost", "2130706433", "127.1",
+    ],
+)  # fmt: skip
+def test_no_address_of_a_private_network_is_taken_for_one_of_the_internet(address: str) -> None:
+    assert not is_public(address)
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"])
+def test_addresses_of_the_internet_are_public(address: str) -> None:
+    assert is_public(address)

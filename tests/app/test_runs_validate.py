@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine
 
+from app.config import Settings
 from app.db import sync_engine
 from app.ids import new_id
 from app.storage import Storage
 from tests.factories import Trainer, count_runs, make_dataset, make_model, make_run
 from tests.rows import add_worker, run_row
-from tests.server import ApiServer
+from tests.server import ApiServer, ThreadServer
 
 
 @pytest.fixture
@@ -298,3 +299,16 @@ class TestValidate:
         assert answer["effective_config"]["load_in_4bit"] is False
         assert answer["effective_config"]["lora_r"] is None
         assert count_runs(engine) == 0
+
+
+def test_a_model_that_the_operator_does_not_allow_is_refused_and_the_allowed_ones_are_named(settings: Settings) -> None:
+    with ThreadServer(settings.model_copy(update={"allowed_models": "qwen-*, meta/*"})) as api:
+        engine = sync_engine(settings.database_url or "", pool_size=0)
+        body = {"dataset_id": make_dataset(engine), "config": {"base_model": "evil/model", "method": "sft"}}
+        field, code, message = only_error(refused(api, engine, body))
+        assert (field, code) == ("config.base_model", "model_not_allowed")
+        assert "`qwen-*`, `meta/*`" in message and "evil/model" in message
+        upload = {"file": ("x.jsonl", b'{"text": "a"}\n')}
+        answer = api.client.post("/v1/datasets", data={"tokenizer": "evil/model"}, files=upload)
+        assert answer.json()["code"] == "model_not_allowed", "a tokenizer is a file of a model"
+        engine.dispose()

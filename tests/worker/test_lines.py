@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker.lines import MAX_LINE_BYTES, LogLine, LogLines, Stream, clean_record, parse_record
+from worker.redaction import Redactor
 
 pieces = st.lists(
     st.tuples(
@@ -202,13 +203,13 @@ class TestRecords:
     @given(json_like)
     @settings(max_examples=300)
     def test_any_record_becomes_storable(self, record: Any) -> None:
-        text = json.dumps(clean_record(record), allow_nan=False)
+        text = json.dumps(clean_record(record, Redactor()), allow_nan=False)
         assert "\\u0000" not in text
-        json.dumps(clean_record(record), ensure_ascii=False).encode()
+        json.dumps(clean_record(record, Redactor()), ensure_ascii=False).encode()
 
     def test_non_finite_numbers_are_null_and_named(self) -> None:
         record = {"type": "metric", "loss": math.nan, "extra": {"kl": -math.inf}, "list": [1.0, math.inf]}
-        assert clean_record(record) == {
+        assert clean_record(record, Redactor()) == {
             "type": "metric",
             "loss": None,
             "extra": {"kl": None},
@@ -218,24 +219,24 @@ class TestRecords:
 
     def test_a_clean_record_is_unchanged(self) -> None:
         record = {"type": "metric", "step": 3, "loss": 1.25, "extra": {"a": [True, None, "é"]}}
-        assert clean_record(record) == record
+        assert clean_record(record, Redactor()) == record
 
     def test_integers_beyond_the_database_become_floats(self) -> None:
-        assert clean_record({"n": 2**70, "m": 10**400}) == {"n": 2.0**70, "m": None, "non_finite": ["m"]}
+        assert clean_record({"n": 2**70, "m": 10**400}, Redactor()) == {"n": 2.0**70, "m": None, "non_finite": ["m"]}
 
     def test_depth_and_size_are_bounded(self) -> None:
         deep: Any = 1
         for _ in range(5000):
             deep = [deep]
-        text = json.dumps(clean_record({"deep": deep, "long": "x" * 10**6, "many": [0] * 10**6}))
+        text = json.dumps(clean_record({"deep": deep, "long": "x" * 10**6, "many": [0] * 10**6}, Redactor()))
         assert len(text) < 200_000
 
     @pytest.mark.parametrize("data", [b"", b"{", b"[1]", b"null", b'{"a": 1}', b'{"type": 3}', b"\xff", b"[" * 10**5])
     def test_what_is_no_record_is_none(self, data: bytes) -> None:
-        assert parse_record(data) is None
+        assert parse_record(data, Redactor()) is None
 
     def test_a_record_is_parsed_and_cleaned(self) -> None:
-        assert parse_record(b'{"type": "metric", "loss": NaN, "note": "\\ud800\\u0000"}') == {
+        assert parse_record(b'{"type": "metric", "loss": NaN, "note": "\\ud800\\u0000"}', Redactor()) == {
             "type": "metric",
             "loss": None,
             "note": "\ufffd" * 3 + "\ufffd",

@@ -45,6 +45,16 @@ def about(arguments: list[str]) -> int:
     return 0
 
 
+def secretive(arguments: list[str]) -> int:
+    """Tell which secret it has, and what the kernel shows to others of it and of its parent."""
+    _, report, _ = start(arguments)
+    shown = [
+        Path(f"/proc/{pid}/{name}").read_bytes() for pid in ("self", os.getppid()) for name in ("environ", "cmdline")
+    ]
+    report.send("secret", token=os.environ.get("HF_TOKEN"), shown=b"".join(shown).decode())
+    return 0
+
+
 def chatty(arguments: list[str]) -> int:
     """Say numbered things by every way there is, one after another."""
     _, report, _ = start(arguments)

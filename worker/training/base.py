@@ -127,8 +127,8 @@ def not_loaded(error: Exception, source: str, what: str) -> TrainingFailure:
     if _is_refused(error):
         return TrainingFailure(
             "model_not_found",
-            f"The hub does not give out the {what} {name}: it is gated, private or not there. The operator can log in "
-            "on the worker with `hf auth login`, as the user that trainers run as, with an account that may read it.",
+            f"The hub does not give out the {what} {name}: it is gated, private or not there. The operator can give "
+            "runs the token of an account that may read it: `anneal secrets set hf_token`.",
         )
     if isinstance(error, missing) or type(error).__name__ == "SafetensorError":
         return TrainingFailure("model_not_found", f"The {what} {name} cannot be loaded: {text}")

@@ -314,7 +314,7 @@ class TestNotLoaded:
         error.__cause__ = refusal
         failure = not_loaded(error, "owner/gated", "model")
         assert failure.code == "model_not_found"
-        assert "owner/gated" in failure.message and "`hf auth login`" in failure.message
+        assert "owner/gated" in failure.message and "`anneal secrets set hf_token`" in failure.message
 
 
 class TestKilledWhileSaving:

@@ -1,0 +1,38 @@
+"""`anneal audit`: the list, read on the server."""
+
+from datetime import timedelta
+from typing import Annotated
+
+import typer
+
+from app.plain_errors import plain_errors, settings_with_urls
+
+
+def audit(
+    key: Annotated[str | None, typer.Option(help="Calls with this key, by its id.")] = None,
+    resource: Annotated[str | None, typer.Option(help="Calls on this id or name.")] = None,
+    days: Annotated[float | None, typer.Option(min=0, max=36_500, help="Calls of so many days.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="Most calls to show.")] = 50,
+) -> None:
+    """List calls and commands that changed something, newest first.
+
+    Example: `anneal audit --days 7 --resource hf_token`
+    """
+    from sqlalchemy.orm import Session
+
+    from app.audit.log import Filters, listing
+    from app.audit.models import AuditEntry
+    from app.clock import utc_now
+    from app.db import sync_engine
+
+    with plain_errors():
+        settings = settings_with_urls()
+        since = None if days is None else utc_now() - timedelta(days=days)
+        query = listing(Filters(key, resource, since)).order_by(AuditEntry.id.desc()).limit(limit)
+        with Session(sync_engine(settings.database_url or "", pool_size=0, name="anneal-audit")) as session:
+            for call in session.scalars(query):
+                what = f"{call.method} {call.route}"
+                who = f"{call.key_name} ({call.key_id or 'on the server'})"
+                typer.echo(
+                    f"{call.ts:%Y-%m-%d %H:%M:%S}  {call.status or '   '}  {what}  {call.resource or '-'}  {who}"
+                )

@@ -1,0 +1,28 @@
+"""`/v1/audit`: for keys with the scope `admin`."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from pydantic import AwareDatetime
+
+from app.audit.log import Filters, listing
+from app.audit.models import AuditEntry
+from app.audit.schemas import AuditView
+from app.auth import AdminOnly
+from app.dependencies import Session
+from app.pagination import Page, PageQuery, fetch
+
+router = APIRouter(prefix="/audit", tags=["audit"], dependencies=[AdminOnly])
+
+
+@router.get("")
+async def list_calls(
+    session: Session,
+    paging: PageQuery,
+    key_id: Annotated[str | None, Query(max_length=100, description="Calls with this key.")] = None,
+    resource: Annotated[str | None, Query(max_length=200, description="Calls on this id or name.")] = None,
+    since: Annotated[AwareDatetime | None, Query(description="Calls since then, with a time zone.")] = None,
+) -> Page[AuditView]:
+    """Calls that changed something or tried to, newest first: who, what and when, never what was sent."""
+    rows, has_more = await fetch(session, listing(Filters(key_id, resource, since)), AuditEntry.id, paging)
+    return Page(data=[AuditView.model_validate(row) for row in rows], has_more=has_more)

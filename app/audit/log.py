@@ -1,0 +1,106 @@
+"""What is written down of a call that changes something, in the transaction of the change: both happen, or neither."""
+
+import os
+import pwd
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from fastapi import Request
+from sqlalchemy import Insert, Select, insert, select
+from sqlalchemy.ext.asyncio import AsyncSession
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import Scope
+
+from app.audit.models import AuditEntry
+from app.errors import clean, request_id
+from app.ids import id_at, new_id
+from app.monitoring.requests import route_template
+
+KEPT_DAYS = 365.0
+_LONGEST = 200
+
+
+class Call:
+    """A call that may change something; `is_written` once it is in the list."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.is_written = False
+        self._scope = scope
+
+    def write(self, session: AsyncSession, status: int, resource: str | None) -> None:
+        """Write it down with what the session commits."""
+        session.add(AuditEntry(**self.row(status, resource)))
+
+    def row(self, status: int | None, resource: str | None) -> dict[str, Any]:
+        """Everything that is kept of the call."""
+        scope = self._scope
+        caller = scope["state"]["caller"]
+        client = scope.get("client")
+        if resource is None:
+            resource = next(reversed(scope.get("path_params", {}).values()), None)
+        return {
+            "id": new_id("aud"),
+            "method": clean(scope["method"], 20),
+            "route": route_template(scope),
+            "resource": None if resource is None else clean(str(resource), _LONGEST),
+            "key_id": caller.key_id,
+            "key_name": caller.name,
+            "address": client[0] if client else None,
+            "request_id": request_id(scope),
+            "status": status,
+        }
+
+
+def call_of(scope: Scope) -> Call | None:
+    """The call that this request is; None for one that changes nothing."""
+    call: Call | None = scope["state"].get("audited")
+    return call
+
+
+def write(request: Request, response: Response, session: AsyncSession) -> Call | None:
+    """Write the call of an endpoint down in its transaction, which is about to be committed."""
+    call = call_of(request.scope)
+    if call is not None:
+        usual = getattr(request.scope.get("route"), "status_code", None) or 200
+        # What a call makes is not in its path: its answer says where to find it.
+        call.write(session, response.status_code or usual, made(response.headers))
+    return call
+
+
+def made(headers: Headers) -> str | None:
+    """Id of what a call has made."""
+    return headers["location"].rpartition("/")[2] if "location" in headers else None
+
+
+def of_command(command: str, resource: str) -> Insert:
+    """A command on the server that changed something, by the unix user who gave it."""
+    uid = os.getuid()
+    try:
+        user = pwd.getpwuid(uid).pw_name
+    except KeyError:  # as in containers
+        user = str(uid)
+    row = {"id": new_id("aud"), "method": "CLI", "route": command, "resource": resource, "key_name": user}
+    return insert(AuditEntry).values(row)
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Which calls to list; None: any."""
+
+    key_id: str | None = None
+    resource: str | None = None
+    since: datetime | None = None
+
+
+def listing(filters: Filters) -> "Select[AuditEntry]":
+    """The calls, in no order yet."""
+    query = select(AuditEntry)
+    if filters.key_id is not None:
+        query = query.where(AuditEntry.key_id == filters.key_id)
+    if filters.resource is not None:
+        query = query.where(AuditEntry.resource == filters.resource)
+    if filters.since is not None:
+        query = query.where(AuditEntry.id >= id_at("aud", filters.since))
+    return query

@@ -1,0 +1,59 @@
+"""Writes down the calls that no transaction has written down: those that were refused, or that failed."""
+
+import logging
+
+from sqlalchemy import insert
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.audit.log import Call, made
+from app.audit.models import AuditEntry
+from app.errors import as_api_error
+
+log = logging.getLogger(__name__)
+
+_SAFE = {"GET", "HEAD", "OPTIONS"}
+CHANGES_NOTHING = {("POST", "/v1/runs/validate")}
+
+
+class Audit:
+    """Middleware behind authentication: every call with an unsafe method is a `Call`, and ends in the list."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (
+            scope["type"] != "http"
+            or scope["method"] in _SAFE
+            or "caller" not in scope["state"]
+            or (scope["method"], scope["path"]) in CHANGES_NOTHING
+        ):
+            await self.app(scope, receive, send)
+            return
+        call = scope["state"]["audited"] = Call(scope)
+        status: int | None = None
+        resource: str | None = None
+
+        async def observed(message: Message) -> None:
+            nonlocal status, resource
+            if message["type"] == "http.response.start":
+                status, resource = message["status"], made(Headers(raw=message["headers"]))
+            await send(message)
+
+        try:
+            await self.app(scope, receive, observed)
+        finally:
+            if not call.is_written:
+                await self._write(scope, call.row(status, resource))
+
+    async def _write(self, scope: Scope, row: dict[str, object]) -> None:
+        """The answer is out, and nothing was changed: where the database refuses, the log of this process has it."""
+        try:
+            async with scope["app"].state.sessions() as session, session.begin():
+                await session.execute(insert(AuditEntry).values(row))
+        except Exception as error:
+            if as_api_error(error) is None:
+                log.exception("a call is not in the audit list")
+            told = " ".join(f"{name}={value}" for name, value in row.items())
+            log.warning("not in the audit list: %s", told)

@@ -1,0 +1,34 @@
+"""What every answer tells a browser: to run nothing of it, to keep nothing of it, to guess nothing about it."""
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+ALWAYS = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+UNLESS_SAID = {
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-store",
+}
+"""For answers that do not have their own: a page has to say exactly what it needs."""
+
+
+class ResponseHeaders:
+    """Middleware: adds these to everything that this process answers."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": list(message["headers"])}
+                headers = MutableHeaders(raw=message["headers"])
+                headers.update(ALWAYS)
+                for name, value in UNLESS_SAID.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        await self.app(scope, receive, send_with_headers if scope["type"] == "http" else send)

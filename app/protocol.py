@@ -1,0 +1,62 @@
+"""HTTP as uvicorn speaks it, with bounds for clients that send slowly or without an end."""
+
+import asyncio
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+HEAD_SECONDS = 20.0
+"""From the connection, or the first byte of a further request, to the end of its headers."""
+REST_SECONDS = 30.0
+"""What a client may go on sending of a body that was answered already, a refused upload say."""
+MOST_HEAD_BYTES = 64 * 1024
+
+
+class Protocol(HttpToolsProtocol):
+    """One connection. Bodies have their own bounds in `app.intake`, idle connections in uvicorn."""
+
+    _timer: asyncio.TimerHandle | None = None
+    _in_head = True
+    _head_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._end_after(HEAD_SECONDS)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._go_on()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._in_head:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._in_head and self._head_bytes > MOST_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response(f"The headers of a request may have {MOST_HEAD_BYTES:,} bytes.")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head, self._head_bytes = True, 0
+        if self._timer is None:
+            self._end_after(HEAD_SECONDS)
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._go_on()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._go_on()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle is not None and self.cycle.more_body and self._timer is None:
+            self._end_after(REST_SECONDS)
+
+    def _end_after(self, seconds: float) -> None:
+        self._timer = self.loop.call_later(seconds, self.transport.abort)
+
+    def _go_on(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -1,0 +1,101 @@
+"""`anneal secrets`: tokens that runs and imports need, set by whoever has the database and the key file."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from app.home import HomeError
+from app.plain_errors import plain_errors, settings_with_urls
+
+secrets = typer.Typer(
+    help="Tokens that runs and imports need, sealed in the database. Example: `anneal secrets set hf_token`.",
+    no_args_is_help=True,
+)
+
+
+@secrets.command("set")
+def set_secret(
+    name: Annotated[str, typer.Argument(help="Such as hf_token, the token of the Hugging Face hub.")],
+) -> None:
+    """Keep a secret: typed without an echo, or from standard input. It cannot be read again.
+
+    Example: `anneal secrets set hf_token < token.txt`
+    """
+    from app.audit.log import of_command
+    from app.db import sync_engine
+    from app.secrets import store
+    from app.secrets.keyring import KeyringError
+
+    with plain_errors():
+        settings = settings_with_urls()
+        value = typer.prompt(name, hide_input=True) if sys.stdin.isatty() else sys.stdin.read(8192).rstrip("\r\n")
+        try:
+            store.check(name, value)
+            with sync_engine(settings.database_url or "", pool_size=0, name="anneal-secrets").begin() as connection:
+                keyring = store.for_sealing(connection, settings)
+                connection.execute(store.put(keyring, name, value, None))
+                connection.execute(of_command("secrets set", name))
+        except (ValueError, KeyringError) as error:
+            raise HomeError(str(error)) from None
+    typer.echo(f"{name} is set.")
+
+
+@secrets.command("list")
+def list_secrets() -> None:
+    """List names and when they were set; values cannot be shown.
+
+    Example: `anneal secrets list`
+    """
+    from app.db import sync_engine
+    from app.secrets import store
+
+    with plain_errors():
+        settings = settings_with_urls()
+        with sync_engine(settings.database_url or "", pool_size=0, name="anneal-secrets").connect() as connection:
+            for row in connection.execute(store.listing().with_only_columns(*store.SHOWN)):
+                typer.echo(f"{row.name:<32}  set {row.updated_at:%Y-%m-%d %H:%M}  key {row.key_id}")
+
+
+@secrets.command("delete")
+def delete_secret(name: Annotated[str, typer.Argument(help="As `anneal secrets list` shows it.")]) -> None:
+    """Forget a secret; runs that have it already keep it to their end.
+
+    Example: `anneal secrets delete hf_token`
+    """
+    from app.audit.log import of_command
+    from app.db import sync_engine
+    from app.secrets import store
+
+    with plain_errors():
+        settings = settings_with_urls()
+        with sync_engine(settings.database_url or "", pool_size=0, name="anneal-secrets").begin() as connection:
+            if connection.scalar(store.remove(name)) is None:
+                raise HomeError(f"There is no secret {name}; `anneal secrets list` shows what there is.")
+            connection.execute(of_command("secrets delete", name))
+    typer.echo(f"{name} is deleted.")
+
+
+@secrets.command("rotate")
+def rotate() -> None:
+    """Seal all secrets with the first key of the key file.
+
+    To change keys: put a new one into the first line (`openssl rand -base64 32`) of the file on every machine, run
+    this once, then take the old line out.
+
+    Example: `anneal secrets rotate`
+    """
+    from app.audit.log import of_command
+    from app.db import sync_engine
+    from app.secrets import store
+    from app.secrets.keyring import KeyringError
+
+    with plain_errors():
+        settings = settings_with_urls()
+        try:
+            with sync_engine(settings.database_url or "", pool_size=0, name="anneal-secrets").begin() as connection:
+                changed = store.rotate(connection, settings)
+                connection.execute(of_command("secrets rotate", "*"))
+        except KeyringError as error:
+            raise HomeError(str(error)) from None
+    typer.echo(f"{changed} secrets were sealed anew; all are under the first key now.")

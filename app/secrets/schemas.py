@@ -1,0 +1,45 @@
+"""Secrets on the wire: values come in, and never go out."""
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, SecretStr
+
+from app.runs.schemas import Moment
+from app.secrets.store import VALUE
+
+
+class SecretValue(BaseModel):
+    """What to keep under a name."""
+
+    model_config = ConfigDict(extra="forbid", json_schema_extra={"example": {"value": "hf_" + "x" * 34}})
+
+    value: SecretStr = Field(
+        min_length=8,
+        max_length=4096,
+        description="Visible ASCII, without spaces.",
+        json_schema_extra={"pattern": f"^{VALUE}$"},
+    )
+
+
+_VIEW: dict[str, JsonValue] = {
+    "name": "hf_token",
+    "created_at": "2026-01-02T03:04:05.678Z",
+    "updated_at": "2026-01-02T03:04:05.678Z",
+}
+
+
+class SecretView(BaseModel):
+    """A secret, without its value: nobody can read that again."""
+
+    model_config = ConfigDict(from_attributes=True, json_schema_extra={"example": _VIEW})
+
+    name: str
+    created_at: Moment
+    updated_at: Moment
+
+
+class SecretList(BaseModel):
+    """All secrets by name."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"data": [_VIEW], "has_more": False}})
+
+    data: list[SecretView]
+    has_more: bool = False

@@ -1,0 +1,53 @@
+"""What can be done with secrets over the API."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from sqlalchemy import Connection
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.config import Settings
+from app.errors import ApiError, FieldError, invalid, not_found
+from app.secrets import store
+from app.secrets.keyring import KeyringError
+from app.secrets.models import Secret
+
+T = TypeVar("T")
+
+
+async def put(session: AsyncSession, settings: Settings, name: str, value: str, created_by: str) -> Secret:
+    """Keep a value under a name, in place of an earlier one; 422 for what cannot be one."""
+    try:
+        store.check(name, value)
+    except ValueError as error:
+        field = "name" if str(error).startswith("a name") else "value"
+        raise invalid([FieldError(field=field, code="invalid", message=str(error))]) from None
+    keyring = await _with_keys(session, lambda connection: store.for_sealing(connection, settings))
+    statement = store.put(keyring, name, value, created_by)
+    secret: Secret = (await session.scalars(statement, execution_options={"populate_existing": True})).one()
+    return secret
+
+
+async def every(session: AsyncSession) -> Sequence[Secret]:
+    """All secrets by name."""
+    return (await session.scalars(store.listing())).all()
+
+
+async def remove(session: AsyncSession, name: str) -> None:
+    """Forget a secret; `secret_not_found` where there is none."""
+    if await session.scalar(store.remove(name)) is None:
+        raise not_found("secret", name)
+
+
+async def find(session: AsyncSession, settings: Settings, name: str) -> str | None:
+    """The value of a secret, for a call of this server to somebody else; None where it is not set."""
+    found = await _with_keys(session, lambda connection: store.read(connection, settings, [name]))
+    return found.get(name)
+
+
+async def _with_keys(session: AsyncSession, work: Callable[[Connection], T]) -> T:
+    connection = await session.connection()
+    try:
+        return await connection.run_sync(work)
+    except KeyringError as error:
+        raise ApiError(503, "secrets_unreadable", str(error)) from None

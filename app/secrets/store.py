@@ -1,0 +1,76 @@
+"""The statements on secrets, for the API, workers and the command line alike. Free of FastAPI."""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from sqlalchemy import Connection, Select, delete, func, select, update
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.sql.dml import ReturningDelete, ReturningInsert
+
+from app.config import Settings
+from app.secrets.keyring import Keyring
+from app.secrets.models import Secret
+
+HF_TOKEN = "hf_token"  # a name
+NAME = r"[a-z][a-z0-9_]{0,62}"
+VALUE = r"[\x21-\x7e]{8,4096}"
+"""Tokens are made of visible ASCII; shorter ones could be guessed, and to redact them would redact half of a log."""
+
+
+SHOWN = (Secret.name, Secret.key_id, Secret.created_at, Secret.updated_at)
+
+
+def check(name: str, value: str) -> None:
+    """Raises ValueError that says what is wrong with a name or a value, without the value."""
+    if re.fullmatch(NAME, name) is None:
+        raise ValueError("a name has small letters, digits and _, begins with a letter and has at most 63 characters")
+    if re.fullmatch(VALUE, value) is None:
+        raise ValueError("a value has 8 to 4,096 visible ASCII characters, without spaces")
+
+
+def put(keyring: Keyring, name: str, value: str, created_by: str | None) -> ReturningInsert[Any]:
+    """Keep a value under a name, in place of an earlier one; answers the row."""
+    changes = {"key_id": keyring.sealing_id, "sealed": keyring.seal(name, value), "updated_at": func.now()}
+    statement = insert(Secret).values(name=name, created_by=created_by, **changes)
+    return statement.on_conflict_do_update(index_elements=[Secret.name], set_=changes).returning(Secret)
+
+
+def listing() -> Select[Any]:
+    """All secrets by name."""
+    return select(Secret).order_by(Secret.name)
+
+
+def remove(name: str) -> ReturningDelete[Any]:
+    """Forget a secret; answers its name where there was one."""
+    return delete(Secret).where(Secret.name == name).returning(Secret.name)
+
+
+def sealed(names: Iterable[str]) -> "Select[str, str, bytes]":
+    """Name, key id and sealed value of those that are set."""
+    return select(Secret.name, Secret.key_id, Secret.sealed).where(Secret.name.in_(list(names)))
+
+
+def read(connection: Connection, settings: Settings, names: Iterable[str]) -> dict[str, str]:
+    """The values of those secrets that are set. Raises KeyringError."""
+    rows = connection.execute(sealed(names)).all()
+    if not rows:
+        return {}
+    keyring = Keyring.of(settings)
+    return {name: keyring.open(name, key_id, box) for name, key_id, box in rows}
+
+
+def for_sealing(connection: Connection, settings: Settings) -> Keyring:
+    """The keyring to seal with; a key file is made only while nothing is sealed yet. Raises KeyringError."""
+    return Keyring.of(settings, make=connection.scalar(select(Secret.name).limit(1)) is None)
+
+
+def rotate(connection: Connection, settings: Settings) -> int:
+    """Seal every secret with the first key of the key file; answers how many were not. Raises KeyringError."""
+    keyring = Keyring.of(settings)
+    rows = connection.execute(select(Secret.name, Secret.key_id, Secret.sealed).with_for_update()).all()
+    old = [row for row in rows if row.key_id != keyring.sealing_id]
+    for name, key_id, box in old:
+        again = keyring.seal(name, keyring.open(name, key_id, box))
+        connection.execute(update(Secret).where(Secret.name == name).values(key_id=keyring.sealing_id, sealed=again))
+    return len(old)

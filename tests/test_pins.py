@@ -1,0 +1,48 @@
+"""Every dependency is pinned to one version, and none to one with a hole that this project's rules name."""
+
+import tomllib
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from tests.nodes import ROOT
+
+PINS = {
+    canonicalize_name(pin.name): pin
+    for line in (ROOT / "constraints.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+    for pin in [Requirement(line)]
+}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def _version(name: str) -> Version:
+    (specifier,) = PINS[canonicalize_name(name)].specifier
+    assert specifier.operator == "=="
+    return Version(specifier.version)
+
+
+def test_every_dependency_that_is_declared_is_pinned_within_its_bounds() -> None:
+    groups = [
+        PROJECT["dependencies"],
+        PROJECT["optional-dependencies"]["worker"],
+        PROJECT["optional-dependencies"]["dev"],
+    ]
+    for text in [text for group in groups for text in group]:
+        wanted = Requirement(text)
+        assert wanted.specifier.contains(_version(wanted.name), prereleases=True), text
+
+
+def test_every_pin_names_one_version_and_no_address() -> None:
+    assert len(PINS) > 100
+    for name, pin in PINS.items():
+        assert pin.url is None and _version(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "least"), [("starlette", "0.49.1"), ("python-multipart", "0.0.27"), ("torch", "2.10"), ("celery", "5.7")]
+)
+def test_versions_with_holes_that_we_know_of_are_not_used(name: str, least: str) -> None:
+    assert _version(name) >= Version(least)
