@@ -27,8 +27,8 @@ chaos: $(READY)  ## break everything for ROUNDS=200 rounds; SEED=7 replays a sch
 mutants: $(READY)  ## build in known bugs, one at a time, and see each caught; ONLY='late-acks' for one
 	@$(BIN)/python -m tests.mutants $(ONLY)
 
-bench: .venv/.bench  ## all benchmarks; ONLY=C8 for one
-	@$(BIN)/python -m benchmarks $(ONLY)
+bench: .venv/.bench  ## all benchmarks; ONLY=C8 for one, SCALE=0.01 for a trial in small
+	@$(BIN)/python -m benchmarks $(ONLY) $(if $(SCALE),--scale $(SCALE))
 
 venv: $(READY)
 
