@@ -4,22 +4,26 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Lane:
-    """Who takes part: what is timed, how often in a block, and what is made ready before without being timed."""
+    """Who takes part: what is timed, how often in a block; what comes before and after is not."""
 
-    call: Callable[[], object]
+    call: Callable[[], Any]
     times: int
     prepare: Callable[[], object] = lambda: None
+    check: Callable[[Any], object] = lambda _: None
 
     def seconds(self) -> float:
         """Of one call."""
         self.prepare()
         began = time.perf_counter()
-        self.call()
-        return time.perf_counter() - began
+        result = self.call()
+        took = time.perf_counter() - began
+        self.check(result)
+        return took
 
 
 class Turns:
