@@ -1,11 +1,11 @@
 """C6: ten million log lines: stored as they come, the last hundred, and a hundred from the middle.
 
 Ours are stored 2,000 a transaction, the most that a worker's writer takes at once, timed from the text of the line to
-the return of the commit; then everybody can read them. MLflow has no log but artifacts: a log that others can read while it
-grows is one that is logged anew at every flush, so what a flush costs grows with what is there. It is given its best
-way, `log_artifact` of a file on the disk into a folder of the same disk, without a sync; and it is timed at half the
-lines, which is the mean flush of a log that grows to all of them. Beside it stands what it takes to log the whole file
-once, at the end, when nobody has to see it before.
+the return of the commit; then everybody can read them. MLflow has no log but artifacts: a log that others can read
+while it grows is one that is logged anew at every flush, so what a flush costs grows with what is there. It is given
+its best way, `log_artifact` of a file on the disk into a folder of the same disk, without a sync; and it is timed at
+half the lines, which is the mean flush of a log that grows to all of them. Beside it stands what it takes to log the
+whole file once, at the end, when nobody has to see it before.
 
 Ours are read over HTTP: `/logs?tail=100`, and the event stream from the middle of the log on, up to the hundredth line.
 MLflow's is downloaded and cut, Ray's is what its job API answers: neither has an offset.
@@ -95,8 +95,8 @@ def _ingest(service: Stack, mlflow: Mlflow, home: Path, size: int) -> Ingested:
     file.unlink()
     ratio = Ratio([one / other for one, other in zip(ours, theirs, strict=True)])
     print(
-        f"C6 {size:,} lines: ours stores {_spread(ours)} a second; MLflow, readable while they come, {_spread(theirs)}; "
-        f"MLflow, all at once at their end, {once:,.0f}\n"
+        f"C6 {size:,} lines: ours stores {_spread(ours)} a second; MLflow {_spread(theirs)} readable while they come, "
+        f"{once:,.0f} all at once at their end\n"
         f"C6 {size:,} lines: ours stores {ratio} times as many a second as a growing artifact takes",
         flush=True,
     )

@@ -18,7 +18,9 @@ from tests.stack import Stack
 from tests.waiting import eventually
 
 _DURABILITY = ("server_version", "fsync", "synchronous_commit", "full_page_writes", "wal_level", "shared_buffers")
-os.environ |= {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "GIT_PYTHON_REFRESH": "quiet"}
+os.environ |= {
+    "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false", "GIT_PYTHON_REFRESH": "quiet"
+}  # fmt: skip
 
 
 class Mlflow:
