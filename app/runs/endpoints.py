@@ -66,7 +66,7 @@ async def validate_run(
     return await service.check(session, service.Surroundings(settings, storage, RULES), body)
 
 
-@router.get("")
+@router.get("", response_model=Page[RunSummary])
 async def list_runs(
     session: Session,
     storage: CurrentStorage,
@@ -79,11 +79,11 @@ async def list_runs(
     sort: Annotated[
         listing.Sort, Query(description="`created_at`: newest first; `best_loss`: lowest first, those without last.")
     ] = "created_at",
-) -> Page[RunSummary]:
+) -> Response:
     """Runs, newest or best first."""
     filters = listing.Filters(experiment_id, tuple(status or ()), tag, parent_run_id, base_model)
-    runs, has_more = await listing.page(session, filters, paging, sort)
-    return Page(data=await views.many(session, storage, runs), has_more=has_more)
+    rows, has_more = await listing.page(session, filters, paging, sort)
+    return Response(await views.page(session, storage, rows, has_more), media_type="application/json")
 
 
 @router.get("/compare")

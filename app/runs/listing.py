@@ -3,15 +3,22 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Select, select, tuple_, union_all
+from sqlalchemy import ColumnElement, Select, Text, cast, select, tuple_, union_all
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.errors import FieldError, invalid
-from app.pagination import Paging, fetch
+from app.pagination import Paging, fetch_rows
 from app.runs.config import TrainingStatus
 from app.runs.models import TERMINAL, Run
+from app.runs.views import COLUMNS, DOCUMENTS
 
 Sort = Literal["created_at", "best_loss"]
+
+# Plain columns, and documents as text: to make objects of fifty runs would take ten times as long as to find them.
+_LISTED = select(
+    *Run.__table__.c["id", *(name for name in COLUMNS if name not in DOCUMENTS)],
+    *(cast(Run.__table__.c[name], Text).label(name) for name in DOCUMENTS),
+)
 
 
 @dataclass(frozen=True)
@@ -44,12 +51,12 @@ class Filters:
 
 async def page(
     session: AsyncSession, filters: Filters, paging: Paging, sort: Sort = "created_at"
-) -> tuple[list[Run], bool]:
-    """One page of runs and whether there are more: newest first, or lowest loss first and those without one last."""
+) -> tuple[list[Any], bool]:
+    """One page of rows of runs and whether there are more: newest first, or lowest loss first, those without last."""
     if sort == "best_loss":
         return await _best_first(session, filters, paging)
     if len(filters.status) < 2:
-        return await fetch(session, select(Run).where(*filters.conditions(), *filters.on_status()), Run.id, paging)
+        return await fetch_rows(session, _LISTED.where(*filters.conditions(), *filters.on_status()), Run.id, paging)
     # Each status on its own comes from an index in the right order; all at once would have to be sorted.
     some: list[Select[Any]] = []
     for status in set(filters.status):
@@ -58,19 +65,19 @@ async def page(
             of_status = of_status.where(Run.id < paging.after)
         some.append(of_status.order_by(Run.id.desc()).limit(paging.limit + 1))
     ids = union_all(*(one.subquery().select() for one in some)).subquery()
-    return await fetch(session, select(Run).where(Run.id.in_(select(ids.c.id))), Run.id, paging)
+    return await fetch_rows(session, _LISTED.where(Run.id.in_(select(ids.c.id))), Run.id, paging)
 
 
-async def _best_first(session: AsyncSession, filters: Filters, paging: Paging) -> tuple[list[Run], bool]:
+async def _best_first(session: AsyncSession, filters: Filters, paging: Paging) -> tuple[list[Any], bool]:
     conditions = [*filters.conditions(), *filters.on_status()]
     after = None if paging.after is None else await _place(session, paging.after)
-    runs: list[Run] = []
+    runs: list[Any] = []
     if after is None or after[0] is not None:
         runs = await _with_loss(session, conditions, after, paging.limit + 1)
     if len(runs) <= paging.limit:
         last = paging.after if after is not None and after[0] is None else None
-        without = select(Run).where(*conditions, Run.final_loss.is_(None), Run.best_loss.is_(None))
-        rest, has_more = await fetch(session, without, Run.id, Paging(paging.limit - len(runs) or 1, last))
+        without = _LISTED.where(*conditions, Run.final_loss.is_(None), Run.best_loss.is_(None))
+        rest, has_more = await fetch_rows(session, without, Run.id, Paging(paging.limit - len(runs) or 1, last))
         has_more = has_more or len(runs) + len(rest) > paging.limit
         return (runs + rest)[: paging.limit], has_more
     return runs[: paging.limit], True
@@ -86,7 +93,7 @@ async def _place(session: AsyncSession, run_id: str) -> tuple[float | None, str]
 
 async def _with_loss(
     session: AsyncSession, conditions: list[ColumnElement[bool]], after: tuple[float | None, str] | None, most: int
-) -> list[Run]:
+) -> list[Any]:
     """Those that have ended, from an index; those that train are few and their losses change: they are sorted."""
     ended = (Run.final_loss, [Run.final_loss.is_not(None)])
     begun = (Run.best_loss, [Run.best_loss.is_not(None), Run.attempt > 0, Run.status.not_in(TERMINAL)])
@@ -97,11 +104,11 @@ async def _with_loss(
             part = part.where(tuple_(loss, Run.id) > tuple_(*after))
         parts.append(part.order_by(loss, Run.id).limit(most).subquery().select())
     both = union_all(*parts).subquery()
-    query = select(Run).join(both, Run.id == both.c.id).order_by(both.c.loss, both.c.id).limit(most)
-    return list((await session.scalars(query)).all())
+    query = _LISTED.join(both, Run.id == both.c.id).order_by(both.c.loss, both.c.id).limit(most)
+    return list((await session.execute(query)).all())
 
 
-async def best_of(session: AsyncSession, experiment_id: str) -> Run | None:
-    """The run of an experiment with the lowest loss; the older one of two equals."""
+async def best_of(session: AsyncSession, experiment_id: str) -> Any | None:
+    """The row of the run of an experiment with the lowest loss; the older one of two equals."""
     found = await _with_loss(session, [Run.experiment_id == experiment_id], None, 1)
     return found[0] if found else None
