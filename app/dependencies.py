@@ -18,8 +18,7 @@ async def get_session(request: Request) -> AsyncIterator[AsyncSession]:
 
 async def get_snapshot(request: Request) -> AsyncIterator[AsyncSession]:
     """A session that only reads, and sees the database as it was at its first statement."""
-    engine = request.app.state.engine.execution_options(isolation_level="REPEATABLE READ")
-    async with AsyncSession(engine, expire_on_commit=False) as session, session.begin():
+    async with request.app.state.snapshot_sessions() as session, session.begin():
         yield session
 
 
