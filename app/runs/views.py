@@ -15,16 +15,19 @@ from app.runs.schemas import RunRead
 from app.storage import Storage
 
 DOCUMENTS = ("tags", "config", "effective_config")
+_NUMBERS = ("current_epoch", "best_loss")
+"""Of which JSON knows only the finite ones."""
 _MOMENTS = ("created_at", "started_at", "finished_at", "stop_requested_at")
 _PLAIN = (
     "experiment_id", "name", "backend", "dataset_id", "eval_dataset_id", "status", "priority", "max_restarts",
     "pinned", "parent_run_id", "resume_checkpoint_id", "base_run_id", "attempt", "worker_id", "current_step",
-    "total_steps", "current_epoch", "best_loss", "error_code", "error_message", "created_by",
+    "total_steps", "error_code", "error_message", "created_by",
 )  # fmt: skip
-_SAME = (*_PLAIN, *DOCUMENTS, *_MOMENTS)
+_SAME = (*_PLAIN, *_NUMBERS, *_MOMENTS, *DOCUMENTS)
 COLUMNS = (*_SAME, "event_seq", "output_attempt")
 """What is asked of the table for a list, beside the id."""
 _HISTORY = 100
+_as_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 async def one(session: AsyncSession, storage: Storage, run: Run) -> RunRead:
@@ -42,13 +45,16 @@ async def page(session: AsyncSession, storage: Storage, rows: Sequence[Any], has
     again takes many times as long as everything else that a list does.
     """
     items = []
-    for row, derived in zip(rows, await _derived(session, storage, rows), strict=True):
-        values = row._mapping
-        plain = {name: _finite(values[name]) for name in _PLAIN}
-        moments = {name: moment and timestamp(moment) for name in _MOMENTS for moment in (values[name],)}
-        head = json.dumps({**derived, **plain, **moments}, ensure_ascii=False, separators=(",", ":"))
-        documents = "".join(f',"{name}":{values[name] or "null"}' for name in DOCUMENTS)
-        items.append(f"{head[:-1]}{documents}}}")
+    for row, values in zip(rows, await _derived(session, storage, rows), strict=True):
+        found = row._asdict()
+        for name in _PLAIN:
+            values[name] = found[name]
+        for name in _NUMBERS:
+            values[name] = number if (number := found[name]) is not None and math.isfinite(number) else None
+        for name in _MOMENTS:
+            values[name] = timestamp(moment) if (moment := found[name]) else None
+        documents = "".join(f',"{name}":{found[name] or "null"}' for name in DOCUMENTS)
+        items.append(f"{_as_json(values)[:-1]}{documents}}}")
     return f'{{"data":[{",".join(items)}],"has_more":{"true" if has_more else "false"}}}'.encode()
 
 
@@ -72,8 +78,3 @@ async def _derived(session: AsyncSession, storage: Storage, runs: Sequence[Any])
             }
         )
     return found
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no word for the others."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
