@@ -16,6 +16,12 @@ async def get_session(request: Request) -> AsyncIterator[AsyncSession]:
         yield session
 
 
+async def get_reading(request: Request) -> AsyncIterator[AsyncSession]:
+    """A session that only reads and opens no transaction, which would cost as much as a short query."""
+    async with request.app.state.reading_sessions() as session:
+        yield session
+
+
 async def get_snapshot(request: Request) -> AsyncIterator[AsyncSession]:
     """A session that only reads, and sees the database as it was at its first statement."""
     async with request.app.state.snapshot_sessions() as session, session.begin():
@@ -34,6 +40,7 @@ def _storage(request: Request) -> Storage:
 
 # "function" scope: the transaction ends before the response starts, so that a 2xx never precedes its commit.
 Session = Annotated[AsyncSession, Depends(get_session, scope="function")]
+Reading = Annotated[AsyncSession, Depends(get_reading, scope="function")]
 Snapshot = Annotated[AsyncSession, Depends(get_snapshot, scope="function")]
 CurrentSettings = Annotated[Settings, Depends(_settings)]
 CurrentStorage = Annotated[Storage, Depends(_storage)]

@@ -1,9 +1,9 @@
 """What can be done with checkpoints."""
 
-from collections.abc import Sequence
+from typing import Any
 
-from sqlalchemy import Select, Text, bindparam, func, select
-from sqlalchemy.dialects.postgresql import ARRAY
+from sqlalchemy import ColumnElement, ScalarSelect, Select, func, select
+from sqlalchemy.dialects.postgresql import array
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.checkpoints.models import Checkpoint
@@ -46,23 +46,11 @@ async def pin(session: AsyncSession, run_id: str, checkpoint_id: str, pinned: bo
     return found
 
 
-_FURTHEST_OF_EACH = (
-    select(*Checkpoint.__table__.c["run_id", "attempt", "step"])
-    .where(
-        Checkpoint.deleted_at.is_(None),
-        Checkpoint.bad_reason.is_(None),
-        # One array: as many parameters as there are runs would take longer to write down than the query.
-        Checkpoint.run_id == func.any(bindparam("run_ids", type_=ARRAY(Text))),
-    )
-    .distinct(Checkpoint.run_id)
-    .order_by(Checkpoint.run_id, Checkpoint.step.desc(), Checkpoint.id.desc())
-)
-
-
-async def furthest_good_of_each(session: AsyncSession, run_ids: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Attempt and step of the furthest checkpoint that can be resumed from, for each of the runs that has one."""
-    found = await session.execute(_FURTHEST_OF_EACH, {"run_ids": list(run_ids)})
-    return {run_id: (attempt, step) for run_id, attempt, step in found.all()}
+def furthest_good_place(run_id: ColumnElement[str]) -> ScalarSelect[Any]:
+    """`[step, attempt]` of the furthest checkpoint that a run can be resumed from, as a column of a query of runs."""
+    place = array([Checkpoint.step, Checkpoint.attempt])
+    good = (Checkpoint.deleted_at.is_(None), Checkpoint.bad_reason.is_(None))
+    return select(func.max(place)).where(Checkpoint.run_id == run_id, *good).scalar_subquery()
 
 
 async def furthest_good(session: AsyncSession, run_id: str, most_step: int | None = None) -> Checkpoint | None:

@@ -7,7 +7,7 @@ from fastapi import APIRouter, BackgroundTasks, Depends, Header, Query, Request,
 
 from app.auth import CurrentCaller
 from app.backends.registry import RULES
-from app.dependencies import CurrentSettings, CurrentStorage, Session, Snapshot
+from app.dependencies import CurrentSettings, CurrentStorage, Reading, Session, Snapshot
 from app.pagination import Page, PageQuery
 from app.queue import Queue
 from app.runs import comparison, curves, listing, removal, service, views
@@ -68,7 +68,7 @@ async def validate_run(
 
 @router.get("", response_model=Page[RunSummary])
 async def list_runs(
-    session: Session,
+    session: Reading,
     storage: CurrentStorage,
     paging: PageQuery,
     experiment_id: Annotated[str | None, Query(max_length=100)] = None,
@@ -83,7 +83,7 @@ async def list_runs(
     """Runs, newest or best first."""
     filters = listing.Filters(experiment_id, tuple(status or ()), tag, parent_run_id, base_model)
     rows, has_more = await listing.page(session, filters, paging, sort)
-    return Response(await views.page(session, storage, rows, has_more), media_type="application/json")
+    return Response(views.page(storage, rows, has_more), media_type="application/json")
 
 
 @router.get("/compare")

@@ -6,6 +6,7 @@ from typing import Any, Literal
 from sqlalchemy import ColumnElement, Select, Text, cast, select, tuple_, union_all
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from app.checkpoints.service import furthest_good_place
 from app.errors import FieldError, invalid
 from app.pagination import Paging, fetch_rows
 from app.runs.config import TrainingStatus
@@ -18,6 +19,7 @@ Sort = Literal["created_at", "best_loss"]
 _LISTED = select(
     *Run.__table__.c["id", *(name for name in COLUMNS if name not in DOCUMENTS)],
     *(cast(Run.__table__.c[name], Text).label(name) for name in DOCUMENTS),
+    furthest_good_place(Run.__table__.c.id).label("furthest"),
 )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.checkpoints.service import furthest_good_of_each
+from app.checkpoints.service import furthest_good
 from app.events.log import timestamp
 from app.runs.metrics import recent
 from app.runs.models import Run
@@ -34,19 +34,21 @@ async def one(session: AsyncSession, storage: Storage, run: Run) -> RunRead:
     """A run with its newest metrics."""
     history = await recent(session, run.id, _HISTORY) if run.attempt else []
     same = {name: getattr(run, name) for name in _SAME}
-    (derived,) = await _derived(session, storage, [run])
+    # Who has never been claimed has neither checkpoints nor metrics, and a request for a run is not to wait for that.
+    saved = await furthest_good(session, run.id) if run.attempt else None
+    derived = _derived(storage, run, [saved.step, saved.attempt] if saved else None)
     return RunRead(**same, **derived, metrics_history=history)
 
 
-async def page(session: AsyncSession, storage: Storage, rows: Sequence[Any], has_more: bool) -> bytes:
-    """A `Page[RunSummary]` in JSON, of rows with `COLUMNS`, their documents as text.
+def page(storage: Storage, rows: Sequence[Any], has_more: bool) -> bytes:
+    """A `Page[RunSummary]` in JSON, of the rows that `app.runs.listing` finds.
 
     Written without the schema's objects: to parse the configurations of fifty runs, check them and write them down
     again takes many times as long as everything else that a list does.
     """
     items = []
-    for row, values in zip(rows, await _derived(session, storage, rows), strict=True):
-        found = row._asdict()
+    for row in rows:
+        found, values = row._asdict(), _derived(storage, row, row.furthest)
         for name in _PLAIN:
             values[name] = found[name]
         for name in _NUMBERS:
@@ -58,23 +60,14 @@ async def page(session: AsyncSession, storage: Storage, rows: Sequence[Any], has
     return f'{{"data":[{",".join(items)}],"has_more":{"true" if has_more else "false"}}}'.encode()
 
 
-async def _derived(session: AsyncSession, storage: Storage, runs: Sequence[Any]) -> list[dict[str, Any]]:
-    """What is not a column of the same name."""
-    # Who has never been claimed has neither checkpoints nor metrics, and a request for a run is not to wait for that.
-    claimed = [run.id for run in runs if run.attempt]
-    checkpoints = await furthest_good_of_each(session, claimed) if claimed else {}
-    found = []
-    for run in runs:
-        attempt, step = checkpoints.get(run.id, (None, None))
-        checkpoint = None if attempt is None else storage.shown(run.id, attempt, f"checkpoint-{step}")
-        output = None if run.output_attempt is None else storage.shown(run.id, run.output_attempt, "output")
-        found.append(
-            {
-                "id": run.id,
-                "run_id": run.id,
-                "last_seq": run.event_seq,
-                "checkpoint_path": checkpoint,
-                "fine_tuned_model": output,
-            }
-        )
-    return found
+def _derived(storage: Storage, run: Any, furthest: list[int] | None) -> dict[str, Any]:
+    """What is not a column of the same name; `furthest` is step and attempt of its furthest good checkpoint."""
+    checkpoint = storage.shown(run.id, furthest[1], f"checkpoint-{furthest[0]}") if furthest else None
+    output = None if run.output_attempt is None else storage.shown(run.id, run.output_attempt, "output")
+    return {
+        "id": run.id,
+        "run_id": run.id,
+        "last_seq": run.event_seq,
+        "checkpoint_path": checkpoint,
+        "fine_tuned_model": output,
+    }
