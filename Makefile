@@ -30,8 +30,8 @@ mutants: $(READY)  ## build in known bugs, one at a time, and see each caught; O
 fuzz: $(READY)  ## CASES=10000 requests that the API's own description allows, or nearly; SEED=7 makes the same ones
 	@$(BIN)/python -m tests.fuzz $(if $(CASES),--cases $(CASES)) $(if $(SEED),--seed $(SEED))
 
-bench: .venv/.bench  ## all benchmarks; ONLY=C8 for one
-	@$(BIN)/python -m benchmarks $(ONLY)
+bench: .venv/.bench  ## all benchmarks; ONLY=C8 for one, SCALE=0.01 for a trial in small
+	@$(BIN)/python -m benchmarks $(ONLY) $(if $(SCALE),--scale $(SCALE))
 
 venv: $(READY)
 

@@ -23,10 +23,15 @@ async def get_session(request: Request, response: Response) -> AsyncIterator[Asy
         call.is_written = True
 
 
+async def get_reading(request: Request) -> AsyncIterator[AsyncSession]:
+    """A session that only reads and opens no transaction, which would cost as much as a short query."""
+    async with request.app.state.reading_sessions() as session:
+        yield session
+
+
 async def get_snapshot(request: Request) -> AsyncIterator[AsyncSession]:
     """A session that only reads, and sees the database as it was at its first statement."""
-    engine = request.app.state.engine.execution_options(isolation_level="REPEATABLE READ")
-    async with AsyncSession(engine, expire_on_commit=False) as session, session.begin():
+    async with request.app.state.snapshot_sessions() as session, session.begin():
         yield session
 
 
@@ -42,6 +47,7 @@ def _storage(request: Request) -> Storage:
 
 # "function" scope: the transaction ends before the response starts, so that a 2xx never precedes its commit.
 Session = Annotated[AsyncSession, Depends(get_session, scope="function")]
+Reading = Annotated[AsyncSession, Depends(get_reading, scope="function")]
 Snapshot = Annotated[AsyncSession, Depends(get_snapshot, scope="function")]
 CurrentSettings = Annotated[Settings, Depends(_settings)]
 CurrentStorage = Annotated[Storage, Depends(_storage)]

@@ -111,6 +111,8 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     dispatcher = Dispatcher(dispatching, queue, settings)
     streams = Streams(engine, queue)
     api.state.engine, api.state.sessions, api.state.storage = engine, sessions, storage
+    api.state.reading_sessions = session_maker(engine.execution_options(isolation_level="AUTOCOMMIT"))
+    api.state.snapshot_sessions = session_maker(engine.execution_options(isolation_level="REPEATABLE READ"))
     api.state.auth, api.state.queue, api.state.streams = Auth(sessions), queue, streams
     api.state.curve_reads = asyncio.Semaphore(app.runs.curves.READS_AT_A_TIME)
     api.state.snapshots = Snapshots(dispatching, settings)

@@ -42,9 +42,20 @@ async def fetch(
     id: InstrumentedAttribute[str] | ColumnElement[str],
     paging: Paging,
 ) -> tuple[list[T], bool]:
-    """The rows of one page of `query` by descending `id`, and whether there are more."""
-    page: Select[Any] = query.order_by(id.desc()).limit(paging.limit + 1)
+    """The objects of one page of `query` by descending `id`, and whether there are more."""
+    rows, has_more = await fetch_rows(session, query, id, paging)
+    return [row[0] for row in rows], has_more
+
+
+async def fetch_rows(
+    session: AsyncSession,
+    query: Select[*tuple[Any, ...]],
+    id: InstrumentedAttribute[str] | ColumnElement[str],
+    paging: Paging,
+) -> tuple[list[Any], bool]:
+    """The same for a query of several columns."""
+    page = query.order_by(id.desc()).limit(paging.limit + 1)
     if paging.after is not None:
         page = page.where(id < paging.after)
-    rows = list((await session.scalars(page)).all())
+    rows = list((await session.execute(page)).all())
     return rows[: paging.limit], len(rows) > paging.limit

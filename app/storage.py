@@ -81,6 +81,10 @@ class Storage:
         """What one attempt writes, and no other."""
         return self.run_dir(run_id) / f"a{attempt}"
 
+    def shown(self, run_id: str, attempt: int, name: str) -> str:
+        """The path of something in `attempt_dir`, for lists: to make a `Path` of each takes longer than the query."""
+        return f"{self.root}/runs/{run_id}/a{attempt}/{name}"
+
     def checkpoint_dir(self, run_id: str, attempt: int, step: int) -> Path:
         """A checkpoint; it exists only when it is whole."""
         return self.attempt_dir(run_id, attempt) / f"checkpoint-{step}"

@@ -1,8 +1,9 @@
 """What can be done with checkpoints."""
 
-from collections.abc import Sequence
+from typing import Any
 
-from sqlalchemy import Select, select
+from sqlalchemy import ColumnElement, ScalarSelect, Select, func, select
+from sqlalchemy.dialects.postgresql import array
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.checkpoints.models import Checkpoint
@@ -45,15 +46,11 @@ async def pin(session: AsyncSession, run_id: str, checkpoint_id: str, pinned: bo
     return found
 
 
-async def furthest_good_of_each(session: AsyncSession, run_ids: Sequence[str]) -> dict[str, Checkpoint]:
-    """The furthest checkpoint that can be resumed from, for each of the runs that has one."""
-    query = (
-        _good()
-        .where(Checkpoint.run_id.in_(run_ids))
-        .distinct(Checkpoint.run_id)
-        .order_by(Checkpoint.run_id, Checkpoint.step.desc(), Checkpoint.id.desc())
-    )
-    return {row.run_id: row for row in (await session.scalars(query)).all()}
+def furthest_good_place(run_id: ColumnElement[str]) -> ScalarSelect[Any]:
+    """`[step, attempt]` of the furthest checkpoint that a run can be resumed from, as a column of a query of runs."""
+    place = array([Checkpoint.step, Checkpoint.attempt])
+    good = (Checkpoint.deleted_at.is_(None), Checkpoint.bad_reason.is_(None))
+    return select(func.max(place)).where(Checkpoint.run_id == run_id, *good).scalar_subquery()
 
 
 async def furthest_good(session: AsyncSession, run_id: str, most_step: int | None = None) -> Checkpoint | None:

@@ -7,17 +7,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Text, cast, func, literal, select, text
+from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.errors import not_found
 from app.runs.metrics import Points, all_points
-from app.runs.models import MetricRollup, Run
 from app.runs.rollups import KINDS, MOST_STEP, highest_level, points_of, step_of, values
 from app.runs.schemas import Series
 
 READS_AT_A_TIME = 2
 """Curves that one process reads at once: each may take a connection and a core for a second."""
+_FEW = 5000
+"""So many points are thinned sooner than a thread is found for them."""
 _NEVER = 2**62
 
 # A range at a time: one condition over several would read the whole index.
@@ -30,6 +31,25 @@ _EVENTS = """
     ) AS event
 """
 _POINTS = text("SELECT type, attempt, cast(data AS text) " + _EVENTS.format("ORDER BY seq"))
+_PASSES = text(
+    """
+    SELECT run.first_seq AS oldest_seq, row.attempt, pass AS pass_of, kind, first_step, last_step, row.first_seq,
+        last_seq, points
+    FROM runs AS run LEFT JOIN metric_rollups AS row ON row.run_id = run.id AND level = 0
+    WHERE run.id = :run_id ORDER BY row.attempt, pass
+    """
+)
+_PIECES = """
+    SELECT first_step, last_step, first_seq, last_seq, points, {} AS extents FROM metric_rollups
+    WHERE run_id = :run_id AND attempt = :attempt AND pass = :pass AND kind = :kind AND level = :level
+        AND last_step >= :low AND first_step <= :high
+    ORDER BY number
+"""
+_OF_NAMES = """
+    cast((SELECT jsonb_object_agg(name, series -> name) FROM unnest(cast(:names AS text[])) AS name
+        WHERE jsonb_exists(series, name)) AS text)
+"""
+_PIECES_OF_ALL, _PIECES_OF_NAMES = text(_PIECES.format("cast(series AS text)")), text(_PIECES.format(_OF_NAMES))
 _ANY_POINT = text("SELECT EXISTS (SELECT " + _EVENTS.format("LIMIT 1") + ")")
 
 
@@ -47,11 +67,13 @@ async def curves(
     were trained twice, after a loss or a rewind, the newest pass counts. The session has to be a snapshot: the log and
     its roll-ups must be of one moment, also while the run goes on.
     """
-    first_seq = await session.scalar(select(Run.first_seq).where(Run.id == run_id))
-    if first_seq is None:
+    rows = (await session.execute(_PASSES, {"run_id": run_id})).all()
+    if not rows:
         raise not_found("run", run_id)
     last = MOST_STEP if to_step is None else to_step
-    whole = await _passes(session, run_id)
+    first_seq = rows[0].oldest_seq
+    # The passes in the order in which they were trained, with a row for each kind.
+    whole = [row for row in rows if row.attempt is not None]
     is_little = first_seq == 1 and sum(row.points for row in whole) <= max_points
     # Attempts of a worker of an earlier version have no roll-ups.
     if is_little or await _is_any_outside(session, run_id, whole):
@@ -62,19 +84,13 @@ async def curves(
         for kind in KINDS:
             await reading.read([stretch for stretch in stretches if stretch.row.kind == kind], max_points)
         points = reading.points
-    return await asyncio.to_thread(lambda: {name: _series(points[name], max_points) for name in points})
+    if sum(map(len, points.values())) <= _FEW:
+        return _thinned(points, max_points)
+    return await asyncio.to_thread(_thinned, points, max_points)
 
 
-async def _passes(session: AsyncSession, run_id: str) -> Sequence[Any]:
-    """The passes of a run, with a row for each kind, in the order in which they were trained."""
-    query = _rows(run_id, 0).order_by(MetricRollup.attempt, MetricRollup.pass_)
-    return (await session.execute(query)).all()
-
-
-def _rows(run_id: str, level: int) -> Any:
-    row = MetricRollup
-    columns = (row.attempt, row.pass_, row.kind, row.first_step, row.last_step, row.first_seq, row.last_seq, row.points)
-    return select(*columns).where(row.run_id == run_id, row.level == level)
+def _thinned(points: Points, most: int) -> dict[str, Series]:
+    return {name: _series(found, most) for name, found in points.items()}
 
 
 async def _is_any_outside(session: AsyncSession, run_id: str, whole: Sequence[Any]) -> bool:
@@ -125,7 +141,7 @@ def _counting(whole: Sequence[Any]) -> list[_Stretch]:
     """
     passes: dict[tuple[int, int], list[Any]] = {}
     for row in whole:
-        passes.setdefault((row.attempt, row.pass_), []).append(row)
+        passes.setdefault((row.attempt, row.pass_of), []).append(row)
     found = []
     first = MOST_STEP
     first_of_kind = dict.fromkeys(KINDS, MOST_STEP + 1)
@@ -182,39 +198,23 @@ class _Reading:
         return await self._touching(stretch, level, stretch.low, stretch.high)
 
     async def _touching(self, stretch: _Stretch, level: int, low: int, high: int) -> list[Any]:
-        row = MetricRollup
-        query = (
-            _rows(self._run_id, level)
-            .add_columns(self._wanted())
-            .where(
-                row.attempt == stretch.row.attempt,
-                row.pass_ == stretch.row.pass_,
-                row.kind == stretch.row.kind,
-                row.last_step >= low,
-                row.first_step <= high,
-            )
-            .order_by(row.number)
-        )
-        return list((await self._session.execute(query)).all())
-
-    def _wanted(self) -> ColumnElement[str]:
-        series: Any = MetricRollup.series
-        if self._names is not None:
-            pairs = [part for name in self._names for part in (literal(name), series[name])]
-            series = func.jsonb_strip_nulls(func.jsonb_build_object(*pairs)) if pairs else literal("{}")
-        return cast(series, Text).label("extents")
+        row = stretch.row
+        place = {"run_id": self._run_id, "attempt": row.attempt, "pass": row.pass_of, "kind": row.kind, "level": level}
+        wanted: dict[str, Any] = {**place, "low": low, "high": high}
+        if self._names is None:
+            found = await self._session.execute(_PIECES_OF_ALL, wanted)
+        else:
+            found = await self._session.execute(_PIECES_OF_NAMES, {**wanted, "names": self._names})
+        return list(found.all())
 
     def _has_events(self, rows: Sequence[Any]) -> bool:
         """Whether retention has left the events behind these rows."""
         return bool(rows) and rows[0].first_seq >= self._first_seq
 
     async def _take_pieces(self, stretch: _Stretch, rows: list[Any], level: int) -> None:
-        for row in rows:
-            if stretch.holds(row):
-                self._take_extents(stretch, row)
-        for row in rows:
-            if stretch.holds(row):
-                continue
+        torn_off = [row for row in rows if not stretch.holds(row)]
+        self._take_whole([row for row in rows if stretch.holds(row)] if torn_off else rows)
+        for row in torn_off:
             low, high = max(stretch.low, row.first_step), min(stretch.high, row.last_step)
             fine = rows if level == 1 else await self._touching(stretch, 1, low, high)
             torn = [one for one in fine if not stretch.holds(one) and one.last_step >= low and one.first_step <= high]
@@ -225,23 +225,41 @@ class _Reading:
                 for one in fine:
                     self._take_extents(stretch, one)
 
+    def _take_whole(self, rows: Iterable[Any]) -> None:
+        """Take rows all of which counts."""
+        # In one piece: to parse each by itself takes three times as long.
+        texts = [row.extents for row in rows if row.extents]
+        for series in json.loads(f"[{','.join(texts)}]"):
+            for name, (first, at_first, low, lowest, high, highest, last, at_last, _) in series.items():
+                points = self.points.setdefault(name, {})
+                if lowest is None:
+                    points[first] = at_first  # of nothing but gaps there is one to show
+                else:
+                    points[low], points[high] = lowest, highest
+                self._reach(name, first, at_first, last, at_last)
+
     def _take_extents(self, stretch: _Stretch, row: Any) -> None:
-        for name, extent in json.loads(row.extents).items():
+        """Take of a row what counts."""
+        for name, extent in json.loads(row.extents or "{}").items():
             points = self.points.setdefault(name, {})
             shown = {extent[place]: extent[place + 1] for place in (0, 2, 4, 6) if _is_in(stretch, extent[place])}
             if not shown:
                 continue
-            # A row of nothing but gaps has one to show.
             for place in (2, 4) if extent[3] is not None else (0,):
                 if extent[place] in shown:
                     points[extent[place]] = extent[place + 1]
             first, last = min(shown), max(shown)
-            ends = self._ends.get(name)
-            if ends is None or first < ends[0]:
-                ends = (first, shown[first], *(ends[2:] if ends else (last, shown[last])))
-            if last > ends[2]:
-                ends = (*ends[:2], last, shown[last])
-            self._ends[name] = ends
+            self._reach(name, first, shown[first], last, shown[last])
+
+    def _reach(self, name: str, first: int, at_first: float | None, last: int, at_last: float | None) -> None:
+        ends = self._ends.get(name)
+        if ends is None:
+            self._ends[name] = (first, at_first, last, at_last)
+            return
+        if first < ends[0]:
+            ends = self._ends[name] = (first, at_first, *ends[2:])
+        if last > ends[2]:
+            self._ends[name] = (*ends[:2], last, at_last)
 
     async def _take_events(self, stretch: _Stretch, rows: Sequence[Any]) -> None:
         ranges = _ranges(self._run_id, ((row.first_seq, row.last_seq) for row in rows))

@@ -7,7 +7,7 @@ from fastapi import APIRouter, BackgroundTasks, Depends, Header, Query, Request,
 
 from app.auth import CurrentCaller
 from app.backends.registry import RULES
-from app.dependencies import CurrentSettings, CurrentStorage, Session, Snapshot
+from app.dependencies import CurrentSettings, CurrentStorage, Reading, Session, Snapshot
 from app.pagination import Page, PageQuery
 from app.queue import Queue
 from app.runs import comparison, curves, listing, removal, service, views
@@ -66,9 +66,9 @@ async def validate_run(
     return await service.check(session, service.Surroundings(settings, storage, RULES), body)
 
 
-@router.get("")
+@router.get("", response_model=Page[RunSummary])
 async def list_runs(
-    session: Session,
+    session: Reading,
     storage: CurrentStorage,
     paging: PageQuery,
     experiment_id: Annotated[str | None, Query(max_length=100)] = None,
@@ -79,11 +79,11 @@ async def list_runs(
     sort: Annotated[
         listing.Sort, Query(description="`created_at`: newest first; `best_loss`: lowest first, those without last.")
     ] = "created_at",
-) -> Page[RunSummary]:
+) -> Response:
     """Runs, newest or best first."""
     filters = listing.Filters(experiment_id, tuple(status or ()), tag, parent_run_id, base_model)
-    runs, has_more = await listing.page(session, filters, paging, sort)
-    return Page(data=await views.many(session, storage, runs), has_more=has_more)
+    rows, has_more = await listing.page(session, filters, paging, sort)
+    return Response(views.page(storage, rows, has_more), media_type="application/json")
 
 
 @router.get("/compare", responses={404: {"description": "One of the runs is not there."}})

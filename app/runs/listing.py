@@ -3,15 +3,41 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Select, select, tuple_, union_all
+from sqlalchemy import ColumnElement, Select, Text, literal_column, select, tuple_, union_all
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from app.checkpoints.service import furthest_good_place
 from app.errors import FieldError, invalid
-from app.pagination import Paging, fetch
+from app.pagination import Paging, fetch_rows
 from app.runs.config import TrainingStatus
 from app.runs.models import TERMINAL, Run
+from app.runs.views import DOCUMENTS, MOMENTS, NUMBERS, PLAIN
 
 Sort = Literal["created_at", "best_loss"]
+
+_NOT_FINITE = "('NaN', 'Infinity', '-Infinity')"
+_RFC_3339 = 'YYYY-MM-DD"T"HH24:MI:SS.MS"Z"'
+
+
+def _shown() -> ColumnElement[str]:
+    """What a list shows of a run's own columns, as JSON.
+
+    Postgres writes it: to make objects of fifty configurations here, check them and write them down again takes ten
+    times as long as to find them.
+    """
+    shown = {name: f"runs.{name}" for name in (*PLAIN, *DOCUMENTS)}
+    # JSON has no word for the others.
+    shown |= {name: f"CASE WHEN runs.{name} NOT IN {_NOT_FINITE} THEN runs.{name} END" for name in NUMBERS}
+    shown |= {name: f"to_char(runs.{name} AT TIME ZONE 'UTC', '{_RFC_3339}')" for name in MOMENTS}
+    pairs = ", ".join(f"'{name}', {value}" for name, value in shown.items())
+    return literal_column(f"cast(json_build_object({pairs}) AS text)", Text)
+
+
+_LISTED = select(
+    *Run.__table__.c["id", "event_seq", "output_attempt"],
+    furthest_good_place(Run.__table__.c.id).label("furthest"),
+    _shown().label("shown"),
+)
 
 
 @dataclass(frozen=True)
@@ -44,12 +70,12 @@ class Filters:
 
 async def page(
     session: AsyncSession, filters: Filters, paging: Paging, sort: Sort = "created_at"
-) -> tuple[list[Run], bool]:
-    """One page of runs and whether there are more: newest first, or lowest loss first and those without one last."""
+) -> tuple[list[Any], bool]:
+    """One page of rows of runs and whether there are more: newest first, or lowest loss first, those without last."""
     if sort == "best_loss":
         return await _best_first(session, filters, paging)
     if len(filters.status) < 2:
-        return await fetch(session, select(Run).where(*filters.conditions(), *filters.on_status()), Run.id, paging)
+        return await fetch_rows(session, _LISTED.where(*filters.conditions(), *filters.on_status()), Run.id, paging)
     # Each status on its own comes from an index in the right order; all at once would have to be sorted.
     some: list[Select[Any]] = []
     for status in set(filters.status):
@@ -58,19 +84,19 @@ async def page(
             of_status = of_status.where(Run.id < paging.after)
         some.append(of_status.order_by(Run.id.desc()).limit(paging.limit + 1))
     ids = union_all(*(one.subquery().select() for one in some)).subquery()
-    return await fetch(session, select(Run).where(Run.id.in_(select(ids.c.id))), Run.id, paging)
+    return await fetch_rows(session, _LISTED.where(Run.id.in_(select(ids.c.id))), Run.id, paging)
 
 
-async def _best_first(session: AsyncSession, filters: Filters, paging: Paging) -> tuple[list[Run], bool]:
+async def _best_first(session: AsyncSession, filters: Filters, paging: Paging) -> tuple[list[Any], bool]:
     conditions = [*filters.conditions(), *filters.on_status()]
     after = None if paging.after is None else await _place(session, paging.after)
-    runs: list[Run] = []
+    runs: list[Any] = []
     if after is None or after[0] is not None:
-        runs = await _with_loss(session, conditions, after, paging.limit + 1)
+        runs = await _with_loss(session, _LISTED, conditions, after, paging.limit + 1)
     if len(runs) <= paging.limit:
         last = paging.after if after is not None and after[0] is None else None
-        without = select(Run).where(*conditions, Run.final_loss.is_(None), Run.best_loss.is_(None))
-        rest, has_more = await fetch(session, without, Run.id, Paging(paging.limit - len(runs) or 1, last))
+        without = _LISTED.where(*conditions, Run.final_loss.is_(None), Run.best_loss.is_(None))
+        rest, has_more = await fetch_rows(session, without, Run.id, Paging(paging.limit - len(runs) or 1, last))
         has_more = has_more or len(runs) + len(rest) > paging.limit
         return (runs + rest)[: paging.limit], has_more
     return runs[: paging.limit], True
@@ -85,8 +111,12 @@ async def _place(session: AsyncSession, run_id: str) -> tuple[float | None, str]
 
 
 async def _with_loss(
-    session: AsyncSession, conditions: list[ColumnElement[bool]], after: tuple[float | None, str] | None, most: int
-) -> list[Run]:
+    session: AsyncSession,
+    chosen: Select[*tuple[Any, ...]],
+    conditions: list[ColumnElement[bool]],
+    after: tuple[float | None, str] | None,
+    most: int,
+) -> list[Any]:
     """Those that have ended, from an index; those that train are few and their losses change: they are sorted."""
     ended = (Run.final_loss, [Run.final_loss.is_not(None)])
     begun = (Run.best_loss, [Run.best_loss.is_not(None), Run.attempt > 0, Run.status.not_in(TERMINAL)])
@@ -97,11 +127,12 @@ async def _with_loss(
             part = part.where(tuple_(loss, Run.id) > tuple_(*after))
         parts.append(part.order_by(loss, Run.id).limit(most).subquery().select())
     both = union_all(*parts).subquery()
-    query = select(Run).join(both, Run.id == both.c.id).order_by(both.c.loss, both.c.id).limit(most)
-    return list((await session.scalars(query)).all())
+    query = chosen.join(both, Run.id == both.c.id).order_by(both.c.loss, both.c.id).limit(most)
+    return list((await session.execute(query)).all())
 
 
-async def best_of(session: AsyncSession, experiment_id: str) -> Run | None:
-    """The run of an experiment with the lowest loss; the older one of two equals."""
-    found = await _with_loss(session, [Run.experiment_id == experiment_id], None, 1)
+async def best_of(session: AsyncSession, experiment_id: str) -> Any | None:
+    """Id, name and loss of the run of an experiment with the lowest loss; the older one of two equals."""
+    named = select(Run.id, Run.name, Run.best_loss)
+    found = await _with_loss(session, named, [Run.experiment_id == experiment_id], None, 1)
     return found[0] if found else None

@@ -107,24 +107,6 @@ class _Row:
     rows: int = 0
     series: Series = field(default_factory=dict)
 
-    def add(self, step: int, number: int, found: Iterable[tuple[str, float | None]]) -> None:
-        if not self.points:
-            self.first_step, self.first = step, _Place(number)
-        self.last_step, self.last_number = step, number
-        self.points += 1
-        for name, value in found:
-            extent = self.series.get(name)
-            if extent is None:
-                self.series[name] = [step, value, step, value, step, value, step, value, 1]
-                continue
-            if value is not None:
-                if extent[3] is None or value < extent[3]:
-                    extent[2], extent[3] = step, value
-                if extent[5] is None or value > extent[5]:
-                    extent[4], extent[5] = step, value
-            extent[6], extent[7] = step, value
-            extent[8] += 1
-
     def join(self, later: "_Row") -> None:
         if not self.points:
             self.first_step, self.first = later.first_step, later.first
@@ -143,61 +125,110 @@ class _Row:
         return both
 
 
+class _Points:
+    """The points of a row of level 1 as they come. What they span is looked for only when it is to be written."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._steps: list[int] = []
+        self._first = _Place(0)
+        self._last_number = 0
+        self._columns: dict[str, tuple[list[int], list[float | None]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def add(self, step: int, number: int, found: Iterable[tuple[str, float | None]]) -> None:
+        """One more point."""
+        if not self._steps:
+            self._first = _Place(number)
+        self._steps.append(step)
+        self._last_number = number
+        columns = self._columns
+        for name, value in found:
+            column = columns.get(name)
+            if column is None:
+                columns[name] = ([step], [value])
+            else:
+                column[0].append(step)
+                column[1].append(value)
+
+    def row(self) -> _Row:
+        """The row as it is now."""
+        series: Series = {}
+        for name, (steps, values) in self._columns.items():
+            _join(series, {_storable(name): _extent(steps, values)})
+        steps = self._steps
+        return _Row(self.number, self._first, self._last_number, steps[0], steps[-1], len(steps), 0, series)
+
+
+def _extent(steps: list[int], values: list[float | None]) -> Extent:
+    finite = [value for value in values if value is not None]
+    low, high = (min(finite), max(finite)) if finite else (None, None)
+    at_low, at_high = (steps[values.index(low)], steps[values.index(high)]) if finite else (steps[0], steps[0])
+    return [steps[0], values[0], at_low, low, at_high, high, steps[-1], values[-1], len(steps)]
+
+
 class _Pass:
     """The roll-up of one kind in one pass as it grows."""
 
     def __init__(self) -> None:
+        self._points = _Points(0)
+        """The row of level 1 that is not full yet."""
         self._levels = [_Row(0), _Row(0)]
-        """The whole pass without the open row of level 1; then, by level, the row that is not full yet."""
+        """The whole pass without that; an unused place; then, by level, the row that is not full yet."""
         self.last_step = -1
 
     def add(self, step: int, number: int, found: Iterable[tuple[str, float | None]]) -> list[tuple[int, _Row]]:
         """One more point; answers the rows that are full now, with their levels."""
         self.last_step = step
-        self._levels[1].add(step, number, found)
-        full = []
-        level = 1
-        while self._is_full(level):
-            row = self._levels[level]
-            full.append((level, row))
-            if level == 1:
-                self._levels[0].join(row)
-            if level + 1 == len(self._levels):
+        self._points.add(step, number, found)
+        if len(self._points) < POINTS_OF_FIRST:
+            return []
+        row = self._points.row()
+        self._points = _Points(row.number + 1)
+        self._levels[0].join(row)
+        full = [(1, row)]
+        for level in range(2, len(self._levels) + 1):
+            if level == len(self._levels):
                 self._levels.append(_Row(0))
-            self._levels[level + 1].join(row)
-            self._levels[level] = _Row(row.number + 1)
-            level += 1
+            grows = self._levels[level]
+            grows.join(row)
+            if grows.rows < ROWS_OF_NEXT:
+                break
+            full.append((level, grows))
+            self._levels[level] = _Row(grows.number + 1)
+            row = grows
         return full
 
     def open(self) -> list[tuple[int, _Row]]:
         """The rows that still grow, as they are now."""
         found = []
-        below = _Row(0)
+        below = self._points.row() if len(self._points) else _Row(0)
+        whole = self._levels[0].with_(below)
         for level in range(1, len(self._levels)):
-            below = self._levels[level].with_(below) if level > 1 else self._levels[1]
+            if level > 1:
+                below = self._levels[level].with_(below)
             if below.points:
                 found.append((level, below))
-        whole = self._levels[0].with_(self._levels[1])
         return [(0, whole), *found] if whole.points else []
-
-    def _is_full(self, level: int) -> bool:
-        row = self._levels[level]
-        return row.points == POINTS_OF_FIRST if level == 1 else row.rows == ROWS_OF_NEXT
 
 
 _UPSERT = text(
     """
     INSERT INTO metric_rollups (run_id, attempt, pass, kind, level, number,
         first_step, last_step, first_seq, last_seq, points, series)
-    SELECT :run_id, :attempt, * FROM unnest(
-        cast(:pass AS int[]), cast(:kind AS text[]), cast(:level AS int[]), cast(:number AS int[]),
-        cast(:first_step AS bigint[]), cast(:last_step AS bigint[]), cast(:first_seq AS bigint[]),
-        cast(:last_seq AS bigint[]), cast(:points AS bigint[]), cast(:series AS jsonb[]))
+    SELECT :run_id, :attempt, * FROM jsonb_to_recordset(cast(:rows AS jsonb)) AS new (
+        pass int, kind text, level int, number int, first_step bigint, last_step bigint, first_seq bigint,
+        last_seq bigint, points bigint, series jsonb)
     ON CONFLICT (run_id, attempt, pass, kind, level, number) DO UPDATE SET
         last_step = excluded.last_step, last_seq = excluded.last_seq, points = excluded.points,
         series = excluded.series
     """
 )
+
+
+_as_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Rollups:
@@ -242,8 +273,8 @@ class Rollups:
             self._pass += 1
             self._kinds = {kind: _Pass() for kind in KINDS}
             mine = self._kinds[event.type]
-        found = ((_storable(name), value) for name, value in values(event.type, data))
-        self._full += [(self._pass, event.type, level, row) for level, row in mine.add(step, number, found)]
+        full = mine.add(step, number, values(event.type, data))
+        self._full += [(self._pass, event.type, level, row) for level, row in full]
         self._has_news = True
 
     def _open_rows(self) -> list[tuple[int, str, int, _Row]]:
@@ -257,23 +288,23 @@ class Rollups:
         for *_, row in rows:
             if row.first.number > stored.number_before:
                 row.first.seq = stored.seq_of(row.first.number)
-        connection.execute(
-            _UPSERT,
+        # One document: ten arrays take several times as long to write down as what they hold.
+        told = [
             {
-                "run_id": self._run_id,
-                "attempt": self._attempt,
-                "pass": [row[0] for row in rows],
-                "kind": [row[1] for row in rows],
-                "level": [row[2] for row in rows],
-                "number": [row[3].number for row in rows],
-                "first_step": [row[3].first_step for row in rows],
-                "last_step": [row[3].last_step for row in rows],
-                "first_seq": [row[3].first.seq for row in rows],
-                "last_seq": [stored.seq_of(row[3].last_number) for row in rows],
-                "points": [row[3].points for row in rows],
-                "series": [json.dumps(row[3].series, separators=(",", ":")) for row in rows],
-            },
-        )
+                "pass": pass_,
+                "kind": kind,
+                "level": level,
+                "number": row.number,
+                "first_step": row.first_step,
+                "last_step": row.last_step,
+                "first_seq": row.first.seq,
+                "last_seq": stored.seq_of(row.last_number),
+                "points": row.points,
+                "series": row.series,
+            }
+            for pass_, kind, level, row in rows
+        ]
+        connection.execute(_UPSERT, {"run_id": self._run_id, "attempt": self._attempt, "rows": _as_json(told)})
 
 
 def _storable(name: str) -> str:

@@ -1,55 +1,54 @@
 """Runs as they go over the wire."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.checkpoints.service import furthest_good_of_each
+from app.checkpoints.service import furthest_good
 from app.runs.metrics import recent
 from app.runs.models import Run
-from app.runs.schemas import RunRead, RunSummary
+from app.runs.schemas import RunRead
 from app.storage import Storage
 
-_SAME = (
-    "experiment_id", "name", "tags", "backend", "dataset_id", "eval_dataset_id", "config", "effective_config",
-    "status", "priority", "max_restarts", "pinned", "parent_run_id", "resume_checkpoint_id", "base_run_id", "attempt",
-    "worker_id", "current_step", "total_steps", "current_epoch", "best_loss", "error_code", "error_message",
-    "stop_requested_at", "created_by", "created_at", "started_at", "finished_at",
+DOCUMENTS = ("tags", "config", "effective_config")
+NUMBERS = ("current_epoch", "best_loss")
+MOMENTS = ("created_at", "started_at", "finished_at", "stop_requested_at")
+PLAIN = (
+    "experiment_id", "name", "backend", "dataset_id", "eval_dataset_id", "status", "priority", "max_restarts",
+    "pinned", "parent_run_id", "resume_checkpoint_id", "base_run_id", "attempt", "worker_id", "current_step",
+    "total_steps", "error_code", "error_message", "created_by",
 )  # fmt: skip
+_SAME = (*PLAIN, *NUMBERS, *MOMENTS, *DOCUMENTS)
 _HISTORY = 100
+_as_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 async def one(session: AsyncSession, storage: Storage, run: Run) -> RunRead:
     """A run with its newest metrics."""
     history = await recent(session, run.id, _HISTORY) if run.attempt else []
-    (fields,) = await _fields(session, storage, [run])
-    return RunRead(**fields, metrics_history=history)
-
-
-async def many(session: AsyncSession, storage: Storage, runs: Sequence[Run]) -> list[RunSummary]:
-    """Runs of a list."""
-    return [RunSummary(**fields) for fields in await _fields(session, storage, runs)]
-
-
-async def _fields(session: AsyncSession, storage: Storage, runs: Sequence[Run]) -> list[dict[str, Any]]:
+    same = {name: getattr(run, name) for name in _SAME}
     # Who has never been claimed has neither checkpoints nor metrics, and a request for a run is not to wait for that.
-    claimed = [run.id for run in runs if run.attempt]
-    checkpoints = await furthest_good_of_each(session, claimed) if claimed else {}
-    described = []
-    for run in runs:
-        fields = {name: getattr(run, name) for name in _SAME}
-        saved = checkpoints.get(run.id)
-        folder = storage.checkpoint_dir(run.id, saved.attempt, saved.step) if saved else None
-        output = storage.output_dir(run.id, run.output_attempt) if run.output_attempt is not None else None
-        described.append(
-            {
-                **fields,
-                "id": run.id,
-                "run_id": run.id,
-                "last_seq": run.event_seq,
-                "checkpoint_path": str(folder) if folder else None,
-                "fine_tuned_model": str(output) if output else None,
-            }
-        )
-    return described
+    saved = await furthest_good(session, run.id) if run.attempt else None
+    derived = _derived(storage, run, [saved.step, saved.attempt] if saved else None)
+    return RunRead(**same, **derived, metrics_history=history)
+
+
+def page(storage: Storage, rows: Sequence[Any], has_more: bool) -> bytes:
+    """A `Page[RunSummary]` in JSON, of the rows that `app.runs.listing` finds."""
+    items = [f"{_as_json(_derived(storage, row, row.furthest))[:-1]},{row.shown[1:]}" for row in rows]
+    return f'{{"data":[{",".join(items)}],"has_more":{"true" if has_more else "false"}}}'.encode()
+
+
+def _derived(storage: Storage, run: Any, furthest: list[int] | None) -> dict[str, Any]:
+    """What is not a column of the same name; `furthest` is step and attempt of its furthest good checkpoint."""
+    checkpoint = storage.shown(run.id, furthest[1], f"checkpoint-{furthest[0]}") if furthest else None
+    output = None if run.output_attempt is None else storage.shown(run.id, run.output_attempt, "output")
+    return {
+        "id": run.id,
+        "run_id": run.id,
+        "last_seq": run.event_seq,
+        "checkpoint_path": checkpoint,
+        "fine_tuned_model": output,
+    }

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, event, func, insert, text
+from sqlalchemy import Engine, event, func, insert, text, update
 
+from app.checkpoints.models import Checkpoint
 from app.db import sync_engine
 from app.ids import new_id
 from app.runs.models import TERMINAL, Run
@@ -156,3 +157,28 @@ def test_no_list_reads_all_runs_or_sorts_more_than_a_page(
             assert "Seq Scan" not in plan, plan
             # The page is sorted at last, and those that train; nothing else is.
             assert plan.count("Sort Key") <= (3 if "sort" in query else 0), plan
+
+
+def test_a_run_in_a_list_has_what_the_run_alone_has(
+    shared_api: ApiServer, engine: Engine, made: list[dict[str, Any]]
+) -> None:
+    odd = {
+        "name": "Grüße \"1\"\n\u2028", "tags": ["ä", '"'], "config": {"base_model": "a", "extra": {"x": ["\\"]}},
+        "effective_config": {"epochs": 1}, "best_loss": float("nan"), "current_epoch": 0.1, "output_attempt": 1,
+    }  # fmt: skip
+    ended = [row["id"] for row in made if row["status"] == "completed"]
+    with engine.begin() as connection:
+        connection.execute(update(Run).where(Run.id == ended[0]).values(**odd))
+        for step in (10, 20):
+            checkpoint = {"id": new_id("ckpt"), "run_id": ended[1], "attempt": 1, "name": "c", "step": step, "epoch": 1}
+            files = {"kind": "periodic", "bytes": 1, "manifest_sha256": "a" * 64}
+            connection.execute(insert(Checkpoint).values(**checkpoint, **files))
+    answer = shared_api.client.get("/v1/runs", params={"limit": 200})
+    assert answer.headers["content-type"] == "application/json"
+    shown = {run["id"]: run for run in answer.json()["data"]}
+    assert shown[ended[0]]["name"] == odd["name"] and shown[ended[0]]["best_loss"] is None
+    assert shown[ended[1]]["checkpoint_path"].endswith(f"runs/{ended[1]}/a1/checkpoint-20")
+    for run_id in [ended[0], ended[1], *(row["id"] for row in made[::20])]:
+        alone = shared_api.client.get(f"/v1/runs/{run_id}").json()
+        del alone["metrics_history"]
+        assert shown[run_id] == alone

@@ -1,0 +1,42 @@
+"""One attempt of a run, written to as a worker writes: log and roll-ups in one transaction a call."""
+
+from collections.abc import Sequence
+
+from sqlalchemy import Engine
+
+from app.events import log as event_log
+from app.events.log import NewEvent, Progress
+from app.runs import lifecycle
+from app.runs.rollups import Rollups
+from tests.rows import add_run, add_worker, claim
+
+
+class Attempt:
+    """A new run that has just been claimed."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.run_id: str = add_run(engine).id
+        run = claim(engine, add_worker(engine), lease=3600)
+        assert run.id == self.run_id
+        self.stored = 0
+        self._engine = engine
+        self._epoch = run.epoch
+        self._rollups = Rollups(run.id, run.attempt)
+
+    def store(self, events: Sequence[NewEvent], progress: Progress | None = None) -> None:
+        """As `worker.writer` does it."""
+        first = self.stored + 1
+        self.send(first, events, progress)
+        self._rollups.committed()
+        self.stored += len(events)
+
+    def send(self, first: int, events: Sequence[NewEvent], progress: Progress | None = None) -> None:
+        """The events number `first`, `first` + 1, … of the attempt; a second time, when the caller is in doubt."""
+        with self._engine.begin() as connection:
+            stored = event_log.append(connection, self.run_id, self._epoch, first, events, progress)
+            self._rollups.store(connection, first, events, stored)
+
+    def complete(self) -> None:
+        """End the run."""
+        with self._engine.begin() as connection:
+            connection.execute(lifecycle.complete(self.run_id, self._epoch, None, "benchmark")).one()

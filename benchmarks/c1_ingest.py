@@ -1,0 +1,169 @@
+"""C1: metric values stored a thousand a call, durably and safe to send twice, against MLflow's `log_batch` and COPY.
+
+A point is one (name, step, value). All sides get the same points ready-made, ten names at a hundred steps a call, and
+are timed from the call to the return of the commit. Ours are 100 events with ten values each, as a trainer sends them:
+log and roll-ups in one transaction. MLflow's `log_batch` writes straight to its store, without its server between. The
+floor is a bare COPY of the same 100 rows, one for each event, into a table with the columns, key and index of the log.
+"""
+
+import random
+import tempfile
+import time
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psycopg
+
+from app.events.log import NewEvent, Progress
+from benchmarks.attempt import Attempt
+from benchmarks.mlflow_peer import Mlflow, settings
+from benchmarks.ratios import Lane, Turns
+from tests.stack import Stack
+
+POINTS = 1000
+NAMES = ("epoch", "loss", "learning_rate", "grad_norm", "gpu_memory_mb", "samples_per_second")
+EXTRA = ("tokens_per_second", "mfu", "step_seconds", "data_seconds")
+STEPS = POINTS // (len(NAMES) + len(EXTRA))
+BLOCKS = 9
+CALLS = {"ours": 60, "COPY": 60, "MLflow": 6}
+GOAL_MLFLOW, GOAL_COPY = 25.0, 0.6
+_COPY = "COPY c1_floor (run_id, seq, type, attempt, ts, data) FROM STDIN"
+
+
+def main(scale: float = 1.0) -> bool:
+    """Print rates and ratios; answers whether the goals are reached."""
+    calls = {name: max(2, int(count * scale)) for name, count in CALLS.items()}
+    with tempfile.TemporaryDirectory(prefix="anneal-bench-") as folder, ExitStack() as stack:
+        service = Stack(Path(folder), lease_seconds=3600)
+        stack.callback(service.close)
+        mlflow = Mlflow(service)
+        print("C1", settings(service, "log_batch of 1,000 metrics straight to its store"), flush=True)
+        ours, floor, peer = Ours(service), stack.enter_context(Floor(service)), Peer(mlflow)
+        turns = Turns("C1", BLOCKS)
+        sides = {"ours": ours, "COPY": floor, "MLflow": peer}
+        turns.take({name: Lane(side.store, calls[name], side.prepare) for name, side in sides.items()})
+        for side in sides.values():
+            side.check()
+    for name in calls:
+        turns.show(name, f"{POINTS / turns.median(name):9,.0f} points/s")
+    over, part = turns.ratio("MLflow", "ours"), turns.ratio("COPY", "ours")
+    print(f"C1 ours stores {over} times as many points a second as MLflow; goal {GOAL_MLFLOW:g}")
+    print(f"C1 ours stores {part} of what COPY does; goal {GOAL_COPY:g}")
+    return over.median >= GOAL_MLFLOW and part.median >= GOAL_COPY
+
+
+class Points:
+    """Steps of a training that goes on and on."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self._random = random.Random(7)
+
+    def next(self) -> list[tuple[int, dict[str, float]]]:
+        """For each step the values of all names."""
+        first = self.calls * STEPS
+        self.calls += 1
+        return [(first + n, {name: self._random.random() for name in NAMES + EXTRA}) for n in range(STEPS)]
+
+    @property
+    def steps(self) -> int:
+        return self.calls * STEPS
+
+
+def _events(steps: list[tuple[int, dict[str, float]]]) -> list[NewEvent]:
+    return [
+        NewEvent.of(
+            "metric",
+            time.time(),
+            {"step": step, **{name: found[name] for name in NAMES}, "extra": {name: found[name] for name in EXTRA}},
+        )
+        for step, found in steps
+    ]
+
+
+class Ours:
+    """A run in the database, written to as a worker does."""
+
+    def __init__(self, service: Stack) -> None:
+        self._service = service
+        self._attempt = Attempt(service.engine)
+        self._points = Points()
+        self._ready: list[list[NewEvent]] = []
+
+    def prepare(self) -> None:
+        self._ready.append(_events(self._points.next()))
+
+    def store(self) -> None:
+        new = self._ready.pop()
+        self._attempt.store(new, Progress(self._attempt.stored, 0.5, 100_000, 0.1))
+        self._last = new
+
+    def check(self) -> None:
+        """All of it is there once, also when the last call is repeated."""
+        self._attempt.send(self._attempt.stored - STEPS + 1, self._last)
+        with psycopg.connect(self._service.settings.database_url or "") as connection:
+            run_id = (self._attempt.run_id,)
+            events = "SELECT count(*) FROM run_events WHERE run_id = %s AND type = 'metric'"
+            rolled_up = "SELECT points FROM metric_rollups WHERE run_id = %s AND level = 0"
+            assert connection.execute(events, run_id).fetchone() == (self._points.steps,)
+            assert connection.execute(rolled_up, run_id).fetchone() == (self._points.steps,)
+
+
+class Floor:
+    """The same rows by COPY into a table that is nothing but the log's columns, key and index."""
+
+    def __init__(self, service: Stack) -> None:
+        self._connection = psycopg.connect(service.settings.database_url or "")
+        self._connection.execute("CREATE TABLE c1_floor (LIKE run_events INCLUDING ALL)")
+        self._connection.commit()
+        self._points = Points()
+        self._ready: list[list[Any]] = []
+
+    def __enter__(self) -> "Floor":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+
+    def prepare(self) -> None:
+        first = self._points.steps
+        events = enumerate(_events(self._points.next()), first + 1)
+        run_id = "run_00000000000000000000000000"
+        self._ready.append([(run_id, seq, one.type, 1, one.ts, one.data) for seq, one in events])
+
+    def store(self) -> None:
+        with self._connection.cursor() as cursor, cursor.copy(_COPY) as copy:
+            for row in self._ready.pop():
+                copy.write_row(row)
+        self._connection.commit()
+
+    def check(self) -> None:
+        found = self._connection.execute("SELECT count(*) FROM c1_floor").fetchone()
+        assert found == (self._points.steps,)
+
+
+class Peer:
+    """A run of MLflow."""
+
+    def __init__(self, mlflow: Mlflow) -> None:
+        self._mlflow = mlflow
+        self._run_id = mlflow.new_run()
+        self._points = Points()
+        self._ready: list[list[Any]] = []
+
+    def prepare(self) -> None:
+        from mlflow.entities import Metric
+
+        now = int(datetime.now(UTC).timestamp() * 1000)
+        steps = self._points.next()
+        self._ready.append([Metric(name, value, now, step) for step, found in steps for name, value in found.items()])
+
+    def store(self) -> None:
+        self._mlflow.client.log_batch(self._run_id, metrics=self._ready.pop())
+
+    def check(self) -> None:
+        with self._mlflow.connection() as connection:
+            found = connection.execute("SELECT count(*) FROM metrics WHERE run_uuid = %s", (self._run_id,)).fetchone()
+        assert found == (self._points.calls * POINTS,)

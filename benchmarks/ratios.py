@@ -1,0 +1,73 @@
+"""Times of those that take turns, and the ratios of their blocks: what drifts, drifts for all of a block."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Who takes part: what is timed, how often in a block; what comes before and after is not."""
+
+    call: Callable[[], Any]
+    times: int
+    prepare: Callable[[], object] = lambda: None
+    check: Callable[[Any], object] = lambda _: None
+
+    def seconds(self) -> float:
+        """Of one call."""
+        self.prepare()
+        began = time.perf_counter()
+        result = self.call()
+        took = time.perf_counter() - began
+        self.check(result)
+        return took
+
+
+class Turns:
+    """Seconds a call of each who takes part, block by block."""
+
+    def __init__(self, name: str, blocks: int) -> None:
+        self.name = name
+        self.blocks = blocks
+        self.seconds: dict[str, list[float]] = {}
+
+    def take(self, lanes: Mapping[str, Lane]) -> None:
+        """Call each so many times a block, one after the other, and keep the median of each block's calls."""
+        for lane in lanes.values():
+            lane.seconds()  # connections and caches
+        for _ in range(self.blocks):
+            for name, lane in lanes.items():
+                median = statistics.median(lane.seconds() for _ in range(lane.times))
+                self.seconds.setdefault(name, []).append(median)
+
+    def ratio(self, slow: str, quick: str) -> "Ratio":
+        """How many times as long the first takes as the second."""
+        pairs = zip(self.seconds[slow], self.seconds[quick], strict=True)
+        return Ratio([one / other for one, other in pairs])
+
+    def show(self, lane: str, note: str = "") -> None:
+        """One line: median and spread of the blocks."""
+        found = sorted(1e3 * one for one in self.seconds[lane])
+        print(
+            f"{self.name} {lane:34s} median {statistics.median(found):9.2f} ms  min {found[0]:9.2f}  "
+            f"max {found[-1]:9.2f}  of {len(found)} blocks  {note}".rstrip(),
+            flush=True,
+        )
+
+    def median(self, lane: str) -> float:
+        """Seconds."""
+        return statistics.median(self.seconds[lane])
+
+
+class Ratio:
+    """The median of the blocks' ratios, and how far they lie apart."""
+
+    def __init__(self, blocks: list[float]) -> None:
+        self.blocks = blocks
+        self.median = statistics.median(blocks)
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} (blocks: {min(self.blocks):.2f} to {max(self.blocks):.2f})"
