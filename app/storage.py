@@ -4,7 +4,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -70,8 +70,9 @@ class Storage:
         return self.root / "runs" / _checked(run_id, "run")
 
     def remove_run(self, run_id: str) -> None:
-        """Remove everything of a run; no error where there is nothing."""
-        shutil.rmtree(self.run_dir(run_id), ignore_errors=True)
+        """Remove everything of a run, where there is anything; raises OSError when something stays."""
+        with suppress(FileNotFoundError):
+            shutil.rmtree(self.run_dir(run_id))
 
     def journal(self, run_id: str) -> Path:
         """The trainers' own account of a run, one for all its attempts."""
@@ -90,8 +91,9 @@ class Storage:
         return self.attempt_dir(run_id, attempt) / f"checkpoint-{step}"
 
     def remove_checkpoint(self, run_id: str, attempt: int, name: str) -> None:
-        """Remove the folder of a checkpoint; no error where there is none."""
-        shutil.rmtree(self.attempt_dir(run_id, attempt) / name, ignore_errors=True)
+        """Remove the folder of a checkpoint, where there is one; raises OSError when something stays."""
+        with suppress(FileNotFoundError):
+            shutil.rmtree(self.attempt_dir(run_id, attempt) / name)
 
     def output_dir(self, run_id: str, attempt: int) -> Path:
         """The fine-tuned model and what belongs to it."""

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sqlalchemy import Connection, Engine, insert, select
+from sqlalchemy import Connection, Engine, insert, select, text
 
 from app.datasets.models import Dataset
 from app.events.models import RunEvent
@@ -80,3 +80,10 @@ def parents(connection: Connection) -> tuple[str, str]:
         )
     )  # fmt: skip
     return experiment, dataset
+
+
+def waiting_for_locks(engine: Engine) -> int:
+    """How many statements wait for somebody else's transaction."""
+    with engine.connect() as connection:
+        found = connection.scalar(text("SELECT count(*) FROM pg_locks WHERE NOT granted AND pid <> pg_backend_pid()"))
+    return int(found or 0)

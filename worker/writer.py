@@ -43,6 +43,8 @@ class Writer:
         self._lease = lease
         self._waiting = Spool(run.id, host.settings.home / "spool")
         self._stored = 0
+        self._tried = 0
+        """How many events the last transaction had, if it failed."""
         self._rollups = Rollups(run.id, run.attempt)
         self._failure: Exception | None = None
         self._changed = threading.Condition()
@@ -163,7 +165,8 @@ class Writer:
     def _next(self) -> list[NewEvent | Step]:
         """The first events that wait, up to the next change; or one change; or nothing."""
         with self._changed:
-            head = self._waiting.head(_MOST_AT_ONCE)
+            # What was tried already is tried as it was: a commit that only seemed to fail has its curves with it.
+            head = self._waiting.head(self._tried or _MOST_AT_ONCE)
         changes = [place for place, item in enumerate(head) if isinstance(item, Step)]
         return head[: max(changes[0], 1)] if changes else head
 
@@ -195,6 +198,7 @@ class Writer:
 
     def _append(self, batch: list[NewEvent], then: Callable[[Connection], None] | None = None) -> None:
         first = self._stored + 1
+        self._tried = len(batch)
         with self._host.engine.begin() as connection:
             stored = event_log.append(connection, self._run.id, self._run.epoch, first, batch, self.progress)
             self._rollups.store(connection, first, batch, stored)
@@ -202,6 +206,7 @@ class Writer:
                 then(connection)
         self._rollups.committed()
         self._stored += len(batch)
+        self._tried = 0
 
 
 def _refused(event: NewEvent, error: Exception) -> NewEvent:

@@ -52,6 +52,13 @@ def find(storage: Storage, folder: Path, path: str) -> Path:
 
 def files(folder: Path) -> Iterator[tuple[Path, int]]:
     """All plain files below `folder` with their sizes, in no order; links are not followed."""
+    if not folder.is_dir():
+        raise ApiError(
+            404,
+            "artifacts_missing",
+            "The output of this run is not on the storage any more: it was removed there, or API and workers do not "
+            "have the same ANNEAL_STORAGE.",
+        )
     pending = [folder]
     while pending:
         with os.scandir(pending.pop()) as entries:

@@ -37,9 +37,9 @@ async def get(session: AsyncSession, run_id: str, checkpoint_id: str) -> Checkpo
 
 async def pin(session: AsyncSession, run_id: str, checkpoint_id: str, pinned: bool) -> Checkpoint:
     """Keep a checkpoint from clean-up, or no longer."""
-    found = await get(session, run_id, checkpoint_id)
-    # A clean-up may have marked it in this moment: what is going away cannot be pinned any more.
-    await session.refresh(found, with_for_update=True)
+    # A clean-up may be marking it in this moment: what is going away cannot be pinned any more.
+    query = select(Checkpoint).where(Checkpoint.id == checkpoint_id).execution_options(populate_existing=True)
+    await session.execute(query.with_for_update())
     found = await get(session, run_id, checkpoint_id)
     found.pinned = pinned
     await session.flush()

@@ -68,7 +68,7 @@ async def best_run(session: AsyncSession, experiment_id: str) -> BestRun | None:
 
 async def edit(session: AsyncSession, experiment_id: str, body: ExperimentEdit) -> Experiment:
     """Change name, description or tags; what was not given stays."""
-    experiment = await get(session, experiment_id)
+    experiment = await _locked(session, experiment_id)
     for name, value in body.model_dump(exclude_none=True).items():
         setattr(experiment, name, value)
     await session.flush()
@@ -77,11 +77,10 @@ async def edit(session: AsyncSession, experiment_id: str, body: ExperimentEdit) 
 
 async def remove(session: AsyncSession, experiment_id: str) -> None:
     """Remove an experiment with its runs; 409 while one of them is live, pinned, or needed by a run elsewhere."""
-    experiment = await get(session, experiment_id)
-    # Whoever is making a run in it holds it, and whoever is resuming one of its runs holds that.
-    await session.refresh(experiment, with_for_update=True)
     runs = select(Run.id).where(Run.experiment_id == experiment_id)
-    await session.execute(runs.with_for_update())
+    # In the order in which a resume takes them: whoever resumes a run holds that run, then the experiment.
+    await session.execute(runs.order_by(Run.id).with_for_update())
+    experiment = await _locked(session, experiment_id)
     if live := await _some(session, runs.where(Run.status.not_in(TERMINAL))):
         raise conflict(
             "experiment_is_live", f"Experiment {experiment_id} has runs that have not ended: {live}; stop them first."
@@ -98,6 +97,14 @@ async def remove(session: AsyncSession, experiment_id: str) -> None:
         )
     await removal.drop(session, runs)
     await session.delete(experiment)
+
+
+async def _locked(session: AsyncSession, experiment_id: str) -> Experiment:
+    query = select(Experiment).where(Experiment.id == experiment_id).execution_options(populate_existing=True)
+    experiment = await session.scalar(query.with_for_update())
+    if experiment is None:
+        raise not_found("experiment", experiment_id)
+    return experiment
 
 
 async def _some(session: AsyncSession, ids: Select[str]) -> str:

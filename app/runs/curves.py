@@ -220,10 +220,13 @@ class _Reading:
             torn = [one for one in fine if not stretch.holds(one) and one.last_step >= low and one.first_step <= high]
             if self._has_events(torn):
                 await self._take_events(_Stretch(stretch.row, low, high), torn)
-                fine = [one for one in fine if one not in torn]
+            else:
+                for one in torn:
+                    self._take_extents(stretch, one)
             if level > 1:
                 for one in fine:
-                    self._take_extents(stretch, one)
+                    if one not in torn:
+                        self._take_extents(stretch, one)
 
     def _take_whole(self, rows: Iterable[Any]) -> None:
         """Take rows all of which counts."""

@@ -37,6 +37,12 @@ IdempotencyKey = Annotated[
 ]
 
 
+async def _turn(request: Request) -> AsyncIterator[None]:
+    """Waits before the session takes a connection, so that those who wait hold none."""
+    async with request.app.state.curve_reads:
+        yield
+
+
 @router.post("", status_code=202)
 async def create_run(
     body: RunCreate,
@@ -86,7 +92,11 @@ async def list_runs(
     return Response(views.page(storage, rows, has_more), media_type="application/json")
 
 
-@router.get("/compare", responses={404: {"description": "One of the runs is not there."}})
+@router.get(
+    "/compare",
+    dependencies=[Depends(_turn, scope="function")],
+    responses={404: {"description": "One of the runs is not there."}},
+)
 async def compare_runs(
     session: Snapshot,
     ids: Annotated[
@@ -159,12 +169,6 @@ async def resume_run(
     after_commit.add_task(_queue(request).hint)
     response.headers["Location"] = f"/v1/runs/{run.id}"
     return await views.one(session, storage, run)
-
-
-async def _turn(request: Request) -> AsyncIterator[None]:
-    """Waits before the session takes a connection, so that those who wait hold none."""
-    async with request.app.state.curve_reads:
-        yield
 
 
 @router.get("/{run_id}/metrics", dependencies=[Depends(_turn, scope="function")])

@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from sqlalchemy import ColumnElement, delete, func, select, text, update
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 from sqlalchemy.orm import aliased
 
@@ -18,7 +19,6 @@ from app.audit.log import KEPT_DAYS
 from app.audit.models import AuditEntry
 from app.checkpoints import retention
 from app.checkpoints.models import Checkpoint
-from app.clock import utc_now
 from app.config import Settings
 from app.db import async_engine
 from app.errors import as_api_error
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 _LOCK = 0x707275  # "pru": one at a time, by whichever replica or command
 _EVERY_SECONDS = 3600.0
 _RUNS_AT_ONCE = 500
+_LOOK_BACK_DAYS = 7.0
 _MONTH = re.compile(r"run_events_(\d{4})_(\d\d)")
 
 
@@ -85,6 +86,8 @@ class Pruning:
         self._policy = policy
         self._dry_run = dry_run
         self._found = Pruned()
+        self._now = datetime.max.replace(tzinfo=UTC)
+        """By the database's clock: one of this machine that is ahead must not make anything old."""
 
     async def all(self) -> Pruned:
         """Do what the policy says; answers what that was."""
@@ -92,14 +95,17 @@ class Pruning:
             await turn.execute(text("SET LOCAL idle_in_transaction_session_timeout = 0"))
             if not await turn.scalar(text("SELECT pg_try_advisory_xact_lock(:key)"), {"key": _LOCK}):
                 return Pruned(is_busy=True)
+            self._now = (await turn.execute(select(func.clock_timestamp()))).scalar_one()
             if self._policy.runs_days is not None:
-                await self._runs(_before(self._policy.runs_days))
+                await self._runs(self._before(self._policy.runs_days))
             if self._policy.checkpoints_days is not None:
-                await self._checkpoints(_before(self._policy.checkpoints_days))
+                await self._checkpoints(self._before(self._policy.checkpoints_days))
+            if self._policy.checkpoints_days is not None and not self._dry_run:
+                await self._left_over()
             if self._policy.events_days is not None:
-                await self._events(_before(self._policy.events_days))
+                await self._events(self._before(self._policy.events_days))
             if not self._dry_run:
-                await self._audit(id_at("aud", _before(KEPT_DAYS)))
+                await self._audit(id_at("aud", self._before(KEPT_DAYS)))
         return self._found
 
     async def _audit(self, before: str) -> None:
@@ -110,6 +116,9 @@ class Pruning:
             async with self._sessions() as session, session.begin():
                 gone = delete(AuditEntry).where(AuditEntry.id.in_(old)).returning(AuditEntry.id)
                 rows = len((await session.scalars(gone)).all())
+
+    def _before(self, days: float) -> datetime:
+        return self._now - timedelta(days=days)
 
     async def _runs(self, before: datetime) -> None:
         """Whole runs, those first that nothing builds on; what becomes free by that is next."""
@@ -148,15 +157,17 @@ class Pruning:
             async with self._sessions() as session:
                 runs = (await session.scalars(query.order_by(Run.id).limit(_RUNS_AT_ONCE))).all()
             for run_id in runs:
-                await self._checkpoints_of(run_id)
+                await self._checkpoints_of(run_id, before)
             if not runs:
                 break
             last = runs[-1]
 
-    async def _checkpoints_of(self, run_id: str) -> None:
+    async def _checkpoints_of(self, run_id: str, before: datetime) -> None:
         async with self._sessions() as session, session.begin():
-            # Whoever resumes the run at this moment holds it.
-            await session.execute(select(Run.id).where(Run.id == run_id).with_for_update())
+            # Whoever resumes the run at this moment holds it; and it may have been pinned since it was found.
+            still = select(Run.id).where(Run.id == run_id, *_ended(before), ~Run.pinned)
+            if await session.scalar(still.with_for_update()) is None:
+                return
             rows = (await session.execute(retention.retire_ended(run_id))).all()
             self._found.checkpoints += len(rows)
             self._found.checkpoint_bytes += sum(row.bytes for row in rows)
@@ -164,7 +175,25 @@ class Pruning:
                 await session.rollback()
                 return
         for row in rows:
-            await asyncio.to_thread(self._storage.remove_checkpoint, run_id, row.attempt, row.name)
+            await self._remove(run_id, row.attempt, row.name)
+
+    async def _left_over(self) -> None:
+        """Folders of checkpoints that were marked when something ended this before their removal."""
+        marked = (
+            select(Checkpoint.run_id, Checkpoint.attempt, Checkpoint.name)
+            .join(Run, Run.id == Checkpoint.run_id)
+            .where(Checkpoint.deleted_at > self._before(_LOOK_BACK_DAYS), Run.status.in_(TERMINAL))
+        )
+        async with self._sessions() as session:
+            rows = (await session.execute(marked)).all()
+        for row in rows:
+            await self._remove(row.run_id, row.attempt, row.name)
+
+    async def _remove(self, run_id: str, attempt: int, name: str) -> None:
+        try:
+            await asyncio.to_thread(self._storage.remove_checkpoint, run_id, attempt, name)
+        except OSError as error:
+            log.warning("checkpoint %s of %s stays for now; trying again later: %s", name, run_id, error)
 
     async def _events(self, before: datetime) -> None:
         async with self._sessions() as session:
@@ -180,8 +209,14 @@ class Pruning:
             if (match := _MONTH.fullmatch(name)) is None:
                 continue
             start = datetime(int(match[1]), int(match[2]), 1, tzinfo=UTC)
-            if month_after(start) <= before and await self._month(name, start, before):
-                self._found.months.append(f"{start:%Y-%m}")
+            if month_after(start) > before:
+                continue
+            try:
+                if await self._month(name, start, before):
+                    self._found.months.append(f"{start:%Y-%m}")
+            except OperationalError as error:
+                # Its table is in use, for one: the other months do not wait for that.
+                log.warning("the events of %s stay for now; trying again later: %s", f"{start:%Y-%m}", error.orig)
 
     async def _month(self, name: str, start: datetime, before: datetime) -> bool:
         """Drop a month's partition, or exchange it for one with the events of pinned runs alone; no row is deleted."""
@@ -190,10 +225,13 @@ class Pruning:
         async with self._sessions() as session, session.begin():
             # Appends wait behind this lock: rather another time than for long.
             await session.execute(text("SET LOCAL lock_timeout = '2s'"))
+            await session.execute(text("SET LOCAL statement_timeout = 0"))
             young = select(Run.id).where(*inside, Run.status.not_in(TERMINAL) | (Run.finished_at > before))
             if await session.scalar(young.limit(1)):
                 return False
-            kept = list((await session.scalars(select(Run.id).where(*inside, Run.pinned))).all())
+            # Held, so that none of them is pinned in between.
+            held = select(Run.id, Run.pinned).where(*inside).with_for_update(read=True)
+            kept = [row.id for row in (await session.execute(held)).all() if row.pinned]
             has_others = text(f"SELECT 1 FROM {name} WHERE run_id <> ALL(:kept) LIMIT 1")
             if not await session.scalar(has_others, {"kept": kept}):
                 return False
@@ -211,6 +249,9 @@ async def _exchange(session: AsyncSession, name: str, kept: list[str], low: str,
         await session.execute(
             text(f"INSERT INTO {name}_kept SELECT * FROM {name} WHERE run_id = ANY(:kept)"), {"kept": kept}
         )
+        # Known to hold, so that the table is not read once more while everybody waits.
+        within = f"run_id IS NOT NULL AND run_id >= '{low}' AND run_id < '{high}'"
+        await session.execute(text(f"ALTER TABLE {name}_kept ADD CONSTRAINT within CHECK ({within})"))
     await session.execute(text(f"ALTER TABLE run_events DETACH PARTITION {name}"))
     await session.execute(text(f"DROP TABLE {name}"))
     if kept:
@@ -218,16 +259,13 @@ async def _exchange(session: AsyncSession, name: str, kept: list[str], low: str,
         await session.execute(
             text(f"ALTER TABLE run_events ATTACH PARTITION {name} FOR VALUES FROM ('{low}') TO ('{high}')")
         )
+        await session.execute(text(f"ALTER TABLE {name} DROP CONSTRAINT within"))
 
 
 def _ended(before: datetime) -> list[ColumnElement[bool]]:
     # Ids sort by time: older than the end is the beginning, so this bounds the search by the primary key.
     started_before: Any = Run.id < id_at("run", before + timedelta(days=1))
     return [Run.status.in_(TERMINAL), Run.finished_at < before, started_before]
-
-
-def _before(days: float) -> datetime:
-    return utc_now() - timedelta(days=days)
 
 
 def prune(settings: Settings, policy: Policy, dry_run: bool) -> Pruned:

@@ -66,8 +66,14 @@ async def finish(sessions: async_sessionmaker[AsyncSession], storage: Storage) -
         await holding.execute(text("SET LOCAL idle_in_transaction_session_timeout = 0"))
         if not await holding.scalar(text("SELECT pg_try_advisory_xact_lock(:key)"), {"key": _LOCK}):
             return 0
-        while run_id := await holding.scalar(select(Removal.run_id).limit(1)):
-            await asyncio.to_thread(storage.remove_run, run_id)
+        last = ""
+        while run_id := await holding.scalar(select(func.min(Removal.run_id)).where(Removal.run_id > last)):
+            last = run_id
+            try:
+                await asyncio.to_thread(storage.remove_run, run_id)
+            except OSError as error:
+                log.warning("the files of %s, which was deleted, stay for now; trying again later: %s", run_id, error)
+                continue
             while await _some_events(sessions, run_id):
                 pass
             async with sessions() as session, session.begin():

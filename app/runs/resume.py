@@ -69,9 +69,8 @@ async def resume(
 
 
 async def _ended(session: AsyncSession, run_id: str) -> Run:
-    run = await service.get(session, run_id)
     # Locked, so that a clean-up that deletes the run or its checkpoints waits for the child, or we for it.
-    await session.refresh(run, with_for_update={"read": True, "key_share": True})
+    run = await service.locked(session, run_id, for_child=True)
     if run.status not in TERMINAL:
         raise conflict(
             "run_is_live",

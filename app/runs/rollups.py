@@ -12,11 +12,13 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import Connection, text
 
 from app.events.log import NewEvent, Stored
+
+T = TypeVar("T")
 
 KINDS = ("metric", "eval")
 NAMED = ("epoch", "loss", "learning_rate", "grad_norm", "gpu_memory_mb", "samples_per_second")
@@ -49,17 +51,23 @@ def step_of(data: dict[str, Any]) -> int | None:
 
 def values(kind: str, data: dict[str, Any]) -> Iterable[tuple[str, float | None]]:
     """The series of one event: what is a number, and what was measured but was none that is finite."""
-    cut_out = set(data.get("non_finite") or ())
+    cut_out = {name for name in _of_type(data, "non_finite", list) if isinstance(name, str)}
     if kind == "eval":
-        named = {f"eval.{name}": value for name, value in (data.get("metrics") or {}).items()}
+        named = {f"eval.{name}": value for name, value in _of_type(data, "metrics", dict).items()}
     else:
         named = {name: data.get(name) for name in NAMED}
-        named |= {f"extra.{name}": value for name, value in (data.get("extra") or {}).items()}
+        named |= {f"extra.{name}": value for name, value in _of_type(data, "extra", dict).items()}
     for name, value in named.items():
         if isinstance(value, int | float) and not isinstance(value, bool):
             yield name, _finite(value)
         elif value is None and name.replace("eval.", "metrics.", 1) in cut_out:
             yield name, None  # a gap in the curve, not a missing point
+
+
+def _of_type(data: dict[str, Any], name: str, kind: type[T]) -> T:
+    """What the trainer told under this name; nothing, where it is of another type than agreed."""
+    found = data.get(name)
+    return found if isinstance(found, kind) else kind()
 
 
 def _finite(value: float) -> float | None:

@@ -142,10 +142,19 @@ async def get(session: AsyncSession, run_id: str) -> Run:
 
 async def edit(session: AsyncSession, run_id: str, body: RunEdit) -> Run:
     """Change what a run is called, tagged, and whether it is kept; what was not given stays."""
-    run = await get(session, run_id)
+    run = await locked(session, run_id)
     for name, value in body.model_dump(exclude_none=True).items():
         setattr(run, name, value)
     await session.flush()
+    return run
+
+
+async def locked(session: AsyncSession, run_id: str, *, for_child: bool = False) -> Run:
+    """The run as it is now, which stays so until the commit; `for_child`: it may change, but it stays."""
+    query = select(Run).where(Run.id == run_id).execution_options(populate_existing=True)
+    run = await session.scalar(query.with_for_update(read=for_child, key_share=for_child))
+    if run is None:
+        raise not_found("run", run_id)
     return run
 
 
@@ -153,7 +162,6 @@ async def stop(session: AsyncSession, run_id: str, save_checkpoint: bool) -> Run
     """Ask a run to stop; no error on one that a stop has ended, 409 on one that ended by itself."""
     moved = (await session.execute(lifecycle.request_stop(run_id, save_checkpoint))).mappings().one_or_none()
     run = await get(session, run_id)
-    await session.refresh(run)
     if moved is None and run.status != "cancelled":
         raise conflict(
             "run_has_ended", f"Run {run_id} is {run.status}: it has ended by itself and cannot be stopped any more."

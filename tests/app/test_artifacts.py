@@ -1,6 +1,7 @@
 """Promises about the files that a run leaves: all of them, and nothing else of the machine."""
 
 import io
+import shutil
 import socket
 import subprocess
 import tarfile
@@ -68,6 +69,13 @@ def test_all_of_them_come_as_one_archive(shared_api: ApiServer, run: str, tmp_pa
     assert found == files and len(files) == 5
     assert subprocess.run(["tar", "t"], input=answer.content, capture_output=True, check=True).stderr == b""
     assert shared_api.client.get(f"/v1/runs/{new_id('run')}/artifacts.tar").status_code == 404
+
+
+def test_an_output_that_is_gone_from_the_storage_is_told(shared_api: ApiServer, run: str) -> None:
+    shutil.rmtree(Storage(shared_api.settings).run_dir(run))
+    for path in ("artifacts", "artifacts.tar"):
+        answer = shared_api.client.get(f"/v1/runs/{run}/{path}")
+        assert (answer.status_code, answer.json()["code"]) == (404, "artifacts_missing")
 
 
 def test_a_range_is_answered_with_its_bytes(shared_api: ApiServer, run: str) -> None:

@@ -134,6 +134,12 @@ class TestTruth:
             finite = {step: value for step, value in stored[name].items() if value is not None}
             assert (found[name]["min"], found[name]["max"]) == (min(finite.values()), max(finite.values()))
             assert found[name]["steps"][0] == min(stored[name]) and found[name]["steps"][-1] == max(stored[name])
+        # Of a row that lies only partly in the range there is what it still knows.
+        steps = sorted(stored["grad_norm"])
+        low, high = steps[5], steps[40]
+        part = series(shared_api, trainer.run_id, names="loss", from_step=low, to_step=high)["loss"]
+        assert part["steps"] and low <= part["steps"][0] and part["steps"][-1] <= high
+        assert all(stored["loss"][step] == value for step, value in zip(part["steps"], part["values"], strict=True))
 
 
 def _next_attempt(trainer: Trainer) -> Trainer:

@@ -6,14 +6,14 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine
 
 from app.config import Settings
 from app.db import sync_engine
 from app.events import log
 from app.events.log import Fenced, NewEvent, Progress, append
 from app.runs import lifecycle
-from tests.rows import add_run, add_worker, claim, events_of, run_row
+from tests.rows import add_run, add_worker, claim, events_of, run_row, waiting_for_locks
 from tests.waiting import eventually
 
 
@@ -37,13 +37,6 @@ def stored_lines(engine: Engine, run_id: str) -> list[str]:
     events = events_of(engine, run_id)
     assert [event.seq for event in events] == list(range(1, len(events) + 1))
     return [event.data["line"] for event in events if event.type == "log"]
-
-
-def waiting_for_locks(engine: Engine) -> int:
-    """How many statements wait for somebody else's transaction."""
-    with engine.connect() as connection:
-        found = connection.scalar(text("SELECT count(*) FROM pg_locks WHERE NOT granted AND pid <> pg_backend_pid()"))
-    return int(found or 0)
 
 
 @pytest.fixture

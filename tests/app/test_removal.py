@@ -1,6 +1,7 @@
 """Renaming, pinning and deleting: what is needed stays, what goes goes whole."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from sqlalchemy import Engine, func, select, text
@@ -11,7 +12,7 @@ from app.ids import new_id
 from app.runs.models import MetricRollup, Removal
 from app.storage import Storage
 from tests.factories import Trainer, make_dataset, make_experiment, make_run, mark_run
-from tests.rows import add_run
+from tests.rows import add_run, waiting_for_locks
 from tests.server import ApiServer
 from tests.waiting import eventually
 
@@ -141,3 +142,52 @@ class TestDeleteExperiment:
         refused = shared_api.client.delete(f"/v1/experiments/{experiment}").json()
         assert refused["code"] == "run_is_needed" and elsewhere in refused["detail"]
         shared_api.client.post(f"/v1/runs/{elsewhere}/stop")
+
+
+class TestAtOnce:
+    """Calls on what is being deleted wait for that, and then do not find it."""
+
+    def test_what_goes_meanwhile_is_not_there(self, shared_api: ApiServer, engine: Engine) -> None:
+        run_id = trained(shared_api, engine)
+        path = f"/v1/runs/{run_id}"
+        calls: list[tuple[str, str, dict[str, object]]] = [
+            ("PATCH", path, {"name": "x"}), ("POST", f"{path}/resume", {"from": "start"}), ("DELETE", path, {}),
+        ]  # fmt: skip
+        self.all_not_found(shared_api, engine, f"DELETE FROM runs WHERE id = '{run_id}'", calls)
+
+    def test_nor_is_an_experiment(self, shared_api: ApiServer, engine: Engine) -> None:
+        id = make_experiment(engine)
+        path = f"/v1/experiments/{id}"
+        calls: list[tuple[str, str, dict[str, object]]] = [("PATCH", path, {"name": "x"}), ("DELETE", path, {})]
+        self.all_not_found(shared_api, engine, f"DELETE FROM experiments WHERE id = '{id}'", calls)
+
+    @staticmethod
+    def all_not_found(
+        api: ApiServer, engine: Engine, delete: str, calls: list[tuple[str, str, dict[str, object]]]
+    ) -> None:
+        with ThreadPoolExecutor(len(calls)) as pool, engine.connect() as connection:
+            connection.execute(text(delete))
+            answers = [pool.submit(api.client.request, method, path, json=body or None) for method, path, body in calls]
+            eventually(lambda: waiting_for_locks(engine) == len(calls), what="all of them wait")
+            connection.commit()
+            assert [answer.result().status_code for answer in answers] == [404] * len(calls)
+
+    def test_files_that_cannot_be_removed_are_tried_again(
+        self, shared_api: ApiServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run_id = trained(shared_api, engine)
+        tried = []
+
+        def refuse(_: Storage, id: str) -> None:
+            tried.append(id)
+            raise OSError("they are somebody else's")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Storage, "remove_run", refuse)
+            assert shared_api.client.delete(f"/v1/runs/{run_id}").status_code == 204
+            eventually(lambda: tried == [run_id])
+            assert left_of(engine, run_id)["removals"] == 1
+        other = trained(shared_api, engine)
+        shared_api.client.delete(f"/v1/runs/{other}")
+        eventually(lambda: not any(left_of(engine, run_id).values()))
+        assert not Storage(shared_api.settings).run_dir(run_id).exists()
