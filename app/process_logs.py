@@ -4,16 +4,24 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from contextvars import Context, copy_context
-from typing import Literal
+from typing import Any, Literal
 
-from structlog.contextvars import bind_contextvars, merge_contextvars
-from structlog.processors import TimeStamper, format_exc_info
-from structlog.stdlib import ExtraAdder, ProcessorFormatter, add_log_level, add_logger_name
-from structlog.typing import EventDict, WrappedLogger
+from app.lean_structlog import (
+    ExtraAdder,
+    ProcessorFormatter,
+    TimeStamper,
+    add_log_level,
+    add_logger_name,
+    bind_contextvars,
+    format_exc_info,
+    merge_contextvars,
+)
 
 Format = Literal["json", "console"]
+EventDict = MutableMapping[str, Any]
+"""What is known of a record."""
 
 _FIRST = ("timestamp", "level", "logger", "event")
 _ONLY_WARNINGS = ("alembic", "celery", "httpcore", "httpx", "kombu")
@@ -52,7 +60,7 @@ class _Redacting(ProcessorFormatter):
         return _SECRET.sub(lambda found: f"{found[1] or found[2]}[redacted]", super().format(record))
 
 
-def _formatter(render: Callable[[WrappedLogger, str, EventDict], str]) -> ProcessorFormatter:
+def _formatter(render: Callable[[Any, str, EventDict], str]) -> ProcessorFormatter:
     return _Redacting(
         foreign_pre_chain=[
             merge_contextvars,
@@ -66,17 +74,17 @@ def _formatter(render: Callable[[WrappedLogger, str, EventDict], str]) -> Proces
     )
 
 
-def _without_colours(_logger: WrappedLogger, _name: str, event: EventDict) -> EventDict:
+def _without_colours(_logger: Any, _name: str, event: EventDict) -> EventDict:
     event.pop("color_message", None)  # what uvicorn says, once more, for terminals
     return event
 
 
-def _json(_logger: WrappedLogger, _name: str, event: EventDict) -> str:
+def _json(_logger: Any, _name: str, event: EventDict) -> str:
     ordered = {name: event.pop(name) for name in _FIRST}
     return json.dumps({**ordered, **event}, ensure_ascii=False, default=str)
 
 
-def _console(_logger: WrappedLogger, _name: str, event: EventDict) -> str:
+def _console(_logger: Any, _name: str, event: EventDict) -> str:
     timestamp, level, logger, said = (event.pop(name) for name in _FIRST)
     traceback = event.pop("exception", None)
     ids = "".join(f" {name}={value}" for name, value in event.items() if value is not None)

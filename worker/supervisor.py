@@ -9,10 +9,10 @@ from typing import Any
 
 from sqlalchemy import Executable
 from sqlalchemy.exc import SQLAlchemyError
-from structlog.contextvars import bound_contextvars
 
 from app.db import is_away
 from app.events.log import Fenced
+from app.lean_structlog import bound_contextvars
 from app.runs import lifecycle
 from worker.devices import Device
 from worker.following import Following, KilledFor

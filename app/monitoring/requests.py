@@ -6,9 +6,9 @@ import time
 
 from prometheus_client import Counter, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from structlog.contextvars import bound_contextvars
 
 from app.errors import request_id
+from app.lean_structlog import bound_contextvars
 
 log = logging.getLogger(__name__)
 

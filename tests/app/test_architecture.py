@@ -37,6 +37,12 @@ def test_no_file_is_longer_than_a_reader_can_hold() -> None:
     assert {name: count for name, count in lengths.items() if count > MOST_LINES} == {}
 
 
+FOUNDATION = (
+    "fastapi, uvicorn, sse_starlette, pydantic_settings, sqlalchemy.orm, sqlalchemy.ext.asyncio, psycopg, "
+    "alembic.command, celery, kombu, redis.asyncio"
+)
+
+
 def _after_import(module: str, expression: str) -> object:
     """The value of `expression` in a fresh process that has imported `module`."""
     code = (
@@ -66,10 +72,17 @@ def test_the_supervisor_imports_neither_torch_nor_http() -> None:
     assert _after_import("worker.main", f"sorted(set(sys.modules) & {unwanted!r})") == []
 
 
-def test_the_api_is_imported_in_under_one_and_a_half_seconds() -> None:
-    """Processor time of the best of five, so that a busy machine and cold caches do not count."""
-    took = (float(str(_after_import("app.main", "took"))) for _ in range(5))
-    assert any(seconds < 1.5 for seconds in took)
+def test_the_api_is_imported_in_hardly_more_time_than_what_it_stands_on() -> None:
+    """On a machine that imports FastAPI, SQLAlchemy, Celery and so on in 0.7 s it starts in under 1.5.
+
+    Processor time against processor time, the best of five pairs: a slow or busy machine does not count.
+    """
+    ratios = (_seconds("app.main") / _seconds(FOUNDATION) for _ in range(5))
+    assert any(ratio < 2 for ratio in ratios)
+
+
+def _seconds(modules: str) -> float:
+    return float(str(_after_import(modules, "took")))
 
 
 def test_imports_keep_to_the_layers() -> None:
