@@ -6,9 +6,6 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from datetime import datetime
-from functools import cached_property
 from typing import Any
 
 from prometheus_client import Histogram
@@ -16,6 +13,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from app import background
+from app.events.frames import Batch, Frame
 from app.events.log import payload, read_after
 from app.process_logs import bound_to_run
 from app.queue import Queue
@@ -32,47 +30,6 @@ _KEPT_BYTES = 512 * 1024
 _READS_AT_A_TIME = 5
 _GATHER_SECONDS = 0.05
 _LAG_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 300.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """One event, encoded once for all readers."""
-
-    seq: int
-    type: str
-    json: bytes
-
-    @property
-    def sse(self) -> bytes:
-        """The frame of a `text/event-stream`."""
-        return b"id: %d\nevent: %s\ndata: %s\n\n" % (self.seq, self.type.encode(), self.json)
-
-    @property
-    def line(self) -> bytes:
-        """The same as a line of JSON, with the event's type in it."""
-        return b'{"type":"%s",%s\n' % (self.type.encode(), self.json[1:])
-
-
-class Batch(list[Frame]):
-    """Frames that go out together; encoded once, however many readers send them."""
-
-    oldest: datetime | None = None
-    """When the first of them happened, where they came from the database together."""
-
-    @cached_property
-    def sse(self) -> bytes:
-        """All of them as `text/event-stream`."""
-        return b"".join(frame.sse for frame in self)
-
-    @cached_property
-    def lines(self) -> bytes:
-        """All of them as lines of JSON."""
-        return b"".join(frame.line for frame in self)
-
-    @cached_property
-    def size(self) -> int:
-        """About how many bytes it holds."""
-        return sum(len(frame.json) for frame in self)
 
 
 class Tail:

@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 
 from app.checkpoints.models import Checkpoint
 from app.cli import cli
+from app.client import Anneal
+from app.client.events import EndEvent, TruncatedEvent
 from app.config import Settings
 from app.db import sync_engine
 from app.events.models import RunEvent
@@ -132,6 +134,27 @@ class TestEvents:
             assert [line.get("status") for line in lines] == [None, "completed"]
             assert api.client.get(f"{path}/events", params={"after": lines[-1]["seq"]}).status_code == 204
             assert api.client.get(f"{path}/logs?follow=true").text == ""
+
+    def test_whoever_follows_a_run_whose_events_are_gone_hears_how_it_has_ended(
+        self, made: Made, settings: Settings
+    ) -> None:
+        ends = [("completed", 0, Trainer.complete), ("failed", 3, Trainer.fail), ("cancelled", 4, Trainer.cancel_on_request)]
+        trainers = [end(made.run(JANUARY, ended=False)) for _, _, end in ends]
+        for trainer in trainers:
+            mark_run(made.engine, trainer.run_id, finished_at=JANUARY)
+        prune(settings, Policy(events_days=30), dry_run=False)
+        with ThreadServer(settings) as api, Anneal(api.url, api.key) as client:
+            there = {"ANNEAL_URL": api.url, "ANNEAL_API_KEY": api.key, "ANNEAL_HOME": str(settings.home)}
+            for trainer, (how, code, _) in zip(trainers, ends, strict=True):
+                last = run_row(made.engine, trainer.run_id).event_seq
+                for follow in (True, False):
+                    gone, end = client.runs.events(trainer.run_id, follow=follow)
+                    assert isinstance(gone, TruncatedEvent) and (gone.seq, gone.first_seq) == (last - 1, last + 1)
+                    assert isinstance(end, EndEvent) and (end.seq, end.status) == (last, how)
+                assert list(client.runs.events(trainer.run_id, after=last - 1)) == [end]
+                watched = CliRunner().invoke(cli, ["runs", "watch", trainer.run_id, "--json"], env=there)
+                assert watched.exit_code == code, watched.output
+                assert [json.loads(line)["type"] for line in watched.stdout.splitlines()] == ["truncated", "end"]
 
 
 class TestCheckpoints:
