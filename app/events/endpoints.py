@@ -45,7 +45,9 @@ async def stream_events(
     after: Annotated[int, Query(ge=0, le=2**62, description="Continue behind this `seq`.")] = 0,
     types: Annotated[
         str | None,
-        Query(max_length=200, description="Only these event types, comma-separated; `end` always comes."),
+        Query(
+            max_length=200, description="Only these event types, comma-separated; `end` and `truncated` always come."
+        ),
     ] = None,
     follow: Annotated[bool, Query(description="False: end at the newest event instead of waiting.")] = True,
     format: Annotated[Literal["sse", "ndjson"], Query(description="`ndjson`: one JSON object a line.")] = "sse",
@@ -87,4 +89,4 @@ def _types(text: str | None) -> frozenset[str] | None:
     if unknown or not wanted:
         message = f"unknown event types {', '.join(unknown) or '(none)'}: choose from {', '.join(EVENT_TYPES)}"
         raise ApiError(422, "invalid", message, errors=[FieldError(field="types", code="unknown", message=message)])
-    return wanted | {"end"}
+    return wanted | {"end", "truncated"}

@@ -1,7 +1,8 @@
 """Retention: what is old goes, and never what somebody needs."""
 
+import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,14 @@ from app.cli import cli
 from app.client import Anneal
 from app.client.events import EndEvent, TruncatedEvent
 from app.config import Settings
-from app.db import sync_engine
+from app.db import async_engine, sync_engine
+from app.events import stream
+from app.events.frames import Frame
 from app.events.models import RunEvent
 from app.events.partitions import ensure_partitions
+from app.events.stream import Streams
 from app.ids import id_at
+from app.queue import Queue
 from app.runs.models import Run
 from app.runs.pruning import Policy, Pruned, prune
 from app.storage import Storage
@@ -138,7 +143,11 @@ class TestEvents:
     def test_whoever_follows_a_run_whose_events_are_gone_hears_how_it_has_ended(
         self, made: Made, settings: Settings
     ) -> None:
-        ends = [("completed", 0, Trainer.complete), ("failed", 3, Trainer.fail), ("cancelled", 4, Trainer.cancel_on_request)]
+        ends = [
+            ("completed", 0, Trainer.complete),
+            ("failed", 3, Trainer.fail),
+            ("cancelled", 4, Trainer.cancel_on_request),
+        ]
         trainers = [end(made.run(JANUARY, ended=False)) for _, _, end in ends]
         for trainer in trainers:
             mark_run(made.engine, trainer.run_id, finished_at=JANUARY)
@@ -155,6 +164,48 @@ class TestEvents:
                 watched = CliRunner().invoke(cli, ["runs", "watch", trainer.run_id, "--json"], env=there)
                 assert watched.exit_code == code, watched.output
                 assert [json.loads(line)["type"] for line in watched.stdout.splitlines()] == ["truncated", "end"]
+
+
+class TestReaders:
+    """Somebody in the middle of the events of a run, which go at that moment."""
+
+    @pytest.fixture
+    async def streams(self, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Streams]:
+        monkeypatch.setattr(stream, "_BATCH", 20)
+        engine, queue = async_engine(settings.database_url or ""), Queue(settings)
+        await queue.start()
+        streams = Streams(engine, queue)
+        yield streams
+        await streams.close()
+        await queue.close()
+        await engine.dispose()
+
+    @pytest.mark.parametrize("had_ended", [True, False])
+    async def test_hears_that_they_are_gone_and_the_end(
+        self, made: Made, settings: Settings, streams: Streams, had_ended: bool
+    ) -> None:
+        rest, last = await self.rest(made, settings, streams, had_ended, Policy(events_days=30))
+        assert [(frame.seq, frame.type) for frame in rest] == [(last - 1, "truncated"), (last, "end")]
+
+    @pytest.mark.parametrize("had_ended", [True, False])
+    async def test_is_not_kept_by_a_run_that_is_deleted(
+        self, made: Made, settings: Settings, streams: Streams, had_ended: bool
+    ) -> None:
+        rest, _ = await self.rest(made, settings, streams, had_ended, Policy(runs_days=30))
+        assert rest == []
+
+    async def rest(
+        self, made: Made, settings: Settings, streams: Streams, had_ended: bool, policy: Policy
+    ) -> tuple[list[Frame], int]:
+        """What comes behind the first of several batches, and the `seq` of the end."""
+        trainer = made.run(JANUARY)
+        last = run_row(made.engine, trainer.run_id).event_seq
+        batches = streams.batches(trainer.run_id, 0, until=last if had_ended else None)
+        _, first = await anext(batches)
+        assert len(first) == 20
+        await asyncio.to_thread(prune, settings, policy, False)
+        async with asyncio.timeout(10):
+            return [frame async for _, frames in batches for frame in frames], last
 
 
 class TestCheckpoints:
