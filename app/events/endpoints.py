@@ -45,9 +45,7 @@ async def stream_events(
     after: Annotated[int, Query(ge=0, le=2**62, description="Continue behind this `seq`.")] = 0,
     types: Annotated[
         str | None,
-        Query(
-            max_length=200, description="Only these event types, comma-separated; `end` and `truncated` always come."
-        ),
+        Query(max_length=200, description="Only these types, comma-separated; `end` and `truncated` always come."),
     ] = None,
     follow: Annotated[bool, Query(description="False: end at the newest event instead of waiting.")] = True,
     format: Annotated[Literal["sse", "ndjson"], Query(description="`ndjson`: one JSON object a line.")] = "sse",

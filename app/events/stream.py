@@ -236,8 +236,8 @@ class Streams:
         """Events behind `after` in order, without gap or duplicate, then live ones, as (cursor, frames).
 
         Only those that are `wanted`. Frames are empty when there were none for `keep_alive` seconds, however much
-        came that is not wanted. Ends after the `end` event, at `until`, when the run is deleted, or when `still_allowed`,
-        asked about every 10 s, says no.
+        came that is not wanted. Ends after the `end` event, at `until`, when the run is deleted, or when
+        `still_allowed`, asked about every 10 s, says no.
         """
         keep_alive = KEEP_ALIVE_SECONDS if keep_alive is None else keep_alive
         reader = Reader(after)
