@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -14,6 +15,7 @@ from sqlalchemy import Engine
 from app.client import Anneal, AnnealError, AsyncAnneal
 from app.client.connection import find_connection
 from app.config import ClientSettings
+from app.datasets.schemas import DatasetView
 from app.db import sync_engine
 from app.experiments.schemas import ExperimentView
 from app.home import write_private_json
@@ -225,6 +227,31 @@ class TestTryingAgain:
         with pytest.raises(AnnealError, match="Row 1"):
             failing.datasets.upload(ROWS)
         assert len({key for _, _, key in Failing.asked}) == 1 and len(Failing.asked) == 2
+
+    def test_an_upload_that_breaks_late_has_all_patience_left(self) -> None:
+        Failing.answers, Failing.asked = [BROKEN, (422, {}, b'{"code": "bad_rows", "detail": "Row 1."}')], []
+        slow = threading.Event()
+        with (
+            serving(Failing) as url,
+            Anneal(url, "key", patience=0.3) as client,
+            pytest.raises(AnnealError, match="Row 1"),
+        ):
+            client.datasets.upload(ROWS, told=lambda _: None if slow.wait(0.2) else None)
+        assert len(Failing.asked) == 2
+
+    def test_an_answer_that_breaks_off_is_asked_for_again(self, failing: Anneal) -> None:
+        dataset = json.dumps(DatasetView.model_config["json_schema_extra"]["example"]).encode()  # type: ignore[index,call-overload]
+        cut = (200, {"Content-Length": "999"}, b'{"data": [')
+        Failing.answers = [cut, EMPTY, cut, (201, {}, dataset)]
+        assert list(failing.workers.list()) == []
+        assert failing.datasets.upload(ROWS).name == "docstrings.jsonl"
+        assert len(Failing.asked) == 4 and Failing.asked[2] == Failing.asked[3]
+
+    def test_an_answer_that_breaks_off_after_what_cannot_be_repeated_is_told(self, failing: Anneal) -> None:
+        Failing.answers = [(201, {"Content-Length": "999"}, b'{"id": ')]
+        with pytest.raises(AnnealError, match="whether the call was carried out is unknown"):
+            failing.experiments.create("once")
+        assert len(Failing.asked) == 1
 
     def test_what_may_have_happened_is_not_done_twice(self, failing: Anneal) -> None:
         Failing.answers = [BROKEN, EMPTY]

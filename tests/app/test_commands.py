@@ -20,12 +20,14 @@ from typer.testing import CliRunner, Result
 
 from app import client
 from app.cli import cli
+from app.client.transport import SyncTransport
 from app.db import sync_engine
+from app.errors import RETRY_SECONDS
 from app.experiments.schemas import ExperimentView
 from app.home import write_private_json
 from app.runs.schemas import RunRead
 from app.storage import Storage
-from tests.app.test_client import Failing
+from tests.app.test_client import EMPTY, Failing
 from tests.factories import Trainer, make_dataset
 from tests.http_server import serving
 from tests.server import ApiServer
@@ -103,6 +105,21 @@ class TestSentences:
         assert CliRunner().invoke(cli, ["workers", "list"], env=there).exit_code == 0
         wrong = CliRunner().invoke(cli, ["workers", "list"], env={**there, "ANNEAL_API_KEY": "anneal_wrong"})
         assert wrong.exit_code == 1 and "anneal keys create" in wrong.stderr
+
+    def test_a_service_that_asks_to_come_back_is_asked_once_more(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pauses: list[float] = []
+
+        async def pause(_: SyncTransport, seconds: float) -> None:
+            pauses.append(seconds)
+
+        monkeypatch.setattr(SyncTransport, "pause", pause)
+        Failing.answers = [(503, {"Retry-After": str(RETRY_SECONDS)}, b"{}"), EMPTY]
+        with serving(Failing) as url:
+            there = {"ANNEAL_HOME": str(tmp_path), "ANNEAL_URL": url, "ANNEAL_API_KEY": "key"}
+            assert CliRunner().invoke(cli, ["workers", "list"], env=there).exit_code == 0
+        assert pauses == [RETRY_SECONDS]
 
     def test_every_wrong_field_is_told(self, anneal: Anneal, run_file: Path) -> None:
         changes = ["--set", "config.lora_r=-1", "--set", "config.epochs=0"]
