@@ -129,8 +129,8 @@ def show(run_id: RunId, as_json: AsJson = False) -> None:
                 "loss": last.loss if last else None, "best loss": run.best_loss, "attempt": run.attempt,
                 "model": run.fine_tuned_model, "checkpoint": run.checkpoint_path, "parent": run.parent_run_id,
                 "experiment": run.experiment_id, "tags": run.tags, "pinned": run.pinned or None,
-                "data set": run.dataset_id, "evaluated on": run.eval_dataset_id, "worker": run.worker_id, "created": run.created_at,
-                "started": run.started_at, "finished": run.finished_at,
+                "data set": run.dataset_id, "evaluated on": run.eval_dataset_id, "worker": run.worker_id,
+                "created": run.created_at, "started": run.started_at, "finished": run.finished_at,
                 **{f"config.{name}": value for name, value in run.config.items() if value != usual.get(name)},
             }
         )  # fmt: skip

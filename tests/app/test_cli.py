@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from app.cli import cli
-from app.config import Settings
+from app.config import Settings, get_settings
 from tests.conftest import Services
 from tests.waiting import eventually
 
@@ -22,7 +22,9 @@ TOKEN = "hf_" + "abcdefgh" * 4
 
 def anneal(*arguments: str, input: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
     """A command that neither serves nor becomes another process: here, which saves the start of Python."""
+    get_settings.cache_clear()  # a process reads the environment once
     result = CliRunner().invoke(cli, list(arguments), input=input, env={"COLUMNS": "200", **variables})
+    get_settings.cache_clear()
     return subprocess.CompletedProcess(arguments, result.exit_code, result.stdout, result.stderr)
 
 

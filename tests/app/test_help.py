@@ -29,16 +29,17 @@ def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[st
 
 def test_there_are_many_commands() -> None:
     named = {
-        ("up",),
-        ("audit",),
-        ("prune",),
-        ("keys", "create"),
-        ("runs", "watch"),
-        ("runs", "compare"),
-        ("runs", "pin"),
+        "up",
+        "audit",
+        "prune",
+        "keys create",
+        "secrets set",
+        "runs watch",
+        "runs compare",
+        "runs pin",
+        "runs unpin",
     }
-    assert named | {("secrets", "set"), ("workers", "list"), ("datasets", "content")} <= set(commands())
-    assert len(list(commands())) > 40
+    assert named | {"workers list", "datasets content"} <= {" ".join(command) for command in commands()}
 
 
 def test_without_a_command_they_are_listed() -> None:
@@ -49,7 +50,7 @@ def test_without_a_command_they_are_listed() -> None:
 def test_help_imports_nothing_heavy() -> None:
     heavy = ["pydantic", "sqlalchemy", "fastapi", "httpx", "cryptography", "yaml", "rich.console"]
     script = "import sys; from app.cli import cli; cli(['--help'], standalone_mode=False); "
-    script += f"sys.exit(' '.join(name for name in {heavy} if name in sys.modules))"
+    script += f"sys.exit(' '.join(name for name in {heavy} if name in sys.modules) or 0)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
 
