@@ -116,8 +116,7 @@ class TestSentences:
         Failing.answers = [(503, {"Retry-After": str(RETRY_SECONDS)}, b"{}"), EMPTY]
         with serving(Failing) as url:
             there = {"ANNEAL_HOME": str(tmp_path), "ANNEAL_URL": url, "ANNEAL_API_KEY": "key"}
-            assert CliRunner().invoke(cli, ["workers", "list"], env=there).exit_code == 0
-        assert pauses == [RETRY_SECONDS]
+            assert CliRunner().invoke(cli, ["workers", "list"], env=there).exit_code == 0 and pauses == [RETRY_SECONDS]
 
     def test_every_wrong_field_is_told(self, anneal: Anneal, run_file: Path) -> None:
         changes = ["--set", "config.lora_r=-1", "--set", "config.epochs=0"]
@@ -235,8 +234,7 @@ class TestNouns:
 
     def test_editing_changes_what_is_named(self, anneal: Anneal, run_file: Path) -> None:
         run_id = anneal("runs", "create", "-f", str(run_file)).stdout.strip()
-        edited = told(anneal("runs", "edit", run_id, "--name", "x", "--json"))
-        assert (edited["name"], edited["tags"]) == ("x", ["2026-01-02", "no"])
+        assert told(anneal("runs", "edit", run_id, "--name", "x", "--json"))["tags"] == ["2026-01-02", "no"]
         assert told(anneal("runs", "edit", run_id, "--tag", "a", "--tag", "b", "--json"))["tags"] == ["a", "b"]
         experiment_id = anneal("experiments", "create", "ranks").stdout.strip()
         assert anneal("experiments", "edit", experiment_id, "--name", "x").stderr == f"{experiment_id} is changed.\n"
@@ -246,14 +244,13 @@ class TestNouns:
         checkpoint_id = trainer.checkpoint(40)
         trainer.complete()
         assert anneal("runs", "pin", trainer.run_id).stderr == f"{trainer.run_id} is pinned.\n"
-        pin = ["pin", trainer.run_id, "--checkpoint", checkpoint_id]
-        assert told(anneal("runs", *pin, "--json"))["pinned"] is True
+        checkpoint = [trainer.run_id, "--checkpoint", checkpoint_id, "--json"]
+        assert told(anneal("runs", "pin", *checkpoint))["pinned"] is True
         assert "periodic, pinned" in anneal("runs", "checkpoints", trainer.run_id).stdout
         assert "pinned" in anneal("runs", "delete", trainer.run_id, code=1).stderr
-        anneal("runs", "un" + pin[0], *pin[1:])
+        assert told(anneal("runs", "unpin", *checkpoint))["pinned"] is False
         assert told(anneal("runs", "unpin", trainer.run_id, "--json"))["pinned"] is False
         assert anneal("runs", "delete", trainer.run_id).stderr == f"{trainer.run_id} is deleted.\n"
-        anneal("runs", "show", trainer.run_id, code=1)
 
     def test_what_is_deleted_is_told(self, anneal: Anneal) -> None:
         Path("rows.jsonl").write_text(ROWS)
@@ -275,20 +272,19 @@ class TestNouns:
         compared = told(anneal("runs", "compare", *ids, "--json"))
         assert compared["differences"]["config.lora_r"][ids[1]] == 4
         assert "2 to 20" in anneal("runs", "compare", ids[0], code=1).stderr
-        best = told(anneal("runs", "list", "--sort", "best_loss", "--json"))["data"]
-        assert [run["id"] for run in best if run["best_loss"] is not None] == [trainer.run_id] == [best[0]["id"]]
+        assert told(anneal("runs", "list", "--sort", "best_loss", "--json"))["data"][0]["id"] == trainer.run_id
 
     def test_content_is_printed_or_written_whole(self, anneal: Anneal) -> None:
         Path("rows.jsonl").write_text(ROWS)
         dataset_id = anneal("datasets", "upload", "rows.jsonl").stdout.strip()
         assert anneal("datasets", "content", dataset_id).stdout == ROWS
         anneal("datasets", "content", dataset_id, "-o", "copy.jsonl")
+        Failing.answers = [(200, {"Content-Length": "9999"}, b"{")]
         with serving(Failing) as url:
-            Failing.answers = [(200, {"Content-Length": "9999"}, b"{")]
             there = {"ANNEAL_URL": url, "ANNEAL_API_KEY": "key"}
             broken = CliRunner().invoke(cli, ["datasets", "content", dataset_id, "-o", "copy.jsonl"], env=there)
         assert broken.exit_code == 1 and Path("copy.jsonl").read_text() == ROWS
-        assert {path.name for path in Path().glob("*.jsonl*")} == {"rows.jsonl", "copy.jsonl"}
+        assert not list(Path().glob(".*.part"))
 
 
 def end(trainer: Trainer, how: str) -> None:
