@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Annotated, TypeVar
 
 from fastapi import Depends, Request
@@ -26,6 +26,7 @@ from app.config import Settings
 from app.db import sync_engine
 from app.errors import ApiError, as_api_error, problem
 from app.ids import new_id
+from app.wire import Moment
 
 T = TypeVar("T")
 
@@ -277,10 +278,10 @@ class KeyView:
     name: str
     prefix: str
     scopes: list[str]
-    created_at: datetime
-    expires_at: datetime | None
-    last_used_at: datetime | None
-    revoked_at: datetime | None
+    created_at: Moment
+    expires_at: Moment | None
+    last_used_at: Moment | None
+    revoked_at: Moment | None
 
 
 def create_key_sync(settings: Settings, name: str, scopes: Iterable[str], expires_in: timedelta | None = None) -> str:

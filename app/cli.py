@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from app.audit.commands import audit
+from app.commands.console import AsJson, document
 from app.home import HomeError
 from app.plain_errors import given_settings, plain_errors, settings_with_urls
 from app.secrets.commands import secrets
@@ -181,15 +182,20 @@ def create_key(
 
 
 @keys.command("list")
-def list_keys() -> None:
+def list_keys(as_json: AsJson = False) -> None:
     """List all keys by id, first characters, scopes and state.
 
     Example: `anneal keys list`
     """
-    from app.auth import list_keys_sync
+    from app.auth import KeyView, list_keys_sync
+    from app.wire import Page
 
     with plain_errors():
-        for key in list_keys_sync(settings_with_urls()):
+        found = list_keys_sync(settings_with_urls())
+        if as_json:
+            document(Page[KeyView](data=found, has_more=False))
+            return
+        for key in found:
             if key.revoked_at:
                 state = f"revoked {key.revoked_at:%Y-%m-%d}"
             elif key.expires_at:

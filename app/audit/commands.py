@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from app.commands.console import AsJson, document
 from app.plain_errors import plain_errors, settings_with_urls
 
 
@@ -13,6 +14,7 @@ def audit(
     resource: Annotated[str | None, typer.Option(help="Calls on this id or name.")] = None,
     days: Annotated[float | None, typer.Option(min=0, max=36_500, help="Calls of so many days.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="Most calls to show.")] = 50,
+    as_json: AsJson = False,
 ) -> None:
     """List calls and commands that changed something, newest first.
 
@@ -22,15 +24,22 @@ def audit(
 
     from app.audit.log import Filters, listing
     from app.audit.models import AuditEntry
+    from app.audit.schemas import AuditView
     from app.clock import utc_now
     from app.db import sync_engine
+    from app.wire import Page
 
     with plain_errors():
         settings = settings_with_urls()
         since = None if days is None else utc_now() - timedelta(days=days)
-        query = listing(Filters(key, resource, since)).order_by(AuditEntry.id.desc()).limit(limit)
+        query = listing(Filters(key, resource, since)).order_by(AuditEntry.id.desc()).limit(limit + 1)
         with Session(sync_engine(settings.database_url or "", pool_size=0, name="anneal-audit")) as session:
-            for call in session.scalars(query):
+            calls = session.scalars(query).all()
+            if as_json:
+                shown = [AuditView.model_validate(call) for call in calls[:limit]]
+                document(Page(data=shown, has_more=len(calls) > limit))
+                return
+            for call in calls[:limit]:
                 what = f"{call.method} {call.route}"
                 who = f"{call.key_name} ({call.key_id or 'on the server'})"
                 typer.echo(

@@ -48,7 +48,7 @@ class Anneal(_Client[Sync]):
     def __init__(self, url: str | None = None, key: str | None = None, *, patience: float = PATIENCE) -> None:
         """By default the service that ANNEAL_URL and ANNEAL_API_KEY name, else the one of this machine.
 
-        `patience` is how many seconds a call may wait for a service that is away.
+        `patience` is how many seconds after its first failure a call may still be tried again.
         """
         connection = find_connection(ClientSettings(), url, key)
         self._transport = SyncTransport(connection.url, connection.key)

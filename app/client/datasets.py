@@ -41,11 +41,7 @@ class Datasets(ApiResource[M]):
                 files={"file": (_file_name(file), _Counted(opened, told) if told else opened)},
                 headers={"Idempotency-Key": idempotency_key or str(uuid.uuid4())}, timeout=_TIMEOUT,
             )  # fmt: skip
-            response = await self._session.send(request, repeatable=True)
-            try:
-                return understood(DatasetView, await self._session.transport.read(response))
-            finally:
-                await self._session.transport.release(response)
+            return understood(DatasetView, await self._session.fetch(request, repeatable=True))
 
     @stream
     async def list(self, *, limit: int | None = None, after: str | None = None) -> AsyncGenerator[DatasetSummary]:

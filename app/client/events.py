@@ -224,9 +224,9 @@ class Follower:
         except ValueError as error:
             raise AnnealError("stream_broken", f"The stream of {self._path} has an event unlike any: {error}") from None
         expected = self._last + 1
-        if event.type == "truncated":
-            expected = max(event.seq, expected)
-        if event.seq < expected or (self._whole and event.seq > expected):
+        # One that stands for dropped events may leap, and tell a reader who was just there that it has missed nothing.
+        is_next = event.seq >= self._last if event.type == "truncated" else event.seq == expected
+        if not is_next and (self._whole or event.seq < expected):
             raise AnnealError(
                 "stream_broken",
                 f"The stream of {self._path} went from event {self._last} to {event.seq}: the service lost or repeated "

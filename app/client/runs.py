@@ -12,7 +12,7 @@ from app.client.download import download
 from app.client.events import Event, Follower
 from app.client.modes import M, call, stream
 from app.client.resource import ApiResource, body_of, given
-from app.runs.schemas import RunCheck, RunCreate, RunMetrics, RunRead, RunSummary
+from app.runs.schemas import RunCheck, RunComparison, RunCreate, RunMetrics, RunRead, RunSummary
 
 STREAM_PATIENCE = 600.0
 """Seconds for which a stream tries to come back to a service that is away, unless told otherwise."""
@@ -62,9 +62,16 @@ class Runs(ApiResource[M]):
         return await self._session.get(RunRead, f"/runs/{run_id}")
 
     @call
-    async def update(self, run_id: str, *, name: str | None = None, tags: Sequence[str] | None = None) -> RunRead:
-        """Give a run another name or other tags."""
-        return await self._patch(RunRead, f"/runs/{run_id}", given(name=name, tags=tags))
+    async def compare(self, run_ids: Sequence[str]) -> RunComparison:
+        """Where the configurations of 2 to 20 runs differ, and what each has reached."""
+        return await self._session.get(RunComparison, "/runs/compare", ids=",".join(run_ids))
+
+    @call
+    async def update(
+        self, run_id: str, *, name: str | None = None, tags: Sequence[str] | None = None, pinned: bool | None = None
+    ) -> RunRead:
+        """Give a run another name or other tags, or pin it, so that it is never deleted."""
+        return await self._patch(RunRead, f"/runs/{run_id}", given(name=name, tags=tags, pinned=pinned))
 
     @call
     async def delete(self, run_id: str) -> None:
@@ -162,6 +169,11 @@ class Runs(ApiResource[M]):
         async with aclosing(self._items(path, CheckpointRead, {}, limit, after)) as items:
             async for item in items:
                 yield item
+
+    @call
+    async def update_checkpoint(self, run_id: str, checkpoint_id: str, *, pinned: bool) -> CheckpointRead:
+        """Pin a checkpoint, so that it is kept however many newer ones there are, or let it go again."""
+        return await self._patch(CheckpointRead, f"/runs/{run_id}/checkpoints/{checkpoint_id}", {"pinned": pinned})
 
     @call
     async def artifacts(self, run_id: str) -> Sequence[Artifact]:

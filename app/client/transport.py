@@ -3,7 +3,7 @@
 import asyncio
 import random
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from app.client.errors import AnnealError, in_words, of_answer
 
 T = TypeVar("T", bound=BaseModel)
+R = TypeVar("R")
 
 _TIMEOUT = httpx.Timeout(10.0, read=60.0, write=60.0)
 _SHORTEST_SECONDS = 0.25
@@ -144,28 +145,41 @@ class Session:
     async def request(self, method: str, path: str, *, repeatable: bool = False, **options: Any) -> bytes:
         """The body of the answer to any request."""
         request = self.transport.build(method, path, **options)
-        response = await self.send(request, repeatable=repeatable or method == "GET")
+        return await self.fetch(request, repeatable=repeatable or method == "GET")
+
+    async def fetch(self, request: httpx.Request, *, repeatable: bool) -> bytes:
+        """The body of a successful answer; one that breaks off counts as a try like any other."""
+        return await self._try(self._whole, request, repeatable)
+
+    async def send(self, request: httpx.Request, *, repeatable: bool) -> httpx.Response:
+        """A successful answer, not read yet."""
+        return await self._try(self.attempt, request, repeatable)
+
+    async def _try(self, once: Callable[[httpx.Request], Awaitable[R]], request: httpx.Request, repeatable: bool) -> R:
+        """As many tries as fit into the client's patience, which begins with the first that fails: a call may be long.
+
+        A request that cannot be repeated is sent again only when the service was not even reached.
+        """
+        failing_since: float | None = None
+        backoff = Backoff()
+        while True:
+            try:
+                return await once(request)
+            except AnnealError as error:
+                now = time.monotonic()
+                failing_since = now if failing_since is None else failing_since
+                wait = backoff.next(error.retry_after)
+                may_repeat = (error.is_passing and repeatable) or error.code == "unreachable"
+                if not may_repeat or now + wait - failing_since > self.patience:
+                    raise
+            await self.transport.pause(wait)
+
+    async def _whole(self, request: httpx.Request) -> bytes:
+        response = await self.attempt(request)
         try:
             return await self.transport.read(response)
         finally:
             await self.transport.release(response)
-
-    async def send(self, request: httpx.Request, *, repeatable: bool) -> httpx.Response:
-        """A successful answer, not read yet, after as many tries as fit into the client's patience.
-
-        A request that cannot be repeated is sent again only when the service was not even reached.
-        """
-        deadline = time.monotonic() + self.patience
-        backoff = Backoff()
-        while True:
-            try:
-                return await self.attempt(request)
-            except AnnealError as error:
-                wait = backoff.next(error.retry_after)
-                may_repeat = (error.is_passing and repeatable) or error.code == "unreachable"
-                if not may_repeat or time.monotonic() + wait > deadline:
-                    raise
-            await self.transport.pause(wait)
 
     async def attempt(self, request: httpx.Request) -> httpx.Response:
         """One try: an answer below 400, not read yet."""

@@ -18,8 +18,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: one document, 
 Limit = Annotated[int, typer.Option(min=1, help="Most items to print.")]
 After = Annotated[str | None, typer.Option(help="Go on behind this id, the last one of the list before.")]
 
-# As long as a restart of the API takes; who waits at a prompt wants to be told soon.
-_PATIENCE = 5.0
+# Who waits at a prompt wants to be told soon; but a service that asks to come back in 5 s is asked once more.
+_PATIENCE = 8.0
 
 
 def noun(help: str) -> typer.Typer:

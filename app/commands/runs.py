@@ -1,7 +1,7 @@
 """`anneal runs`."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -19,7 +19,9 @@ from app.commands.console import (
     note,
     noun,
     page,
+    shown,
     size,
+    table,
     transfer,
 )
 
@@ -31,6 +33,7 @@ Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="PATH=VALUE", help="Such as config.learning_rate=1e-4; repeatable."),
 ]
+OfCheckpoint = Annotated[str | None, typer.Option("--checkpoint", help="Not the run, but this checkpoint of it.")]
 Watch = Annotated[bool, typer.Option("--watch", help="Watch it to its end; the exit code tells which.")]
 
 
@@ -87,7 +90,7 @@ def list_runs(
     after: After = None,
     as_json: AsJson = False,
 ) -> None:
-    """List runs, newest first.
+    """List runs, newest or best first.
 
     Example: `anneal runs list --status running --status pending --limit 10`
     """
@@ -125,9 +128,9 @@ def show(run_id: RunId, as_json: AsJson = False) -> None:
                 "because": run.error_message, "step": f"{run.current_step}/{run.total_steps or '?'}",
                 "loss": last.loss if last else None, "best loss": run.best_loss, "attempt": run.attempt,
                 "model": run.fine_tuned_model, "checkpoint": run.checkpoint_path, "parent": run.parent_run_id,
-                "experiment": run.experiment_id, "tags": run.tags, "data set": run.dataset_id,
-                "evaluated on": run.eval_dataset_id, "worker": run.worker_id, "created": run.created_at,
-                "started": run.started_at, "finished": run.finished_at,
+                "experiment": run.experiment_id, "tags": run.tags, "pinned": run.pinned or None,
+                "data set": run.dataset_id, "evaluated on": run.eval_dataset_id, "worker": run.worker_id,
+                "created": run.created_at, "started": run.started_at, "finished": run.finished_at,
                 **{f"config.{name}": value for name, value in run.config.items() if value != usual.get(name)},
             }
         )  # fmt: skip
@@ -149,6 +152,64 @@ def edit(
         if as_json:
             document(changed)
     note(f"{run_id} is changed.")
+
+
+@commands.command()
+def compare(
+    run_ids: Annotated[list[str], typer.Argument(metavar="RUN RUN…", help="2 to 20 runs, by their ids.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show in which fields runs differ, and what each has reached.
+
+    Example: `anneal runs compare run_01k3x9m6q2v8s4t0w7y5z1a3b6 run_01k3x9m6q2v8s4t0w7y5z1a3c7`
+    """
+    with connected() as client:
+        found = client.runs.compare(run_ids)
+        if as_json:
+            document(found)
+            return
+        ids = [run.run_id for run in found.runs]
+        facts: dict[str, list[Any]] = {
+            "name": [run.name for run in found.runs],
+            "status": [run.status for run in found.runs],
+            "step": [f"{run.current_step}/{run.total_steps or '?'}" for run in found.runs],
+            "seconds": [run.seconds for run in found.runs],
+            "best loss": [run.best_loss for run in found.runs],
+        }
+        for name in dict.fromkeys(name for run in found.runs for name in run.metrics):
+            facts[name] = [reached.last if (reached := run.metrics.get(name)) else None for run in found.runs]
+        for name, values in found.differences.items():
+            facts[name] = [values[id] for id in ids]
+        table(["", *ids], [[name, *map(shown, values)] for name, values in facts.items()])
+
+
+def _pin(run_id: str, checkpoint: str | None, pinned: bool, as_json: bool) -> None:
+    with connected() as client:
+        if checkpoint is None:
+            changed: Any = client.runs.update(run_id, pinned=pinned)
+        else:
+            changed = client.runs.update_checkpoint(run_id, checkpoint, pinned=pinned)
+        if as_json:
+            document(changed)
+    note(f"{checkpoint or run_id} is {'pinned' if pinned else 'no longer pinned'}.")
+
+
+@commands.command()
+def pin(run_id: RunId, checkpoint: OfCheckpoint = None, as_json: AsJson = False) -> None:
+    """Keep a run, or one of its checkpoints, however old it gets; a pinned run is refused to be deleted.
+
+    Example: `anneal runs pin run_01k3x9m6q2v8s4t0w7y5z1a3b6`
+    """
+    _pin(run_id, checkpoint, True, as_json)
+
+
+@commands.command()
+def unpin(run_id: RunId, checkpoint: OfCheckpoint = None, as_json: AsJson = False) -> None:
+    """Let a pinned run or checkpoint go again, when it is old.
+
+    Example: `anneal runs unpin run_01k3x9m6q2v8s4t0w7y5z1a3b6 --checkpoint ckpt_01k3x9m6q2v8s4t0w7y5z1a3b8`
+    """
+    _pin(run_id, checkpoint, False, as_json)
 
 
 @commands.command()
@@ -257,7 +318,11 @@ def checkpoints(run_id: RunId, limit: Limit = 50, after: After = None, as_json: 
     """
     with connected() as client:
         found, has_more = page(client.runs.checkpoints(run_id, limit=limit + 1, after=after), limit)
-        rows = [(it.id, it.step, it.kind, it.metrics.get("loss"), size(it.bytes), it.created_at) for it in found]
+        rows = [
+            (it.id, it.step, f"{it.kind}{', pinned' if it.pinned else ''}", it.metrics.get("loss"), size(it.bytes),
+             it.created_at)
+            for it in found
+        ]  # fmt: skip
         listing(found, has_more, as_json, ("id", "step", "kind", "loss", "size", "created"), rows)
 
 

@@ -1,6 +1,6 @@
 """`GET /v1/runs/{id}/events`: the event stream of a run."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
@@ -8,7 +8,8 @@ from sqlalchemy import select
 
 from app.errors import ApiError, FieldError, not_found
 from app.events import serving
-from app.events.stream import Frame, Streams
+from app.events.frames import in_place_of_dropped
+from app.events.stream import Streams
 from app.runs.models import TERMINAL, Run
 
 router = APIRouter(tags=["events"])
@@ -44,7 +45,7 @@ async def stream_events(
     after: Annotated[int, Query(ge=0, le=2**62, description="Continue behind this `seq`.")] = 0,
     types: Annotated[
         str | None,
-        Query(max_length=200, description="Only these event types, comma-separated; `end` always comes."),
+        Query(max_length=200, description="Only these types, comma-separated; `end` and `truncated` always come."),
     ] = None,
     follow: Annotated[bool, Query(description="False: end at the newest event instead of waiting.")] = True,
     format: Annotated[Literal["sse", "ndjson"], Query(description="`ndjson`: one JSON object a line.")] = "sse",
@@ -72,23 +73,10 @@ async def stream_events(
         wanted=None if chosen is None else lambda frame: frame.type in chosen,
         still_allowed=lambda: serving.still_allowed(request),
     )
-    opening = _in_place_of_dropped(run_id, run, cursor)
+    opening = in_place_of_dropped(run_id, run, cursor)
     if format == "ndjson":
-        lines = b"".join(frame.line for frame in opening)
-        return serving.LiveResponse(request, serving.as_ndjson(batches, lines), "application/x-ndjson")
-    return serving.LiveResponse(request, serving.as_sse(batches, b"".join(frame.sse for frame in opening)))
-
-
-def _in_place_of_dropped(run_id: str, run: Any, cursor: int) -> list[Frame]:
-    """What a reader gets for events that retention has dropped: that they are gone, and the end, where that is too."""
-    if cursor >= run.first_seq - 1:
-        return []
-    id = run_id.encode()
-    told = [Frame(run.first_seq - 1, "truncated", b'{"run_id":"%s","first_seq":%d}' % (id, run.first_seq))]
-    if run.status in TERMINAL and run.first_seq > run.event_seq:
-        end = b'{"run_id":"%s","seq":%d,"status":"%s"}' % (id, run.event_seq, run.status.encode())
-        told.append(Frame(run.event_seq, "end", end))
-    return told
+        return serving.LiveResponse(request, serving.as_ndjson(batches, opening.lines), "application/x-ndjson")
+    return serving.LiveResponse(request, serving.as_sse(batches, opening.sse))
 
 
 def _types(text: str | None) -> frozenset[str] | None:
@@ -99,4 +87,4 @@ def _types(text: str | None) -> frozenset[str] | None:
     if unknown or not wanted:
         message = f"unknown event types {', '.join(unknown) or '(none)'}: choose from {', '.join(EVENT_TYPES)}"
         raise ApiError(422, "invalid", message, errors=[FieldError(field="types", code="unknown", message=message)])
-    return wanted | {"end"}
+    return wanted | {"end", "truncated"}

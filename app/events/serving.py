@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 from app import background
 from app.errors import ApiError, FieldError
 from app.events import stream
-from app.events.stream import Batch
+from app.events.frames import Batch
 from app.runs.models import TERMINAL
 
 log = logging.getLogger(__name__)

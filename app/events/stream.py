@@ -6,19 +6,19 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from datetime import datetime
-from functools import cached_property
 from typing import Any
 
 from prometheus_client import Histogram
+from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from app import background
+from app.events.frames import Batch, Frame, in_place_of_dropped
 from app.events.log import payload, read_after
 from app.process_logs import bound_to_run
 from app.queue import Queue
+from app.runs.models import Run
 
 log = logging.getLogger(__name__)
 
@@ -34,47 +34,6 @@ _GATHER_SECONDS = 0.05
 _LAG_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 300.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """One event, encoded once for all readers."""
-
-    seq: int
-    type: str
-    json: bytes
-
-    @property
-    def sse(self) -> bytes:
-        """The frame of a `text/event-stream`."""
-        return b"id: %d\nevent: %s\ndata: %s\n\n" % (self.seq, self.type.encode(), self.json)
-
-    @property
-    def line(self) -> bytes:
-        """The same as a line of JSON, with the event's type in it."""
-        return b'{"type":"%s",%s\n' % (self.type.encode(), self.json[1:])
-
-
-class Batch(list[Frame]):
-    """Frames that go out together; encoded once, however many readers send them."""
-
-    oldest: datetime | None = None
-    """When the first of them happened, where they came from the database together."""
-
-    @cached_property
-    def sse(self) -> bytes:
-        """All of them as `text/event-stream`."""
-        return b"".join(frame.sse for frame in self)
-
-    @cached_property
-    def lines(self) -> bytes:
-        """All of them as lines of JSON."""
-        return b"".join(frame.line for frame in self)
-
-    @cached_property
-    def size(self) -> int:
-        """About how many bytes it holds."""
-        return sum(len(frame.json) for frame in self)
-
-
 class Tail:
     """The one reader of new events of a run in this process. It keeps the newest for all readers together.
 
@@ -83,7 +42,12 @@ class Tail:
     """
 
     def __init__(
-        self, run_id: str, position: int, read: Callable[[str, int], Awaitable[Batch]], lag: Histogram
+        self,
+        run_id: str,
+        position: int,
+        read: Callable[[str, int], Awaitable[Batch]],
+        missed: Callable[[str, int], Awaitable[Batch | None]],
+        lag: Histogram,
     ) -> None:
         self.run_id = run_id
         self.position = position
@@ -94,20 +58,32 @@ class Tail:
         self.kept_bytes = 0
         self.readers = 0
         self.is_over = False
+        self.is_gone = False
+        """The run was deleted: nothing will come, not even an end."""
         self.wake = asyncio.Event()
         self._waiting: list[asyncio.Future[None]] = []
         self._read = read
+        self._missed = missed
         self._lag = lag
 
     async def follow(self) -> None:
         """Read and hand out until the run's end or until nobody is left."""
         ticking = asyncio.create_task(self._tick(), name=f"tick {self.run_id}")
+        # At once as well: whoever was in the middle of a run that has ended may find nothing because it is deleted.
+        looks_at = time.monotonic()
         try:
             while self.readers:
                 # Cleared before reading: a wake-up that comes during the read must lead to another one.
                 self.wake.clear()
                 try:
                     frames = await self._read(self.run_id, self.position)
+                    if not frames and time.monotonic() >= looks_at:
+                        looks_at = time.monotonic() + KEEP_ALIVE_SECONDS
+                        missed = await self._missed(self.run_id, self.position)
+                        if missed is None:
+                            self.is_gone = True
+                            return
+                        frames = missed
                 except (SQLAlchemyError, OSError) as error:
                     log.info("events of %s cannot be read now, trying again: %s", self.run_id, error)
                     frames = Batch()
@@ -240,6 +216,13 @@ class Streams:
         batch.oldest = rows[0][2] if rows else None
         return batch
 
+    async def _missed(self, run_id: str, position: int) -> Batch | None:
+        """What stands for events behind a position that are no longer kept; None: there is no such run any more."""
+        async with self._reads, self._engine.connect() as connection:
+            query = select(Run.status, Run.event_seq, Run.first_seq).where(Run.id == run_id)
+            run = (await connection.execute(query)).one_or_none()
+        return None if run is None else in_place_of_dropped(run_id, run, position)
+
     async def batches(
         self,
         run_id: str,
@@ -253,8 +236,8 @@ class Streams:
         """Events behind `after` in order, without gap or duplicate, then live ones, as (cursor, frames).
 
         Only those that are `wanted`. Frames are empty when there were none for `keep_alive` seconds, however much
-        came that is not wanted. Ends after the `end` event, at `until`, or when `still_allowed`, asked about every
-        10 s, says no.
+        came that is not wanted. Ends after the `end` event, at `until`, when the run is deleted, or when
+        `still_allowed`, asked about every 10 s, says no.
         """
         keep_alive = KEEP_ALIVE_SECONDS if keep_alive is None else keep_alive
         reader = Reader(after)
@@ -263,6 +246,8 @@ class Streams:
         try:
             while until is None or reader.position < until:
                 frames = await self._next(run_id, reader)
+                if frames is None:
+                    return
                 now = time.monotonic()
                 if frames:
                     if until is not None:
@@ -287,12 +272,14 @@ class Streams:
             self._readers.discard((run_id, reader))
             self._leave(reader)
 
-    async def _next(self, run_id: str, reader: Reader) -> Batch:
-        """What the reader has to see next; empty after a while without anything."""
+    async def _next(self, run_id: str, reader: Reader) -> Batch | None:
+        """What the reader has to see next; empty after a while without anything; None: the run is gone."""
         tail = reader.tail
         if tail is not None and tail.start <= reader.position:
             if frames := tail.behind(reader.position):
                 return frames
+            if tail.is_gone:
+                return None
             if not tail.is_over:
                 await tail.wait()
                 return tail.behind(reader.position) if tail.start <= reader.position else Batch()
@@ -325,7 +312,7 @@ class Streams:
         """Follow the run from the reader's place, which is level with what is stored."""
         if run_id in self._tails:
             return  # behind the tail: read from Postgres once more
-        tail = self._tails[run_id] = Tail(run_id, reader.position, self.read_now, self.lag)
+        tail = self._tails[run_id] = Tail(run_id, reader.position, self.read_now, self._missed, self.lag)
         self._join(run_id, reader)
         task = asyncio.create_task(self._run(tail), name=f"tail {run_id}", context=bound_to_run(run_id))
         self._tasks.add(task)

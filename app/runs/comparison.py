@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
-from pydantic.config import JsonDict
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -12,58 +10,11 @@ from app.errors import FieldError, invalid, not_found
 from app.runs.config import TrainingStatus
 from app.runs.curves import curves
 from app.runs.models import Run
-from app.runs.schemas import RUN_ID
+from app.runs.schemas import ComparedRun, Reached, RunComparison
 
-OTHER_RUN_ID = "run_01k3x9m6q2v8s4t0w7y5z1a3c7"
 _MOST = 20
 _FEWEST_POINTS = 4
 _COMPARED = ("backend", "dataset_id", "eval_dataset_id", "parent_run_id", "base_run_id")
-_ONE: JsonDict = {
-    "run_id": RUN_ID, "name": "rank 8", "experiment_id": "exp_01k3x9m6q2v8s4t0w7y5z1a3b9", "status": "completed",
-    "current_step": 200, "total_steps": 200, "best_loss": 1.93, "seconds": 81.5,
-    "metrics": {"loss": {"last_step": 200, "last": 1.95, "min": 1.93, "max": 4.1}},
-}  # fmt: skip
-
-
-class Reached(BaseModel):
-    """Where a series of metrics stands, and how far it went."""
-
-    last_step: int | None
-    last: float | None = Field(description="Null where it was no finite number.")
-    min: float | None
-    max: float | None
-
-
-class ComparedRun(BaseModel):
-    """What one run has reached."""
-
-    run_id: str
-    name: str
-    experiment_id: str
-    status: TrainingStatus
-    current_step: int
-    total_steps: int | None
-    best_loss: float | None
-    seconds: float | None = Field(description="From its first start to its end; null while it has not ended.")
-    metrics: dict[str, Reached]
-
-
-class RunComparison(BaseModel):
-    """Runs side by side."""
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "example": {
-                "runs": [_ONE, {**_ONE, "run_id": OTHER_RUN_ID, "name": "rank 16", "best_loss": 1.9}],
-                "differences": {"config.lora_r": {RUN_ID: 8, OTHER_RUN_ID: 16}},
-                "common": {"config.method": "qlora", "backend": "celery"},
-            }
-        }
-    )
-
-    runs: list[ComparedRun] = Field(description="In the order in which they were named.")
-    differences: dict[str, dict[str, Any]] = Field(description="Fields that are not the same in all, by run.")
-    common: dict[str, Any] = Field(description="Fields that are.")
 
 
 async def compare(session: AsyncSession, ids: Sequence[str]) -> RunComparison:

@@ -11,12 +11,13 @@ from app.dependencies import CurrentSettings, CurrentStorage, Reading, Session, 
 from app.pagination import Page, PageQuery
 from app.queue import Queue
 from app.runs import comparison, curves, listing, removal, service, views
-from app.runs.comparison import OTHER_RUN_ID, RunComparison
 from app.runs.config import TrainingStatus
 from app.runs.resume import resume
 from app.runs.schemas import (
+    OTHER_RUN_ID,
     RUN_ID,
     RunCheck,
+    RunComparison,
     RunCreate,
     RunEdit,
     RunMetrics,
@@ -83,7 +84,11 @@ async def list_runs(
     parent_run_id: Annotated[str | None, Query(max_length=100)] = None,
     base_model: Annotated[str | None, Query(max_length=300)] = None,
     sort: Annotated[
-        listing.Sort, Query(description="`created_at`: newest first; `best_loss`: lowest first, those without last.")
+        listing.Sort,
+        Query(
+            description="`created_at`: newest first; `best_loss`: lowest first, those without last. The order of runs "
+            "that train may change between pages: one may come twice or not at all."
+        ),
     ] = "created_at",
 ) -> Response:
     """Runs, newest or best first."""

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from app.events.frames import Frame
 from app.events.models import RunEvent
 from app.events.serving import Batches
-from app.events.stream import Frame
 from app.runs.models import Run
 
 

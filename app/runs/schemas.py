@@ -18,6 +18,7 @@ from app.wire import FieldError
 from app.wire import Moment as Moment
 
 RUN_ID = "run_01k3x9m6q2v8s4t0w7y5z1a3b6"
+OTHER_RUN_ID = "run_01k3x9m6q2v8s4t0w7y5z1a3c7"
 _DATASET_ID = "ds_01k3x9m6q2v8s4t0w7y5z1a3b7"
 _CHECKPOINT_ID = "ckpt_01k3x9m6q2v8s4t0w7y5z1a3b8"
 _EXPERIMENT_ID = "exp_01k3x9m6q2v8s4t0w7y5z1a3b9"
@@ -253,3 +254,51 @@ class RunMetrics(BaseModel):
 
     run_id: str
     series: dict[str, Series]
+
+
+_COMPARED: JsonDict = {
+    "run_id": RUN_ID, "name": "rank 8", "experiment_id": _EXPERIMENT_ID, "status": "completed",
+    "current_step": 200, "total_steps": 200, "best_loss": 1.93, "seconds": 81.5,
+    "metrics": {"loss": {"last_step": 200, "last": 1.95, "min": 1.93, "max": 4.1}},
+}  # fmt: skip
+
+
+class Reached(BaseModel):
+    """Where a series of metrics stands, and how far it went."""
+
+    last_step: int | None
+    last: float | None = Field(description="Null where it was no finite number.")
+    min: float | None
+    max: float | None
+
+
+class ComparedRun(BaseModel):
+    """What one run has reached."""
+
+    run_id: str
+    name: str
+    experiment_id: str
+    status: TrainingStatus
+    current_step: int
+    total_steps: int | None
+    best_loss: float | None
+    seconds: float | None = Field(description="From its first start to its end; null while it has not ended.")
+    metrics: dict[str, Reached]
+
+
+class RunComparison(BaseModel):
+    """Runs side by side."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "runs": [_COMPARED, {**_COMPARED, "run_id": OTHER_RUN_ID, "name": "rank 16", "best_loss": 1.9}],
+                "differences": {"config.lora_r": {RUN_ID: 8, OTHER_RUN_ID: 16}},
+                "common": {"config.method": "qlora", "backend": "celery"},
+            }
+        }
+    )
+
+    runs: list[ComparedRun] = Field(description="In the order in which they were named.")
+    differences: dict[str, dict[str, Any]] = Field(description="Fields that are not the same in all, by run.")
+    common: dict[str, Any] = Field(description="Fields that are.")

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from app.commands.console import AsJson, document
 from app.home import HomeError
 from app.plain_errors import plain_errors, settings_with_urls
 
@@ -42,18 +43,23 @@ def set_secret(
 
 
 @secrets.command("list")
-def list_secrets() -> None:
+def list_secrets(as_json: AsJson = False) -> None:
     """List names and when they were set; values cannot be shown.
 
     Example: `anneal secrets list`
     """
     from app.db import sync_engine
     from app.secrets import store
+    from app.secrets.schemas import SecretList, SecretView
 
     with plain_errors():
         settings = settings_with_urls()
         with sync_engine(settings.database_url or "", pool_size=0, name="anneal-secrets").connect() as connection:
-            for row in connection.execute(store.listing().with_only_columns(*store.SHOWN)):
+            rows = connection.execute(store.listing().with_only_columns(*store.SHOWN)).all()
+            if as_json:
+                document(SecretList(data=[SecretView.model_validate(row) for row in rows]))
+                return
+            for row in rows:
                 typer.echo(f"{row.name:<32}  set {row.updated_at:%Y-%m-%d %H:%M}  key {row.key_id}")
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -14,16 +15,14 @@ from sqlalchemy import Engine
 from app.client import Anneal, AnnealError, AsyncAnneal
 from app.client.connection import find_connection
 from app.config import ClientSettings
+from app.datasets.schemas import DatasetView
 from app.db import sync_engine
-from app.experiments.schemas import ExperimentView
 from app.home import write_private_json
-from app.runs.schemas import RunRead
 from app.storage import Storage
-from tests.factories import Trainer, make_dataset
+from tests.factories import Trainer, make_dataset, mark_run
 from tests.http_server import serving
 from tests.server import ApiServer
 
-VIEWS = (RunRead, ExperimentView)
 ROWS = b"".join(b'{"text": "row %d"}\n' % n for n in range(5))
 
 
@@ -38,6 +37,14 @@ def engine(shared_api: ApiServer) -> Iterator[Engine]:
 def client(shared_api: ApiServer) -> Iterator[Anneal]:
     with Anneal(shared_api.url, shared_api.key) as client:
         yield client
+
+
+@pytest.fixture
+def trainer(client: Anneal, engine: Engine) -> Trainer:
+    """A run that trains, the only one that waited."""
+    for other in client.runs.list(status="pending"):
+        client.runs.stop(other.id)
+    return Trainer(engine, client.runs.create(body(make_dataset(engine))).id).begin()
 
 
 def body(dataset_id: str, **more: Any) -> dict[str, Any]:
@@ -85,14 +92,52 @@ class TestCalls:
         with pytest.raises(AnnealError, match="GET /v1/runs lists"):
             client.runs.get("run_none")
 
+    def test_changes_name_only_what_changes(self, client: Anneal, engine: Engine) -> None:
+        run = client.runs.create(body(make_dataset(engine), name="first", tags=["a"]))
+        assert client.runs.update(run.id, name="better").tags == ["a"]
+        assert client.runs.update(run.id, tags=[], pinned=True).name == "better"
+        found = client.runs.get(run.id)
+        assert (found.name, found.tags, found.pinned) == ("better", [], True)
+        assert client.runs.update(run.id, pinned=False).pinned is False
+        experiment = client.experiments.create("ranks", tags=["b"])
+        changed = client.experiments.update(experiment.id, tags=[], description="why")
+        assert (changed.name, changed.tags, changed.description) == ("ranks", [], "why")
+
+    def test_what_is_deleted_is_gone(self, client: Anneal) -> None:
+        dataset = client.datasets.upload(ROWS)
+        assert b"".join(client.datasets.content(dataset.id)) == ROWS
+        experiment = client.experiments.create("short")
+        run = client.runs.create(body(dataset.id, experiment_id=experiment.id))
+        with pytest.raises(AnnealError, match="stop"):
+            client.runs.delete(run.id)
+        client.runs.stop(run.id)
+        for resource, id in ((client.runs, run.id), (client.experiments, experiment.id), (client.datasets, dataset.id)):
+            resource.delete(id)
+            with pytest.raises(AnnealError) as gone:
+                resource.get(id)
+            assert gone.value.status == 404
+
+    def test_checkpoints_are_listed_and_pinned(self, client: Anneal, trainer: Trainer) -> None:
+        ids = [trainer.checkpoint(step) for step in (1, 2)]
+        assert client.runs.update_checkpoint(trainer.run_id, ids[0], pinned=True).pinned is True
+        assert [(it.id, it.pinned) for it in client.runs.checkpoints(trainer.run_id)] == [
+            (ids[1], False), (ids[0], True),
+        ]  # fmt: skip
+
+    def test_runs_are_compared_and_listed_best_first(self, client: Anneal, trainer: Trainer) -> None:
+        trainer.metric(1, loss=2.0)
+        mark_run(trainer.engine, trainer.run_id, best_loss=2.0)
+        trainer.complete()
+        other = client.runs.create(body(client.runs.get(trainer.run_id).dataset_id, name="other"))
+        found = client.runs.compare([other.id, trainer.run_id])
+        assert [run.name for run in found.runs] == ["other", client.runs.get(trainer.run_id).name]
+        assert found.runs[1].metrics["loss"].last == 2.0 and found.common["config.base_model"] == "any"
+        assert next(iter(client.runs.list(sort="best_loss"))).id == trainer.run_id
+
     def test_a_model_is_downloaded_whole_or_not_at_all(
-        self, client: Anneal, shared_api: ApiServer, engine: Engine, tmp_path: Path
+        self, client: Anneal, shared_api: ApiServer, trainer: Trainer, tmp_path: Path
     ) -> None:
-        run = client.runs.create(body(make_dataset(engine)))
-        for other in client.runs.list(status="pending"):
-            if other.id != run.id:
-                client.runs.stop(other.id)
-        trainer = Trainer(engine, run.id).begin()
+        run = client.runs.get(trainer.run_id)
         output = trainer.write_output(Storage(shared_api.settings))
         (output / "weights").mkdir()
         (output / "weights" / "a b.safetensors").write_bytes(bytes(range(256)) * 1000)
@@ -226,6 +271,34 @@ class TestTryingAgain:
             failing.datasets.upload(ROWS)
         assert len({key for _, _, key in Failing.asked}) == 1 and len(Failing.asked) == 2
 
+    def test_an_upload_that_breaks_late_has_all_patience_left(self) -> None:
+        Failing.answers, Failing.asked = [BROKEN, (422, {}, b'{"code": "bad_rows", "detail": "Row 1."}')], []
+
+        def slowly(_: int) -> None:
+            threading.Event().wait(0.2)
+
+        with (
+            serving(Failing) as url,
+            Anneal(url, "key", patience=0.3) as client,
+            pytest.raises(AnnealError, match="Row 1"),
+        ):
+            client.datasets.upload(ROWS, told=slowly)
+        assert len(Failing.asked) == 2
+
+    def test_an_answer_that_breaks_off_is_asked_for_again(self, failing: Anneal) -> None:
+        dataset = json.dumps(DatasetView.model_config["json_schema_extra"]["example"]).encode()  # type: ignore[index,call-overload]
+        cut = (200, {"Content-Length": "999"}, b'{"data": [')
+        Failing.answers = [cut, EMPTY, cut, (201, {}, dataset)]
+        assert list(failing.workers.list()) == []
+        assert failing.datasets.upload(ROWS).name == "docstrings.jsonl"
+        assert len(Failing.asked) == 4 and Failing.asked[2] == Failing.asked[3]
+
+    def test_an_answer_that_breaks_off_after_what_cannot_be_repeated_is_told(self, failing: Anneal) -> None:
+        Failing.answers = [(201, {"Content-Length": "999"}, b'{"id": ')]
+        with pytest.raises(AnnealError, match="whether the call was carried out is unknown"):
+            failing.experiments.create("once")
+        assert len(Failing.asked) == 1
+
     def test_what_may_have_happened_is_not_done_twice(self, failing: Anneal) -> None:
         Failing.answers = [BROKEN, EMPTY]
         with pytest.raises(AnnealError, match="whether the call was carried out is unknown"):
@@ -252,35 +325,10 @@ class TestTryingAgain:
         with pytest.raises(AnnealError, match="outside the folder"):
             failing.runs.download("run_1", tmp_path / "model")
 
-
-class TestShapes:
-    """Of calls, by what goes over the wire."""
-
-    def test_changes_name_only_what_changes(self, failing: Anneal) -> None:
-        run, experiment = (json.dumps(model.model_config["json_schema_extra"]["example"]).encode() for model in VIEWS)  # type: ignore[index,call-overload]
-        Failing.answers = [(200, {}, run), (200, {}, experiment)]
-        assert failing.runs.update("run_1", name="better").name == "docstrings"
-        failing.experiments.update("exp_1", tags=[], description="why")
-        assert [(method, path) for method, path, _ in Failing.asked] == [
-            ("PATCH", "/v1/runs/run_1"), ("PATCH", "/v1/experiments/exp_1"),
-        ]  # fmt: skip
-        assert [json.loads(body) for body in Failing.bodies] == [{"name": "better"}, {"description": "why", "tags": []}]
-
-    def test_deleting_has_no_answer(self, failing: Anneal) -> None:
-        Failing.answers = [(204, {}, b"")] * 3
-        failing.runs.delete("run_1")
-        failing.experiments.delete("exp_1")
-        failing.datasets.delete("ds_1")
-        assert [(method, path) for method, path, _ in Failing.asked] == [
-            ("DELETE", "/v1/runs/run_1"), ("DELETE", "/v1/experiments/exp_1"), ("DELETE", "/v1/datasets/ds_1"),
-        ]  # fmt: skip
-
-    def test_the_content_of_a_data_set_comes_as_it_is(self, failing: Anneal) -> None:
-        Failing.answers = [BUSY, (200, {}, ROWS), (200, {"Content-Length": "999"}, ROWS)]
-        assert b"".join(failing.datasets.content("ds_1")) == ROWS
+    def test_content_that_breaks_off_is_told(self, failing: Anneal) -> None:
+        Failing.answers = [BUSY, (200, {"Content-Length": "999"}, ROWS)]
         with pytest.raises(AnnealError, match="broke"):
             list(failing.datasets.content("ds_1"))
-        assert Failing.asked[0][1] == "/v1/datasets/ds_1/content"
 
     def test_something_else_than_anneal_is_told(self, failing: Anneal) -> None:
         Failing.answers = [(200, {"Content-Type": "text/html"}, b"<html>")] * 2

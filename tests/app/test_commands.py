@@ -20,13 +20,13 @@ from typer.testing import CliRunner, Result
 
 from app import client
 from app.cli import cli
+from app.client.transport import SyncTransport
 from app.db import sync_engine
-from app.experiments.schemas import ExperimentView
+from app.errors import RETRY_SECONDS
 from app.home import write_private_json
-from app.runs.schemas import RunRead
 from app.storage import Storage
-from tests.app.test_client import Failing
-from tests.factories import Trainer, make_dataset
+from tests.app.test_client import EMPTY, Failing
+from tests.factories import Trainer, make_dataset, mark_run
 from tests.http_server import serving
 from tests.server import ApiServer
 from tests.waiting import eventually
@@ -103,6 +103,20 @@ class TestSentences:
         assert CliRunner().invoke(cli, ["workers", "list"], env=there).exit_code == 0
         wrong = CliRunner().invoke(cli, ["workers", "list"], env={**there, "ANNEAL_API_KEY": "anneal_wrong"})
         assert wrong.exit_code == 1 and "anneal keys create" in wrong.stderr
+
+    def test_a_service_that_asks_to_come_back_is_asked_once_more(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pauses: list[float] = []
+
+        async def pause(_: SyncTransport, seconds: float) -> None:
+            pauses.append(seconds)
+
+        monkeypatch.setattr(SyncTransport, "pause", pause)
+        Failing.answers = [(503, {"Retry-After": str(RETRY_SECONDS)}, b"{}"), EMPTY]
+        with serving(Failing) as url:
+            there = {"ANNEAL_HOME": str(tmp_path), "ANNEAL_URL": url, "ANNEAL_API_KEY": "key"}
+            assert CliRunner().invoke(cli, ["workers", "list"], env=there).exit_code == 0 and pauses == [RETRY_SECONDS]
 
     def test_every_wrong_field_is_told(self, anneal: Anneal, run_file: Path) -> None:
         changes = ["--set", "config.lora_r=-1", "--set", "config.epochs=0"]
@@ -218,43 +232,59 @@ class TestNouns:
         files = told(anneal("runs", "download", trainer.run_id, "-o", "here", "--path", "*.json", "--json"))
         assert files == {"folder": "here", "files": ["adapter_config.json"]}
 
+    def test_editing_changes_what_is_named(self, anneal: Anneal, run_file: Path) -> None:
+        run_id = anneal("runs", "create", "-f", str(run_file)).stdout.strip()
+        assert told(anneal("runs", "edit", run_id, "--name", "x", "--json"))["tags"] == ["2026-01-02", "no"]
+        assert told(anneal("runs", "edit", run_id, "--tag", "a", "--tag", "b", "--json"))["tags"] == ["a", "b"]
+        experiment_id = anneal("experiments", "create", "ranks").stdout.strip()
+        assert anneal("experiments", "edit", experiment_id, "--name", "x").stderr == f"{experiment_id} is changed.\n"
+        assert told(anneal("experiments", "show", experiment_id, "--json"))["name"] == "x"
 
-class TestOtherCalls:
-    """By what goes over the wire."""
+    def test_what_is_pinned_cannot_be_deleted(self, anneal: Anneal, trainer: Trainer) -> None:
+        checkpoint_id = trainer.checkpoint(40)
+        trainer.complete()
+        assert anneal("runs", "pin", trainer.run_id).stderr == f"{trainer.run_id} is pinned.\n"
+        checkpoint = [trainer.run_id, "--checkpoint", checkpoint_id, "--json"]
+        assert told(anneal("runs", "pin", *checkpoint))["pinned"] is True
+        assert "periodic, pinned" in anneal("runs", "checkpoints", trainer.run_id).stdout
+        assert "pinned" in anneal("runs", "delete", trainer.run_id, code=1).stderr
+        assert told(anneal("runs", "unpin", *checkpoint))["pinned"] is False
+        assert told(anneal("runs", "unpin", trainer.run_id, "--json"))["pinned"] is False
+        assert anneal("runs", "delete", trainer.run_id).stderr == f"{trainer.run_id} is deleted.\n"
 
-    @pytest.fixture
-    def anneal(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Anneal]:
-        Failing.answers, Failing.asked, Failing.bodies = [], [], []
-        monkeypatch.chdir(tmp_path)
-        with serving(Failing) as url:
-            there = {"ANNEAL_HOME": str(tmp_path), "ANNEAL_URL": url, "ANNEAL_API_KEY": "key"}
-            yield lambda *arguments: CliRunner().invoke(cli, list(arguments), env=there)
-
-    def test_deleting_says_so(self, anneal: Anneal) -> None:
-        for noun, id in (("runs", "run_1"), ("experiments", "exp_1"), ("datasets", "ds_1")):
-            Failing.answers = [(204, {}, b""), (409, {}, b'{"code": "run_is_live", "detail": "It is running."}')]
-            assert anneal(noun, "delete", id).stderr == f"{id} is deleted.\n"
-            refused = anneal(noun, "delete", id)
-            assert (refused.exit_code, refused.stderr) == (1, "anneal: It is running.\n")
-            assert Failing.asked[-1][:2] == ("DELETE", f"/v1/{noun}/{id}")
-            Failing.answers = [(204, {}, b"")]
+    def test_what_is_deleted_is_told(self, anneal: Anneal) -> None:
+        Path("rows.jsonl").write_text(ROWS)
+        for noun, made in (("datasets", ["upload", "rows.jsonl"]), ("experiments", ["create", "short"])):
+            id = anneal(noun, *made).stdout.strip()
             assert told(anneal(noun, "delete", id, "--json")) == {"id": id, "deleted": True}
+            assert anneal(noun, "delete", id, code=1).stderr.startswith("anneal: ")
 
-    def test_editing_changes_what_is_named(self, anneal: Anneal) -> None:
-        for noun, id, view in (("runs", "run_1", RunRead), ("experiments", "exp_1", ExperimentView)):
-            answer = view.model_config["json_schema_extra"]["example"]  # type: ignore[index,call-overload]
-            Failing.answers = [(200, {}, json.dumps(answer).encode())]
-            edited = anneal(noun, "edit", id, "--name", "x", "--tag", "a", "--tag", "b", "--json")
-            assert told(edited)["name"] == "docstrings"
-            assert json.loads(Failing.bodies[-1]) == {"name": "x", "tags": ["a", "b"]}
+    def test_runs_are_compared(self, anneal: Anneal, trainer: Trainer, run_file: Path) -> None:
+        trainer.metric(10, loss=2.5)
+        mark_run(trainer.engine, trainer.run_id, best_loss=2.5)
+        create = ["runs", "create", "-f", str(run_file), "--set", "name=other", "--set", "config.lora_r=4"]
+        ids = [trainer.run_id, anneal(*create).stdout.strip()]
+        header, *lines = anneal("runs", "compare", *ids).stdout.splitlines()
+        assert header.split() == [id.upper() for id in ids]
+        rows = [re.split("  +", line) for line in lines]
+        assert ["name", "counting", "other"] in rows and ["loss", "2.5", "-"] in rows
+        assert any(row[0] == "config.lora_r" and row[2] == "4" for row in rows)
+        compared = told(anneal("runs", "compare", *ids, "--json"))
+        assert compared["differences"]["config.lora_r"][ids[1]] == 4
+        assert "2 to 20" in anneal("runs", "compare", ids[0], code=1).stderr
+        assert told(anneal("runs", "list", "--sort", "best_loss", "--json"))["data"][0]["id"] == trainer.run_id
 
     def test_content_is_printed_or_written_whole(self, anneal: Anneal) -> None:
-        Failing.answers = [(200, {}, ROWS.encode()), (200, {}, ROWS.encode()), (200, {"Content-Length": "9999"}, b"{")]
-        assert anneal("datasets", "content", "ds_1").stdout == ROWS
-        assert anneal("datasets", "content", "ds_1", "-o", "rows.jsonl").exit_code == 0
-        assert anneal("datasets", "content", "ds_1", "-o", "rows.jsonl").exit_code == 1
-        assert Path("rows.jsonl").read_text() == ROWS
-        assert [path.name for path in Path().iterdir()] == ["rows.jsonl"]
+        Path("rows.jsonl").write_text(ROWS)
+        dataset_id = anneal("datasets", "upload", "rows.jsonl").stdout.strip()
+        assert anneal("datasets", "content", dataset_id).stdout == ROWS
+        anneal("datasets", "content", dataset_id, "-o", "copy.jsonl")
+        Failing.answers = [(200, {"Content-Length": "9999"}, b"{")]
+        with serving(Failing) as url:
+            there = {"ANNEAL_URL": url, "ANNEAL_API_KEY": "key"}
+            broken = CliRunner().invoke(cli, ["datasets", "content", dataset_id, "-o", "copy.jsonl"], env=there)
+        assert broken.exit_code == 1 and Path("copy.jsonl").read_text() == ROWS
+        assert not list(Path().glob(".*.part"))
 
 
 def end(trainer: Trainer, how: str) -> None:

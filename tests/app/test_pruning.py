@@ -1,7 +1,8 @@
 """Retention: what is old goes, and never what somebody needs."""
 
+import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,17 @@ from typer.testing import CliRunner
 
 from app.checkpoints.models import Checkpoint
 from app.cli import cli
+from app.client import Anneal
+from app.client.events import EndEvent, TruncatedEvent
 from app.config import Settings
-from app.db import sync_engine
+from app.db import async_engine, sync_engine
+from app.events import stream
+from app.events.frames import Frame
 from app.events.models import RunEvent
 from app.events.partitions import ensure_partitions
+from app.events.stream import Streams
 from app.ids import id_at
+from app.queue import Queue
 from app.runs.models import Run
 from app.runs.pruning import Policy, Pruned, prune
 from app.storage import Storage
@@ -132,6 +139,73 @@ class TestEvents:
             assert [line.get("status") for line in lines] == [None, "completed"]
             assert api.client.get(f"{path}/events", params={"after": lines[-1]["seq"]}).status_code == 204
             assert api.client.get(f"{path}/logs?follow=true").text == ""
+
+    def test_whoever_follows_a_run_whose_events_are_gone_hears_how_it_has_ended(
+        self, made: Made, settings: Settings
+    ) -> None:
+        ends = [
+            ("completed", 0, Trainer.complete),
+            ("failed", 3, Trainer.fail),
+            ("cancelled", 4, Trainer.cancel_on_request),
+        ]
+        trainers = [end(made.run(JANUARY, ended=False)) for _, _, end in ends]
+        for trainer in trainers:
+            mark_run(made.engine, trainer.run_id, finished_at=JANUARY)
+        prune(settings, Policy(events_days=30), dry_run=False)
+        with ThreadServer(settings) as api, Anneal(api.url, api.key) as client:
+            there = {"ANNEAL_URL": api.url, "ANNEAL_API_KEY": api.key, "ANNEAL_HOME": str(settings.home)}
+            for trainer, (how, code, _) in zip(trainers, ends, strict=True):
+                last = run_row(made.engine, trainer.run_id).event_seq
+                for follow in (True, False):
+                    gone, end = client.runs.events(trainer.run_id, follow=follow)
+                    assert isinstance(gone, TruncatedEvent) and (gone.seq, gone.first_seq) == (last - 1, last + 1)
+                    assert isinstance(end, EndEvent) and (end.seq, end.status) == (last, how)
+                assert list(client.runs.events(trainer.run_id, after=last - 1)) == [end]
+                watched = CliRunner().invoke(cli, ["runs", "watch", trainer.run_id, "--json"], env=there)
+                assert watched.exit_code == code, watched.output
+                assert [json.loads(line)["type"] for line in watched.stdout.splitlines()] == ["truncated", "end"]
+
+
+class TestReaders:
+    """Somebody in the middle of the events of a run, which go at that moment."""
+
+    @pytest.fixture
+    async def streams(self, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Streams]:
+        monkeypatch.setattr(stream, "_BATCH", 20)
+        engine, queue = async_engine(settings.database_url or ""), Queue(settings)
+        await queue.start()
+        streams = Streams(engine, queue)
+        yield streams
+        await streams.close()
+        await queue.close()
+        await engine.dispose()
+
+    @pytest.mark.parametrize("had_ended", [True, False])
+    async def test_hears_that_they_are_gone_and_the_end(
+        self, made: Made, settings: Settings, streams: Streams, had_ended: bool
+    ) -> None:
+        rest, last = await self.rest(made, settings, streams, had_ended, Policy(events_days=30))
+        assert [(frame.seq, frame.type) for frame in rest] == [(last - 1, "truncated"), (last, "end")]
+
+    @pytest.mark.parametrize("had_ended", [True, False])
+    async def test_is_not_kept_by_a_run_that_is_deleted(
+        self, made: Made, settings: Settings, streams: Streams, had_ended: bool
+    ) -> None:
+        rest, _ = await self.rest(made, settings, streams, had_ended, Policy(runs_days=30))
+        assert rest == []
+
+    async def rest(
+        self, made: Made, settings: Settings, streams: Streams, had_ended: bool, policy: Policy
+    ) -> tuple[list[Frame], int]:
+        """What comes behind the first of several batches, and the `seq` of the end."""
+        trainer = made.run(JANUARY)
+        last = run_row(made.engine, trainer.run_id).event_seq
+        batches = streams.batches(trainer.run_id, 0, until=last if had_ended else None)
+        _, first = await anext(batches)
+        assert len(first) == 20
+        await asyncio.to_thread(prune, settings, policy, False)
+        async with asyncio.timeout(10):
+            return [frame async for _, frames in batches for frame in frames], last
 
 
 class TestCheckpoints:

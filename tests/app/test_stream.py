@@ -10,8 +10,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from app.config import Settings
 from app.db import async_engine, sync_engine
 from app.events import stream
+from app.events.frames import Batch, Frame
 from app.events.log import NewEvent, append
-from app.events.stream import Batch, Frame, Streams
+from app.events.stream import Streams
 from app.queue import Queue
 from app.runs import lifecycle
 from tests.rows import add_run, add_worker, claim

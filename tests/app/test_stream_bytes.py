@@ -11,9 +11,9 @@ from httpx_sse import EventSource
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from app.events.frames import Batch, Frame
 from app.events.log import NewEvent, payload
 from app.events.serving import as_ndjson, as_sse
-from app.events.stream import Batch, Frame
 from app.ids import new_id
 from tests.properties import examples
 from worker.lines import clean_record
