@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -39,13 +40,7 @@ async def receive(around: Around, content_type: str, body: AsyncIterator[bytes])
     """The data set that a request brings or names; raises `ApiError` for all that is wrong with it."""
     if content_type.partition(";")[0].strip().lower() == "application/json":
         return await _from_hub(around, await _request(around.settings, body))
-    loop = asyncio.get_running_loop()
-
-    def load_tokenizer(name: str) -> TokenCounter:
-        # Called by the thread that takes the upload apart: the file is not read on before the tokenizer is there.
-        return asyncio.run_coroutine_threadsafe(_tokenizer(around, name), loop).result()
-
-    return await upload.receive(content_type, body, around.folder, around.settings, load_tokenizer)
+    return await upload.receive(content_type, body, around.folder, around.settings, partial(_tokenizer, around))
 
 
 async def _request(settings: Settings, body: AsyncIterator[bytes]) -> HubImport:

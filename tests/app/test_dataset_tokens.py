@@ -2,6 +2,7 @@
 
 import json
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from app.ids import new_id
 from app.storage import Storage
 from tests.app.uploads import errors, lines, parquet, upload
 from tests.factories import Trainer, make_dataset, make_model, make_run
-from tests.server import ApiServer
+from tests.server import ApiServer, ThreadServer
+
+_AT_ONCE = 40
 
 
 def _tokenizer(folder: Path) -> Path:
@@ -84,6 +87,18 @@ def test_a_tokenizer_that_is_not_there_is_told_before_the_file_is_read(api: ApiS
     for name, code in local.items():
         found = errors(api, b"what is in here does not matter", tokenizer=name)
         assert found == [("tokenizer", code)], (name, found)
+
+
+def test_many_uploads_at_once_do_not_wait_for_each_other(settings: Settings) -> None:
+    """More of them than a process has threads for blocking work, each of which needs some more of these."""
+    _tokenizer(make_model(settings))
+    with ThreadServer(settings) as api, ThreadPoolExecutor(_AT_ONCE) as pool:
+
+        def one(number: int) -> Any:
+            return _counted(api, lines({"text": "a " * number}))["total"]
+
+        assert list(pool.map(one, range(1, _AT_ONCE + 1))) == list(range(1, _AT_ONCE + 1))
+        assert one(3) == 3
 
 
 def test_memory_does_not_grow_with_rows_or_with_long_ones(tmp_path: Path) -> None:
