@@ -132,6 +132,41 @@ def test_any_table_is_taken_or_refused(header: bytes, body: bytes, borders: list
         assert "code" in row or row["text"].strip()
 
 
+@pytest.mark.parametrize(
+    ("table", "code"),
+    [
+        (b"n,".join(b"%d" % n for n in range(1_500_000)) + b",1n\n", "too_many_columns"),
+        (b'text\n"",' + b"," * 15_000_000 + b"\n", "wrong_cell_count"),
+        (b'text\nx"' + b"," * 15_000_000 + b'"\n', "wrong_cell_count"),
+    ],
+)
+def test_a_row_of_a_million_cells_is_refused_before_they_are_taken_apart(table: bytes, code: str) -> None:
+    rows = Rows("text", len)
+    reader = TableReader(rows, 16 * 1024**2)
+    tracemalloc.start()
+    began = time.process_time()
+    try:
+        reader.feed(table)
+        reader.end()
+    except TooManyBadRows:
+        pass
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [error.code for error in rows.errors] == [code]
+    assert peak < 4 * len(table) and time.process_time() - began < 5
+
+
+@pytest.mark.parametrize("cells", [1000, 1001])
+def test_a_thousand_columns_are_not_too_many_whatever_is_in_the_cells(cells: int) -> None:
+    header = b"text," + b",".join(b"%x" % n for n in range(1, cells)) + b"\n"
+    row = b'"a,""b"",c",' + b'"x,y",' * 3 + b"," * (cells - 5) + b"\n"
+    told = read(TableReader, [header, row])
+    if cells > 1000:
+        assert [error["code"] for error in told] == ["too_many_columns"]
+    else:
+        assert told == [{"text": 'a,"b",c', "1": "x,y", "2": "x,y", "3": "x,y"}]
+
+
 _PARQUET = [
     parquet([{"text": f"row {n}", "x": [n, None], "s": {"a": "b"}} for n in range(40)], compression=compression)
     for compression in ("none", "snappy", "zstd")
