@@ -147,6 +147,8 @@ class _Upload:
     def close(self) -> None:
         if self._receiving is not None:
             self._receiving.close()
+        if self.tokens is not None:
+            self.tokens.close()
 
     def _on_part_begin(self) -> None:
         self._headers = {}
