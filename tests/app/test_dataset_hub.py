@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import anyio
 import pytest
 
 from app.config import Settings
@@ -223,7 +224,7 @@ async def test_a_name_that_changes_its_address_in_between_is_sent_nothing(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its owner answers the first question with an address of the internet, and the second with one of this machine."""
-    real, asked = socket.getaddrinfo, []
+    real, asked, reached = socket.getaddrinfo, [], []
 
     def resolve(host: Any, port: Any, *args: Any, **kwargs: Any) -> Any:
         if host not in ("rebound.example", b"rebound.example"):
@@ -231,15 +232,57 @@ async def test_a_name_that_changes_its_address_in_between_is_sent_nothing(
         asked.append(host)
         return real("8.8.8.8" if len(asked) == 1 else "127.0.0.1", port, *args, **kwargs)
 
+    connect = anyio.connect_tcp
+
+    async def connect_tcp(remote_host: str, *args: Any, **kwargs: Any) -> Any:
+        reached.append(remote_host)
+        if remote_host == "8.8.8.8":
+            raise OSError("no way out of here")
+        return await connect(remote_host, *args, **kwargs)
+
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(anyio, "connect_tcp", connect_tcp)
     path = f"/datasets/ada/words/resolve/{COMMIT}/train.jsonl"
     hub.redirects[path] = hub.url.replace("127.0.0.1", "rebound.example") + "/secret"
+    with pytest.raises(ApiError, match="could not be used"):
+        await _bytes(path)
+    assert reached == ["127.0.0.1", "8.8.8.8"]
+    assert hub.asked == [path]
+
+
+async def _bytes(path: str) -> bytes:
+    async with client() as opened:
+        return b"".join([piece async for piece in download(opened, HubFile("train.jsonl", path))])
+
+
+@pytest.mark.parametrize("environment", [
+    {"NO_PROXY": "example.org"},
+    {"NO_PROXY": "localhost,127.0.0.1", "HTTP_PROXY": "http://127.0.0.1:9"},
+    {"NO_PROXY": "*", "ALL_PROXY": "http://127.0.0.1:9"},
+])  # fmt: skip
+async def test_what_goes_past_the_proxy_is_judged_as_without_one(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    hub.files["/secret"] = b"the secret"
+    hub.redirects["/file"] = hub.url.replace("127.0.0.1", "localhost") + "/secret"
     with pytest.raises(ApiError, match="private network"):
-        async with client() as opened:
-            async for _ in download(opened, HubFile("train.jsonl", path)):
-                pass
-    assert len(asked) == 2
-    assert "/secret" not in hub.asked
+        await _bytes("/file")
+    assert hub.asked == ["/file"]
+
+
+async def test_a_proxy_is_asked_where_the_environment_names_one(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It decides who can be reached: nothing is looked up here, as names of the internet may not be known."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with Hub() as proxy:
+        monkeypatch.setenv("HTTP_PROXY", proxy.url.removeprefix("http://"))
+        threading.Thread(target=proxy.serve_forever, args=(0.02,)).start()
+        proxy.files["http://elsewhere.invalid/blob"] = b"the blob"
+        hub.redirects["/file"] = "http://elsewhere.invalid/blob"
+        assert await _bytes("/file") == b"the blob"
+        proxy.shutdown()
+    assert hub.asked == ["/file"]
 
 
 @pytest.mark.parametrize(
