@@ -25,8 +25,10 @@ from app.experiments.schemas import ExperimentView
 from app.home import write_private_json
 from app.runs.schemas import RunRead
 from app.storage import Storage
+from tests.app import hub_server
+from tests.app.hub_server import Hub
 from tests.app.test_client import Failing
-from tests.factories import Trainer, make_dataset
+from tests.factories import Trainer, make_dataset, make_model
 from tests.http_server import serving
 from tests.server import ApiServer
 from tests.waiting import eventually
@@ -68,6 +70,13 @@ def anneal(shared_api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return result
 
     return run
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with hub_server.running() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        yield server
 
 
 @pytest.fixture
@@ -172,6 +181,27 @@ class TestNouns:
         assert told(anneal("datasets", "list", "--json", "--limit", "1"))["data"][0]["id"] == dataset_id
         assert "row 0" in anneal("datasets", "show", dataset_id).stdout
         assert told(anneal("datasets", "show", dataset_id, "--json"))["rows"] == 5
+
+    def test_what_a_file_is_and_calls_its_columns_is_told_with_it(self, anneal: Anneal, shared_api: ApiServer) -> None:
+        words = '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"[UNK]": 0}, "unk_token": "[UNK]"}}'
+        (make_model(shared_api.settings, "counts") / "tokenizer.json").write_text(words)
+        Path("table").write_text("question,answer\nq1,a1\n")
+        names = ["--column", "prompt=question", "--column", "completion=answer"]
+        uploaded = anneal("datasets", "upload", "table", "--file-format", "csv", *names, "--tokenizer", "counts")
+        assert "1 rows, prompt_completion" in uploaded.stderr and ", 2 tokens" in uploaded.stderr
+        content = anneal("datasets", "content", uploaded.stdout.strip()).stdout
+        assert content == '{"prompt": "q1", "completion": "a1"}\n'
+        anneal("datasets", "upload", "table", "--column", "prompt", code=2)
+        assert "JSONL" in anneal("datasets", "content", "--help").stdout
+
+    def test_a_data_set_of_the_hub_is_imported(self, anneal: Anneal, hub: Hub) -> None:
+        hub.serve({"main/train.jsonl": b'{"t": "a"}\n', "main/test.jsonl": b'{"t": "b"}\n', "x/test.jsonl": b""})
+        options = ["--split", "test", "--subset", "main", "--column", "text=t", "--name", "held out"]
+        imported = anneal("datasets", "import", "ada/words", *options)
+        assert "held out: 1 rows, text" in imported.stderr
+        assert anneal("datasets", "content", imported.stdout.strip()).stdout == '{"text": "b"}\n'
+        assert told(anneal("datasets", "import", "ada/words", "--column", "text=t", "--json"))["rows"] == 1
+        assert "the hub has no data set" in anneal("datasets", "import", "ada/none", code=1).stderr
 
     def test_an_experiment_is_made_and_shown(self, anneal: Anneal, run_file: Path) -> None:
         experiment_id = anneal("experiments", "create", "ranks", "--tag", "x", "--description", "why").stdout.strip()

@@ -175,16 +175,14 @@ _PARQUET = [
 
 @given(data=st.data())
 @examples(12)
-def test_a_spoilt_parquet_file_is_taken_or_refused_in_bounded_time(tmp_path: Path, data: st.DataObject) -> None:
+def test_a_spoilt_parquet_file_is_taken_or_refused_in_few_steps(tmp_path: Path, data: st.DataObject) -> None:
     whole = bytearray(data.draw(st.sampled_from(_PARQUET)))
     for _ in range(data.draw(st.integers(0, 4))):
         # What is read first lies at the end.
         at = data.draw(st.one_of(st.integers(0, len(whole) - 1), st.integers(max(0, len(whole) - 900), len(whole) - 1)))
         whole[at] = data.draw(st.integers(0, 255))
     whole = whole[: data.draw(st.one_of(st.just(len(whole)), st.just(len(whole)), st.integers(0, len(whole))))]
-    began = time.monotonic()
     told = receive(tmp_path, bytes(whole), "parquet")
-    assert time.monotonic() - began < 60
     assert told in (
         "taken",
         "bad_rows",
@@ -207,8 +205,8 @@ def receive(folder: Path, whole: bytes, kind: Kind) -> str:
         receiving.begin("x")
         receiving.feed(whole)
         receiving.end()
-        while receiving.more():
-            pass
+        # No machine is so slow that this would differ; a single step has a limit of its own.
+        assert any(not receiving.more() for _ in range(1000))
         receiving.finish("x")
     except ApiError as error:
         assert error.status in (413, 422) and error.errors

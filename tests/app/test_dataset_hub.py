@@ -4,7 +4,6 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import anyio
@@ -14,69 +13,20 @@ from app.config import Settings
 from app.datasets.hub import HubFile, client, download
 from app.errors import ApiError
 from app.outgoing import is_public
+from tests.app import hub_server
+from tests.app.hub_server import COMMIT, Hub
 from tests.app.uploads import lines, parquet
 from tests.server import ApiServer, ThreadServer
 
-COMMIT = "c0ffee" * 6 + "c0ff"
 QA = [{"question": f"q{n}", "answer": f"a{n}"} for n in range(5)]
 WORDS = '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"[UNK]": 0}, "unk_token": "[UNK]"}}'
 
 
-class Hub(ThreadingHTTPServer):
-    """Repositories as paths and contents; what was asked for is in `asked`."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.asked: list[str] = []
-        self.tokens: dict[str, str | None] = {}
-        self.files: dict[str, bytes] = {}
-        self.redirects: dict[str, str] = {}
-        self.listing: bytes | None = None
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-    def serve(self, files: dict[str, bytes]) -> None:
-        """The data set `ada/words` with these files, at one commit of its main branch."""
-        siblings = [{"rfilename": path} for path in files]
-        self.files["/api/datasets/ada/words/revision/main"] = json.dumps({"sha": COMMIT, "siblings": siblings}).encode()
-        for path, content in files.items():
-            self.files[f"/datasets/ada/words/resolve/{COMMIT}/{path}"] = content
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Hub
-
-    def do_GET(self) -> None:
-        self.server.asked.append(self.path)
-        self.server.tokens[self.path] = self.headers["authorization"]
-        if self.path in self.server.redirects:
-            self.send_response(302)
-            self.send_header("Location", self.server.redirects[self.path])
-            self.end_headers()
-            return
-        content = self.server.files.get(self.path)
-        self.send_response(404 if content is None else 200)
-        self.send_header("Content-Length", str(len(content or b"")))
-        self.end_headers()
-        self.wfile.write(content or b"")
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with Hub() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-        thread.start()
+    with hub_server.running() as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         yield server
-        server.shutdown()
-        thread.join(timeout=10)
 
 
 def _import(api: ApiServer, **body: Any) -> Any:
