@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,7 +21,9 @@ from app.commands.console import (
     size,
     transfer,
 )
-from app.datasets.schemas import DatasetView
+
+if TYPE_CHECKING:
+    from app.datasets.schemas import DatasetView
 
 commands = noun("Data sets: files of training rows. Example: `anneal datasets upload chats.jsonl`.")
 
@@ -95,7 +97,7 @@ def _columns(pairs: list[str] | None) -> dict[str, str] | None:
     return columns or None
 
 
-def _made(dataset: DatasetView, as_json: bool) -> None:
+def _made(dataset: "DatasetView", as_json: bool) -> None:
     if as_json:
         document(dataset)
         return
