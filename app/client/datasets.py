@@ -1,8 +1,9 @@
 """`client.datasets`."""
 
 import io
+import json
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from pathlib import Path
 from typing import BinaryIO
@@ -28,20 +29,54 @@ class Datasets(ApiResource[M]):
         *,
         name: str | None = None,
         format: str | None = None,
+        file_format: str | None = None,
+        columns: Mapping[str, str] | None = None,
+        tokenizer: str | None = None,
         told: Callable[[int], None] | None = None,
         idempotency_key: str | None = None,
     ) -> DatasetView:
         """Upload a file, by its path or as bytes (of JSONL); every row is checked, and all is kept or nothing.
 
+        `file_format` (jsonl, json, csv, parquet) says what the file is where its name does not. `columns` tells
+        for columns of ours what the file calls them. `tokenizer` names the model to count tokens with.
         `told` is called with the number of bytes sent so far.
         """
+        fields = given(
+            name=name, format=format, file_format=file_format, tokenizer=tokenizer,
+            columns=None if columns is None else json.dumps(dict(columns)),
+        )  # fmt: skip
         with _opened(file) as opened:
             request = self._session.transport.build(
-                "POST", "/datasets", data=given(name=name, format=format),
+                "POST", "/datasets", data=fields,
                 files={"file": (_file_name(file), _Counted(opened, told) if told else opened)},
                 headers={"Idempotency-Key": idempotency_key or str(uuid.uuid4())}, timeout=_TIMEOUT,
             )  # fmt: skip
             return understood(DatasetView, await self._session.fetch(request, repeatable=True))
+
+    @call
+    async def load_from_hub(
+        self,
+        hub: str,
+        *,
+        split: str | None = None,
+        subset: str | None = None,
+        revision: str | None = None,
+        name: str | None = None,
+        format: str | None = None,
+        columns: Mapping[str, str] | None = None,
+        tokenizer: str | None = None,
+        idempotency_key: str | None = None,
+    ) -> DatasetView:
+        """Let the service fetch a split (`train` unless another is named) of the hub's data set `owner/name`."""
+        body = given(
+            hub=hub, split=split, subset=subset, revision=revision, name=name, format=format, columns=columns,
+            tokenizer=tokenizer,
+        )  # fmt: skip
+        headers = {"Idempotency-Key": idempotency_key or str(uuid.uuid4())}
+        answer = await self._session.request(
+            "POST", "/datasets", repeatable=True, json=body, headers=headers, timeout=_TIMEOUT
+        )
+        return understood(DatasetView, answer)
 
     @stream
     async def list(self, *, limit: int | None = None, after: str | None = None) -> AsyncGenerator[DatasetSummary]:
@@ -57,7 +92,7 @@ class Datasets(ApiResource[M]):
 
     @stream
     async def content(self, dataset_id: str) -> AsyncGenerator[bytes]:
-        """The file as it was uploaded, in pieces."""
+        """The rows as they are kept, as JSONL in pieces, whatever kind of file they came in."""
         transport = self._session.transport
         request = transport.build("GET", f"/datasets/{dataset_id}/content")
         response = await self._session.send(request, repeatable=True)

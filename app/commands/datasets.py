@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,30 +22,88 @@ from app.commands.console import (
     transfer,
 )
 
+if TYPE_CHECKING:
+    from app.datasets.schemas import DatasetView
+
 commands = noun("Data sets: files of training rows. Example: `anneal datasets upload chats.jsonl`.")
 
 DatasetId = Annotated[str, typer.Argument(metavar="DATASET", help="The id that `anneal datasets list` shows.")]
+
+Format = Annotated[str | None, typer.Option(help="Instead of the one that the columns tell.")]
+Columns = Annotated[
+    list[str] | None,
+    typer.Option("--column", metavar="OURS=THEIRS", help="What the file calls a column of ours; can be repeated."),
+]
+Tokenizer = Annotated[str | None, typer.Option(metavar="MODEL", help="Count the tokens with this model's tokenizer.")]
 
 
 @commands.command()
 def upload(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="What to upload.")],
     name: Annotated[str | None, typer.Option(help="Instead of the file's own.")] = None,
-    format: Annotated[str | None, typer.Option(help="Instead of the one that the first row tells.")] = None,
+    format: Format = None,
+    file_format: Annotated[
+        str | None, typer.Option(help="jsonl, json, csv or parquet, where the file's name does not tell.")
+    ] = None,
+    column: Columns = None,
+    tokenizer: Tokenizer = None,
     as_json: AsJson = False,
 ) -> None:
     """Upload a file, have every row checked, and print the id of the data set.
 
     Example: `anneal datasets upload chats.jsonl --name "support, May"`
     """
+    columns = _columns(column)
     with connected() as client:
         with transfer(file.name, file.stat().st_size) as told:
-            dataset = client.datasets.upload(file, name=name, format=format, told=told)
-        if as_json:
-            document(dataset)
-            return
-        note(f"{dataset.name}: {dataset.rows:,} rows, {dataset.format}, {size(dataset.bytes)}")
-        typer.echo(dataset.id)
+            dataset = client.datasets.upload(
+                file, name=name, format=format, file_format=file_format, columns=columns, tokenizer=tokenizer, told=told
+            )
+        _made(dataset, as_json)
+
+
+@commands.command("import")
+def load_from_hub(
+    hub: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="A data set of the Hugging Face hub.")],
+    split: Annotated[str, typer.Option(help="Which part of it.")] = "train",
+    subset: Annotated[str | None, typer.Option(help="Needed where it has several.")] = None,
+    revision: Annotated[str | None, typer.Option(help="A branch, a tag or a commit; else the main branch.")] = None,
+    name: Annotated[str | None, typer.Option(help="Instead of its name and split.")] = None,
+    format: Format = None,
+    column: Columns = None,
+    tokenizer: Tokenizer = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let the service fetch a data set of the hub, and print the id that it has here.
+
+    Example: `anneal datasets import openai/gsm8k --subset main --column prompt=question --column completion=answer`
+    """
+    columns = _columns(column)
+    with connected() as client:
+        dataset = client.datasets.load_from_hub(
+            hub, split=split, subset=subset, revision=revision, name=name, format=format, columns=columns,
+            tokenizer=tokenizer,
+        )  # fmt: skip
+        _made(dataset, as_json)
+
+
+def _columns(pairs: list[str] | None) -> dict[str, str] | None:
+    columns = {}
+    for pair in pairs or []:
+        ours, equals, theirs = pair.partition("=")
+        if not (ours and equals and theirs):
+            raise typer.BadParameter(f"--column {pair}: write OURS=THEIRS, such as prompt=question")
+        columns[ours] = theirs
+    return columns or None
+
+
+def _made(dataset: "DatasetView", as_json: bool) -> None:
+    if as_json:
+        document(dataset)
+        return
+    tokens = f", {dataset.token_statistics.total:,} tokens" if dataset.token_statistics else ""
+    note(f"{dataset.name}: {dataset.rows:,} rows, {dataset.format}, {size(dataset.bytes)}{tokens}")
+    typer.echo(dataset.id)
 
 
 @commands.command("list")
@@ -86,7 +144,7 @@ def content(
     dataset_id: DatasetId,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="A file, instead of standard output.")] = None,
 ) -> None:
-    """Print the file as it was uploaded, or write it to one.
+    """Print the rows as they are kept (JSONL, whatever kind of file they came in), or write them to a file.
 
     Example: `anneal datasets content ds_01k3x9m6q2v8s4t0w7y5z1a3b7 -o chats.jsonl`
     """

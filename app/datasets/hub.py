@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import socket
 import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -37,6 +38,70 @@ class _Unusable(Exception):
     """What the hub answers cannot be used, and why."""
 
 
+class _Guarded(httpx.AsyncBaseTransport):
+    """Connects to the hub, to a proxy where the environment names one for a URL, and else to the internet alone.
+
+    An address is judged, and then that very address connected to: a name may have another one a moment later.
+    """
+
+    def __init__(self, hub: str) -> None:
+        self._hub = hub
+        self._tls = httpx.create_ssl_context()
+        self._opened: dict[str, httpx.AsyncHTTPTransport] = {}
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        host = request.url.host
+        if proxy := _proxy_of(request.url):
+            # It is the proxy that decides who can be reached.
+            return await self._transport(f"proxy {proxy}", proxy).handle_async_request(request)
+        if host == self._hub:
+            return await self._transport(host).handle_async_request(request)
+        failed: httpx.TransportError | None = None
+        for address in await _public_addresses(host):
+            there = httpx.Request(
+                request.method,
+                request.url.copy_with(host=address),
+                headers=request.headers,
+                stream=request.stream,
+                extensions={**request.extensions, "sni_hostname": host},
+            )
+            try:
+                return await self._transport(host).handle_async_request(there)
+            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+                failed = error
+        raise failed or _Unusable(f"it led to {host}, which cannot be found")
+
+    async def aclose(self) -> None:
+        for transport in self._opened.values():
+            await transport.aclose()
+
+    def _transport(self, name: str, proxy: str | None = None) -> httpx.AsyncHTTPTransport:
+        """One for each name: a connection whose certificate is of one host is not used for another."""
+        if name not in self._opened:
+            self._opened[name] = httpx.AsyncHTTPTransport(verify=self._tls, proxy=proxy)
+        return self._opened[name]
+
+
+def _proxy_of(url: httpx.URL) -> str | None:
+    """The proxy that the environment names for a URL, unless NO_PROXY names its host."""
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get(url.scheme) or proxies.get("all")
+    if not proxy or urllib.request.proxy_bypass(url.host):
+        return None
+    return proxy if "://" in proxy else f"http://{proxy}"
+
+
+async def _public_addresses(host: str) -> list[str]:
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        raise _Unusable(f"it led to {host}, which cannot be found") from None
+    addresses = list(dict.fromkeys(str(item[4][0]) for item in found))
+    if not all(is_public(address) for address in addresses):
+        raise _Unusable(f"it led to {host}, which has an address of a private network")
+    return addresses
+
+
 @asynccontextmanager
 async def client(token: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the hub; follows it to where its files lie, but not into the network of this server.
@@ -44,39 +109,11 @@ async def client(token: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
     The token goes to the hub alone: a redirect to another origin is followed without it.
     """
     endpoint = httpx.URL(hub_endpoint() or _usual_endpoint())
-
-    def check(host: str, addresses: list[str]) -> None:
-        if not all(is_public(address) for address in addresses):
-            raise _Unusable(f"it led to {host}, which has an address of a private network")
-
-    async def before(request: httpx.Request) -> None:
-        host = request.url.host
-        # A redirect inherits those of the request before it.
-        request.extensions = {name: value for name, value in request.extensions.items() if name != "trace"}
-        # The hub itself may be anywhere; and behind a proxy it is the proxy that decides who can be reached.
-        if host == endpoint.host or urllib.request.getproxies():
-            return
-        try:
-            found = await asyncio.get_running_loop().getaddrinfo(host, None)
-        except OSError:
-            raise _Unusable(f"it led to {host}, which cannot be found") from None
-        check(host, [str(item[4][0]) for item in found])
-
-        async def connected(event: str, told: dict[str, Any]) -> None:
-            # A name may have another address by the time that somebody connects to it: no byte is sent to that.
-            if event == "connection.connect_tcp.complete":
-                peer = told["return_value"].get_extra_info("server_addr")
-                check(host, [str(peer[0])] if peer else [""])
-
-        request.extensions["trace"] = connected
-
-    hooks: dict[str, list[Any]] = {"request": [before]}
-    limits = httpx.Timeout(30.0)
     async with httpx.AsyncClient(
         base_url=endpoint,
         headers={} if token is None else {"Authorization": f"Bearer {token}"},
-        event_hooks=hooks,
-        timeout=limits,
+        transport=_Guarded(endpoint.host),
+        timeout=httpx.Timeout(30.0),
         follow_redirects=True,
         max_redirects=5,
     ) as opened:

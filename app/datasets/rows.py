@@ -47,6 +47,12 @@ class Rows:
         self._tokens = tokens
         self._is_table = False
 
+    @property
+    def needed(self) -> list[str]:
+        """Columns of the file that some format cannot do without, so that an empty cell is a mistake."""
+        moved = [source for name, source in self._sources.items() if name in formats.NEEDED]
+        return [*formats.NEEDED, *moved]
+
     def begin_table(self, columns: Iterable[str]) -> None:
         """The rows that follow are cells under these columns: an empty one is none, and lists come as JSON."""
         self._is_table = True

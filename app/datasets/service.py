@@ -26,6 +26,8 @@ EXTENSION = "jsonl"
 _ORPHAN_SECONDS = 24 * 3600.0
 _SWEEP_EVERY = 3600.0
 _RUNS_TOLD = 5
+_TRIES = 2
+"""To claim a key, where what a twin made with it is deleted at once."""
 
 
 class _MadeByATwin(Exception):
@@ -47,8 +49,38 @@ async def keep(
     """
     if earlier := await _replayed(sessions, created_by, idempotency):
         return earlier
+    id = new_id("ds")
+    await asyncio.to_thread(storage.promote, received.path, storage.dataset_file(id, EXTENSION))
+    try:
+        for _ in range(_TRIES):
+            try:
+                return await _commit(sessions, id, received, created_by, idempotency, call)
+            except _MadeByATwin:
+                if earlier := await _replayed(sessions, created_by, idempotency):
+                    await asyncio.to_thread(storage.remove_dataset, id)
+                    return earlier
+                # Somebody has deleted what the twin made, and the key with it.
+        raise conflict(
+            "idempotency_key_in_use",
+            "Other uploads with this Idempotency-Key came and were deleted meanwhile; send this one again.",
+        )
+    except Exception as error:
+        # A commit whose answer got lost may have happened: only the sweep can tell, once the database is back.
+        if not is_database_away(error):
+            await asyncio.to_thread(storage.remove_dataset, id)
+        raise
+
+
+async def _commit(
+    sessions: async_sessionmaker[AsyncSession],
+    id: str,
+    received: Received,
+    created_by: str,
+    idempotency: Idempotency | None,
+    call: Call | None,
+) -> Dataset:
     dataset = Dataset(
-        id=new_id("ds"),
+        id=id,
         name=received.name,
         format=received.format,
         extension=EXTENSION,
@@ -60,24 +92,14 @@ async def keep(
         token_statistics=received.token_statistics,
         created_by=created_by,
     )
-    id = dataset.id
-    await asyncio.to_thread(storage.promote, received.path, storage.dataset_file(id, EXTENSION))
-    try:
-        async with sessions() as session, session.begin():
-            session.add(dataset)
-            await session.flush()
-            if idempotency is not None:
-                await _claim(session, id, created_by, idempotency)
-            await session.refresh(dataset)
-            if call is not None:
-                call.write(session, 201, id)
-    except Exception as error:
-        # A commit whose answer got lost may have happened: only the sweep can tell, once the database is back.
-        if not is_database_away(error):
-            await asyncio.to_thread(storage.remove_dataset, id)
-        if isinstance(error, _MadeByATwin) and (earlier := await _replayed(sessions, created_by, idempotency)):
-            return earlier
-        raise
+    async with sessions() as session, session.begin():
+        session.add(dataset)
+        await session.flush()
+        if idempotency is not None:
+            await _claim(session, id, created_by, idempotency)
+        await session.refresh(dataset)
+        if call is not None:
+            call.write(session, 201, id)
     if call is not None:
         call.is_written = True
     return dataset

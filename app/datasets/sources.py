@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -14,7 +15,7 @@ from app.config import Settings
 from app.datasets import hub, upload
 from app.datasets.receiving import Reading, Received, Receiving
 from app.datasets.schemas import HubImport
-from app.datasets.tokens import MOST_TOKENIZER_BYTES, BadTokenizer, TokenCounter
+from app.datasets.tokens import MOST_TOKENIZER_BYTES, TokenCounter
 from app.errors import ApiError, FieldError, from_validation, invalid, too_large
 from app.runs import base_models
 from app.runs.models import Run
@@ -39,13 +40,7 @@ async def receive(around: Around, content_type: str, body: AsyncIterator[bytes])
     """The data set that a request brings or names; raises `ApiError` for all that is wrong with it."""
     if content_type.partition(";")[0].strip().lower() == "application/json":
         return await _from_hub(around, await _request(around.settings, body))
-    loop = asyncio.get_running_loop()
-
-    def load_tokenizer(name: str) -> TokenCounter:
-        # Called by the thread that takes the upload apart: the file is not read on before the tokenizer is there.
-        return asyncio.run_coroutine_threadsafe(_tokenizer(around, name), loop).result()
-
-    return await upload.receive(content_type, body, around.folder, around.settings, load_tokenizer)
+    return await upload.receive(content_type, body, around.folder, around.settings, partial(_tokenizer, around))
 
 
 async def _request(settings: Settings, body: AsyncIterator[bytes]) -> HubImport:
@@ -87,6 +82,8 @@ async def _from_hub(around: Around, request: HubImport) -> Received:
         return await asyncio.to_thread(receiving.finish, name, digest)
     finally:
         receiving.close()
+        if tokens is not None:
+            tokens.close()
 
 
 async def _token(around: Around) -> str | None:
@@ -98,11 +95,9 @@ async def _tokenizer(around: Around, name: str) -> TokenCounter:
     """The tokenizer of a local model, of a run's output or of a hub model; 422 that says why there is none."""
     try:
         file = await _tokenizer_file(around, name)
-        return await asyncio.to_thread(TokenCounter, name, file)
+        return await asyncio.to_thread(TokenCounter, name, file, around.settings)
     except base_models.BaseModelError as error:
         raise _no_tokenizer(error.code, error.message) from None
-    except BadTokenizer as error:
-        raise _no_tokenizer("bad_tokenizer", f"{name!r} cannot be counted with: {error}") from None
 
 
 async def _tokenizer_file(around: Around, name: str) -> Path:

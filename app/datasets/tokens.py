@@ -1,32 +1,50 @@
 """How many tokens the rows of a data set have, counted while they come in."""
 
+import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from app.config import Settings
+from app.datasets.child import Child, ChildFailed
+from app.errors import ApiError, FieldError, clean, invalid
 
 MOST_TOKENIZER_BYTES = 64 * 1024**2
+_PROGRAM = "app.datasets.tokens_process"
+_SILENT_SECONDS = 60.0
+_MOST_SECONDS = 3600.0
 _BATCH_CHARACTERS = 256 * 1024
 _PIECE_CHARACTERS = 64 * 1024
-
-
-class BadTokenizer(ValueError):
-    """The file is not a tokenizer that can be read."""
 
 
 class TokenCounter:
     """Counts the tokens of rows, a batch at a time; special tokens and chat templates are left out.
 
     Keeps how many rows have each length. The caps on rows' and data sets' bytes leave room for some 100,000
-    different lengths, so that every figure is exact in a few megabytes.
+    different lengths, so that every figure is exact in a few megabytes. A process of its own runs the tokenizer,
+    and counts one batch while the next is collected. Raises `ApiError` where the tokenizer is of no use.
     """
 
-    def __init__(self, name: str, file: Path) -> None:
+    def __init__(self, name: str, file: Path, settings: Settings) -> None:
         self._name = name
-        self._tokenizer = _load(file)
+        self._child = Child(
+            _PROGRAM,
+            [str(file), str(MOST_TOKENIZER_BYTES)],
+            settings,
+            silent=_SILENT_SECONDS,
+            most_seconds=_MOST_SECONDS,
+            # Each thread may take 128 MB of the addresses that it has.
+            environment={"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(min(4, os.cpu_count() or 1))},
+        )
+        self._answer = bytearray()
+        self._sent: tuple[list[int], int] | None = None
+        try:
+            self._line()
+        except BaseException:
+            self.close()
+            raise
         self._rows_of_length: Counter[int] = Counter()
         self._texts: list[tuple[int, str]] = []
         self._rows = 0
@@ -45,6 +63,7 @@ class TokenCounter:
     def statistics(self) -> dict[str, Any]:
         """What is known once all rows were added."""
         self._count()
+        self._collect()
         lengths = sorted(self._rows_of_length.items())
         rows = sum(count for _, count in lengths)
         total = sum(length * count for length, count in lengths)
@@ -59,31 +78,45 @@ class TokenCounter:
             "max": lengths[-1][0],
         }
 
+    def close(self) -> None:
+        """End the process."""
+        self._child.close()
+
     def _count(self) -> None:
-        lengths = [0] * self._rows
-        encoded = self._tokenizer.encode_batch_fast([text for _, text in self._texts], add_special_tokens=False)
-        for (row, _), encoding in zip(self._texts, encoded, strict=True):
-            lengths[row] += len(encoding)
-        self._rows_of_length.update(lengths)
+        self._collect()
+        try:
+            self._child.send(json.dumps([text for _, text in self._texts]).encode() + b"\n")
+        except ChildFailed as error:
+            raise self._bad(error) from None
+        self._sent = ([row for row, _ in self._texts], self._rows)
         self._texts.clear()
         self._rows = self._characters = 0
 
+    def _collect(self) -> None:
+        """Add what the process answers to the last batch."""
+        if self._sent is None:
+            return
+        (rows, count), self._sent = self._sent, None
+        lengths = [0] * count
+        for row, length in zip(rows, json.loads(self._line()), strict=True):
+            lengths[row] += length
+        self._rows_of_length.update(lengths)
 
-def _load(file: Path) -> "Tokenizer":
-    from tokenizers import Tokenizer
+    def _line(self) -> bytes:
+        self._answer.clear()
+        try:
+            while not self._answer.endswith(b"\n"):
+                piece = self._child.read()
+                if not piece:
+                    raise ChildFailed("its process ended too early")
+                self._answer += piece
+        except ChildFailed as error:
+            raise self._bad(error) from None
+        return bytes(self._answer)
 
-    try:
-        if file.stat().st_size > MOST_TOKENIZER_BYTES:
-            raise BadTokenizer(f"its tokenizer.json has more than {MOST_TOKENIZER_BYTES:,} bytes")
-        tokenizer = Tokenizer.from_file(str(file))
-    except BadTokenizer:
-        raise
-    except Exception as error:  # the library raises bare exceptions
-        raise BadTokenizer(f"its tokenizer.json cannot be read ({str(error)[:200]})") from None
-    # A tokenizer may have been saved with the cut and the padding of its last training.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+    def _bad(self, error: ChildFailed) -> ApiError:
+        message = clean(f"{self._name!r} cannot be counted with: {error}", 450)
+        return invalid([FieldError(field="tokenizer", code="bad_tokenizer", message=message)], code="bad_tokenizer")
 
 
 def _pieces(text: str) -> Iterator[str]:

@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterable, Callable
+from collections.abc import AsyncIterable, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ _FIELDS = ("name", "format", "file_format", "columns", "tokenizer")
 _BEFORE_THE_FILE = ("file_format", "columns", "tokenizer")
 """Fields that say how the file is to be read, which happens while it comes in."""
 
-LoadTokenizer = Callable[[str], TokenCounter]
-"""Finds a tokenizer by its name; blocks, and raises `ApiError` where there is none."""
+LoadTokenizer = Callable[[str], Awaitable[TokenCounter]]
+"""Finds a tokenizer by its name; raises `ApiError` where there is none."""
 
 
 async def receive(
@@ -43,15 +43,23 @@ async def receive(
     Holds a megabyte of the body and at most one row at a time. Parsing, checking and writing happen in a
     thread, so that other requests are answered meanwhile.
     """
-    upload = _Upload(content_type, folder, settings, load_tokenizer)
+    upload = _Upload(content_type, folder, settings)
+
+    async def feed(batch: bytes) -> None:
+        wanted = await asyncio.to_thread(upload.feed, batch)
+        if wanted is not None:
+            # Awaited here and not in the thread: it takes threads of the same pool itself.
+            upload.tokens = await load_tokenizer(wanted)
+            await asyncio.to_thread(upload.go_on)
+
     try:
         batch = bytearray()
         async for chunk in chunks:
             batch += chunk
             if len(batch) >= _BATCH:
-                await asyncio.to_thread(upload.feed, bytes(batch))
+                await feed(bytes(batch))
                 batch.clear()
-        await asyncio.to_thread(upload.feed, bytes(batch))
+        await feed(bytes(batch))
         await asyncio.to_thread(upload.end)
         while await asyncio.to_thread(upload.more):
             pass
@@ -63,7 +71,7 @@ async def receive(
 class _Upload:
     """State of one upload: the part that is being read, the fields seen so far, the file as far as it came."""
 
-    def __init__(self, content_type: str, folder: Path, settings: Settings, load_tokenizer: LoadTokenizer) -> None:
+    def __init__(self, content_type: str, folder: Path, settings: Settings) -> None:
         kind, options = parse_options_header(content_type)
         if kind != b"multipart/form-data" or not options.get(b"boundary"):
             raise ApiError(
@@ -90,9 +98,10 @@ class _Upload:
             raise _broken(str(error)) from None
         self._folder = folder
         self._settings = settings
-        self._load_tokenizer = load_tokenizer
         self._receiving: Receiving | None = None
-        self._tokens: TokenCounter | None = None
+        self.tokens: TokenCounter | None = None
+        self._wanted: str | None = None
+        self._waiting: list[Callable[[], None]] = []
         self._fields: dict[str, bytearray] = {}
         self._file_name: str | None = None
         self._parts = 0
@@ -102,30 +111,44 @@ class _Upload:
         self._header_value = b""
         self._ended = False
 
-    def feed(self, data: bytes) -> None:
+    def feed(self, data: bytes) -> str | None:
+        """The next bytes; answers the tokenizer that must be set before `go_on`, where one is wanted."""
         try:
             self._parser.write(data)
         except FormParserError as error:
             raise _broken(str(error)) from None
+        return self._wanted
+
+    def go_on(self) -> None:
+        """The tokenizer is there: do what waited for it."""
+        self._wanted = None
+        waiting, self._waiting = self._waiting, []
+        for step in waiting:
+            step()
+
+    def _in_turn(self, step: Callable[[], None]) -> None:
+        """Whatever touches the file waits, with the rest of the bytes at hand, for a tokenizer that is wanted."""
+        if self._wanted is None:
+            step()
+        else:
+            self._waiting.append(step)
 
     def end(self) -> None:
         if not self._ended:
             raise _broken("it ends before its last boundary")
-        if self._receiving is None:
-            raise _wrong("file", "missing", "there is no part `file`; curl -F file=@data.jsonl sends one")
 
     def more(self) -> bool:
-        return self._receiving is not None and self._receiving.more()
+        return self._file.more()
 
     def finish(self) -> Received:
-        if self._receiving is None:
-            raise _wrong("file", "missing", "there is no part `file`")
         self._check_format()
-        return self._receiving.finish(self._name(), self._digest(self._receiving.sha256_as_it_came))
+        return self._file.finish(self._name(), self._digest(self._file.sha256_as_it_came))
 
     def close(self) -> None:
         if self._receiving is not None:
             self._receiving.close()
+        if self.tokens is not None:
+            self.tokens.close()
 
     def _on_part_begin(self) -> None:
         self._headers = {}
@@ -149,21 +172,20 @@ class _Upload:
         if self._part != "file" and self._part not in _FIELDS:
             names = ", ".join(f"`{name}`" for name in _FIELDS)
             raise _wrong(clean(self._part, 60), "unknown_field", f"the parts are `file`, {names}")
-        if self._part in self._fields or (self._part == "file" and self._receiving is not None):
+        if self._part in self._fields or (self._part == "file" and self._file_name is not None):
             raise _wrong(self._part, "given_twice", f"there are two parts `{self._part}`; send one")
         if self._part == "file":
             self._file_name = options.get(b"filename", b"").decode(errors="replace")
-            self._receiving = Receiving(self._folder, self._settings, self._reading())
-            self._receiving.begin(self._file_name)
+            self._in_turn(self._begin_file)
             return
-        if self._part in _BEFORE_THE_FILE and self._receiving is not None:
+        if self._part in _BEFORE_THE_FILE and self._file_name is not None:
             raise _wrong(self._part, "after_file", "says how to read the file, so it must come before the part `file`")
         self._fields[self._part] = bytearray()
 
     def _on_part_data(self, data: bytes, start: int, end: int) -> None:
         piece = data[start:end]
-        if self._part == "file" and self._receiving is not None:
-            self._receiving.feed(piece)
+        if self._part == "file":
+            self._in_turn(lambda: self._file.feed(piece))
             return
         field = self._fields[self._part]
         field += piece
@@ -172,24 +194,37 @@ class _Upload:
             raise _wrong(self._part, "too_long", f"may have {most:,} bytes")
 
     def _on_part_end(self) -> None:
-        if self._part == "file" and self._receiving is not None:
-            self._receiving.end()
+        if self._part == "file":
+            self._in_turn(lambda: self._file.end())
         elif self._part == "tokenizer":
-            self._tokens = self._load_tokenizer(self._field("tokenizer") or "")
+            self._wanted = self._field("tokenizer") or ""
         elif self._part == "format":
-            self._check_format()
-            if self._receiving is not None:
-                self._receiving.expect(self._field("format") or "")
+            self._in_turn(self._expect_format)
 
     def _on_end(self) -> None:
         self._ended = True
+
+    @property
+    def _file(self) -> Receiving:
+        if self._receiving is None:
+            raise _wrong("file", "missing", "there is no part `file`; curl -F file=@data.jsonl sends one")
+        return self._receiving
+
+    def _begin_file(self) -> None:
+        self._receiving = Receiving(self._folder, self._settings, self._reading())
+        self._receiving.begin(self._file_name or "")
+
+    def _expect_format(self) -> None:
+        self._check_format()
+        if self._receiving is not None:
+            self._receiving.expect(self._field("format") or "")
 
     def _reading(self) -> Reading:
         wanted = self._field("file_format")
         kind: Kind | None = next((kind for kind in KINDS if kind == wanted), None)
         if wanted is not None and kind is None:
             raise _wrong("file_format", "unknown_file_format", f"must be one of {', '.join(KINDS)}")
-        return Reading(self._field("format"), kind, self._columns(), self._tokens)
+        return Reading(self._field("format"), kind, self._columns(), self.tokens)
 
     def _columns(self) -> dict[str, str] | None:
         raw = self._fields.get("columns")

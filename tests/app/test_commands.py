@@ -16,34 +16,24 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Engine
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from app import client
 from app.cli import cli
 from app.client.transport import SyncTransport
 from app.db import sync_engine
 from app.errors import RETRY_SECONDS
-from app.home import write_private_json
 from app.storage import Storage
+from tests.app import hub_server
+from tests.app.conftest import Anneal, told
+from tests.app.hub_server import Hub
 from tests.app.test_client import EMPTY, Failing
-from tests.factories import Trainer, make_dataset, mark_run
+from tests.factories import Trainer, make_model, mark_run
 from tests.http_server import serving
 from tests.server import ApiServer
 from tests.waiting import eventually
 
 ROWS = "".join(f'{{"text": "row {n}"}}\n' for n in range(5))
-RUN = """\
-dataset_id: {dataset_id}
-backend: fake
-name: counting
-tags: [2026-01-02, no]
-config:
-  base_model: any
-  method: sft
-  learning_rate: 1e-4
-"""
-
-Anneal = Callable[..., Result]
 Started = tuple[subprocess.Popen[bytes], int]
 
 
@@ -55,26 +45,10 @@ def engine(shared_api: ApiServer) -> Iterator[Engine]:
 
 
 @pytest.fixture
-def anneal(shared_api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Anneal:
-    """Runs a command in an empty folder, with a service to be found by `connection.json`."""
-    home = tmp_path / "home"
-    home.mkdir()
-    write_private_json(home / "connection.json", {"url": shared_api.url, "api_key": shared_api.key, "pids": {}})
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str, code: int = 0, **options: Any) -> Result:
-        result = CliRunner().invoke(cli, list(arguments), env={"ANNEAL_HOME": str(home)}, **options)
-        assert result.exit_code == code, (result.output, result.exception)
-        return result
-
-    return run
-
-
-@pytest.fixture
-def run_file(engine: Engine, tmp_path: Path) -> Path:
-    path = tmp_path / "run.yaml"
-    path.write_text(RUN.format(dataset_id=make_dataset(engine)))
-    return path
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with hub_server.running() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        yield server
 
 
 @pytest.fixture
@@ -84,11 +58,6 @@ def trainer(anneal: Anneal, engine: Engine, run_file: Path) -> Trainer:
         anneal("runs", "stop", other["id"])
     run_id = anneal("runs", "create", "-f", str(run_file)).stdout.strip()
     return Trainer(engine, run_id).begin(total=100)
-
-
-def told(result: Result) -> Any:
-    """The one JSON document on standard output."""
-    return json.loads(result.stdout)
 
 
 class TestSentences:
@@ -135,46 +104,6 @@ class TestSentences:
         anneal("runs", "none", code=2)
 
 
-class TestRunFile:
-    @pytest.mark.parametrize(
-        ("text", "sentence"),
-        [
-            ("config:\n  lora_r: 1\n  lora_r: 2\n", "the key 'lora_r' is there twice, again in line 3"),
-            ("a: 1\na: 2\n", "the key 'a' is there twice, again in line 2"),
-            ("config: [\n", "in line 2"),
-            ("- 1\n", "it holds no fields"),
-            ("", "it holds no fields"),
-            ("config: {learning_rate: !!float .inf}\n", "JSON cannot tell"),
-        ],
-    )
-    def test_a_file_that_cannot_be_meant_is_refused(self, anneal: Anneal, text: str, sentence: str) -> None:
-        Path("bad.yaml").write_text(text)
-        assert sentence in anneal("runs", "create", "-f", "bad.yaml", code=1).stderr
-
-    def test_a_duplicate_key_of_json_is_refused_by_name(self, anneal: Anneal) -> None:
-        Path("bad.json").write_text('{"dataset_id": "a", "dataset_id": "b"}')
-        assert "the key 'dataset_id' is there twice" in anneal("runs", "create", "-f", "bad.json", code=1).stderr
-
-    def test_values_are_what_people_mean(self, anneal: Anneal, run_file: Path) -> None:
-        changes = ["--set", "config.epochs=2", "--set", "config.extra.steps=7", "--set", "name=null"]
-        run = told(anneal("runs", "create", "-f", "-", *changes, "--json", input=run_file.read_text()))
-        assert run["tags"] == ["2026-01-02", "no"]
-        assert (run["config"]["learning_rate"], run["config"]["epochs"]) == (1e-4, 2)
-        assert run["config"]["extra"] == {"steps": 7} and run["name"] == "sft of any"
-        assert told(anneal("runs", "validate", "-f", str(run_file), "--json"))["valid"] is True
-
-    def test_a_merge_may_bring_a_key_again(self, anneal: Anneal, run_file: Path) -> None:
-        text = "x: &x {lora_r: 4, epochs: 1}\ny: &y {<<: *x, lora_r: 8}\nconfig: {<<: *y, epochs: 5}\n"
-        Path("merged.yaml").write_text(text)
-        from app.commands.run_file import read
-
-        assert read(Path("merged.yaml"))["config"] == {"lora_r": 8, "epochs": 5}
-
-    @pytest.mark.parametrize("change", ["config", "config.=1", "name.first=1", "config.a=[1"])
-    def test_a_change_that_cannot_be_meant_is_refused(self, anneal: Anneal, run_file: Path, change: str) -> None:
-        assert f"--set {change}" in anneal("runs", "create", "-f", str(run_file), "--set", change, code=1).stderr
-
-
 class TestNouns:
     def test_a_data_set_is_uploaded_listed_and_shown(self, anneal: Anneal) -> None:
         Path("rows.jsonl").write_text(ROWS)
@@ -186,6 +115,27 @@ class TestNouns:
         assert told(anneal("datasets", "list", "--json", "--limit", "1"))["data"][0]["id"] == dataset_id
         assert "row 0" in anneal("datasets", "show", dataset_id).stdout
         assert told(anneal("datasets", "show", dataset_id, "--json"))["rows"] == 5
+
+    def test_what_a_file_is_and_calls_its_columns_is_told_with_it(self, anneal: Anneal, shared_api: ApiServer) -> None:
+        words = '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"[UNK]": 0}, "unk_token": "[UNK]"}}'
+        (make_model(shared_api.settings, "counts") / "tokenizer.json").write_text(words)
+        Path("table").write_text("question,answer\nq1,a1\n")
+        names = ["--column", "prompt=question", "--column", "completion=answer"]
+        uploaded = anneal("datasets", "upload", "table", "--file-format", "csv", *names, "--tokenizer", "counts")
+        assert "1 rows, prompt_completion" in uploaded.stderr and ", 2 tokens" in uploaded.stderr
+        content = anneal("datasets", "content", uploaded.stdout.strip()).stdout
+        assert content == '{"prompt": "q1", "completion": "a1"}\n'
+        anneal("datasets", "upload", "table", "--column", "prompt", code=2)
+        assert "JSONL" in anneal("datasets", "content", "--help").stdout
+
+    def test_a_data_set_of_the_hub_is_imported(self, anneal: Anneal, hub: Hub) -> None:
+        hub.serve({"main/train.jsonl": b'{"t": "a"}\n', "main/test.jsonl": b'{"t": "b"}\n', "x/test.jsonl": b""})
+        options = ["--split", "test", "--subset", "main", "--column", "text=t", "--name", "held out"]
+        imported = anneal("datasets", "import", "ada/words", *options)
+        assert "held out: 1 rows, text" in imported.stderr
+        assert anneal("datasets", "content", imported.stdout.strip()).stdout == '{"text": "b"}\n'
+        assert told(anneal("datasets", "import", "ada/words", "--column", "text=t", "--json"))["rows"] == 1
+        assert "the hub has no data set" in anneal("datasets", "import", "ada/none", code=1).stderr
 
     def test_an_experiment_is_made_and_shown(self, anneal: Anneal, run_file: Path) -> None:
         experiment_id = anneal("experiments", "create", "ranks", "--tag", "x", "--description", "why").stdout.strip()

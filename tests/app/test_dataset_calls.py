@@ -6,15 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine
+from sqlalchemy import Engine, delete, event, insert
 
 from app.config import Settings
+from app.datasets.models import Dataset, UploadKey
 from app.db import sync_engine
 from app.ids import new_id
 from app.storage import Storage
 from tests.app.uploads import lines, upload
 from tests.factories import make_dataset, make_run
-from tests.server import ApiServer
+from tests.server import ApiServer, ThreadServer
 from tests.waiting import eventually
 
 CONTENT = lines(*({"text": f"row {n} " + "x" * 100} for n in range(2000)))
@@ -163,6 +164,33 @@ class TestIdempotencyKey:
                 assert {answer.status_code for answer in answers} == {201}
                 assert len({answer.json()["id"] for answer in answers}) == 1
         assert len(api.client.get("/v1/datasets").json()["data"]) == len(_files(settings)) == 4
+
+    @pytest.mark.parametrize(("twins", "status"), [(1, 201), (2, 409)])
+    def test_outlives_twins_whose_data_sets_are_deleted_at_once(
+        self, api: ThreadServer, settings: Settings, twins: int, status: int
+    ) -> None:
+        caller = api.client.get(f"/v1/datasets/{_made(api)}").json()["created_by"]
+        engine = sync_engine(settings.database_url or "")
+        made: list[str] = []
+
+        def come(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+            if statement.startswith("INSERT INTO upload_keys") and len(made) < twins:
+                made.append(make_dataset(engine))
+                row = {"created_by": caller, "idempotency_key": "k", "request_digest": "d", "dataset_id": made[-1]}
+                with engine.begin() as connection:
+                    connection.execute(insert(UploadKey).values(row))
+
+        def go(_connection: Any) -> None:
+            with engine.begin() as connection:
+                connection.execute(delete(Dataset).where(Dataset.id.in_(made)))
+
+        listened = api.application.state.engine.sync_engine
+        event.listen(listened, "before_cursor_execute", come)
+        event.listen(listened, "rollback", go)
+        answer = upload(api, CONTENT, key="k")
+        assert (answer.status_code, len(made)) == (status, twins), answer.text
+        assert len(_files(settings)) == (2 if status == 201 else 1)
+        engine.dispose()
 
     @pytest.mark.parametrize("key", ["", "x" * 256, "ü"])
     def test_must_be_one(self, api: ApiServer, key: str) -> None:

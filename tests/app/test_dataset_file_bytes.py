@@ -132,6 +132,41 @@ def test_any_table_is_taken_or_refused(header: bytes, body: bytes, borders: list
         assert "code" in row or row["text"].strip()
 
 
+@pytest.mark.parametrize(
+    ("table", "code"),
+    [
+        (b"n,".join(b"%d" % n for n in range(1_500_000)) + b",1n\n", "too_many_columns"),
+        (b'text\n"",' + b"," * 15_000_000 + b"\n", "wrong_cell_count"),
+        (b'text\nx"' + b"," * 15_000_000 + b'"\n', "wrong_cell_count"),
+    ],
+)
+def test_a_row_of_a_million_cells_is_refused_before_they_are_taken_apart(table: bytes, code: str) -> None:
+    rows = Rows("text", len)
+    reader = TableReader(rows, 16 * 1024**2)
+    tracemalloc.start()
+    began = time.process_time()
+    try:
+        reader.feed(table)
+        reader.end()
+    except TooManyBadRows:
+        pass
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [error.code for error in rows.errors] == [code]
+    assert peak < 4 * len(table) and time.process_time() - began < 5
+
+
+@pytest.mark.parametrize("cells", [1000, 1001])
+def test_a_thousand_columns_are_not_too_many_whatever_is_in_the_cells(cells: int) -> None:
+    header = b"text," + b",".join(b"%x" % n for n in range(1, cells)) + b"\n"
+    row = b'"a,""b"",c",' + b'"x,y",' * 3 + b"," * (cells - 5) + b"\n"
+    told = read(TableReader, [header, row])
+    if cells > 1000:
+        assert [error["code"] for error in told] == ["too_many_columns"]
+    else:
+        assert told == [{"text": 'a,"b",c', "1": "x,y", "2": "x,y", "3": "x,y"}]
+
+
 _PARQUET = [
     parquet([{"text": f"row {n}", "x": [n, None], "s": {"a": "b"}} for n in range(40)], compression=compression)
     for compression in ("none", "snappy", "zstd")
@@ -140,16 +175,14 @@ _PARQUET = [
 
 @given(data=st.data())
 @examples(12)
-def test_a_spoilt_parquet_file_is_taken_or_refused_in_bounded_time(tmp_path: Path, data: st.DataObject) -> None:
+def test_a_spoilt_parquet_file_is_taken_or_refused_in_few_steps(tmp_path: Path, data: st.DataObject) -> None:
     whole = bytearray(data.draw(st.sampled_from(_PARQUET)))
     for _ in range(data.draw(st.integers(0, 4))):
         # What is read first lies at the end.
         at = data.draw(st.one_of(st.integers(0, len(whole) - 1), st.integers(max(0, len(whole) - 900), len(whole) - 1)))
         whole[at] = data.draw(st.integers(0, 255))
     whole = whole[: data.draw(st.one_of(st.just(len(whole)), st.just(len(whole)), st.integers(0, len(whole))))]
-    began = time.monotonic()
     told = receive(tmp_path, bytes(whole), "parquet")
-    assert time.monotonic() - began < 60
     assert told in (
         "taken",
         "bad_rows",
@@ -172,8 +205,8 @@ def receive(folder: Path, whole: bytes, kind: Kind) -> str:
         receiving.begin("x")
         receiving.feed(whole)
         receiving.end()
-        while receiving.more():
-            pass
+        # No machine is so slow that this would differ; a single step has a limit of its own.
+        assert any(not receiving.more() for _ in range(1000))
         receiving.finish("x")
     except ApiError as error:
         assert error.status in (413, 422) and error.errors

@@ -4,6 +4,7 @@ import datetime
 import decimal
 import io
 import json
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -11,6 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from app.config import Settings
+from app.datasets.receiving import Reading, Receiving
+from app.errors import ApiError
 from tests.app.uploads import CHAT, errors, kept, lines, parquet, upload
 from tests.server import ApiServer, ThreadServer
 
@@ -198,3 +201,30 @@ def small_api(shared_api: ApiServer) -> Any:
     """An API on the same database and storage that takes rows of a thousand bytes."""
     with ThreadServer(shared_api.settings.model_copy(update={"max_line_bytes": 1024})) as api:
         yield api
+
+
+def test_a_flood_of_empty_cells_in_a_small_parquet_file_is_not_read(settings: Settings, tmp_path: Path) -> None:
+    """Columns without a value cost nothing in the file, and as JSON their names in every row."""
+    names = [f"c{number}".ljust(150, "x") for number in range(200)]
+    rows = [{"text": "t", **dict.fromkeys(names[::2], ""), **dict.fromkeys(names[1::2])} for _ in range(1000)]
+    small = settings.model_copy(update={"max_upload_bytes": 300_000, "home": tmp_path})
+    receiving = Receiving(tmp_path, small, Reading())
+    receiving.begin("x.parquet")
+    receiving.feed(parquet(rows, compression="zstd"))
+    receiving.end()
+    while receiving.more():
+        pass
+    assert receiving.finish("x").bytes == 1000 * len(b'{"text": "t"}\n')
+    receiving.close()
+
+
+def test_what_is_read_of_a_parquet_file_is_bounded_as_an_upload_is(settings: Settings, tmp_path: Path) -> None:
+    rows = [{"text": "t", "c": "x" * 1000}] * 1000
+    receiving = Receiving(tmp_path, settings.model_copy(update={"max_upload_bytes": 300_000}), Reading())
+    receiving.begin("x.parquet")
+    receiving.feed(parquet(rows))
+    receiving.end()
+    with pytest.raises(ApiError, match="that are made of it"):
+        while receiving.more():
+            pass
+    receiving.close()

@@ -4,78 +4,29 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import anyio
 import pytest
 
 from app.config import Settings
 from app.datasets.hub import HubFile, client, download
 from app.errors import ApiError
 from app.outgoing import is_public
+from tests.app import hub_server
+from tests.app.hub_server import COMMIT, Hub
 from tests.app.uploads import lines, parquet
 from tests.server import ApiServer, ThreadServer
 
-COMMIT = "c0ffee" * 6 + "c0ff"
 QA = [{"question": f"q{n}", "answer": f"a{n}"} for n in range(5)]
 WORDS = '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"[UNK]": 0}, "unk_token": "[UNK]"}}'
 
 
-class Hub(ThreadingHTTPServer):
-    """Repositories as paths and contents; what was asked for is in `asked`."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.asked: list[str] = []
-        self.tokens: dict[str, str | None] = {}
-        self.files: dict[str, bytes] = {}
-        self.redirects: dict[str, str] = {}
-        self.listing: bytes | None = None
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-    def serve(self, files: dict[str, bytes]) -> None:
-        """The data set `ada/words` with these files, at one commit of its main branch."""
-        siblings = [{"rfilename": path} for path in files]
-        self.files["/api/datasets/ada/words/revision/main"] = json.dumps({"sha": COMMIT, "siblings": siblings}).encode()
-        for path, content in files.items():
-            self.files[f"/datasets/ada/words/resolve/{COMMIT}/{path}"] = content
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Hub
-
-    def do_GET(self) -> None:
-        self.server.asked.append(self.path)
-        self.server.tokens[self.path] = self.headers["authorization"]
-        if self.path in self.server.redirects:
-            self.send_response(302)
-            self.send_header("Location", self.server.redirects[self.path])
-            self.end_headers()
-            return
-        content = self.server.files.get(self.path)
-        self.send_response(404 if content is None else 200)
-        self.send_header("Content-Length", str(len(content or b"")))
-        self.end_headers()
-        self.wfile.write(content or b"")
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with Hub() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-        thread.start()
+    with hub_server.running() as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         yield server
-        server.shutdown()
-        thread.join(timeout=10)
 
 
 def _import(api: ApiServer, **body: Any) -> Any:
@@ -223,7 +174,7 @@ async def test_a_name_that_changes_its_address_in_between_is_sent_nothing(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its owner answers the first question with an address of the internet, and the second with one of this machine."""
-    real, asked = socket.getaddrinfo, []
+    real, asked, reached = socket.getaddrinfo, [], []
 
     def resolve(host: Any, port: Any, *args: Any, **kwargs: Any) -> Any:
         if host not in ("rebound.example", b"rebound.example"):
@@ -231,15 +182,57 @@ async def test_a_name_that_changes_its_address_in_between_is_sent_nothing(
         asked.append(host)
         return real("8.8.8.8" if len(asked) == 1 else "127.0.0.1", port, *args, **kwargs)
 
+    connect = anyio.connect_tcp
+
+    async def connect_tcp(remote_host: str, *args: Any, **kwargs: Any) -> Any:
+        reached.append(remote_host)
+        if remote_host == "8.8.8.8":
+            raise OSError("no way out of here")
+        return await connect(remote_host, *args, **kwargs)
+
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(anyio, "connect_tcp", connect_tcp)
     path = f"/datasets/ada/words/resolve/{COMMIT}/train.jsonl"
     hub.redirects[path] = hub.url.replace("127.0.0.1", "rebound.example") + "/secret"
+    with pytest.raises(ApiError, match="could not be used"):
+        await _bytes(path)
+    assert reached == ["127.0.0.1", "8.8.8.8"]
+    assert hub.asked == [path]
+
+
+async def _bytes(path: str) -> bytes:
+    async with client() as opened:
+        return b"".join([piece async for piece in download(opened, HubFile("train.jsonl", path))])
+
+
+@pytest.mark.parametrize("environment", [
+    {"NO_PROXY": "example.org"},
+    {"NO_PROXY": "localhost,127.0.0.1", "HTTP_PROXY": "http://127.0.0.1:9"},
+    {"NO_PROXY": "*", "ALL_PROXY": "http://127.0.0.1:9"},
+])  # fmt: skip
+async def test_what_goes_past_the_proxy_is_judged_as_without_one(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    hub.files["/secret"] = b"the secret"
+    hub.redirects["/file"] = hub.url.replace("127.0.0.1", "localhost") + "/secret"
     with pytest.raises(ApiError, match="private network"):
-        async with client() as opened:
-            async for _ in download(opened, HubFile("train.jsonl", path)):
-                pass
-    assert len(asked) == 2
-    assert "/secret" not in hub.asked
+        await _bytes("/file")
+    assert hub.asked == ["/file"]
+
+
+async def test_a_proxy_is_asked_where_the_environment_names_one(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It decides who can be reached: nothing is looked up here, as names of the internet may not be known."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with Hub() as proxy:
+        monkeypatch.setenv("HTTP_PROXY", proxy.url.removeprefix("http://"))
+        threading.Thread(target=proxy.serve_forever, args=(0.02,)).start()
+        proxy.files["http://elsewhere.invalid/blob"] = b"the blob"
+        hub.redirects["/file"] = "http://elsewhere.invalid/blob"
+        assert await _bytes("/file") == b"the blob"
+        proxy.shutdown()
+    assert hub.asked == ["/file"]
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 import json
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -13,9 +15,11 @@ from app.datasets.tokens import TokenCounter
 from app.db import sync_engine
 from app.ids import new_id
 from app.storage import Storage
-from tests.app.uploads import errors, lines, parquet, upload
+from tests.app.uploads import PeakMemory, errors, lines, parquet, upload
 from tests.factories import Trainer, make_dataset, make_model, make_run
-from tests.server import ApiServer
+from tests.server import ApiServer, ProcessServer, ThreadServer
+
+_AT_ONCE = 40
 
 
 def _tokenizer(folder: Path) -> Path:
@@ -86,8 +90,33 @@ def test_a_tokenizer_that_is_not_there_is_told_before_the_file_is_read(api: ApiS
         assert found == [("tokenizer", code)], (name, found)
 
 
+def test_many_uploads_at_once_do_not_wait_for_each_other(settings: Settings) -> None:
+    """More of them than a process has threads for blocking work, each of which needs some more of these."""
+    _tokenizer(make_model(settings))
+    with ThreadServer(settings) as api, ThreadPoolExecutor(_AT_ONCE) as pool:
+
+        def one(number: int) -> Any:
+            return _counted(api, lines({"text": "a " * number}))["total"]
+
+        assert list(pool.map(one, range(1, _AT_ONCE + 1))) == list(range(1, _AT_ONCE + 1))
+        assert one(3) == 3
+
+
+def test_a_tokenizer_that_makes_much_of_a_short_text_costs_its_own_process(settings: Settings) -> None:
+    swell = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
+    bomb = json.loads(_tokenizer(make_model(settings)).read_text())
+    bomb["normalizer"] = {"type": "Sequence", "normalizers": [swell] * 5}
+    (make_model(settings, "bomb") / "tokenizer.json").write_text(json.dumps(bomb))
+    with ProcessServer(settings) as api:
+        assert _counted(api, lines({"text": "a"}))["total"] == 1
+        with PeakMemory(api.process.pid) as memory:
+            assert errors(api, lines({"text": "a" * 50}), tokenizer="bomb") == [("tokenizer", "bad_tokenizer")]
+        assert psutil.Process(api.process.pid).children() == []
+    assert memory.grown < 30e6
+
+
 def test_memory_does_not_grow_with_rows_or_with_long_ones(tmp_path: Path) -> None:
-    counter = TokenCounter("words", _tokenizer(tmp_path))
+    counter = TokenCounter("words", _tokenizer(tmp_path), Settings(home=tmp_path))
     for _ in range(2):
         counter.add(["a b " * 100_000])
     tracemalloc.start()
@@ -97,5 +126,6 @@ def test_memory_does_not_grow_with_rows_or_with_long_ones(tmp_path: Path) -> Non
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     told = counter.statistics()
+    counter.close()
     assert (told["rows"], told["max"]) == (20_003, 1_000_000)
     assert peak < 20e6, json.dumps(peak)

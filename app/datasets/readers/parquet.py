@@ -1,21 +1,17 @@
 """Parquet: spooled to the disk, since its end is read first, then read by a process of its own."""
 
 import json
-import os
-import select
-import subprocess
-import sys
 from pathlib import Path
 from typing import BinaryIO
 
 from app.config import Settings
-from app.datasets.readers.parquet_process import CANNOT_READ
+from app.datasets.child import Child, ChildFailed
 from app.datasets.rows import Rows
-from app.errors import clean
+from app.errors import clean, too_large
 
 _PROGRAM = "app.datasets.readers.parquet_process"
-_PIECE = 256 * 1024
-_SILENT_MILLISECONDS = 60_000
+_SILENT_SECONDS = 60.0
+_MOST_SECONDS = 1800.0
 
 
 class ParquetReader:
@@ -27,7 +23,8 @@ class ParquetReader:
         self._spool = spool
         self._settings = settings
         self._file: BinaryIO = spool.open("wb", buffering=0)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
+        self._came = 0
         self._line = bytearray()
         self._number = 0
         self._began = False
@@ -41,35 +38,32 @@ class ParquetReader:
         self._file.close()
         if self._spool.stat().st_size == 0:
             return
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", _PROGRAM, str(self._spool), str(self._most_bytes)],
-            # Without any credential, and with the allocator that gives memory back.
-            env={**self._settings.trainer_environment(), "ARROW_DEFAULT_MEMORY_POOL": "system"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+        self._child = Child(
+            _PROGRAM,
+            [str(self._spool), str(self._most_bytes), *self._rows.needed],
+            self._settings,
+            silent=_SILENT_SECONDS,
+            most_seconds=_MOST_SECONDS,
+            environment={"ARROW_DEFAULT_MEMORY_POOL": "system"},  # which gives memory back
         )
 
     def more(self) -> bool:
-        if self._process is None or self._process.stdout is None:
+        if self._child is None:
             return False
-        poll = select.poll()
-        poll.register(self._process.stdout, select.POLLIN)
-        if not poll.poll(_SILENT_MILLISECONDS):
-            self._cannot_read("nothing came of it for a minute")
+        try:
+            piece = self._child.read()
+        except ChildFailed as error:
+            self._cannot_read(str(error))
             return False
-        piece = os.read(self._process.stdout.fileno(), _PIECE)
-        if piece:
-            return self._take(piece)
-        self._ended(self._process)
-        return False
+        self._came += len(piece)
+        if self._came > self._settings.max_upload_bytes:
+            raise too_large("A data set, as the lines of JSON that are made of it,", self._settings.max_upload_bytes)
+        return self._take(piece) if piece else False
 
     def close(self) -> None:
         self._file.close()
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            # Its pipes close with the last reference: a thread that still reads must not meet another file instead.
+        if self._child is not None:
+            self._child.close()
         self._spool.unlink(missing_ok=True)
 
     def _take(self, piece: bytes) -> bool:
@@ -101,13 +95,6 @@ class ParquetReader:
     def _too_long(self) -> None:
         message = f"a row may have {self._most_bytes:,} bytes as JSON; split it"
         self._rows.refuse(f"row {self._number}", "row_too_long", message)
-
-    def _ended(self, process: subprocess.Popen[bytes]) -> None:
-        _, told = process.communicate()
-        if process.returncode == CANNOT_READ:
-            self._cannot_read(told.decode(errors="replace").strip())
-        elif process.returncode != 0:
-            self._cannot_read("the process that read it crashed")
 
     def _cannot_read(self, why: str) -> None:
         where = f" behind row {self._number}" if self._number else ""

@@ -1,12 +1,16 @@
 """CSV: a header, then a record a row (RFC 4180), as UTF-8."""
 
 import csv
+import re
+from collections import Counter
 
 from app.datasets.rows import MOST_COLUMNS, MOST_KEY_CHARACTERS, Rows, TooManyBadRows
 
 # The library's own bound is 128 KiB a cell; here the bytes of the whole record are bounded before it sees them.
 csv.field_size_limit(2**31 - 1)
 _MARK = b"\xef\xbb\xbf"
+# One cell and what ends it. Possessive: what does not match is never tried again.
+_CELL = re.compile(rb'(?:"[^"]*+(?:""[^"]*+)*+"[^,]*+|[^",][^,]*+|)(?:,|\Z)')
 _OTHER_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
@@ -80,10 +84,7 @@ class TableReader:
         elif cells is None:
             return
         elif len(cells) != len(self._columns):
-            message = (
-                f'the row has {len(cells)} cells and the header {len(self._columns)}; a cell with a comma needs ""'
-            )
-            self._refuse("wrong_cell_count", message)
+            self._refuse_cells(str(len(cells)))
         elif any("\0" in cell for cell in cells):
             self._refuse("nul_in_text", "text has a NUL character, which cannot be kept; remove it")
         else:
@@ -97,6 +98,9 @@ class TableReader:
             if record.startswith(_OTHER_MARKS):
                 self._refuse("byte_order_mark", "the file is UTF-16; save it as CSV in UTF-8")
                 return None
+        if _has_many_cells(record):
+            self._refuse_cells(f"more than {MOST_COLUMNS:,}")
+            return None
         try:
             return next(csv.reader([record.decode()], strict=True))
         except UnicodeDecodeError as error:
@@ -113,10 +117,8 @@ class TableReader:
         if not all(name.strip() for name in names):
             why = ("missing_column_name", "a column has no name; the first line must name every column")
         elif len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
+            twice, _ = Counter(names).most_common(1)[0]
             why = ("duplicate_column", f"the column `{twice[:40]}` is there twice; rename one")
-        elif len(names) > MOST_COLUMNS:
-            why = ("too_many_columns", f"a data set may have {MOST_COLUMNS:,} columns")
         elif any("\0" in name for name in names):
             why = ("nul_in_text", "the name of a column has a NUL character; remove it")
         elif any(len(name) > MOST_KEY_CHARACTERS for name in names):
@@ -127,5 +129,25 @@ class TableReader:
         self._rows.begin_table(names)
         return names
 
+    def _refuse_cells(self, count: str) -> None:
+        if self._columns is None:
+            self._refuse("too_many_columns", f"a data set may have {MOST_COLUMNS:,} columns")
+            return
+        message = f'the row has {count} cells and the header {len(self._columns)}; a cell with a comma needs ""'
+        self._refuse("wrong_cell_count", message)
+
     def _refuse(self, code: str, message: str) -> None:
         self._rows.refuse(f"line {self._began}", code, message)
+
+
+def _has_many_cells(record: bytes) -> bool:
+    """Whether there are more than a header may have; as objects, small cells take 30 times the room of their bytes."""
+    if record.count(b",") < MOST_COLUMNS:
+        return False
+    at = 0
+    for _ in range(MOST_COLUMNS):
+        cell = _CELL.match(record, at)
+        if cell is None or not cell[0].endswith(b","):
+            return False
+        at = cell.end()
+    return True

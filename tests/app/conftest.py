@@ -1,0 +1,56 @@
+"""What tests of the command line share: a command that runs in an empty folder, and a run to make."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from app.cli import cli
+from app.home import write_private_json
+from tests.server import ApiServer
+
+Anneal = Callable[..., Result]
+
+RUN = """\
+dataset_id: {dataset_id}
+backend: fake
+name: counting
+tags: [2026-01-02, no]
+config:
+  base_model: any
+  method: sft
+  learning_rate: 1e-4
+"""
+
+
+@pytest.fixture
+def anneal(shared_api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Anneal:
+    """Runs a command in an empty folder, with a service to be found by `connection.json`."""
+    home = tmp_path / "home"
+    home.mkdir()
+    write_private_json(home / "connection.json", {"url": shared_api.url, "api_key": shared_api.key, "pids": {}})
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str, code: int = 0, **options: Any) -> Result:
+        result = CliRunner().invoke(cli, list(arguments), env={"ANNEAL_HOME": str(home)}, **options)
+        assert result.exit_code == code, (result.output, result.exception)
+        return result
+
+    return run
+
+
+@pytest.fixture
+def run_file(shared_api: ApiServer, tmp_path: Path) -> Path:
+    """A description of a run on a data set that there is."""
+    answer = shared_api.client.post("/v1/datasets", files={"file": ("rows.jsonl", b'{"text": "a"}\n{"text": "b"}\n')})
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN.format(dataset_id=answer.json()["id"]))
+    return path
+
+
+def told(result: Result) -> Any:
+    """The one JSON document on standard output."""
+    return json.loads(result.stdout)

@@ -1,0 +1,66 @@
+"""A server on loopback that speaks the few calls of the Hugging Face hub which are used."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+COMMIT = "c0ffee" * 6 + "c0ff"
+
+
+class Hub(ThreadingHTTPServer):
+    """Repositories as paths and contents; what was asked for is in `asked`."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.asked: list[str] = []
+        self.tokens: dict[str, str | None] = {}
+        self.files: dict[str, bytes] = {}
+        self.redirects: dict[str, str] = {}
+        self.listing: bytes | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def serve(self, files: dict[str, bytes]) -> None:
+        """The data set `ada/words` with these files, at one commit of its main branch."""
+        siblings = [{"rfilename": path} for path in files]
+        self.files["/api/datasets/ada/words/revision/main"] = json.dumps({"sha": COMMIT, "siblings": siblings}).encode()
+        for path, content in files.items():
+            self.files[f"/datasets/ada/words/resolve/{COMMIT}/{path}"] = content
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)
+        self.server.tokens[self.path] = self.headers["authorization"]
+        if self.path in self.server.redirects:
+            self.send_response(302)
+            self.send_header("Location", self.server.redirects[self.path])
+            self.end_headers()
+            return
+        content = self.server.files.get(self.path)
+        self.send_response(404 if content is None else 200)
+        self.send_header("Content-Length", str(len(content or b"")))
+        self.end_headers()
+        self.wfile.write(content or b"")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def running() -> Iterator[Hub]:
+    with Hub() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join(timeout=10)

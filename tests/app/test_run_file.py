@@ -1,0 +1,47 @@
+"""`runs create -f`: what people write is what they mean, and what cannot be meant is refused by name."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.app.conftest import Anneal, told
+
+
+class TestRunFile:
+    @pytest.mark.parametrize(
+        ("text", "sentence"),
+        [
+            ("config:\n  lora_r: 1\n  lora_r: 2\n", "the key 'lora_r' is there twice, again in line 3"),
+            ("a: 1\na: 2\n", "the key 'a' is there twice, again in line 2"),
+            ("config: [\n", "in line 2"),
+            ("- 1\n", "it holds no fields"),
+            ("", "it holds no fields"),
+            ("config: {learning_rate: !!float .inf}\n", "JSON cannot tell"),
+        ],
+    )
+    def test_a_file_that_cannot_be_meant_is_refused(self, anneal: Anneal, text: str, sentence: str) -> None:
+        Path("bad.yaml").write_text(text)
+        assert sentence in anneal("runs", "create", "-f", "bad.yaml", code=1).stderr
+
+    def test_a_duplicate_key_of_json_is_refused_by_name(self, anneal: Anneal) -> None:
+        Path("bad.json").write_text('{"dataset_id": "a", "dataset_id": "b"}')
+        assert "the key 'dataset_id' is there twice" in anneal("runs", "create", "-f", "bad.json", code=1).stderr
+
+    def test_values_are_what_people_mean(self, anneal: Anneal, run_file: Path) -> None:
+        changes = ["--set", "config.epochs=2", "--set", "config.extra.steps=7", "--set", "name=null"]
+        run = told(anneal("runs", "create", "-f", "-", *changes, "--json", input=run_file.read_text()))
+        assert run["tags"] == ["2026-01-02", "no"]
+        assert (run["config"]["learning_rate"], run["config"]["epochs"]) == (1e-4, 2)
+        assert run["config"]["extra"] == {"steps": 7} and run["name"] == "sft of any"
+        assert told(anneal("runs", "validate", "-f", str(run_file), "--json"))["valid"] is True
+
+    def test_a_merge_may_bring_a_key_again(self, anneal: Anneal, run_file: Path) -> None:
+        text = "x: &x {lora_r: 4, epochs: 1}\ny: &y {<<: *x, lora_r: 8}\nconfig: {<<: *y, epochs: 5}\n"
+        Path("merged.yaml").write_text(text)
+        from app.commands.run_file import read
+
+        assert read(Path("merged.yaml"))["config"] == {"lora_r": 8, "epochs": 5}
+
+    @pytest.mark.parametrize("change", ["config", "config.=1", "name.first=1", "config.a=[1"])
+    def test_a_change_that_cannot_be_meant_is_refused(self, anneal: Anneal, run_file: Path, change: str) -> None:
+        assert f"--set {change}" in anneal("runs", "create", "-f", str(run_file), "--set", change, code=1).stderr
