@@ -101,12 +101,15 @@ def test_the_example_of_a_call_is_answered_with_success(
     if method == "delete" and "dataset" in path:
         unused = shared_api.client.post("/v1/datasets", files={"file": ("rows.jsonl", b'{"text": "a"}\n')})
         things.dataset = unused.json()["id"]
+    if "secrets" in path:
+        shared_api.client.put("/v1/secrets/hf_token", json={"value": "hf_example"})
     if path.endswith("/stop"):
         things.ended = things.waiting
     if method == "delete":
         shared_api.client.post(f"/v1/runs/{things.waiting}/stop")
+    name = "hf_token" if "secrets" in path else "celery"
     values = {
-        "experiment_id": things.experiment, "dataset_id": things.dataset, "run_id": things.ended, "name": "celery",
+        "experiment_id": things.experiment, "dataset_id": things.dataset, "run_id": things.ended, "name": name,
         "checkpoint_id": things.checkpoint, "path": "adapter_config.json",
     }  # fmt: skip
     parameters = operation.get("parameters", [])

@@ -17,6 +17,7 @@ from app.events.serving import as_ndjson, as_sse
 from app.ids import new_id
 from tests.properties import examples
 from worker.lines import clean_record
+from worker.redaction import Redactor
 
 _RUN = new_id("run")
 _ODD_TEXT = st.sampled_from(
@@ -115,7 +116,7 @@ def stored(payloads: list[dict[str, Any]]) -> list[tuple[str, Any, Frame]]:
     """Type, payload as it was kept, and frame of each event, all the way from the trainer to the wire."""
     found = []
     for seq, raw in enumerate(payloads, 1):
-        kept = clean_record(raw)
+        kept = clean_record(raw, Redactor())
         event = NewEvent.of(_TYPES[seq % len(_TYPES)], 1_700_000_000.0 + seq, kept)
         body = payload(_RUN, seq, event.ts, event.data).encode()
         found.append((event.type, kept, Frame(seq, event.type, body)))
