@@ -19,14 +19,15 @@ from tests.chaos.clients import Clients
 from tests.chaos.collect import collect, profile, reference_plans
 from tests.chaos.faults import FAULTS
 from tests.chaos.history import Profile, Violation
+from tests.chaos.machine import SLOWNESS
 from tests.chaos.processes import Sizes
 from tests.chaos.profiles import PLANS
 from tests.chaos.scene import Scene, wait_for
-from tests.chaos.world import World
+from tests.chaos.world import LEASE_SECONDS, World
 from tests.waiting import _pause
 
 SEGMENT_ROUNDS = 100
-QUIET_SECONDS = 150.0
+QUIET_SECONDS = 150.0 * SLOWNESS
 _SECOND_TRIES = 2
 API_BYTES = 400 * 2**20
 
@@ -108,6 +109,10 @@ def run(seed: int, rounds: int, jobs: int = 1, say: Callable[[str], None] = tell
     Its segments go to `jobs` worlds of their own, at the same time.
     """
     began = time.monotonic()
+    if SLOWNESS > 1:
+        say(
+            f"this machine takes {SLOWNESS:g} times as long to start things as it should: leases of {LEASE_SECONDS:g} s"
+        )
     segments = range(0, rounds, SEGMENT_ROUNDS)
     parts = [segments[number::jobs] for number in range(min(jobs, len(segments)))]
     if len(parts) == 1:

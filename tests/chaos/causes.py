@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 from tests.chaos.course import Course, Loss
 from tests.chaos.history import FaultRecord, History
+from tests.chaos.machine import SLOWNESS
 
-SLACK = 6.0
+SLACK = 6.0 * SLOWNESS
 """Seconds that a busy machine may take beyond what the leases explain."""
 EVERYBODY = ("postgres", "all")
 """Targets that reach every worker."""

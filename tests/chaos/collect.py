@@ -12,7 +12,7 @@ from tests.chaos.history import Event, History, Profile
 from tests.chaos.processes import Sizes, trainers_left
 from tests.chaos.profiles import PLANS, Plan
 from tests.chaos.scene import Scene
-from tests.chaos.world import World
+from tests.chaos.world import LEASE_SECONDS, World
 from worker.training import manifest
 
 _EXPORTED = {"fake": "fake_model.json", "celery": "adapter_model.safetensors"}
@@ -48,6 +48,7 @@ def collect(
     )
     return History(
         profiles=profiles,
+        lease_seconds=LEASE_SECONDS,
         creations=clients.creations(),
         stops=tuple(clients.stops),
         transcripts=clients.transcripts(),

@@ -23,13 +23,14 @@ from app.config import Settings
 from app.db import sync_engine
 from app.embedded import EmbeddedServers
 from tests.chaos.inject import Orders
+from tests.chaos.machine import SLOWNESS
 from tests.chaos.proxy import Proxies, Proxy
 from tests.server import _free_port
 from tests.waiting import eventually
 from tests.worker.training.tiny import make_chat_dataset, make_tiny_model
 from worker.training.report import read_journal
 
-LEASE_SECONDS = 3.0
+LEASE_SECONDS = 3.0 * SLOWNESS
 HANG_SECONDS = 8.0
 RUN_LOCK = "trainer.lock"
 STORAGE_BYTES = 192 * 2**20
