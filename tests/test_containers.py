@@ -60,7 +60,7 @@ SPOILED = [
     (DOCKERFILE, "'/healthz'", "'/readyz'", "does not ask its public path"),
     (DOCKERFILE, "'127.0.0.1', 8700", "'127.0.0.1', 80", "does not ask its public path"),
     (DOCKERFILE, '"python", "-P", "-c", "import http', '"curl", "-P", "-c", "import http', "not in the image"),
-    (DOCKERFILE, "Path('/var/lib/anneal')", "Path('/root/.anneal')", "does not look into its home"),
+    (DOCKERFILE, "Path('/var/lib/anneal')", "Path('/home/anneal')", "does not look into its home"),
     (COMPOSE, "    healthcheck:\n      test: [CMD-S", "    x-check:\n      test: [CMD-S", "redis has no health check"),
     (COMPOSE, "stop_grace_period: 140s", "stop_grace_period: 60s", "worker is killed within"),
     (COMPOSE, 'ANNEAL_LEASE_SECONDS: "60"', 'ANNEAL_LEASE_SECONDS: "120"', "worker is killed within"),

@@ -1,7 +1,7 @@
 """`anneal runs`."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -25,6 +25,10 @@ from app.commands.console import (
     transfer,
 )
 
+if TYPE_CHECKING:
+    from app.client import Anneal
+    from app.runs.schemas import RunRead
+
 commands = noun("Runs: one training each. Example: `anneal runs create -f run.yaml --watch`.")
 
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="The id that `anneal runs list` shows.")]
@@ -47,15 +51,20 @@ def create(file: File, sets: Set = None, watch: Watch = False, as_json: AsJson =
 
     with connected() as client:
         run = client.runs.create(run_file.change(run_file.read(file), sets or []))
-        if watch:
-            from app.commands.watching import watch_run
+        _begun(client, run, watch, as_json)
 
-            raise typer.Exit(watch_run(client, run, as_json))
-        if as_json:
-            document(run)
-            return
-        note(f"{run.name} is {run.status}; `anneal runs watch {run.id}` follows it.")
-        typer.echo(run.id)
+
+def _begun(client: "Anneal", run: "RunRead", watch: bool, as_json: bool) -> None:
+    """Tell of a run that was made just now, or follow it to its end."""
+    if watch:
+        from app.commands.watching import watch_run
+
+        raise typer.Exit(watch_run(client, run, as_json))
+    if as_json:
+        document(run)
+        return
+    note(f"{run.name} is {run.status}; `anneal runs watch {run.id}` follows it.")
+    typer.echo(run.id)
 
 
 @commands.command()
@@ -299,15 +308,7 @@ def resume(
         if changes:
             fail(f"Only the configuration can change: write --set config.{next(iter(changes))}=….")
         run = client.runs.resume(run_id, checkpoint_id=checkpoint, from_start=from_start, config=config)
-        if watch:
-            from app.commands.watching import watch_run
-
-            raise typer.Exit(watch_run(client, run, as_json))
-        if as_json:
-            document(run)
-            return
-        note(f"{run.name} is {run.status}; `anneal runs watch {run.id}` follows it.")
-        typer.echo(run.id)
+        _begun(client, run, watch, as_json)
 
 
 @commands.command()
