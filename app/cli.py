@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from app.audit.commands import audit
-from app.commands.console import AsJson, document
+from app.commands.console import AsJson, document, note
 from app.home import HomeError
 from app.plain_errors import given_settings, plain_errors, settings_with_urls
 from app.secrets.commands import secrets
@@ -111,7 +111,7 @@ def worker(
 
 
 @cli.command()
-def migrate() -> None:
+def migrate(as_json: AsJson = False) -> None:
     """Bring the database to the schema of this version; harmless at any time, from any number of machines.
 
     Example: `ANNEAL_DATABASE_URL=postgresql://… anneal migrate`
@@ -121,8 +121,10 @@ def migrate() -> None:
 
     with plain_errors():
         settings = given_settings()
-        before, after = upgrade(settings if settings.database_url else resolve_urls(settings), typer.echo)
-    if before > head():
+        before, after = upgrade(settings if settings.database_url else resolve_urls(settings), note)
+    if as_json:
+        document({"before": before or None, "after": after})
+    elif before > head():
         typer.echo(f"At revision {after}, which a later version made; this one, of {head()}, works with it.")
     else:
         typer.echo(f"Already at revision {after}." if before == after else f"From {before or 'nothing'} to {after}.")
@@ -130,17 +132,22 @@ def migrate() -> None:
 
 @cli.command()
 def prune(
-    events_days: Annotated[float | None, typer.Option(min=0, help="Events of runs that ended before.")] = None,
-    checkpoints_days: Annotated[
-        float | None, typer.Option(min=0, help="Checkpoints of those, but the furthest and the best.")
+    events_days: Annotated[
+        float | None, typer.Option(min=0, max=36_500, help="Events of runs that ended before.")
     ] = None,
-    runs_days: Annotated[float | None, typer.Option(min=0, help="The runs themselves, with all of theirs.")] = None,
+    checkpoints_days: Annotated[
+        float | None, typer.Option(min=0, max=36_500, help="Checkpoints of those, but the furthest and the best.")
+    ] = None,
+    runs_days: Annotated[
+        float | None, typer.Option(min=0, max=36_500, help="The runs themselves, with all of theirs.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Delete what is so many days old; an option that is not given is as the settings (ANNEAL_KEEP_…_DAYS) have it.
 
-    Nothing goes that is pinned, that a run which has not ended needs, or that a later run goes on from or builds on.
-    Events go by the month, once all runs of the month are old enough.
+    No run and no checkpoint goes that is pinned, that a run which has not ended needs, or that a later run goes on
+    from or builds on. Events go by the month, once all runs of the month are old enough; those of pinned runs stay.
 
     Example: `anneal prune --events-days 90 --checkpoints-days 30 --dry-run`
     """
@@ -157,7 +164,11 @@ def prune(
         found = prune_now(settings, policy, dry_run)
         if found.is_busy:
             raise HomeError("Somebody else is pruning at this moment; try again when they have finished.")
-        typer.echo(found.told(dry_run))
+        if as_json:
+            shown = ("runs", "checkpoints", "checkpoint_bytes", "months")
+            document({"dry_run": dry_run, **{name: getattr(found, name) for name in shown}})
+        else:
+            typer.echo(found.told(dry_run))
 
 
 @keys.command("create")
@@ -166,19 +177,28 @@ def create_key(
     scope: Annotated[
         list[str] | None, typer.Option(help="read, write or admin; repeat for several. [default: read write]")
     ] = None,
-    expires_days: Annotated[float | None, typer.Option(min=0.001, help="Days until it ends; unset: never.")] = None,
+    expires_days: Annotated[
+        float | None, typer.Option(min=0.001, max=36_500, help="Days until it ends; unset: never.")
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Make a key and print it; it cannot be shown again.
 
     Example: `anneal keys create laptop --scope read --scope write --expires-days 90`
     """
-    from app.auth import SCOPES, create_key_sync
+    from app.auth import SCOPES, create_key_sync, list_keys_sync
 
     with plain_errors():
         if unknown := set(scope or []) - set(SCOPES):
             raise HomeError(f"There is no scope {', '.join(sorted(unknown))}; there are {', '.join(SCOPES)}.")
         lasts = None if expires_days is None else timedelta(days=expires_days)
-        typer.echo(create_key_sync(settings_with_urls(), name, scope or ["read", "write"], lasts))
+        settings = settings_with_urls()
+        key = create_key_sync(settings, name, scope or ["read", "write"], lasts)
+        if as_json:
+            view = next(one for one in list_keys_sync(settings) if key.startswith(one.prefix))
+            document({"id": view.id, "name": view.name, "scopes": view.scopes, "key": key})
+        else:
+            typer.echo(key)
 
 
 @keys.command("list")
@@ -206,7 +226,9 @@ def list_keys(as_json: AsJson = False) -> None:
 
 
 @keys.command("revoke")
-def revoke_key(key_id: Annotated[str, typer.Argument(help="The id that `anneal keys list` shows.")]) -> None:
+def revoke_key(
+    key_id: Annotated[str, typer.Argument(help="The id that `anneal keys list` shows.")], as_json: AsJson = False
+) -> None:
     """End a key: within 30 seconds nobody gets in with it.
 
     Example: `anneal keys revoke key_01k…`
@@ -216,7 +238,10 @@ def revoke_key(key_id: Annotated[str, typer.Argument(help="The id that `anneal k
     with plain_errors():
         if not revoke_key_sync(settings_with_urls(), key_id):
             raise HomeError(f"There is no key {key_id}; `anneal keys list` shows what there is.")
-    typer.echo(f"{key_id} is revoked.")
+    if as_json:
+        document({"id": key_id, "revoked": True})
+    else:
+        typer.echo(f"{key_id} is revoked.")
 
 
 @cli.command()

@@ -67,11 +67,11 @@ class Settings(_AtHome):
     max_json_bytes: int = Field(default=1024**2, ge=1024)
     max_line_bytes: int = Field(default=16 * 1024**2, ge=1024)
     """Longest line (one row) that a data set may have."""
-    keep_events_days: float | None = Field(default=None, ge=0)
+    keep_events_days: float | None = Field(default=None, ge=0, le=36_500)
     """Days after the end of a run for which its events stay, by the month; unset: for ever. Its curves stay longer."""
-    keep_checkpoints_days: float | None = Field(default=None, ge=0)
+    keep_checkpoints_days: float | None = Field(default=None, ge=0, le=36_500)
     """Days after the end of a run for which it keeps all its checkpoints, not just the furthest and the best."""
-    keep_runs_days: float | None = Field(default=None, ge=0)
+    keep_runs_days: float | None = Field(default=None, ge=0, le=36_500)
     """Days after its end for which a run stays, with everything that belongs to it; unset: for ever."""
     trust_remote_code: bool = False
     """Let models from the hub bring their own code; only the operator can switch this on."""

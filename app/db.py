@@ -1,13 +1,14 @@
 """Connections to Postgres: async for the API, sync for workers, one driver for both."""
 
+import select
 from typing import Any
 
 import psycopg
 from sqlalchemy import Engine, create_engine, event
 from sqlalchemy.engine import URL, ExceptionContext, make_url
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, TimeoutError
+from sqlalchemy.exc import DBAPIError, InterfaceError, InvalidatePoolError, OperationalError, TimeoutError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
-from sqlalchemy.pool import NullPool
+from sqlalchemy.pool import ConnectionPoolEntry, NullPool
 
 
 def driver_url(url: str) -> URL:
@@ -36,11 +37,11 @@ def async_engine(url: str, pool_size: int = 10) -> AsyncEngine:
         pool_size=pool_size,
         max_overflow=pool_size,
         pool_timeout=5,
-        pool_pre_ping=True,
         hide_parameters=True,  # rows of users are no business of the log
         connect_args=_arguments("anneal-api", idle_seconds=60),
     )
     event.listen(engine.sync_engine, "handle_error", _leave_read_only)
+    event.listen(engine.sync_engine, "checkout", _refuse_closed)
     return engine
 
 
@@ -57,10 +58,10 @@ def sync_engine(url: str, pool_size: int = 4, name: str = "anneal-worker", state
             pool_size=pool_size,
             max_overflow=pool_size * 2,
             pool_timeout=5,
-            pool_pre_ping=True,
             hide_parameters=True,  # rows of users are no business of the log
             connect_args=arguments,
         )
+        event.listen(engine, "checkout", _refuse_closed)
     event.listen(engine, "handle_error", _leave_read_only)
     return engine
 
@@ -69,6 +70,21 @@ def _leave_read_only(context: ExceptionContext) -> None:
     """A server that takes no writes is a standby, or will be: for us it is away, and with it all its connections."""
     if isinstance(context.original_exception, psycopg.errors.ReadOnlySqlTransaction):
         context.is_disconnect = True
+
+
+def _refuse_closed(_: Any, record: ConnectionPoolEntry, __: Any) -> None:
+    """A connection that the server has closed has its end to read; another one is opened in its place.
+
+    SQLAlchemy's `pool_pre_ping` asks the server, one more round trip for every transaction. What neither sees is a
+    server that vanished without a word: there the statement finds out, or the question did.
+    """
+    connection = record.driver_connection
+    if connection is None or connection.closed:
+        raise InvalidatePoolError
+    poll = select.poll()
+    poll.register(connection.fileno(), select.POLLIN)
+    if poll.poll(0):
+        raise InvalidatePoolError
 
 
 def is_away(error: BaseException) -> bool:

@@ -28,7 +28,7 @@ def _encode(value: int) -> str:
 
 def id_at(prefix: str, moment: datetime) -> str:
     """The smallest id that could have been made at `moment`: a bound for ranges of time."""
-    value = int(moment.timestamp() * 1000) << 80
+    value = max(0, int(moment.timestamp() * 1000)) << 80  # before 1970 nothing was made
     return f"{prefix}_" + _encode(value)
 
 

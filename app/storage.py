@@ -1,7 +1,9 @@
 """Where files lie. Nothing else knows a path below `ANNEAL_STORAGE`."""
 
 import os
+import re
 import shutil
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -10,6 +12,8 @@ from uuid import uuid4
 
 from app.config import Settings
 from app.ids import is_id
+
+_CHECKPOINT = re.compile(r"checkpoint-[0-9]+")
 
 
 class OutsideStorage(ValueError):
@@ -60,6 +64,21 @@ class Storage:
         """Remove the files of a data set; no error where there are none."""
         shutil.rmtree(self._dataset_dir(dataset_id), ignore_errors=True)
 
+    def put_dataset_aside(self, dataset_id: str) -> Path:
+        """Move the files of a data set to where they stay for some time, and nobody looks for them; answers where."""
+        folder = self._dataset_dir(dataset_id)
+        target = self.root / "aside" / f"{folder.name}-{uuid4().hex[:8]}"
+        target.parent.mkdir(mode=0o700, exist_ok=True)
+        folder.rename(target)
+        os.utime(target)
+        return target
+
+    def sweep_aside(self, older_than_seconds: float) -> None:
+        """Remove what was put aside so long ago."""
+        for folder in self._folders("aside"):
+            if _age(folder) > older_than_seconds:
+                shutil.rmtree(folder, ignore_errors=True)
+
     def dataset_ids(self, older_than_seconds: float) -> list[str]:
         """Data sets that have files here, last changed at least so long ago."""
         folders = self._folders("datasets")
@@ -88,10 +107,12 @@ class Storage:
 
     def checkpoint_dir(self, run_id: str, attempt: int, step: int) -> Path:
         """A checkpoint; it exists only when it is whole."""
-        return self.attempt_dir(run_id, attempt) / f"checkpoint-{step}"
+        return self.attempt_dir(run_id, attempt) / checkpoint_name(step)
 
     def remove_checkpoint(self, run_id: str, attempt: int, name: str) -> None:
         """Remove the folder of a checkpoint, where there is one; raises OSError when something stays."""
+        if _CHECKPOINT.fullmatch(name) is None:
+            raise OutsideStorage(f"not the name of a checkpoint: {name!r}")
         with suppress(FileNotFoundError):
             shutil.rmtree(self.attempt_dir(run_id, attempt) / name)
 
@@ -100,17 +121,40 @@ class Storage:
         return self.attempt_dir(run_id, attempt) / "output"
 
     @staticmethod
+    def open_below(root: Path, relative: str) -> int:
+        """A descriptor of the plain file at `relative` below `root`, for reading.
+
+        Each folder is opened from the one before, so that nobody who may write there can put a link into the way in
+        between; `root` itself must be no link either. Raises `OutsideStorage` as `resolve_below` does, and for what is
+        no plain file; OSError for what is not there.
+        """
+        _refuse_outside(relative)
+        *folders, name = relative.split("/")
+        way = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+        folder = os.open(root, way | os.O_DIRECTORY)
+        try:
+            for part in folders:
+                below = os.open(part, way | os.O_DIRECTORY, dir_fd=folder)
+                os.close(folder)
+                folder = below
+            file = os.open(name, way | os.O_NONBLOCK, dir_fd=folder)  # a pipe would be waited for
+        finally:
+            os.close(folder)
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            os.close(file)
+            raise OutsideStorage(f"no plain file: {relative!r}")
+        return file
+
+    @staticmethod
     def resolve_below(root: Path, relative: str) -> Path:
         """The path of `relative` below `root`.
 
         Raises `OutsideStorage` for `..`, absolute paths, NUL, backslashes and for anything that is, or lies
         behind, a symbolic link. The file itself need not exist.
         """
-        parts = relative.split("/")
-        if "\0" in relative or "\\" in relative or any(part in ("", ".", "..") for part in parts):
-            raise OutsideStorage(f"not a path below the folder: {relative!r}")
+        _refuse_outside(relative)
         path = root
-        for part in parts:
+        for part in relative.split("/"):
             path = path / part
             if path.is_symlink():
                 raise OutsideStorage(f"a symbolic link: {relative!r}")
@@ -124,6 +168,11 @@ class Storage:
         return [it for it in parent.iterdir() if it.is_dir()] if parent.is_dir() else []
 
 
+def checkpoint_name(step: int) -> str:
+    """What the folder of a checkpoint is called."""
+    return f"checkpoint-{step}"
+
+
 def fsync(path: Path) -> None:
     """Bring a file, or the entries of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -131,6 +180,11 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _refuse_outside(relative: str) -> None:
+    if "\0" in relative or "\\" in relative or any(part in ("", ".", "..") for part in relative.split("/")):
+        raise OutsideStorage(f"not a path below the folder: {relative!r}")
 
 
 def _checked(id: str, prefix: str) -> str:

@@ -24,7 +24,7 @@ from app.processes import free_port
 from tests.stack import Stack
 from tests.waiting import eventually
 
-BLOCKS, BLOCK = 3, 10
+BLOCKS, BLOCK = 6, 20
 JOBS = 5
 STARTED = "c7:started"
 BIN = Path(sys.executable).parent

@@ -6,6 +6,7 @@ starts to the first logged step. The three take turns, so that a drifting machin
 """
 
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -81,15 +82,17 @@ def _trl(model: Path, data: Path) -> float:
     ]  # fmt: skip
     began = time.monotonic()
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    ) as process:
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as process:  # fmt: skip
         assert process.stdout is not None
         said = []
         for line in process.stdout:
             said.append(line)
             if "'loss'" in line or '"loss"' in line:
                 took = time.monotonic() - began
-                process.terminate()
+                # All of it: `accelerate launch` has started a second Python, which would go on into the next round.
+                os.killpg(process.pid, signal.SIGKILL)
                 return took
     raise RuntimeError("trl sft did not reach a step:\n" + "".join(said[-20:]))
 

@@ -66,8 +66,7 @@ class Files:
 
     def stage_of(self, service: str) -> Stage | None:
         """Of a service that we build."""
-        target = self.services[service].get("build", {}).get("target")
-        return self.stages.get(target)
+        return self.stages.get(self.targets.get(self.services[service]["image"], ""))
 
     def environment(self, service: str) -> dict[str, str]:
         """What its processes see: of the image, then of compose."""
@@ -75,8 +74,15 @@ class Files:
         return {**(stage.environment if stage else {}), **self.services[service].get("environment", {})}
 
     @property
+    def targets(self) -> dict[str, str]:
+        """The stages that our images are built of."""
+        building = (service for service in self.services.values() if "build" in service)
+        return {service["image"]: service["build"]["target"] for service in building}
+
+    @property
     def built(self) -> list[str]:
-        return [name for name, service in self.services.items() if "build" in service]
+        """Services that run an image of ours."""
+        return [name for name, service in self.services.items() if service["image"] in self.targets]
 
     def mounts(self, service: str) -> dict[str, str]:
         """Where which volume is mounted; "" for a tmpfs."""
@@ -137,7 +143,13 @@ def _copies(files: Files) -> Iterator[str]:
         if stage.last("WORKDIR") is None:
             yield f"{stage.name} has no WORKDIR"
         seen.add(stage.name)
-    for name in files.built:
+    building = [name for name in files.built if "build" in files.services[name]]
+    if len(building) > len(files.targets):
+        yield f"{', '.join(building)}: two of them build one image, each at the same time"
+    for name in set(files.built) - set(building):
+        if files.services[name].get("pull_policy") != "never":
+            yield f"{name} would look for our image in the world"
+    for name in building:
         build = files.services[name]["build"]
         if build["target"] not in files.stages:
             yield f"{name} builds {build['target']}, which is no stage"
@@ -216,7 +228,7 @@ def _variables(files: Files) -> Iterator[str]:
 
 
 def _images(files: Files) -> Iterator[str]:
-    images = [service["image"] for service in files.services.values() if "build" not in service]
+    images = [service["image"] for service in files.services.values() if service["image"] not in files.targets]
     images += [stage.image for stage in files.stages.values() if stage.image not in files.stages]
     for image in images:
         if not _PINNED.fullmatch(image):

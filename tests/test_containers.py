@@ -66,6 +66,13 @@ SPOILED = [
     (COMPOSE, 'ANNEAL_LEASE_SECONDS: "60"', 'ANNEAL_LEASE_SECONDS: "120"', "worker is killed within"),
     (COMPOSE, "stop_grace_period: 30s", "", "api is killed within"),
     (COMPOSE, "service_completed_successfully", "service_started", "its schema"),
+    (COMPOSE, "    pull_policy: never\n", "", "look for our image in the world"),
+    (
+        COMPOSE,
+        "    pull_policy: never\n",
+        "    build: {context: ., dockerfile: Dockerfile.gpu, target: api}\n",
+        "two of them build one image",
+    ),
     (COMPOSE, "restart: on-failure:3", "restart: always", "migrate is started again"),
     (COMPOSE, "    restart: unless-stopped\n\n  # Hints", "\n  # Hints", "postgres stays down"),
     (COMPOSE, "capabilities: [gpu]", "capabilities: [video]", "has no GPU"),

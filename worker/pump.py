@@ -13,6 +13,7 @@ from app.events.log import Fenced, NewEvent, Progress
 from app.ids import new_id
 from app.runs import lifecycle
 from app.runs.models import LIVE, Run
+from app.storage import checkpoint_name
 from worker.channel import Source
 from worker.host import Host
 from worker.job import Job, remove_folders
@@ -23,6 +24,7 @@ from worker.training.pulse import ALIVE
 from worker.writer import Writer
 
 _TAIL_LINES = 50
+_MOST_STEPS = 2**31 - 1
 _PLAIN_EVENTS = {"eval", "progress", "sample"}
 
 
@@ -126,13 +128,17 @@ class Pump:
         loss = record.get("loss")
         if isinstance(loss, float | int) and (self._best_loss is None or loss < self._best_loss):
             self._best_loss = float(loss)
-        self._total_steps = record.pop("total_steps", None) or self._total_steps
+        self._take_total(record.pop("total_steps", None))
         event = NewEvent.of("metric", ts, record)
-        self._reach(int(record["step"]), float(record.get("epoch") or 0))
+        self._reach(_count(record["step"], "step"), float(record.get("epoch") or 0))
         self._writer.put(event)
 
     def _reach(self, step: int, epoch: float) -> None:
         self._writer.progress = Progress(step, epoch, self._total_steps, self._best_loss)
+
+    def _take_total(self, told: Any) -> None:
+        if told:
+            self._total_steps = _count(told, "total_steps")
 
     def _take_result(self, record: dict[str, Any], _ts: float) -> None:
         self.result = record
@@ -144,7 +150,7 @@ class Pump:
         self._writer.put(NewEvent.of("progress", ts, progress))
         if self.phase == "training" and not self.has_begun:
             self.has_begun = True
-            self._total_steps = record.get("total_steps") or self._total_steps
+            self._take_total(record.get("total_steps"))
             start = (self._job.start_step, self._job.start_epoch) if self._job else (0, 0.0)
             self._move(lifecycle.begin(run_id, epoch, *start, self._total_steps, self._best_loss), "running")
         elif self.phase == "saving" and self._status == "running":
@@ -166,17 +172,25 @@ class Pump:
     def _take_checkpoint(self, record: dict[str, Any], ts: float) -> None:
         checkpoint_id = new_id("ckpt")
         run = self._run
+        step = _count(record["step"], "step")
+        # Its name leads to a folder that is removed one day.
+        if record["name"] != checkpoint_name(step):
+            raise ValueError(f"a checkpoint at step {step} is called {checkpoint_name(step)}")
+        metrics = record.get("metrics") or {}
         row = {
             "id": checkpoint_id,
             "run_id": run.id,
             "attempt": run.attempt,
             "name": record["name"],
-            "step": record["step"],
+            "step": step,
             "epoch": record.get("epoch") or 0.0,
             "kind": record["kind"],
             "bytes": record["bytes"],
             "manifest_sha256": record["manifest_sha256"],
-            "metrics": {**(record.get("metrics") or {}), "best_loss": self._best_loss},
+            "metrics": {
+                **{name: value for name, value in metrics.items() if isinstance(value, int | float)},
+                "best_loss": self._best_loss,
+            },
         }
         retired: list[tuple[int, str]] = []
 
@@ -195,7 +209,14 @@ class Pump:
                 rows = connection.execute(retention.retire(run.id, keep_last)).all()
                 retired[:] = [(attempt, name) for attempt, name in rows]
 
-        self._reach(int(row["step"]), float(row["epoch"]))
+        self._reach(step, float(row["epoch"]))
         told = {"checkpoint_id": checkpoint_id, "step": row["step"], "kind": row["kind"], "bytes": row["bytes"]}
         event = NewEvent.of("checkpoint", ts, told)
         self._writer.put(Step(keep, event, lambda: remove_folders(self._host, run.id, retired)))
+
+
+def _count(value: Any, name: str) -> int:
+    """A number of steps as the database takes it."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST_STEPS:
+        raise ValueError(f"`{name}` is to be a whole number from 0 to {_MOST_STEPS:,}")
+    return value

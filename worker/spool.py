@@ -225,4 +225,7 @@ def _packed(event: NewEvent) -> bytes:
 
 def _size(item: NewEvent | Step) -> int:
     event = item.event if isinstance(item, Step) else item
-    return len(event.data) if event else 0
+    if event is None:
+        return 0
+    # A payload that is kept beside its text takes several times as much as that.
+    return len(event.data) * (1 if event.measured is None else 6)

@@ -152,15 +152,18 @@ class Writer:
             first = batch[0]
             if isinstance(first, Step):
                 self._apply(first)
+                self._drop(1)
+                first.stored()
             else:
                 self._append_or_bisect([event for event in batch if isinstance(event, NewEvent)])
-            with self._changed:
-                if not self._over:
-                    self._waiting.drop(len(batch))
-                self._changed.notify_all()
-            if isinstance(first, Step):
-                first.stored()
             self._host.wake(self._run.id)
+
+    def _drop(self, count: int) -> None:
+        """So many of the first that waited are stored."""
+        with self._changed:
+            if not self._over:
+                self._waiting.drop(count)
+            self._changed.notify_all()
 
     def _next(self) -> list[NewEvent | Step]:
         """The first events that wait, up to the next change; or one change; or nothing."""
@@ -173,13 +176,15 @@ class Writer:
     def _append_or_bisect(self, batch: list[NewEvent]) -> None:
         """Store a batch; if Postgres refuses it, halve it until the refused event is alone, and say so in its place."""
         try:
-            return self._append(batch)
+            self._append(batch)
+            return self._drop(len(batch))
         except SQLAlchemyError as error:
             if not event_log.is_refused_data(error):
                 raise
             refusal = error
         if len(batch) == 1:
-            return self._append([_refused(batch[0], refusal)])
+            self._append([_refused(batch[0], refusal)])
+            return self._drop(1)
         middle = len(batch) // 2
         self._append_or_bisect(batch[:middle])
         self._append_or_bisect(batch[middle:])

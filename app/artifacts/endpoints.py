@@ -1,9 +1,12 @@
 """`/v1/runs/{run_id}/artifacts` and `artifacts.tar`."""
 
 import asyncio
+import os
+import weakref
 
 from fastapi import APIRouter
 from starlette.responses import FileResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from app.artifacts import archive, service
 from app.artifacts.schemas import Artifacts
@@ -34,7 +37,7 @@ async def download_artifacts(run_id: str, session: Session, storage: CurrentStor
         "X-Content-Type-Options": "nosniff",
         "Cache-Control": "private, no-store",
     }
-    return StreamingResponse(archive.stream(members), media_type="application/x-tar", headers=headers)
+    return StreamingResponse(archive.stream(folder, members), media_type="application/x-tar", headers=headers)
 
 
 @router.get(
@@ -49,10 +52,24 @@ async def download_artifacts(run_id: str, session: Session, storage: CurrentStor
 async def download_artifact(run_id: str, path: str, session: Session, storage: CurrentStorage) -> FileResponse:
     """One file, whole or the ranges asked for."""
     folder = await service.output_folder(session, storage, run_id)
-    file = await asyncio.to_thread(service.find, storage, folder, path)
-    return FileResponse(
-        file,
-        media_type="application/octet-stream",
-        filename=file.name,
-        headers={"X-Content-Type-Options": "nosniff", "Cache-Control": "private, no-store"},
-    )
+    return _OpenFile(await asyncio.to_thread(service.open_file, storage, folder, path), path.rpartition("/")[2])
+
+
+class _OpenFile(FileResponse):
+    """A file that is open already, so that it is the one that was looked at."""
+
+    def __init__(self, descriptor: int, name: str) -> None:
+        super().__init__(
+            f"/proc/self/fd/{descriptor}",
+            media_type="application/octet-stream",
+            filename=name,
+            stat_result=os.fstat(descriptor),
+            headers={"X-Content-Type-Options": "nosniff", "Cache-Control": "private, no-store"},
+        )
+        self._close = weakref.finalize(self, os.close, descriptor)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()

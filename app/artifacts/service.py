@@ -35,24 +35,25 @@ def listed(folder: Path) -> list[Artifact]:
     return sorted(found, key=lambda file: file.path)
 
 
-def find(storage: Storage, folder: Path, path: str) -> Path:
-    """The file at `path` below `folder`; 404 for everything that is not a plain file inside it."""
+def open_file(storage: Storage, folder: Path, path: str) -> int:
+    """A descriptor of the file at `path` below `folder`; 404 for everything that is not a plain file inside it.
+
+    The training process owns this folder and what is in it: nothing there can be trusted to stay what it was.
+    """
     try:
-        file = storage.resolve_below(folder, path)
-        if file.is_file():
-            return file
+        return storage.open_below(folder, path)
     except (OutsideStorage, OSError):
-        pass  # what lies outside does not exist here, and the answer must not tell the two apart
-    raise ApiError(
-        404,
-        "artifact_not_found",
-        f"There is no artifact {clean(path, 100)}; the list of this run's artifacts has their paths.",
-    )
+        # What lies outside does not exist here, and the answer must not tell the two apart.
+        raise ApiError(
+            404,
+            "artifact_not_found",
+            f"There is no artifact {clean(path, 100)}; the list of this run's artifacts has their paths.",
+        ) from None
 
 
 def files(folder: Path) -> Iterator[tuple[Path, int]]:
     """All plain files below `folder` with their sizes, in no order; links are not followed."""
-    if not folder.is_dir():
+    if folder.is_symlink() or not folder.is_dir():
         raise ApiError(
             404,
             "artifacts_missing",

@@ -34,7 +34,7 @@ def find_connection(settings: ClientSettings, url: str | None = None, key: str |
             "ANNEAL_API_KEY to one that runs elsewhere.",
         )
     url = _plain(url)
-    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
+    if not _is_address(url):
         raise AnnealError("no_connection", f"{url} is no address of a service: write ANNEAL_URL as http://host:8700.")
     # The local key goes nowhere but to the local service.
     key = key or (local_key if url == local_url else None)
@@ -46,6 +46,14 @@ def find_connection(settings: ClientSettings, url: str | None = None, key: str |
     if not key.isascii() or not key.isprintable():
         raise AnnealError("no_connection", "ANNEAL_API_KEY is no key: copy it again from `anneal keys create`.")
     return Connection(url, key)
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port that is no number, or half a bracket
+        return False
 
 
 def _plain(url: str | None) -> str:

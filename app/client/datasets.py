@@ -2,11 +2,13 @@
 
 import io
 import json
+import shutil
+import tempfile
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import httpx
 
@@ -15,8 +17,8 @@ from app.client.resource import ApiResource, given
 from app.client.transport import understood
 from app.datasets.schemas import DatasetSummary, DatasetView
 
-# Once all is sent, the service may have a while to write and check the last of it.
-_TIMEOUT = httpx.Timeout(10.0, read=600.0, write=60.0)
+# Once all is sent or named, nothing comes until all is fetched, read and counted: the service allows itself that long.
+_TIMEOUT = httpx.Timeout(10.0, read=5400.0, write=60.0)
 
 
 class Datasets(ApiResource[M]):
@@ -135,7 +137,17 @@ class _Counted(io.RawIOBase):
 
 
 def _opened(file: str | Path | bytes) -> BinaryIO:
-    return io.BytesIO(file) if isinstance(file, bytes) else Path(file).open("rb")
+    if isinstance(file, bytes):
+        return io.BytesIO(file)
+    path = Path(file)
+    if path.is_file() or path.is_dir():
+        return path.open("rb")
+    # Of a pipe neither the size is known nor can it be read again, should the connection break.
+    copy = tempfile.TemporaryFile()  # noqa: SIM115 - whoever asked closes it
+    with path.open("rb") as pipe:
+        shutil.copyfileobj(pipe, copy)
+    copy.seek(0)
+    return cast(BinaryIO, copy)
 
 
 def _file_name(file: str | Path | bytes) -> str:

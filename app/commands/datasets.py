@@ -14,6 +14,7 @@ from app.commands.console import (
     deleted,
     details,
     document,
+    fail,
     listing,
     note,
     noun,
@@ -155,6 +156,8 @@ def content(
                 sys.stdout.buffer.write(piece)
             sys.stdout.buffer.flush()
             return
+        if output.is_dir():
+            fail(f"{output} is a folder: name a file in it.")
         part = output.with_name(f".{output.name}.part")
         try:
             with part.open("wb") as file:

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from app.strict_json import BadJson, parse
+from app.strict_json import parse
 
 
 class RunFileError(ValueError):
@@ -21,7 +21,7 @@ def read(path: Path) -> dict[str, Any]:
     raw = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
     try:
         value = parse(raw) if path.suffix == ".json" else _from_yaml(raw.decode())
-    except (BadJson, yaml.YAMLError, UnicodeDecodeError, RunFileError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise RunFileError(f"{path} cannot be used: {_reason(error)}.") from None
     if not isinstance(value, dict):
         raise RunFileError(f"{path} cannot be used: it holds no fields; write `dataset_id: …` and `config: …`.")
@@ -37,7 +37,7 @@ def change(body: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
             raise RunFileError(f"--set {setting} is not understood: write --set config.learning_rate=1e-4.")
         try:
             value = _from_yaml(text)
-        except (yaml.YAMLError, RunFileError) as error:
+        except (yaml.YAMLError, ValueError) as error:
             raise RunFileError(f"--set {setting} is not understood: {_reason(error)}.") from None
         place = body
         for depth, name in enumerate(names[:-1], 1):
@@ -73,6 +73,8 @@ def _from_yaml(text: str) -> Any:
             return None
         _check_keys(node, set())
         value = loader.construct_document(node)
+    except AttributeError:  # PyYAML's own, of a `!!timestamp` that is none
+        raise RunFileError("it has a value that is not what its tag says") from None
     finally:
         loader.dispose()
     try:

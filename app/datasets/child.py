@@ -5,6 +5,7 @@ import resource
 import select
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
     from app.config import Settings
 
 MOST_MEMORY = 1024**3
+MOST_AT_A_TIME = 4
+"""Of each kind: one that counts tokens may wait for one that reads, never the other way round."""
+_turns: dict[str, threading.BoundedSemaphore] = {}
+_making = threading.Lock()
 CANNOT_READ = 3
 _PIECE = 256 * 1024
 
@@ -22,8 +27,12 @@ class ChildFailed(Exception):
     """The process cannot do its work, and why."""
 
 
+class NoTurn(Exception):
+    """So many processes of this kind are at work: try again in a moment."""
+
+
 class Child:
-    """Runs a module; killed when it is closed or forgotten.
+    """Runs a module; killed when it is closed or forgotten. Raises `NoTurn` where there are enough of it.
 
     A single wait may take `silent` seconds and all of them together `most_seconds`.
     """
@@ -38,17 +47,23 @@ class Child:
         most_seconds: float,
         environment: dict[str, str] | None = None,
     ) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", program, *arguments],
-            env={**settings.trainer_environment(), **(environment or {})},  # without any credential
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
+        turns = _turn(program)
+        try:
+            # -P: a folder called `app` where the service happens to be started must not be taken for ours.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", program, *arguments],
+                env={**settings.trainer_environment(), **(environment or {})},  # without any credential
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+        except BaseException:
+            turns.release()
+            raise
         self._silent = silent
         self._left = self._most_seconds = most_seconds
         # Its pipes close with the last reference: a thread that still reads must not meet another file instead.
-        self.close = weakref.finalize(self, _end, self._process)
+        self.close = weakref.finalize(self, _end, self._process, turns)
 
     def send(self, data: bytes) -> None:
         """Write all of it to the standard input."""
@@ -120,6 +135,16 @@ def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
     return pipe
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _turn(program: str) -> threading.BoundedSemaphore:
+    """One of the few of these processes that there may be; to be released when it has ended."""
+    with _making:
+        turns = _turns.setdefault(program, threading.BoundedSemaphore(MOST_AT_A_TIME))
+    if not turns.acquire(blocking=False):
+        raise NoTurn
+    return turns
+
+
+def _end(process: subprocess.Popen[bytes], turns: threading.BoundedSemaphore) -> None:
     process.kill()
     process.wait()
+    turns.release()

@@ -135,7 +135,10 @@ async def files_of_split(client: httpx.AsyncClient, request: HubImport) -> list[
     paths = [
         item["rfilename"] for item in siblings if isinstance(item, dict) and isinstance(item.get("rfilename"), str)
     ]
-    chosen = _choose(sorted(paths)[:_MOST_FILES], request)
+    chosen = _choose(sorted(paths), request)
+    if len(chosen) > _MOST_FILES:
+        message = f"the split has {len(chosen):,} files, and {_MOST_FILES:,} is the most; upload it in larger ones"
+        raise _refused("split", "too_many_files", message)
     prefix = f"/datasets/{request.hub}/resolve/{commit}/"
     return [HubFile(path, prefix + quote(path)) for path in chosen]
 
@@ -143,6 +146,10 @@ async def files_of_split(client: httpx.AsyncClient, request: HubImport) -> list[
 async def download(client: httpx.AsyncClient, file: HubFile) -> AsyncIterator[bytes]:
     """The bytes of a file."""
     async with client.stream("GET", file.url) as response:
+        if response.status_code in (401, 403, 404):  # a gated one lists its files to everybody
+            raise _refused(
+                "hub", "hub_dataset_not_found", f"the hub does not let this server read {file.path}; {_TOKEN}"
+            )
         if response.status_code != 200:
             raise _Unusable(f"it answered {response.status_code} for {file.path}")
         async for piece in response.aiter_bytes(1024 * 1024):

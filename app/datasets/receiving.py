@@ -1,13 +1,19 @@
 """A file on its way into a data set: read as what it is, checked row by row, kept as JSONL, hashed while written."""
 
+import asyncio
 import hashlib
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from app.config import Settings
+from app.datasets.child import NoTurn
 from app.datasets.readers.array import ArrayReader
 from app.datasets.readers.kinds import HEAD_BYTES, Kind, Reader, kind_of
 from app.datasets.readers.lines import LineReader
@@ -18,6 +24,36 @@ from app.datasets.tokens import TokenCounter
 from app.errors import ApiError, FieldError, invalid, too_large
 
 _WRITE_BYTES = 256 * 1024
+# Of its own: while these wait for a process that reads, everything else that needs a thread still finds one.
+_THREADS = ThreadPoolExecutor(max_workers=32, thread_name_prefix="upload")
+
+PATIENCE_SECONDS = 60.0
+_PAUSE_SECONDS = 0.1
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+async def in_thread(work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    """As `asyncio.to_thread`, for what uploads do."""
+    call = partial(copy_context().run, partial(work, *arguments, **named))
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, call)
+
+
+async def in_turn(work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    """The same for what may need a process, of which there are few: it waits for one, and holds no thread meanwhile.
+
+    Raises `ApiError` when it has waited for a minute.
+    """
+    patient_until = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            return await in_thread(work, *arguments, **named)
+        except NoTurn:
+            if time.monotonic() > patient_until:
+                detail = "This server has too many other files to read at this moment; send yours again a little later."
+                raise ApiError(503, "too_many_uploads", detail, headers={"Retry-After": "30"}) from None
+        await asyncio.sleep(_PAUSE_SECONDS)
 
 
 @dataclass(frozen=True)

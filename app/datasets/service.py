@@ -5,7 +5,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import or_, select
+from sqlalchemy import ARRAY, Text, any_, literal, or_, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 EXTENSION = "jsonl"
 # Longer than any upload takes and than a clock may jump: what is younger may belong to a live request.
 _ORPHAN_SECONDS = 24 * 3600.0
+ASIDE_SECONDS = 30 * 24 * 3600.0
 _SWEEP_EVERY = 3600.0
 _RUNS_TOLD = 5
 _TRIES = 2
@@ -200,14 +201,26 @@ def file_name(dataset: Dataset) -> str:
 async def sweep(
     sessions: async_sessionmaker[AsyncSession], storage: Storage, older_than_seconds: float = _ORPHAN_SECONDS
 ) -> int:
-    """Remove what uploads left that never became a data set; answers how many files."""
+    """Remove what uploads left that never became a data set; answers how many files.
+
+    A data set that only this database does not know, an older one or an empty one say, could be all that there is of
+    it: its files are put aside for a month.
+    """
     removed = await asyncio.to_thread(storage.sweep_staging, older_than_seconds)
+    await asyncio.to_thread(storage.sweep_aside, ASIDE_SECONDS)
     stored = await asyncio.to_thread(storage.dataset_ids, older_than_seconds)
     if stored:
+        listed = Dataset.id == any_(literal(stored, ARRAY(Text)))
         async with sessions() as session:
-            known = set((await session.scalars(select(Dataset.id).where(Dataset.id.in_(stored)))).all())
+            known = set((await session.scalars(select(Dataset.id).where(listed))).all())
         for id in set(stored) - known:
-            await asyncio.to_thread(storage.remove_dataset, id)
+            folder = await asyncio.to_thread(storage.put_dataset_aside, id)
+            log.warning(
+                "the database knows no data set %s: its files are in %s for %d days",
+                id,
+                folder,
+                ASIDE_SECONDS // 86_400,
+            )
             removed += 1
     return removed
 

@@ -12,8 +12,8 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
 from app.config import Settings
-from app.datasets import hub, upload
-from app.datasets.receiving import Reading, Received, Receiving
+from app.datasets import upload
+from app.datasets.receiving import Reading, Received, Receiving, in_thread, in_turn
 from app.datasets.schemas import HubImport
 from app.datasets.tokens import MOST_TOKENIZER_BYTES, TokenCounter
 from app.errors import ApiError, FieldError, from_validation, invalid, too_large
@@ -63,6 +63,8 @@ async def _from_hub(around: Around, request: HubImport) -> Received:
             "this server does not load from the hub; upload the file, or let the operator set ANNEAL_ALLOW_HUB=true"
         )
         raise invalid([FieldError(field="hub", code="hub_not_allowed", message=message)], code="hub_not_allowed")
+    from app.datasets import hub  # its HTTP client is a tenth of the API's start
+
     columns = upload.as_columns(request.columns) if request.columns is not None else None
     tokens = await _tokenizer(around, request.tokenizer) if request.tokenizer else None
     reading = Reading(request.format, None, columns, tokens)
@@ -73,13 +75,13 @@ async def _from_hub(around: Around, request: HubImport) -> Received:
             for file in files:
                 receiving.begin(file.path, file.path if len(files) > 1 else "")
                 async for piece in hub.download(client, file):
-                    await asyncio.to_thread(receiving.feed, piece)
-                await asyncio.to_thread(receiving.end)
-                while await asyncio.to_thread(receiving.more):
+                    await in_thread(receiving.feed, piece)
+                await in_thread(receiving.end)
+                while await in_turn(receiving.more):
                     pass
         name = request.name or f"{request.hub} {request.split}"
         digest = json.dumps(request.model_dump(mode="json"), sort_keys=True)
-        return await asyncio.to_thread(receiving.finish, name, digest)
+        return await in_thread(receiving.finish, name, digest)
     finally:
         receiving.close()
         if tokens is not None:
@@ -95,7 +97,7 @@ async def _tokenizer(around: Around, name: str) -> TokenCounter:
     """The tokenizer of a local model, of a run's output or of a hub model; 422 that says why there is none."""
     try:
         file = await _tokenizer_file(around, name)
-        return await asyncio.to_thread(TokenCounter, name, file, around.settings)
+        return await in_turn(TokenCounter, name, file, around.settings)
     except base_models.BaseModelError as error:
         raise _no_tokenizer(error.code, error.message) from None
 
@@ -107,6 +109,8 @@ async def _tokenizer_file(around: Around, name: str) -> Path:
             attempt = await session.scalar(select(Run.output_attempt).where(Run.id == name))
     located = await asyncio.to_thread(base_models.locate, around.settings, around.storage, name, attempt)
     if located["path"] is None:
+        from app.datasets import hub
+
         file = around.folder / "tokenizer.json"
         async with hub.client(await _token(around)) as client:
             await hub.fetch_tokenizer(client, located["hub"] or name, file, MOST_TOKENIZER_BYTES)

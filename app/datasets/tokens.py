@@ -39,13 +39,15 @@ class TokenCounter:
             environment={"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(min(4, os.cpu_count() or 1))},
         )
         self._answer = bytearray()
-        self._sent: tuple[list[int], int] | None = None
+        self._sent: tuple[list[int], int, bool] | None = None
         try:
             self._line()
         except BaseException:
             self.close()
             raise
         self._rows_of_length: Counter[int] = Counter()
+        self._begun = 0
+        """Tokens so far of a row that goes on in the next batch."""
         self._texts: list[tuple[int, str]] = []
         self._rows = 0
         self._characters = 0
@@ -54,6 +56,8 @@ class TokenCounter:
         """One more row, as the texts that a model would read of it."""
         for text in texts:
             for piece in _pieces(text):
+                if self._characters >= _BATCH_CHARACTERS:
+                    self._count(goes_on=True)
                 self._texts.append((self._rows, piece))
                 self._characters += len(piece)
         self._rows += 1
@@ -82,13 +86,14 @@ class TokenCounter:
         """End the process."""
         self._child.close()
 
-    def _count(self) -> None:
+    def _count(self, goes_on: bool = False) -> None:
+        """Have what is there counted; `goes_on`: the last row is not whole yet."""
         self._collect()
         try:
             self._child.send(json.dumps([text for _, text in self._texts]).encode() + b"\n")
         except ChildFailed as error:
             raise self._bad(error) from None
-        self._sent = ([row for row, _ in self._texts], self._rows)
+        self._sent = ([row for row, _ in self._texts], self._rows, goes_on)
         self._texts.clear()
         self._rows = self._characters = 0
 
@@ -96,10 +101,14 @@ class TokenCounter:
         """Add what the process answers to the last batch."""
         if self._sent is None:
             return
-        (rows, count), self._sent = self._sent, None
-        lengths = [0] * count
+        (rows, count, goes_on), self._sent = self._sent, None
+        lengths = [0] * (count + goes_on)
+        if lengths:
+            lengths[0], self._begun = self._begun, 0
         for row, length in zip(rows, json.loads(self._line()), strict=True):
             lengths[row] += length
+        if goes_on:
+            self._begun = lengths.pop()
         self._rows_of_length.update(lengths)
 
     def _line(self) -> bytes:

@@ -1,6 +1,5 @@
 """An upload: multipart taken apart as it comes, its fields understood, its file handed on in pieces."""
 
-import asyncio
 import hashlib
 import json
 from collections.abc import AsyncIterable, Awaitable, Callable
@@ -13,7 +12,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from app.config import Settings
 from app.datasets.formats import FORMATS
 from app.datasets.readers.kinds import KINDS, Kind
-from app.datasets.receiving import Reading, Received, Receiving
+from app.datasets.receiving import Reading, Received, Receiving, in_thread, in_turn
 from app.datasets.rows import MOST_KEY_CHARACTERS
 from app.datasets.tokens import TokenCounter
 from app.errors import ApiError, FieldError, clean, invalid
@@ -46,11 +45,11 @@ async def receive(
     upload = _Upload(content_type, folder, settings)
 
     async def feed(batch: bytes) -> None:
-        wanted = await asyncio.to_thread(upload.feed, batch)
+        wanted = await in_thread(upload.feed, batch)
         if wanted is not None:
             # Awaited here and not in the thread: it takes threads of the same pool itself.
             upload.tokens = await load_tokenizer(wanted)
-            await asyncio.to_thread(upload.go_on)
+            await in_thread(upload.go_on)
 
     try:
         batch = bytearray()
@@ -60,10 +59,10 @@ async def receive(
                 await feed(bytes(batch))
                 batch.clear()
         await feed(bytes(batch))
-        await asyncio.to_thread(upload.end)
-        while await asyncio.to_thread(upload.more):
+        await in_thread(upload.end)
+        while await in_turn(upload.more):
             pass
-        return await asyncio.to_thread(upload.finish)
+        return await in_thread(upload.finish)
     finally:
         upload.close()
 

@@ -6,7 +6,7 @@ sequence numbers the order of the commits, so a reader that has seen `seq` never
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,6 +16,11 @@ from sqlalchemy.exc import DataError, DBAPIError
 
 from app.clock import timestamp as timestamp
 from app.events.models import RunEvent
+
+MEASURED = ("metric", "eval")
+"""The types of events that curves are made of."""
+# `json.dumps` with arguments makes an encoder each time.
+_as_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 class Fenced(Exception):
@@ -29,12 +34,14 @@ class NewEvent:
     type: str
     ts: datetime
     data: str
+    measured: dict[str, Any] | None = field(default=None, compare=False, repr=False)
+    """The payload of metrics and evaluations, for who needs it once more; None where it has to be parsed again."""
 
     @classmethod
     def of(cls, kind: str, ts: float, payload: dict[str, Any]) -> "NewEvent":
-        """From a payload of plain values and the time in seconds since 1970."""
-        body = json.dumps(payload, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        return cls(kind, datetime.fromtimestamp(ts, UTC), body)
+        """From a payload of plain values, which nobody changes any more, and the time in seconds since 1970."""
+        body = _as_json(payload)
+        return cls(kind, datetime.fromtimestamp(ts, UTC), body, payload if kind in MEASURED else None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,5 +31,8 @@ async def get_metrics(request: Request) -> Response:
     metrics: Metrics = request.app.state.metrics
     snapshots: Snapshots = request.app.state.snapshots
     metrics.show(await snapshots.latest())
-    encode, media_type = choose_encoder(request.headers.get("accept", ""))
+    try:
+        encode, media_type = choose_encoder(request.headers.get("accept", ""))
+    except (TypeError, ValueError):  # of a version that is no number
+        encode, media_type = choose_encoder("")
     return Response(encode(metrics.registry), headers={"Content-Type": media_type, "Cache-Control": "no-store"})

@@ -12,6 +12,7 @@ from app.ids import is_id
 from app.storage import OutsideStorage, Storage
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
+_MOST_CONFIG_BYTES = 2**20
 _MODEL_FILES = ("config.json", "adapter_config.json")
 
 
@@ -61,7 +62,7 @@ def locate(
                 "base_run_without_output", f"Run {name} has no output to build on; wait until it is completed."
             )
         folder = storage.output_dir(name, output_attempt_of_base_run)
-        if not _holds_model(folder):
+        if folder.is_symlink() or not _holds_model(folder):
             raise BaseModelError(
                 "model_not_found",
                 f"The output of run {name} is gone from the storage; resume that run to make it again.",
@@ -108,8 +109,11 @@ def conflicts(folder: Path, config: Mapping[str, Any], given: Set[str]) -> list[
 def _longest(folder: Path) -> int | None:
     """Positions that the model has, where its configuration tells."""
     try:
-        told = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
+        file = folder / "config.json"
+        if not file.is_file() or file.stat().st_size > _MOST_CONFIG_BYTES:
+            return None
+        told = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError):
         return None
     told = told.get("text_config", told) if isinstance(told, dict) else {}
     longest = told.get("max_position_embeddings") if isinstance(told, dict) else None

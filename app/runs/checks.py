@@ -1,5 +1,6 @@
 """What is wrong with a request for a run: all of it at once, before anything is written."""
 
+import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -224,12 +225,14 @@ async def _check_base_model(
         return
     try:
         output_attempt = await _output_attempt(session, name) if base_models.is_run(name) else None
-        located = base_models.locate(settings, storage, name, output_attempt)
+        # In a thread: a storage that hangs must not keep every stream waiting.
+        located = await asyncio.to_thread(base_models.locate, settings, storage, name, output_attempt)
     except base_models.BaseModelError as error:
         found.refuse("config.base_model", error.code, error.message)
         return
     if loads_model and located["path"] is not None:
-        for conflict in base_models.conflicts(Path(located["path"]), config, given_fields(config)):
+        folder, given = Path(located["path"]), given_fields(config)
+        for conflict in await asyncio.to_thread(base_models.conflicts, folder, config, given):
             found.refuse(f"config.{conflict.code}", "conflict", conflict.message)
     if base_models.is_run(name):
         found.base_run_id = name

@@ -11,8 +11,9 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.errors import not_found
+from app.events.log import MEASURED
 from app.runs.metrics import Points, all_points
-from app.runs.rollups import KINDS, MOST_STEP, highest_level, points_of, step_of, values
+from app.runs.rollups import MOST_STEP, highest_level, points_of, step_of, values
 from app.runs.schemas import Series
 
 READS_AT_A_TIME = 2
@@ -46,8 +47,8 @@ _PIECES = """
     ORDER BY number
 """
 _OF_NAMES = """
-    cast((SELECT jsonb_object_agg(name, series -> name) FROM unnest(cast(:names AS text[])) AS name
-        WHERE jsonb_exists(series, name)) AS text)
+    cast((SELECT json_object_agg(name, series -> name) FROM unnest(cast(:names AS text[])) AS name
+        WHERE series -> name IS NOT NULL) AS text)
 """
 _PIECES_OF_ALL, _PIECES_OF_NAMES = text(_PIECES.format("cast(series AS text)")), text(_PIECES.format(_OF_NAMES))
 _ANY_POINT = text("SELECT EXISTS (SELECT " + _EVENTS.format("LIMIT 1") + ")")
@@ -81,7 +82,7 @@ async def curves(
     else:
         reading = _Reading(session, run_id, first_seq, names)
         stretches = [stretch for stretch in _counting(whole) if stretch.narrow(from_step, last)]
-        for kind in KINDS:
+        for kind in MEASURED:
             await reading.read([stretch for stretch in stretches if stretch.row.kind == kind], max_points)
         points = reading.points
     if sum(map(len, points.values())) <= _FEW:
@@ -144,7 +145,7 @@ def _counting(whole: Sequence[Any]) -> list[_Stretch]:
         passes.setdefault((row.attempt, row.pass_of), []).append(row)
     found = []
     first = MOST_STEP
-    first_of_kind = dict.fromkeys(KINDS, MOST_STEP + 1)
+    first_of_kind = dict.fromkeys(MEASURED, MOST_STEP + 1)
     for key in sorted(passes, reverse=True):
         for row in passes[key]:
             high = min(first, first_of_kind[row.kind] - 1, row.last_step)

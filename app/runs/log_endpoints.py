@@ -1,5 +1,7 @@
 """`GET /v1/runs/{id}/logs`."""
 
+import asyncio
+from contextlib import nullcontext
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
@@ -11,6 +13,15 @@ from app.runs import logs, service
 from app.runs.models import TERMINAL
 
 router = APIRouter(prefix="/runs", tags=["runs"])
+
+
+SEARCHES_AT_A_TIME = 2
+"""Searches from the end of a log, which may look at every line of it: others wait, and hold no connection meanwhile."""
+
+
+def _turn(request: Request) -> asyncio.Semaphore:
+    turns: asyncio.Semaphore = request.app.state.log_searches
+    return turns
 
 
 @router.get(
@@ -39,7 +50,7 @@ async def get_logs(
     as_events = "text/event-stream" in request.headers.get("accept", "")
     sent = serving.cursor(last_event_id) if as_events else None
     # A stream may last for days: its look at the run is over before the first byte, no session stays open.
-    async with request.app.state.sessions() as session:
+    async with _turn(request) if tail and grep else nullcontext(), request.app.state.sessions() as session:
         run = await service.get(session, run_id)
         after = (
             await logs.cursor(session, run, tail, grep)

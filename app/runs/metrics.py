@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from app.runs.rollups import NAMED, step_of, values
 from app.runs.schemas import TrainingMetrics
 
 _CHUNK = 5000
-_FIELDS = {"step", *NAMED, "extra"}
+_LARGEST = sys.float_info.max
 
 Points = dict[str, dict[int, float | None]]
 """The values of each series by their steps."""
@@ -29,8 +30,19 @@ async def recent(session: AsyncSession, run_id: str, most: int) -> list[Training
         data = json.loads(text)
         step = step_of(data)
         if step is not None and newest.has(kind, step):
-            kept.append(TrainingMetrics(**{name: data[name] for name in _FIELDS & data.keys()}))
+            kept.append(_shown(step, data))
     return kept[:most][::-1]
+
+
+def _shown(step: int, data: dict[str, Any]) -> TrainingMetrics:
+    """What of an event is as agreed: whatever else a trainer has sent must not make its run unreadable."""
+    named = {name: value for name in NAMED if _is_number(value := data.get(name))}
+    extra = data.get("extra")
+    return TrainingMetrics(step=step, **named, extra=extra if isinstance(extra, dict) else {})
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
 
 async def all_points(

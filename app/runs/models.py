@@ -3,7 +3,7 @@
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import BigInteger, CheckConstraint, ForeignKey, Index, UniqueConstraint, func, text
+from sqlalchemy import JSON, BigInteger, CheckConstraint, ForeignKey, Index, UniqueConstraint, func, text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from app.models import Base, Owned
@@ -178,7 +178,8 @@ class MetricRollup(Base):
     first_seq: Mapped[int] = mapped_column(BigInteger)
     last_seq: Mapped[int] = mapped_column(BigInteger)
     points: Mapped[int] = mapped_column(BigInteger)
-    series: Mapped[dict[str, Any]]
+    # As text: JSONB would make each number a numeric, at every rewrite, and a text of it again for every curve.
+    series: Mapped[dict[str, Any]] = mapped_column(JSON)
 
 
 class Removal(Base):

@@ -10,8 +10,8 @@ from dataclasses import astuple, dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import ColumnElement, delete, func, select, text, update
-from sqlalchemy.exc import OperationalError
+from sqlalchemy import ARRAY, ColumnElement, Text, all_, delete, func, literal, select, text, update
+from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 from sqlalchemy.orm import aliased
 
@@ -20,7 +20,7 @@ from app.audit.models import AuditEntry
 from app.checkpoints import retention
 from app.checkpoints.models import Checkpoint
 from app.config import Settings
-from app.db import async_engine
+from app.db import async_engine, is_away
 from app.errors import as_api_error
 from app.events.partitions import month_after
 from app.ids import id_at
@@ -128,10 +128,10 @@ class Pruning:
                 other = aliased(Run)
                 needed = select(other.id).where((other.parent_run_id == Run.id) | (other.base_run_id == Run.id))
                 if gone:  # a dry run only imagines that they went
-                    needed = needed.where(other.id.not_in(gone))
+                    needed = needed.where(other.id != all_(literal(sorted(gone), ARRAY(Text))))
                 query = select(Run.id).where(*_ended(before), ~Run.pinned, ~needed.exists())
                 if gone:
-                    query = query.where(Run.id.not_in(gone))
+                    query = query.where(Run.id != all_(literal(sorted(gone), ARRAY(Text))))
                 found = (await session.scalars(query.limit(_RUNS_AT_ONCE).with_for_update(skip_locked=True))).all()
                 if not found:
                     break
@@ -157,7 +157,12 @@ class Pruning:
             async with self._sessions() as session:
                 runs = (await session.scalars(query.order_by(Run.id).limit(_RUNS_AT_ONCE))).all()
             for run_id in runs:
-                await self._checkpoints_of(run_id, before)
+                try:
+                    await self._checkpoints_of(run_id, before)
+                except DBAPIError as error:
+                    if is_away(error):
+                        raise
+                    log.warning("the checkpoints of %s stay: %s", run_id, error.orig)
             if not runs:
                 break
             last = runs[-1]

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import Select, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.checkpoints.models import Checkpoint
@@ -121,13 +121,13 @@ async def _checkpoint(session: AsyncSession, parent: Run, wanted: str | None) ->
             if found is not None:
                 return found
         else:
-            found = await session.get(Checkpoint, wanted)
+            found = await session.get(Checkpoint, wanted, populate_existing=True)
             if found is not None and found.run_id == run.id:
                 return _usable(found)
         # A run that has saved nothing yet still has what it started from, and what lies before that.
         source = await session.get(Checkpoint, run.resume_checkpoint_id) if run.resume_checkpoint_id else None
         most_step = source.step if source else None
-        run = await session.scalar(select(Run).where(Run.id == source.run_id)) if source else None
+        run = await session.scalar(_held(source.run_id)) if source else None
     if wanted is not None:
         message = f"run {parent.id} and the runs it resumed have no such checkpoint; GET …/checkpoints lists them"
         raise invalid(
@@ -139,6 +139,11 @@ async def _checkpoint(session: AsyncSession, parent: Run, wanted: str | None) ->
         f"Run {parent.id} is {parent.status} and has no checkpoint that can be resumed; send "
         '{"from": "start"} to train it again from the first step.',
     )
+
+
+def _held(run_id: str) -> Select[Run]:
+    """A run whose checkpoints a clean-up leaves alone until the commit."""
+    return select(Run).where(Run.id == run_id).with_for_update(read=True, key_share=True)
 
 
 def _usable(checkpoint: Checkpoint) -> Checkpoint:

@@ -12,15 +12,12 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from sqlalchemy import Connection, text
 
-from app.events.log import NewEvent, Stored
+from app.events.log import MEASURED, NewEvent, Stored
 
-T = TypeVar("T")
-
-KINDS = ("metric", "eval")
 NAMED = ("epoch", "loss", "learning_rate", "grad_norm", "gpu_memory_mb", "samples_per_second")
 POINTS_OF_FIRST = 16
 ROWS_OF_NEXT = 4
@@ -51,31 +48,38 @@ def step_of(data: dict[str, Any]) -> int | None:
 
 def values(kind: str, data: dict[str, Any]) -> Iterable[tuple[str, float | None]]:
     """The series of one event: what is a number, and what was measured but was none that is finite."""
-    cut_out = {name for name in _of_type(data, "non_finite", list) if isinstance(name, str)}
+    found = data.get("metrics" if kind == "eval" else "extra")
+    more = found if isinstance(found, dict) else {}
+    cut_out = data.get("non_finite")
+    gaps = {name for name in cut_out if isinstance(name, str)} if isinstance(cut_out, list) else set()
     if kind == "eval":
-        named = {f"eval.{name}": value for name, value in _of_type(data, "metrics", dict).items()}
-    else:
-        named = {name: data.get(name) for name in NAMED}
-        named |= {f"extra.{name}": value for name, value in _of_type(data, "extra", dict).items()}
-    for name, value in named.items():
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        for name, value in more.items():
+            if _is_measured(value, f"metrics.{name}", gaps):
+                yield f"eval.{name}", _finite(value)
+        return
+    for name in NAMED:
+        value = data.get(name)
+        if _is_measured(value, name, gaps):
             yield name, _finite(value)
-        elif value is None and name.replace("eval.", "metrics.", 1) in cut_out:
-            yield name, None  # a gap in the curve, not a missing point
+    for name, value in more.items():
+        if _is_measured(value, f"extra.{name}", gaps):
+            yield f"extra.{name}", _finite(value)
 
 
-def _of_type(data: dict[str, Any], name: str, kind: type[T]) -> T:
-    """What the trainer told under this name; nothing, where it is of another type than agreed."""
-    found = data.get(name)
-    return found if isinstance(found, kind) else kind()
+def _is_measured(value: Any, name: str, gaps: set[str]) -> bool:
+    """Whether there is a point: a number, or null for one that was not finite, a gap in the curve."""
+    if type(value) is float:
+        return True
+    return (isinstance(value, int | float) and not isinstance(value, bool)) or (value is None and name in gaps)
 
 
-def _finite(value: float) -> float | None:
-    try:
-        number = float(value)
-    except OverflowError:  # an integer of hundreds of digits
-        return None
-    return number if math.isfinite(number) else None
+def _finite(value: float | None) -> float | None:
+    if type(value) is not float:
+        try:
+            value = float(value) if value is not None else math.nan
+        except OverflowError:  # an integer of hundreds of digits
+            return None
+    return value if math.isfinite(value) else None
 
 
 def _join(into: Series, later: Series) -> None:
@@ -226,9 +230,9 @@ _UPSERT = text(
     """
     INSERT INTO metric_rollups (run_id, attempt, pass, kind, level, number,
         first_step, last_step, first_seq, last_seq, points, series)
-    SELECT :run_id, :attempt, * FROM jsonb_to_recordset(cast(:rows AS jsonb)) AS new (
+    SELECT :run_id, :attempt, * FROM json_to_recordset(cast(:rows AS json)) AS new (
         pass int, kind text, level int, number int, first_step bigint, last_step bigint, first_seq bigint,
-        last_seq bigint, points bigint, series jsonb)
+        last_seq bigint, points bigint, series json)
     ON CONFLICT (run_id, attempt, pass, kind, level, number) DO UPDATE SET
         last_step = excluded.last_step, last_seq = excluded.last_seq, points = excluded.points,
         series = excluded.series
@@ -246,7 +250,7 @@ class Rollups:
         self._run_id = run_id
         self._attempt = attempt
         self._pass = 0
-        self._kinds = {kind: _Pass() for kind in KINDS}
+        self._kinds = {kind: _Pass() for kind in MEASURED}
         self._taken = 0
         self._has_news = False
         self._full: list[tuple[int, str, int, _Row]] = []
@@ -259,7 +263,7 @@ class Rollups:
         for number, event in enumerate(events, first):
             if number > self._taken:
                 self._taken = number
-                if event.type in KINDS:
+                if event.type in MEASURED:
                     self._take(number, event)
         # Without news of the log there are none of ours: an earlier transaction, that seemed to fail, has stored both.
         if self._has_news and stored is not None:
@@ -271,7 +275,7 @@ class Rollups:
         self._has_news = False
 
     def _take(self, number: int, event: NewEvent) -> None:
-        data = json.loads(event.data)
+        data = json.loads(event.data) if event.measured is None else event.measured
         step = step_of(data)
         if step is None:
             return
@@ -279,7 +283,7 @@ class Rollups:
         if step <= mine.last_step or any(step < other.last_step for other in self._kinds.values()):
             self._full += self._open_rows()
             self._pass += 1
-            self._kinds = {kind: _Pass() for kind in KINDS}
+            self._kinds = {kind: _Pass() for kind in MEASURED}
             mine = self._kinds[event.type]
         full = mine.add(step, number, values(event.type, data))
         self._full += [(self._pass, event.type, level, row) for level, row in full]
@@ -316,5 +320,5 @@ class Rollups:
 
 
 def _storable(name: str) -> str:
-    """JSONB takes neither NUL nor half a surrogate pair."""
+    """PostgreSQL's JSON takes neither NUL nor half a surrogate pair."""
     return name if name.isascii() and "\0" not in name else name.replace("\0", "�").encode(errors="replace").decode()

@@ -1,7 +1,7 @@
 """`anneal secrets`: tokens that runs and imports need, set by whoever has the database and the key file."""
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,6 +18,7 @@ secrets = typer.Typer(
 @secrets.command("set")
 def set_secret(
     name: Annotated[str, typer.Argument(help="Such as hf_token, the token of the Hugging Face hub.")],
+    as_json: AsJson = False,
 ) -> None:
     """Keep a secret: typed without an echo, or from standard input. It cannot be read again.
 
@@ -30,16 +31,18 @@ def set_secret(
 
     with plain_errors():
         settings = settings_with_urls()
-        value = typer.prompt(name, hide_input=True) if sys.stdin.isatty() else sys.stdin.read(8192).rstrip("\r\n")
         try:
+            value = typer.prompt(name, hide_input=True) if sys.stdin.isatty() else sys.stdin.read(8192).rstrip("\r\n")
             store.check(name, value)
             with sync_engine(settings.database_url or "", pool_size=0, name="anneal-secrets").begin() as connection:
                 keyring = store.for_sealing(connection, settings)
                 connection.execute(store.put(keyring, name, value, None))
                 connection.execute(of_command("secrets set", name))
+        except UnicodeDecodeError:
+            raise HomeError("What came is no text: a secret is visible ASCII, without spaces.") from None
         except (ValueError, KeyringError) as error:
             raise HomeError(str(error)) from None
-    typer.echo(f"{name} is set.")
+    _tell(f"{name} is set.", {"name": name, "set": True}, as_json)
 
 
 @secrets.command("list")
@@ -64,7 +67,9 @@ def list_secrets(as_json: AsJson = False) -> None:
 
 
 @secrets.command("delete")
-def delete_secret(name: Annotated[str, typer.Argument(help="As `anneal secrets list` shows it.")]) -> None:
+def delete_secret(
+    name: Annotated[str, typer.Argument(help="As `anneal secrets list` shows it.")], as_json: AsJson = False
+) -> None:
     """Forget a secret; runs that have it already keep it to their end.
 
     Example: `anneal secrets delete hf_token`
@@ -79,11 +84,11 @@ def delete_secret(name: Annotated[str, typer.Argument(help="As `anneal secrets l
             if connection.scalar(store.remove(name)) is None:
                 raise HomeError(f"There is no secret {name}; `anneal secrets list` shows what there is.")
             connection.execute(of_command("secrets delete", name))
-    typer.echo(f"{name} is deleted.")
+    _tell(f"{name} is deleted.", {"name": name, "deleted": True}, as_json)
 
 
 @secrets.command("rotate")
-def rotate() -> None:
+def rotate(as_json: AsJson = False) -> None:
     """Seal all secrets with the first key of the key file.
 
     To change keys: put a new one into the first line (`openssl rand -base64 32`) of the file on every machine, run
@@ -104,4 +109,12 @@ def rotate() -> None:
                 connection.execute(of_command("secrets rotate", "*"))
         except KeyringError as error:
             raise HomeError(str(error)) from None
-    typer.echo(f"{changed} secrets were sealed anew; all are under the first key now.")
+    sentence = f"{changed} secrets were sealed anew; all are under the first key now."
+    _tell(sentence, {"sealed_anew": changed}, as_json)
+
+
+def _tell(sentence: str, found: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        document(found)
+    else:
+        typer.echo(sentence)

@@ -2,7 +2,6 @@
 
 import sqlalchemy as sa
 from alembic import op
-from sqlalchemy.dialects import postgresql
 
 revision = "0002"
 down_revision = "0001"
@@ -24,7 +23,7 @@ def upgrade() -> None:
         sa.Column("first_seq", sa.BigInteger(), nullable=False),
         sa.Column("last_seq", sa.BigInteger(), nullable=False),
         sa.Column("points", sa.BigInteger(), nullable=False),
-        sa.Column("series", postgresql.JSONB(astext_type=sa.Text()), nullable=False),
+        sa.Column("series", sa.JSON(), nullable=False),
         sa.PrimaryKeyConstraint("run_id", "attempt", "pass", "kind", "level", "number", name=op.f("pk_metric_rollups")),
         postgresql_with={"fillfactor": "80"},
     )

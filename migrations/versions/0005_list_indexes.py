@@ -10,20 +10,18 @@ down_revision = "0004"
 
 _ENDED = "('completed','failed','cancelled')"
 _HAS_FINAL_LOSS = {"postgresql_where": sa.text("final_loss IS NOT NULL")}
-_SOME = sa.text(
-    f"""
+_SOME = f"""
     UPDATE runs SET final_loss = best_loss WHERE id IN (
         SELECT id FROM runs WHERE status IN {_ENDED} AND best_loss IS NOT NULL AND final_loss IS NULL
-        ORDER BY id LIMIT 5000 FOR UPDATE SKIP LOCKED)
-    """
-)
+        ORDER BY id LIMIT 5000 FOR UPDATE """
 
 
 def upgrade() -> None:
     # A few thousand rows at a time, each time committed: nobody waits for the whole of it.
     with op.get_context().autocommit_block():
-        while op.get_bind().execute(_SOME).rowcount:
-            pass
+        for which in ("SKIP LOCKED)", ")"):  # at last those too that somebody held at that moment
+            while op.get_bind().execute(sa.text(_SOME + which)).rowcount:
+                pass
     create_index("ix_runs_eval_dataset_id", "runs", ["eval_dataset_id"])
     create_index("ix_runs_resume_checkpoint_id", "runs", ["resume_checkpoint_id"])
     create_index("ix_runs_status_id", "runs", ["status", "id"])

@@ -19,7 +19,7 @@ MOST_LINES = 400
 _ASSIGNED = re.compile(r"UPDATE\s+runs\b.*?\bSET\b(.*?)(?:\bWHERE\b|$)", re.DOTALL | re.IGNORECASE)
 HEAVY = (
     "torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "datasets", "numpy", "worker",
-    "pyarrow", "tokenizers", "huggingface_hub",
+    "pyarrow", "tokenizers", "huggingface_hub", "httpx", "alembic", "rich",
 )  # fmt: skip
 
 
@@ -39,7 +39,7 @@ def test_no_file_is_longer_than_a_reader_can_hold() -> None:
 
 FOUNDATION = (
     "fastapi, uvicorn, sse_starlette, pydantic_settings, sqlalchemy.orm, sqlalchemy.ext.asyncio, psycopg, "
-    "alembic.command, celery, kombu, redis.asyncio"
+    "celery, kombu, redis.asyncio"
 )
 
 

@@ -1,6 +1,7 @@
 """Promises about the files that a run leaves: all of them, and nothing else of the machine."""
 
 import io
+import os
 import shutil
 import socket
 import subprocess
@@ -9,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from app.artifacts import archive
 from app.db import sync_engine
 from app.ids import new_id
 from app.storage import Storage
 from tests.factories import Trainer
 from tests.rows import add_run
 from tests.server import ApiServer
+from tests.waiting import eventually
 
 
 @pytest.fixture
@@ -141,6 +144,48 @@ def test_links_are_not_even_listed(shared_api: ApiServer, run: str) -> None:
     (output / "link").symlink_to("/etc/passwd")
     (output / "folder").symlink_to("/etc")
     assert len(shared_api.client.get(f"/v1/runs/{run}/artifacts").json()["data"]) == 3
+
+
+def test_an_output_that_is_a_link_is_none(shared_api: ApiServer, run: str, tmp_path: Path) -> None:
+    """The training process owns the folder that its output is in, and may put anything into its place."""
+    output = Storage(shared_api.settings).output_dir(run, 1)
+    (tmp_path / "secret.key").write_text("secret")
+    shutil.rmtree(output)
+    output.symlink_to(tmp_path)
+    for path in ("artifacts", "artifacts.tar", "artifacts/secret.key"):
+        answer = shared_api.client.get(f"/v1/runs/{run}/{path}")
+        assert answer.status_code == 404 and "secret\n" not in answer.text, path
+
+
+def test_a_pipe_in_the_place_of_a_file_keeps_nobody_waiting(shared_api: ApiServer, run: str) -> None:
+    os.mkfifo(Storage(shared_api.settings).output_dir(run, 1) / "pipe")
+    assert shared_api.client.get(f"/v1/runs/{run}/artifacts/pipe").status_code == 404
+
+
+def test_a_file_that_becomes_a_link_after_it_was_listed_is_not_followed(
+    shared_api: ApiServer, run: str, tmp_path: Path
+) -> None:
+    output = Storage(shared_api.settings).output_dir(run, 1)
+    members = archive.members(output, run)
+    (tmp_path / "other").write_bytes(b"secret" * 10_000)
+    (output / "adapter_model.safetensors").unlink()
+    (output / "adapter_model.safetensors").symlink_to(tmp_path / "other")
+    sent = []
+    with pytest.raises(OSError):
+        sent.extend(archive.stream(output, members))
+    assert b"secret" not in b"".join(sent)
+
+
+def test_no_descriptor_stays_open(shared_api: ApiServer, run: str) -> None:
+    def count() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    shared_api.client.get(f"/v1/runs/{run}/artifacts/README.md")
+    before = count()
+    for _ in range(20):
+        assert shared_api.client.get(f"/v1/runs/{run}/artifacts/README.md").content == b"# card\n"
+        assert shared_api.client.get(f"/v1/runs/{run}/artifacts/sub").status_code == 404
+    eventually(lambda: count() <= before + 2, what="files are closed")
 
 
 def _raw(api: ApiServer, request: bytes) -> bytes:

@@ -179,6 +179,12 @@ def test_the_list_is_filtered_and_paged(api: ApiServer, settings: Settings) -> N
     assert api.client.get("/v1/audit", params={"since": "yesterday"}).status_code == 422
 
 
+def test_from_before_there_was_anything_all_of_it_is_listed(api: ApiServer) -> None:
+    api.client.post("/v1/experiments", json={"name": "x"})
+    for since in ("1960-01-01T00:00:00Z", "0001-01-01T00:00:00Z"):
+        assert api.client.get("/v1/audit", params={"since": since}).json()["data"], since
+
+
 @pytest.mark.parametrize("scopes", [["read"], ["write"]])
 def test_the_list_is_for_admins_alone(api: ApiServer, scopes: list[str]) -> None:
     with api.client_with(api.key_with(scopes)) as client:

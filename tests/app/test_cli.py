@@ -90,6 +90,10 @@ class TestKeys:
         (shown,) = json.loads(anneal("keys", "list", "--json", **servers).stdout)["data"]
         assert (shown["id"], shown["scopes"]) == (key_id, ["read"]) and shown["revoked_at"].endswith("Z")
         assert "digest" not in shown
+        made = json.loads(anneal("keys", "create", "ci", "--scope", "read", "--json", **servers).stdout)
+        assert made["scopes"] == ["read"] and made["key"].startswith("anneal_")
+        ended = json.loads(anneal("keys", "revoke", made["id"], "--json", **servers).stdout)
+        assert ended == {"id": made["id"], "revoked": True}
 
     def test_a_key_may_read_and_write_unless_told_otherwise(self, servers: dict[str, str]) -> None:
         anneal("keys", "create", "usual", **servers)
@@ -110,6 +114,8 @@ class TestMigrate:
             assert first.returncode == 0, first.stderr
             assert first.stdout.startswith("From nothing to ")
             assert process("migrate", ANNEAL_DATABASE_URL=url).stdout.startswith("Already at revision ")
+            again = json.loads(process("migrate", "--json", ANNEAL_DATABASE_URL=url).stdout)
+            assert again["before"] == again["after"] == first.stdout.split()[-1].rstrip(".")
         finally:
             services.drop_database(url)
 

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
@@ -61,6 +62,15 @@ class TestCalls:
         assert told[-1] == len(ROWS)
         assert next(iter(client.datasets.list())).id == made.id
         assert client.datasets.get(made.id).preview[0] == {"text": "row 0"}
+
+    def test_a_pipe_is_uploaded_whole(self, client: Anneal, tmp_path: Path) -> None:
+        pipe = tmp_path / "rows.jsonl"
+        os.mkfifo(pipe)
+        writing = threading.Thread(target=pipe.write_bytes, args=(ROWS,))
+        writing.start()
+        made = client.datasets.upload(pipe)
+        writing.join(10)
+        assert (made.rows, made.bytes) == (5, len(ROWS))
 
     def test_a_list_goes_on_over_its_pages_and_ends_at_its_limit(self, client: Anneal, engine: Engine) -> None:
         dataset_id = make_dataset(engine)
@@ -203,7 +213,9 @@ class TestConnection:
             find_connection(self.settings(tmp_path, url="http://there:2"))
         assert find_connection(self.settings(tmp_path, url="http://127.0.0.1:1/")).key == "anneal_local"
 
-    @pytest.mark.parametrize("url", ["there:8700", "ftp://there", "http://"])
+    @pytest.mark.parametrize(
+        "url", ["there:8700", "ftp://there", "http://", "http://there:87x0", "http://[::1", "http://x:99999"]
+    )
     def test_an_address_that_is_none_is_told(self, url: str, tmp_path: Path) -> None:
         with pytest.raises(AnnealError, match="no address of a service"):
             find_connection(self.settings(tmp_path, url=url, api_key="anneal_x"))

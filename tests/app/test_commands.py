@@ -125,6 +125,7 @@ class TestNouns:
         assert "1 rows, prompt_completion" in uploaded.stderr and ", 2 tokens" in uploaded.stderr
         content = anneal("datasets", "content", uploaded.stdout.strip()).stdout
         assert content == '{"prompt": "q1", "completion": "a1"}\n'
+        assert "name a file in it" in anneal("datasets", "content", uploaded.stdout.strip(), "-o", ".", code=1).stderr
         anneal("datasets", "upload", "table", "--column", "prompt", code=2)
         assert "JSONL" in anneal("datasets", "content", "--help").stdout
 

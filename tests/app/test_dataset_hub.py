@@ -117,6 +117,25 @@ def test_a_hub_that_answers_nonsense_is_502(shared_api: ApiServer, hub: Hub, lis
     assert (answer.status_code, answer.json()["code"]) == (502, "hub_unusable")
 
 
+def test_a_gated_data_set_names_the_secret_that_opens_it(shared_api: ApiServer, hub: Hub) -> None:
+    """Its list of files is open to everybody, its files are not."""
+    hub.serve({"train.jsonl": lines({"text": "a"})})
+    del hub.files[f"/datasets/ada/words/resolve/{COMMIT}/train.jsonl"]
+    answer = _import(shared_api)
+    assert (answer.status_code, answer.json()["code"]) == (422, "hub_dataset_not_found")
+    assert "hf_token" in answer.json()["detail"] + str(answer.json()["errors"])
+
+
+def test_a_split_of_too_many_files_is_refused_and_never_cut(
+    shared_api: ApiServer, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.datasets.hub._MOST_FILES", 3)
+    hub.serve({f"audio/{number}.jsonl": b"" for number in range(9)} | {"train.jsonl": lines({"text": "a"})})
+    assert _rows(shared_api, _import(shared_api)) == [{"text": "a"}]
+    hub.serve({f"train-{number}.jsonl": lines({"text": "a"}) for number in range(4)})
+    assert _import(shared_api).json()["code"] == "too_many_files"
+
+
 def test_a_hub_that_is_away_is_502(shared_api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     answer = _import(shared_api)

@@ -11,6 +11,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from app.config import Settings
+from app.datasets import child, receiving, tokens
 from app.datasets.tokens import TokenCounter
 from app.db import sync_engine
 from app.ids import new_id
@@ -113,6 +114,46 @@ def test_a_tokenizer_that_makes_much_of_a_short_text_costs_its_own_process(setti
             assert errors(api, lines({"text": "a" * 50}), tokenizer="bomb") == [("tokenizer", "bad_tokenizer")]
         assert psutil.Process(api.process.pid).children() == []
     assert memory.grown < 30e6
+
+
+def test_a_row_longer_than_a_batch_counts_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "_BATCH_CHARACTERS", 100)
+    monkeypatch.setattr(tokens, "_PIECE_CHARACTERS", 40)
+    counter = TokenCounter("words", _tokenizer(tmp_path), Settings(home=tmp_path))
+    for words in (3, 1000, 1, 50, 50, 200):
+        counter.add(["a " * words])
+    told = counter.statistics()
+    counter.close()
+    assert (told["rows"], told["total"], told["min"], told["max"]) == (6, 1304, 1, 1000)
+
+
+def test_a_folder_of_the_same_name_where_the_service_was_started_is_not_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "__init__.py").write_text("raise SystemExit('not ours')")
+    (tmp_path / "json.py").write_text("raise SystemExit('not ours')")
+    monkeypatch.chdir(tmp_path)
+    counter = TokenCounter("words", _tokenizer(tmp_path), Settings(home=tmp_path))
+    counter.add(["a b"])
+    assert counter.statistics()["total"] == 2
+    counter.close()
+
+
+def test_only_so_many_processes_count_at_a_time(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "_turns", {})
+    monkeypatch.setattr(child, "MOST_AT_A_TIME", 1)
+    monkeypatch.setattr(receiving, "PATIENCE_SECONDS", 0.3)
+    file = _tokenizer(make_model(settings))
+    first = TokenCounter("words", file, settings)
+    with ThreadServer(settings) as api:
+        for content, name in ((lines({"text": "a"}), "d.jsonl"), (parquet([{"text": "a"}]), "d.parquet")):
+            refused = upload(api, content, name, tokenizer="tiny")
+            assert (refused.status_code, refused.json()["code"]) == (503, "too_many_uploads")
+            assert refused.headers["retry-after"] == "30"
+        assert upload(api, parquet([{"text": "a"}]), "d.parquet").status_code == 201
+        first.close()
+        assert _counted(api, lines({"text": "a a"}))["total"] == 2
 
 
 def test_memory_does_not_grow_with_rows_or_with_long_ones(tmp_path: Path) -> None:

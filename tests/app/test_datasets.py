@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -318,6 +319,12 @@ async def test_what_a_killed_upload_left_is_swept_and_data_sets_are_not(settings
         assert await service.sweep(session_maker(engine), storage, older_than_seconds=3600) == 0
         assert orphan.exists() and staged.exists()
         assert await service.sweep(session_maker(engine), storage, older_than_seconds=-1) == 2
+        # The database may be the older one of the two, so its word alone deletes nothing.
+        (aside,) = (settings.storage_root / "aside").iterdir()
+        assert (aside / orphan.name).read_bytes() == b"x" and not orphan.exists() and not staged.exists()
+        os.utime(aside, (0, time.time() - service.ASIDE_SECONDS - 60))
+        assert await service.sweep(session_maker(engine), storage, older_than_seconds=-1) == 0
+        assert not aside.exists()
     finally:
         await engine.dispose()
     assert _stored(settings) == [storage.dataset_file(kept, "jsonl")]

@@ -1,5 +1,6 @@
 """When the database counts as away."""
 
+import asyncio
 from collections.abc import Iterator
 
 import pytest
@@ -52,3 +53,34 @@ def test_a_mistake_of_ours_is_no_absence(engine: Engine) -> None:
     with engine.connect() as connection, pytest.raises(ProgrammingError) as refused:
         connection.execute(text("SELECT nothing FROM nowhere"))
     assert not is_away(refused.value)
+
+
+def _end_others(settings: Settings) -> None:
+    """Close every other connection to this database from the server's side, and wait until that has happened."""
+    others = "FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    with sync_engine(settings.database_url or "", pool_size=0).connect() as connection:
+        connection.execute(text(f"SELECT pg_terminate_backend(pid, 10000) {others}"))
+
+
+def test_connections_that_the_server_has_closed_are_replaced_before_they_are_used(settings: Settings) -> None:
+    engine = sync_engine(settings.database_url or "", pool_size=3)
+    held = [engine.connect() for _ in range(3)]
+    before = {connection.scalar(_PID) for connection in held}
+    for connection in held:
+        connection.close()
+    _end_others(settings)
+    for _ in range(4):
+        with engine.begin() as connection:
+            assert connection.scalar(_PID) not in before
+    engine.dispose()
+
+
+async def test_also_those_of_the_api(settings: Settings) -> None:
+    engine = async_engine(settings.database_url or "", pool_size=2)
+    async with engine.connect() as one, engine.connect() as other:
+        before = {await one.scalar(_PID), await other.scalar(_PID)}
+    await asyncio.to_thread(_end_others, settings)
+    for _ in range(3):
+        async with engine.connect() as connection:
+            assert await connection.scalar(_PID) not in before
+    await engine.dispose()

@@ -63,6 +63,12 @@ def test_every_command_has_help_with_an_example(command: tuple[str, ...]) -> Non
     assert re.search(rf"Example: `[^`]*anneal {' '.join(command)}\b", text), text
 
 
+@pytest.mark.parametrize("command", list(commands()), ids=" ".join)
+def test_what_answers_something_answers_it_as_json_too(command: tuple[str, ...]) -> None:
+    others = {("up",), ("api",), ("worker",), ("demo",), ("datasets", "content")}  # programs, and what is JSON anyway
+    assert ("--json" in CliRunner().invoke(cli, [*command, "--help"]).stdout) is (command not in others)
+
+
 def test_completion_can_be_installed_and_knows_the_nouns(tmp_path: Path) -> None:
     script = "import sys; sys.argv[0] = 'anneal'; from app.cli import main; main()"
     environment = {**os.environ, "HOME": str(tmp_path), "SHELL": "/bin/bash"}

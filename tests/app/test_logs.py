@@ -1,15 +1,17 @@
 """Log lines for people: all, the last ones, those with a text, and those still to come."""
 
+import asyncio
 import threading
 from collections.abc import Iterator
 
+import httpx
 import pytest
 from sqlalchemy import Engine
 
 from app.db import sync_engine
 from app.ids import new_id
 from tests.factories import Trainer, make_dataset, make_run
-from tests.server import ApiServer
+from tests.server import ApiServer, ThreadServer
 from tests.waiting import eventually
 
 
@@ -52,6 +54,16 @@ class TestPlain:
         assert lines(api, trainer, tail=3) == ["line 7", "line 8", "line 9"]
         assert lines(api, trainer, tail=100) == [f"line {number}" for number in range(10)]
         assert lines(api, trainer, tail=0) == []
+
+    def test_searches_that_look_at_every_line_take_turns_and_hold_nobody_else_up(
+        self, api: ApiServer, trainer: Trainer
+    ) -> None:
+        trainer.log("one")
+        assert isinstance(api, ThreadServer)
+        api.application.state.log_searches = asyncio.Semaphore(0)
+        with pytest.raises(httpx.ReadTimeout):
+            api.client.get(f"/v1/runs/{trainer.run_id}/logs", params={"tail": 1, "grep": "x"}, timeout=0.5)
+        assert lines(api, trainer, tail=1) == lines(api, trainer, grep="one") == ["one"]
 
     def test_grep_keeps_lines_with_the_text_and_tail_counts_those(self, api: ApiServer, trainer: Trainer) -> None:
         trainer.log(*(f"step {number} {'odd' if number % 2 else 'even'}" for number in range(10)))

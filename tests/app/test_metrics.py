@@ -64,6 +64,22 @@ class TestSeries:
         assert found["loss"] == {"steps": [1, 2], "values": [1.0, None], "min": 1.0, "max": 1.0}
         assert found["extra.kl"]["values"] == found["eval.loss"]["values"] == [None]
 
+    def test_what_is_not_as_agreed_makes_no_run_unreadable_or_unstoppable(
+        self, api: ApiServer, trainer: Trainer
+    ) -> None:
+        trainer.metric(1, loss="n/a", extra=None, learning_rate=True)
+        trainer.metric(2, loss=10**400, extra={"x": "y"})
+        trainer.events("metric", {"step": "three"})
+        run = f"/v1/runs/{trainer.run_id}"
+        history = api.client.get(run).json()["metrics_history"]
+        assert [(point["step"], point["loss"], point["learning_rate"]) for point in history] == [
+            (1, None, None),
+            (2, None, None),
+        ]
+        assert api.client.patch(run, json={"name": "odd"}).status_code == 200
+        assert api.client.post(f"{run}/stop").status_code == 202
+        assert api.client.get(run).json()["stop_requested_at"] is not None
+
     def test_a_run_without_metrics_has_no_series(self, api: ApiServer, trainer: Trainer) -> None:
         assert series(api, trainer) == {}
 

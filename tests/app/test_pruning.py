@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, func, select, text
+from sqlalchemy import Engine, func, select, text, update
 from typer.testing import CliRunner
 
 from app.checkpoints.models import Checkpoint
@@ -24,6 +24,7 @@ from app.events.partitions import ensure_partitions
 from app.events.stream import Streams
 from app.ids import id_at
 from app.queue import Queue
+from app.runs import pruning
 from app.runs.models import Run
 from app.runs.pruning import Policy, Pruned, prune
 from app.storage import Storage
@@ -233,8 +234,33 @@ class TestCheckpoints:
         assert prune(settings, Policy(checkpoints_days=30), dry_run=False) == Pruned()
         assert all(folder.is_dir() for folder in folders)
 
+    def test_a_run_whose_checkpoints_cannot_be_judged_keeps_nobody_elses(
+        self, engine: Engine, made: Made, settings: Settings, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        odd, usual = made.run(JANUARY), made.run(FEBRUARY)
+        folders = [made.checkpoint(trainer, step) for trainer in (odd, usual) for step in (1, 2)]
+        with engine.begin() as connection:
+            values = {"metrics": {"eval_loss": "x"}}
+            connection.execute(update(Checkpoint).where(Checkpoint.run_id == odd.run_id).values(values))
+        assert prune(settings, Policy(checkpoints_days=30), dry_run=False).checkpoints == 1
+        assert [folder.is_dir() for folder in folders] == [True, True, False, True]
+        assert odd.run_id in caplog.text
+
 
 class TestRuns:
+    def test_many_go_in_several_transactions_and_a_dry_run_counts_the_same(
+        self, engine: Engine, made: Made, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(pruning, "_RUNS_AT_ONCE", 2)
+        first = made.run(JANUARY, points=1)
+        second = made.run(JANUARY, points=1, parent_run_id=first.run_id)
+        made.run(JANUARY, points=1, parent_run_id=second.run_id)
+        for _ in range(4):
+            made.run(JANUARY, points=1)
+        assert prune(settings, Policy(runs_days=30), dry_run=True) == Pruned(runs=7)
+        assert prune(settings, Policy(runs_days=30), dry_run=False) == Pruned(runs=7)
+        assert runs(engine) == set()
+
     def test_old_runs_go_with_those_that_only_they_needed(self, engine: Engine, made: Made, settings: Settings) -> None:
         base = made.run(JANUARY)
         child = made.run(JANUARY, parent_run_id=base.run_id)
@@ -267,4 +293,6 @@ class TestCommand:
         assert nothing.exit_code == 1 and "ANNEAL_KEEP_" in nothing.output
         told = command.invoke(cli, ["prune", "--runs-days", "30", "--dry-run"])
         assert told.output == "Would delete 1 runs, 0 checkpoints (0 MiB) and no events.\n"
+        shown = json.loads(command.invoke(cli, ["prune", "--runs-days", "30", "--dry-run", "--json"]).output)
+        assert shown == {"dry_run": True, "runs": 1, "checkpoints": 0, "checkpoint_bytes": 0, "months": []}
         assert command.invoke(cli, ["prune", "--runs-days", "30"]).output.startswith("Deleted 1 runs")

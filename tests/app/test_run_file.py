@@ -23,6 +23,11 @@ class TestRunFile:
         Path("bad.yaml").write_text(text)
         assert sentence in anneal("runs", "create", "-f", "bad.yaml", code=1).stderr
 
+    @pytest.mark.parametrize("value", ["!!int x", "!!float x", "!!timestamp x", "!!binary ="])
+    def test_a_tag_that_does_not_fit_is_told(self, anneal: Anneal, run_file: Path, value: str) -> None:
+        done = anneal("runs", "create", "-f", str(run_file), "--set", f"name={value}", code=1)
+        assert "is not understood" in done.stderr and "Traceback" not in done.stderr
+
     def test_a_duplicate_key_of_json_is_refused_by_name(self, anneal: Anneal) -> None:
         Path("bad.json").write_text('{"dataset_id": "a", "dataset_id": "b"}')
         assert "the key 'dataset_id' is there twice" in anneal("runs", "create", "-f", "bad.json", code=1).stderr

@@ -140,6 +140,8 @@ class Campaign:
                 case.path_parameters["path"] = "fake_model.json"
         if case.path.endswith("/backends/{name}") and self._chance.random() < 0.5:
             case.path_parameters["name"] = self._chance.choice(["celery", "fake"])
+        if case.path.endswith("/secrets/{name}") and self._chance.random() < 0.6:
+            case.path_parameters["name"] = self._chance.choice(["hf_token", "wandb_token"])
         if case.path.endswith("/stop") and self._chance.random() < 0.4:
             case.path_parameters["run_id"] = self._stack.create({"steps": 1000})
         for name in list(case.query or {}):

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import alembic.config
 import httpx
 import psycopg
 import pytest
@@ -53,17 +52,9 @@ Newer = Callable[[], None]
 @pytest.fixture
 def newer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Newer:
     """From its call on, this process is a version with two more migrations than the replicas have."""
-    ours = migrate.alembic_config
     for revision, source in SOURCES.items():
         (tmp_path / f"{revision}_more.py").write_text(source.replace("{head}", migrate.head()))
-
-    def config() -> alembic.config.Config:
-        with_more = ours()
-        with_more.set_main_option("version_path_separator", "os")
-        with_more.set_main_option("version_locations", f"{VERSIONS[0].parent}:{tmp_path}")
-        return with_more
-
-    return lambda: monkeypatch.setattr(migrate, "alembic_config", config)
+    return lambda: monkeypatch.setattr(migrate, "VERSIONS", (*migrate.VERSIONS, tmp_path))
 
 
 @pytest.fixture

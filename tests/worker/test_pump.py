@@ -9,9 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, event
+from sqlalchemy import Engine, event, select
 from sqlalchemy.exc import OperationalError, ProgrammingError
 
+from app.checkpoints.models import Checkpoint
 from app.config import Settings
 from app.db import sync_engine
 from app.events.log import Fenced, NewEvent
@@ -139,6 +140,56 @@ def test_what_postgres_refuses_is_told_and_the_rest_is_stored(lab: Lab) -> None:
     events = lab.events()[2:]
     assert [kind for kind, _ in events] == ["log", "metric", "log"]
     assert events[1][1]["loss"] is None and "loss" in events[1][1]["non_finite"]
+
+
+@pytest.mark.parametrize("name", ["../../../datasets/ds_x", "/etc", "checkpoint-2", "checkpoint-1/..", ""])
+def test_a_checkpoint_that_is_not_called_as_it_has_to_be_is_none(lab: Lab, name: str) -> None:
+    """Its name is that of a folder which is removed one day."""
+    lab.says("phase", name="training", start_step=0, total_steps=10)
+    lab.says("checkpoint", **{**checkpoint(1), "name": name})
+    lab.says("checkpoint", **{**checkpoint(3), "metrics": {"eval_loss": "x", "loss": 2.0}})
+    lab.writer.drain()
+    kept = [data for kind, data in lab.events() if kind == "checkpoint"]
+    assert [data["step"] for data in kept] == [3]
+    assert any("is called checkpoint-1" in data.get("line", "") for _, data in lab.events())
+    with lab.engine.connect() as connection:
+        assert connection.scalar(select(Checkpoint.metrics)) == {"loss": 2.0, "best_loss": None}
+
+
+@pytest.mark.parametrize("fields", [{"step": 2**31}, {"step": "7"}, {"step": 1.5}, {"step": 1, "total_steps": "many"}])
+def test_a_step_that_is_none_is_told_and_training_goes_on(lab: Lab, fields: dict[str, Any]) -> None:
+    lab.says("phase", name="training", start_step=0, total_steps=10)
+    lab.says("metric", epoch=0.1, loss=2.0, **fields)
+    lab.says("metric", step=4, epoch=0.2, loss=1.0)
+    lab.writer.drain()
+    assert [data["step"] for kind, data in lab.events() if kind == "metric"] == [4]
+    assert any("whole number" in data.get("line", "") for _, data in lab.events())
+    assert run_row(lab.engine, lab.run.id).current_step == 4
+
+
+def test_what_was_stored_of_a_refused_batch_is_not_stored_again_after_an_outage(lab: Lab) -> None:
+    """The batch is halved because of one event, and the database goes away between the halves."""
+    transactions = 0
+
+    def fail_once(connection: Any) -> None:
+        nonlocal transactions
+        transactions += 1
+        if transactions == 3:  # the batch, its first half, and now the second
+            raise OperationalError("BEGIN", {}, Exception("the server closed the connection"))
+
+    batch = [NewEvent("log", datetime.now(UTC), json.dumps({"line": f"line {number}"})) for number in range(8)]
+    batch[6] = NewEvent("log", datetime.now(UTC), "{no JSON")
+    lab.writer.drain()
+    event.listen(lab.engine, "begin", fail_once)
+    with lab.writer._changed:  # so that all of them are one batch
+        for one in batch:
+            lab.writer._waiting.put(one)
+        lab.writer._changed.notify_all()
+    lab.writer.drain()
+    event.remove(lab.engine, "begin", fail_once)
+    told = [data["line"] for kind, data in lab.events() if kind == "log"]
+    assert told[:6] == [f"line {number}" for number in range(6)] and told[7] == "line 7" and len(told) == 8
+    assert "could not be stored" in told[6]
 
 
 def test_one_event_that_is_refused_costs_only_itself(lab: Lab) -> None:

@@ -23,6 +23,7 @@ class ParquetReader:
         self._spool = spool
         self._settings = settings
         self._file: BinaryIO = spool.open("wb", buffering=0)
+        self._is_whole = False
         self._child: Child | None = None
         self._came = 0
         self._line = bytearray()
@@ -36,20 +37,13 @@ class ParquetReader:
 
     def end(self) -> None:
         self._file.close()
-        if self._spool.stat().st_size == 0:
-            return
-        self._child = Child(
-            _PROGRAM,
-            [str(self._spool), str(self._most_bytes), *self._rows.needed],
-            self._settings,
-            silent=_SILENT_SECONDS,
-            most_seconds=_MOST_SECONDS,
-            environment={"ARROW_DEFAULT_MEMORY_POOL": "system"},  # which gives memory back
-        )
+        self._is_whole = self._spool.stat().st_size > 0
 
     def more(self) -> bool:
-        if self._child is None:
+        if not self._is_whole:
             return False
+        if self._child is None:
+            self._child = self._start()
         try:
             piece = self._child.read()
         except ChildFailed as error:
@@ -65,6 +59,16 @@ class ParquetReader:
         if self._child is not None:
             self._child.close()
         self._spool.unlink(missing_ok=True)
+
+    def _start(self) -> Child:
+        return Child(
+            _PROGRAM,
+            [str(self._spool), str(self._most_bytes), *self._rows.needed],
+            self._settings,
+            silent=_SILENT_SECONDS,
+            most_seconds=_MOST_SECONDS,
+            environment={"ARROW_DEFAULT_MEMORY_POOL": "system"},  # which gives memory back
+        )
 
     def _take(self, piece: bytes) -> bool:
         start = 0

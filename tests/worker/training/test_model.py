@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from app.runs.config import Machine, TrainingConfig
-from tests.worker.training.tiny import make_job, run_cold
+from tests.worker.training.tiny import Forks, make_job
 from worker.training import base, model
 
 CPU = Machine(kind="cpu", bf16=True)
@@ -78,16 +79,16 @@ class TestRevision:
         config = {"method": "lora", "max_steps": 1, "max_seq_length": 64}
         job = make_job(tmp_path / "1", tiny_model, chats, **config)
         job["base_model"] = {"name": "owner/m", "path": None, "hub": "owner/m", "revision": "v1"}
-        first = run_cold(job, HF_HUB_CACHE=str(hub_cache), HF_HUB_OFFLINE="1")
-        assert first.result["outcome"] == "completed", (first.result, first.stderr[-2000:])
-        assert first.of("config")[0]["facts"]["base_revision"] == COMMIT
-        assert f"commit `{COMMIT}`" in (first.output / "README.md").read_text()
-        described = json.loads((first.output / "adapter_config.json").read_text())
-        assert (described["base_model_name_or_path"], described["revision"]) == ("owner/m", COMMIT)
+        with closing(Forks(HF_HUB_CACHE=str(hub_cache), HF_HUB_OFFLINE="1")) as trainers:
+            first = trainers.run(job)
+            assert first.result["outcome"] == "completed", (first.result, first.stderr[-2000:])
+            assert first.of("config")[0]["facts"]["base_revision"] == COMMIT
+            assert f"commit `{COMMIT}`" in (first.output / "README.md").read_text()
+            described = json.loads((first.output / "adapter_config.json").read_text())
+            assert (described["base_model_name_or_path"], described["revision"]) == ("owner/m", COMMIT)
 
-        # No branch leads there any more: what builds on the adapter asks for the commit that the adapter names.
-        shutil.rmtree(cache / "refs")
-        job = make_job(tmp_path / "2", first.output, chats, **config)
-        again = run_cold(job, HF_HUB_CACHE=str(hub_cache), HF_HUB_OFFLINE="1")
+            # No branch leads there any more: what builds on the adapter asks for the commit that the adapter names.
+            shutil.rmtree(cache / "refs")
+            again = trainers.run(make_job(tmp_path / "2", first.output, chats, **config))
         assert again.result["outcome"] == "completed", (again.result, again.stderr[-2000:])
         assert again.of("config")[0]["facts"]["base_revision"] == COMMIT
