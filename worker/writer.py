@@ -156,14 +156,14 @@ class Writer:
                 first.stored()
             else:
                 self._append_or_bisect([event for event in batch if isinstance(event, NewEvent)])
-            self._host.wake(self._run.id)
 
     def _drop(self, count: int) -> None:
-        """So many of the first that waited are stored."""
+        """So many of the first that waited are stored, and whoever reads may look."""
         with self._changed:
             if not self._over:
                 self._waiting.drop(count)
             self._changed.notify_all()
+        self._host.wake(self._run.id)
 
     def _next(self) -> list[NewEvent | Step]:
         """The first events that wait, up to the next change; or one change; or nothing."""

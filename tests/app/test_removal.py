@@ -185,7 +185,7 @@ class TestAtOnce:
         with monkeypatch.context() as patched:
             patched.setattr(Storage, "remove_run", refuse)
             assert shared_api.client.delete(f"/v1/runs/{run_id}").status_code == 204
-            eventually(lambda: tried == [run_id])
+            eventually(lambda: run_id in tried)  # perhaps with what another deletion has left
             assert left_of(engine, run_id)["removals"] == 1
         other = trained(shared_api, engine)
         shared_api.client.delete(f"/v1/runs/{other}")

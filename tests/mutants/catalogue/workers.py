@@ -62,8 +62,8 @@ MUTANTS = (
             ),
             Change(
                 "worker/writer.py",
-                "                first.stored()\n            self._host.wake(self._run.id)\n",
-                "                first.stored()\n",
+                "            self._changed.notify_all()\n        self._host.wake(self._run.id)\n",
+                "            self._changed.notify_all()\n",
             ),
         ),
         test=f"{_END}::test_readers_are_woken_when_there_is_something_to_read",
