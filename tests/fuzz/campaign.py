@@ -90,7 +90,7 @@ class Campaign:
         self._kept_run = ""
 
     def run(self, cases: int) -> Result:
-        """Make about so many requests."""
+        """Make so many requests, or a few more."""
         each = max(1, round(cases * (1 - SEQUENCES) / len(self._operations) / PASSES)) + 1
         for number in range(PASSES):
             order = list(self._operations)
@@ -103,7 +103,7 @@ class Campaign:
             print(f"pass {number + 1} of {PASSES}: {self.result.cases:,} cases", flush=True)
         before = self.result.cases
         random.seed(self._seed)  # which is where hypothesis takes its own from
-        while self.result.sequences < cases * SEQUENCES:
+        while self.result.sequences < cases * SEQUENCES or self.result.cases < cases:
             self._sequences()
             self.result.sequences = self.result.cases - before
         return self.result
