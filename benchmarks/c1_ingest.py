@@ -10,10 +10,11 @@ draw a curve, of the same 100 rows, one for each event, into a table with the co
 import random
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import psycopg
 
@@ -30,8 +31,8 @@ STEPS = POINTS // (len(NAMES) + len(EXTRA))
 BLOCKS = 9
 CALLS = {"ours": 60, "COPY": 60, "COPY of events": 60, "MLflow": 6}
 GOAL_MLFLOW, GOAL_COPY = 25.0, 0.6
-_EVENTS = "COPY c1_events (run_id, seq, type, attempt, ts, data) FROM STDIN"
-_POINTS = "COPY c1_points (run_id, seq, name, step, value, ts) FROM STDIN"
+_COLUMNS = "run_id text, seq bigint, name text, step bigint, value double precision, ts timestamptz"
+MakeRows = Callable[[list[tuple[int, dict[str, float]]], int], list[Any]]
 _RUN_ID = "run_00000000000000000000000000"
 
 
@@ -44,7 +45,10 @@ def main(scale: float = 1.0) -> bool:
         mlflow = Mlflow(service)
         print("C1", settings(service, "log_batch of 1,000 metrics straight to its store"), flush=True)
         ours, peer = Ours(service), Peer(mlflow)
-        points, events = stack.enter_context(FloorOfPoints(service)), stack.enter_context(FloorOfEvents(service))
+        keyed, copied = f"{_COLUMNS}, PRIMARY KEY (run_id, seq)", "run_id, seq, name, step, value, ts"
+        points = stack.enter_context(Floor(service, "c1_points", keyed, copied, _rows_of_points, POINTS))
+        like, copied = "LIKE run_events INCLUDING ALL", "run_id, seq, type, attempt, ts, data"
+        events = stack.enter_context(Floor(service, "c1_events", like, copied, _rows_of_events, STEPS))
         turns = Turns("C1", BLOCKS)
         sides = {"ours": ours, "COPY": points, "COPY of events": events, "MLflow": peer}
         turns.take({name: Lane(side.store, calls[name], side.prepare) for name, side in sides.items()})
@@ -116,77 +120,48 @@ class Ours:
             assert connection.execute(rolled_up, run_id).fetchone() == (self._points.steps,)
 
 
+def _rows_of_points(steps: list[tuple[int, dict[str, float]]], first: int) -> list[Any]:
+    """A row for each point, numbered from `first` on."""
+    now = datetime.now(UTC)
+    points = ((name, step, value) for step, found in steps for name, value in found.items())
+    return [(_RUN_ID, seq, name, step, value, now) for seq, (name, step, value) in enumerate(points, first)]
+
+
+def _rows_of_events(steps: list[tuple[int, dict[str, float]]], first: int) -> list[Any]:
+    """A row for each event, as the log has it."""
+    return [(_RUN_ID, seq, one.type, 1, one.ts, one.data) for seq, one in enumerate(_events(steps), first)]
+
+
 class Floor:
-    """Rows by COPY into a table that has nothing to do but to take them."""
+    """So many rows a call by COPY into a table that has nothing to do but to take them."""
 
-    table: str
-    copy: str
-
-    def __init__(self, service: Stack, columns: str) -> None:
+    def __init__(self, service: Stack, table: str, columns: str, copied: str, rows: MakeRows, a_call: int) -> None:
         self._connection = psycopg.connect(service.settings.database_url or "")
-        self._connection.execute(f"CREATE TABLE {self.table} ({columns})")
+        self._connection.execute(f"CREATE TABLE {table} ({columns})")
         self._connection.commit()
+        self._copy, self._count = f"COPY {table} ({copied}) FROM STDIN", f"SELECT count(*) FROM {table}"
+        self._rows, self._a_call = rows, a_call
         self._points = Points()
         self._ready: list[list[Any]] = []
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Floor":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._connection.close()
 
     def prepare(self) -> None:
-        self._ready.append(self._rows(self._points.next()))
-
-    def _rows(self, steps: list[tuple[int, dict[str, float]]]) -> list[Any]:
-        raise NotImplementedError
-
-    def _count(self) -> int:
-        raise NotImplementedError
+        first = self._points.calls * self._a_call + 1
+        self._ready.append(self._rows(self._points.next(), first))
 
     def store(self) -> None:
-        with self._connection.cursor() as cursor, cursor.copy(self.copy) as copy:
+        with self._connection.cursor() as cursor, cursor.copy(self._copy) as copy:
             for row in self._ready.pop():
                 copy.write_row(row)
         self._connection.commit()
 
     def check(self) -> None:
-        found = self._connection.execute(f"SELECT count(*) FROM {self.table}").fetchone()
-        assert found == (self._count(),)
-
-
-class FloorOfPoints(Floor):
-    """A row for each point."""
-
-    table, copy = "c1_points", _POINTS
-
-    def __init__(self, service: Stack) -> None:
-        columns = "run_id text, seq bigint, name text, step bigint, value double precision, ts timestamptz"
-        super().__init__(service, f"{columns}, PRIMARY KEY (run_id, seq)")
-
-    def _rows(self, steps: list[tuple[int, dict[str, float]]]) -> list[Any]:
-        now, first = datetime.now(UTC), self._count() - POINTS + 1
-        points = ((name, step, value) for step, found in steps for name, value in found.items())
-        return [(_RUN_ID, seq, name, step, value, now) for seq, (name, step, value) in enumerate(points, first)]
-
-    def _count(self) -> int:
-        return self._points.calls * POINTS
-
-
-class FloorOfEvents(Floor):
-    """A row for each event, in a table like the log."""
-
-    table, copy = "c1_events", _EVENTS
-
-    def __init__(self, service: Stack) -> None:
-        super().__init__(service, "LIKE run_events INCLUDING ALL")
-
-    def _rows(self, steps: list[tuple[int, dict[str, float]]]) -> list[Any]:
-        events = enumerate(_events(steps), self._count() - STEPS + 1)
-        return [(_RUN_ID, seq, one.type, 1, one.ts, one.data) for seq, one in events]
-
-    def _count(self) -> int:
-        return self._points.steps
+        assert self._connection.execute(self._count).fetchone() == (self._points.calls * self._a_call,)
 
 
 class Peer:

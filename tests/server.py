@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from types import TracebackType
 
@@ -17,7 +18,7 @@ from app.protocol import Protocol
 from tests.waiting import eventually
 
 
-class ApiServer:
+class ApiServer(ABC):
     """What tests talk to: `url`, a `key` that may do everything, and a `client` that sends it."""
 
     def __init__(self, settings: Settings) -> None:
@@ -37,11 +38,13 @@ class ApiServer:
         """A further key."""
         return create_key_sync(self.settings, "further", scopes)
 
+    @abstractmethod
     def start(self) -> None:
-        raise NotImplementedError
+        """Begin to serve."""
 
+    @abstractmethod
     def stop(self) -> None:
-        raise NotImplementedError
+        """End it in good order."""
 
     def wait_until_up(self) -> None:
         """Return once the server answers."""

@@ -52,7 +52,7 @@ async def download_artifacts(run_id: str, session: Session, storage: CurrentStor
 async def download_artifact(run_id: str, path: str, session: Session, storage: CurrentStorage) -> FileResponse:
     """One file, whole or the ranges asked for."""
     folder = await service.output_folder(session, storage, run_id)
-    return _OpenFile(await asyncio.to_thread(service.open_file, storage, folder, path), path.rpartition("/")[2])
+    return _OpenFile(await asyncio.to_thread(service.open_file, folder, path), path.rpartition("/")[2])
 
 
 class _OpenFile(FileResponse):

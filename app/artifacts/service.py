@@ -35,13 +35,13 @@ def listed(folder: Path) -> list[Artifact]:
     return sorted(found, key=lambda file: file.path)
 
 
-def open_file(storage: Storage, folder: Path, path: str) -> int:
+def open_file(folder: Path, path: str) -> int:
     """A descriptor of the file at `path` below `folder`; 404 for everything that is not a plain file inside it.
 
     The training process owns this folder and what is in it: nothing there can be trusted to stay what it was.
     """
     try:
-        return storage.open_below(folder, path)
+        return Storage.open_below(folder, path)
     except (OutsideStorage, OSError):
         # What lies outside does not exist here, and the answer must not tell the two apart.
         raise ApiError(

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import math
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,7 +14,6 @@ from app.runs.rollups import NAMED, step_of, values
 from app.runs.schemas import TrainingMetrics
 
 _CHUNK = 5000
-_LARGEST = sys.float_info.max
 
 Points = dict[str, dict[int, float | None]]
 """The values of each series by their steps."""
@@ -36,13 +34,9 @@ async def recent(session: AsyncSession, run_id: str, most: int) -> list[Training
 
 def _shown(step: int, data: dict[str, Any]) -> TrainingMetrics:
     """What of an event is as agreed: whatever else a trainer has sent must not make its run unreadable."""
-    named = {name: value for name in NAMED if _is_number(value := data.get(name))}
-    extra = data.get("extra")
+    numbers, extra = dict(values("metric", data)), data.get("extra")
+    named = {name: numbers.get(name) for name in NAMED}
     return TrainingMetrics(step=step, **named, extra=extra if isinstance(extra, dict) else {})
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
 
 async def all_points(

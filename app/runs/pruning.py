@@ -127,11 +127,9 @@ class Pruning:
             async with self._sessions() as session, session.begin():
                 other = aliased(Run)
                 needed = select(other.id).where((other.parent_run_id == Run.id) | (other.base_run_id == Run.id))
-                if gone:  # a dry run only imagines that they went
-                    needed = needed.where(other.id != all_(literal(sorted(gone), ARRAY(Text))))
-                query = select(Run.id).where(*_ended(before), ~Run.pinned, ~needed.exists())
-                if gone:
-                    query = query.where(Run.id != all_(literal(sorted(gone), ARRAY(Text))))
+                imagined = all_(literal(sorted(gone), ARRAY(Text)))  # what a dry run has let go
+                needed = needed.where(other.id != imagined)
+                query = select(Run.id).where(*_ended(before), ~Run.pinned, ~needed.exists(), Run.id != imagined)
                 found = (await session.scalars(query.limit(_RUNS_AT_ONCE).with_for_update(skip_locked=True))).all()
                 if not found:
                     break

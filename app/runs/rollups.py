@@ -53,32 +53,21 @@ def values(kind: str, data: dict[str, Any]) -> list[tuple[str, float | None]]:
     more = found if isinstance(found, dict) else {}
     cut_out = data.get("non_finite")
     gaps = {name for name in cut_out if isinstance(name, str)} if isinstance(cut_out, list) else set()
-    series: list[tuple[str, float | None]] = []
     if kind == "eval":
-        for name, value in more.items():
-            _add(series, f"eval.{name}", value, f"metrics.{name}" in gaps)
-        return series
-    # Finite floats, which is nearly all there ever are, without a call for each: a thousand of them a transaction.
-    for name in NAMED:
-        value = data.get(name)
-        if type(value) is float and _LOWEST <= value <= _HIGHEST:
-            series.append((name, value))
-        else:
-            _add(series, name, value, name in gaps)
-    for name, value in more.items():
-        if type(value) is float and _LOWEST <= value <= _HIGHEST:
-            series.append((f"extra.{name}", value))
-        else:
-            _add(series, f"extra.{name}", value, f"extra.{name}" in gaps)
+        parts = [("eval.", "metrics.", more)]
+    else:
+        parts = [("", "", {name: data.get(name) for name in NAMED}), ("extra.", "extra.", more)]
+    series: list[tuple[str, float | None]] = []
+    for prefix, path, named in parts:
+        for name, value in named.items():
+            # Nearly all there ever are: a thousand of them a transaction.
+            if type(value) is float and _LOWEST <= value <= _HIGHEST:
+                series.append((prefix + name, value))
+            elif isinstance(value, int | float) and not isinstance(value, bool):
+                series.append((prefix + name, float(value) if _LOWEST <= value <= _HIGHEST else None))
+            elif value is None and path + name in gaps:
+                series.append((prefix + name, None))  # a gap in the curve, not a missing point
     return series
-
-
-def _add(series: list[tuple[str, float | None]], name: str, value: Any, is_gap: bool) -> None:
-    """A number; or null for one that was not finite, a gap in the curve and not a missing point."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        series.append((name, float(value) if _LOWEST <= value <= _HIGHEST else None))
-    elif value is None and is_gap:
-        series.append((name, None))
 
 
 def _join(into: Series, later: Series) -> None:
