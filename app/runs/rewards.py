@@ -90,9 +90,9 @@ def _wrong_with_schema(schema: dict[str, Any]) -> str | None:
         return f"is not a JSON Schema, at {error.json_path}: {error.message[:200]}"
     except (RecursionError, ArithmeticError, ValueError) as error:
         return f"is not a JSON Schema: {error}"
-    for keyword, value in _keywords(schema):
-        if keyword in ("$id", "$dynamicRef", "unevaluatedProperties"):
-            # These move or hide what a reference means; the last matches patterns where no time limit reaches.
+    for keyword, value in _keywords({name: value for name, value in schema.items() if name != "$schema"}):
+        if keyword in ("$schema", "$id", "$dynamicRef", "unevaluatedProperties"):
+            # These move what a reference means; the last matches patterns where no time limit reaches.
             return f"cannot hold `{keyword}`"
         if keyword == "$ref" and isinstance(value, str) and not _is_in(schema, value):
             return f"has a `$ref` to {value[:100]!r}; it can be to `#` or to what there is below `#/$defs/`"
