@@ -216,6 +216,8 @@ Reward = Annotated[
     Field(discriminator="type"),
 ]
 """One term of the reward."""
+WITH_ANSWER = ("exact_match", "numeric_match")
+"""Types of rewards that hold a completion against the `answer` of its row."""
 
 
 def names(rewards: Sequence[Reward]) -> list[str]:
@@ -230,9 +232,4 @@ def names(rewards: Sequence[Reward]) -> list[str]:
 
 def needs_answer(rewards: Sequence[Reward]) -> bool:
     """Whether every row of the data must have an `answer`."""
-    return any(isinstance(reward, ExactMatchReward | NumericMatchReward) for reward in rewards)
-
-
-def models(rewards: Sequence[Reward]) -> list[str]:
-    """Names of the reward models, in the order of the rewards that use them."""
-    return [reward.model for reward in rewards if isinstance(reward, ModelReward)]
+    return any(reward.type in WITH_ANSWER for reward in rewards)

@@ -41,8 +41,8 @@ MUTANTS = (
         changes=(
             Change(
                 "app/runs/removal.py",
-                "other.parent_run_id.in_(runs) | other.base_run_id.in_(runs),",
-                "other.parent_run_id.in_(runs),",
+                "other.parent_run_id.in_(runs) | other.base_run_id.in_(runs) | other.id.in_(judged),",
+                "other.parent_run_id.in_(runs) | other.id.in_(judged),",
             ),
         ),
         test="tests/app/test_removal.py::TestDeleteRun::test_one_that_others_build_on_stays_until_they_are_gone",
