@@ -47,15 +47,15 @@ def _checked_pattern(pattern: str) -> str:
 
 
 def _wrong_with(pattern: str) -> str | None:
-    # Letters to the one engine, and more than that to the other.
-    if _LITERAL_BRACE.search(pattern):
-        return r"has a `{` that repeats nothing; write it as `\{`"
     if posix := _POSIX_CLASS.search(pattern):
         return f"has a class `{posix[0]}`, which Python's `re` does not know; write the characters out"
     try:
         re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
         return f"is not a regular expression of Python's `re`: {error}"
+    # A letter to the one engine, and more than that to the other.
+    if _LITERAL_BRACE.search(pattern):
+        return r"has a `{` that repeats nothing; write it as `\{`"
     # The engine with a time limit unrolls what is repeated: a few nested ones would take all memory.
     if math.prod(max(1, *(int(n or 0) for n in repeat)) for repeat in _REPEAT.findall(pattern)) > _MOST_REPEATS:
         return f"repeats too much: the numbers in braces multiply to more than {_MOST_REPEATS:,}; use `*` or `+`"
