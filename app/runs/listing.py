@@ -16,6 +16,10 @@ from app.runs.views import DOCUMENTS, MOMENTS, NUMBERS, PLAIN
 Sort = Literal["created_at", "best_loss"]
 
 _NOT_FINITE = "('NaN', 'Infinity', '-Infinity')"
+_REWARD_RUN_IDS = (
+    "(SELECT coalesce(json_agg(reward_run_id ORDER BY reward_run_id), '[]'::json) "
+    "FROM run_reward_models WHERE run_id = runs.id)"
+)
 _RFC_3339 = 'YYYY-MM-DD"T"HH24:MI:SS.MS"Z"'
 
 
@@ -29,6 +33,7 @@ def _shown() -> ColumnElement[str]:
     # JSON has no word for the others.
     shown |= {name: f"CASE WHEN runs.{name} NOT IN {_NOT_FINITE} THEN runs.{name} END" for name in NUMBERS}
     shown |= {name: f"to_char(runs.{name} AT TIME ZONE 'UTC', '{_RFC_3339}')" for name in MOMENTS}
+    shown["reward_run_ids"] = _REWARD_RUN_IDS
     pairs = ", ".join(f"'{name}', {value}" for name, value in shown.items())
     return literal_column(f"cast(json_build_object({pairs}) AS text)", Text)
 

@@ -47,15 +47,15 @@ def _checked_pattern(pattern: str) -> str:
 
 
 def _wrong_with(pattern: str) -> str | None:
-    # Letters to the one engine, and more than that to the other.
-    if _LITERAL_BRACE.search(pattern):
-        return r"has a `{` that repeats nothing; write it as `\{`"
     if posix := _POSIX_CLASS.search(pattern):
         return f"has a class `{posix[0]}`, which Python's `re` does not know; write the characters out"
     try:
         re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
         return f"is not a regular expression of Python's `re`: {error}"
+    # A letter to the one engine, and more than that to the other.
+    if _LITERAL_BRACE.search(pattern):
+        return r"has a `{` that repeats nothing; write it as `\{`"
     # The engine with a time limit unrolls what is repeated: a few nested ones would take all memory.
     if math.prod(max(1, *(int(n or 0) for n in repeat)) for repeat in _REPEAT.findall(pattern)) > _MOST_REPEATS:
         return f"repeats too much: the numbers in braces multiply to more than {_MOST_REPEATS:,}; use `*` or `+`"
@@ -90,9 +90,9 @@ def _wrong_with_schema(schema: dict[str, Any]) -> str | None:
         return f"is not a JSON Schema, at {error.json_path}: {error.message[:200]}"
     except (RecursionError, ArithmeticError, ValueError) as error:
         return f"is not a JSON Schema: {error}"
-    for keyword, value in _keywords(schema):
-        if keyword in ("$id", "$dynamicRef", "unevaluatedProperties"):
-            # These move or hide what a reference means; the last matches patterns where no time limit reaches.
+    for keyword, value in _keywords({name: value for name, value in schema.items() if name != "$schema"}):
+        if keyword in ("$schema", "$id", "$dynamicRef", "unevaluatedProperties"):
+            # These move what a reference means; the last matches patterns where no time limit reaches.
             return f"cannot hold `{keyword}`"
         if keyword == "$ref" and isinstance(value, str) and not _is_in(schema, value):
             return f"has a `$ref` to {value[:100]!r}; it can be to `#` or to what there is below `#/$defs/`"
@@ -216,6 +216,8 @@ Reward = Annotated[
     Field(discriminator="type"),
 ]
 """One term of the reward."""
+WITH_ANSWER = ("exact_match", "numeric_match")
+"""Types of rewards that hold a completion against the `answer` of its row."""
 
 
 def names(rewards: Sequence[Reward]) -> list[str]:
@@ -230,9 +232,4 @@ def names(rewards: Sequence[Reward]) -> list[str]:
 
 def needs_answer(rewards: Sequence[Reward]) -> bool:
     """Whether every row of the data must have an `answer`."""
-    return any(isinstance(reward, ExactMatchReward | NumericMatchReward) for reward in rewards)
-
-
-def models(rewards: Sequence[Reward]) -> list[str]:
-    """Names of the reward models, in the order of the rewards that use them."""
-    return [reward.model for reward in rewards if isinstance(reward, ModelReward)]
+    return any(reward.type in WITH_ANSWER for reward in rewards)

@@ -7,6 +7,7 @@ from typing import Any
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.checkpoints.service import furthest_good
+from app.runs import service
 from app.runs.metrics import recent
 from app.runs.models import Run
 from app.runs.schemas import RunRead
@@ -32,7 +33,8 @@ async def one(session: AsyncSession, storage: Storage, run: Run) -> RunRead:
     # Who has never been claimed has neither checkpoints nor metrics, and a request for a run is not to wait for that.
     saved = await furthest_good(session, run.id) if run.attempt else None
     derived = _derived(storage, run, [saved.step, saved.attempt] if saved else None)
-    return RunRead(**same, **derived, metrics_history=history)
+    judges = await service.reward_run_ids(session, run)
+    return RunRead(**same, **derived, reward_run_ids=list(judges), metrics_history=history)
 
 
 def page(storage: Storage, rows: Sequence[Any], has_more: bool) -> bytes:
