@@ -1,9 +1,9 @@
 """Runs as they go over the wire."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic_core import to_json
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.checkpoints.service import furthest_good
@@ -23,7 +23,6 @@ PLAIN = (
 )  # fmt: skip
 _SAME = (*PLAIN, *NUMBERS, *MOMENTS, *DOCUMENTS)
 _HISTORY = 100
-_as_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 async def one(session: AsyncSession, storage: Storage, run: Run) -> RunRead:
@@ -39,7 +38,7 @@ async def one(session: AsyncSession, storage: Storage, run: Run) -> RunRead:
 
 def page(storage: Storage, rows: Sequence[Any], has_more: bool) -> bytes:
     """A `Page[RunSummary]` in JSON, of the rows that `app.runs.listing` finds."""
-    items = [f"{_as_json(_derived(storage, row, row.furthest))[:-1]},{row.shown[1:]}" for row in rows]
+    items = [f"{to_json(_derived(storage, row, row.furthest)).decode()[:-1]},{row.shown[1:]}" for row in rows]
     return f'{{"data":[{",".join(items)}],"has_more":{"true" if has_more else "false"}}}'.encode()
 
 
