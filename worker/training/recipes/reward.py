@@ -8,7 +8,7 @@ from trl import RewardConfig, RewardTrainer
 from app.runs.config import Replacement
 from worker.training import data, model, pairs
 from worker.training.pairs import Pairs
-from worker.training.recipes import common
+from worker.training.recipes import steps
 from worker.training.run import Run
 from worker.training.trainer import Faithful
 
@@ -32,29 +32,29 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
         TrainingFailure: with a stable code.
         Stopped: a stop came before there was anything to save.
     """
-    found, tokenizer = common.begin(run)
-    max_length = common.longest(run, found, tokenizer, replaced)
-    no_dropout = common.no_dropout(run, replaced)
+    found, tokenizer = steps.begin(run)
+    max_length = steps.longest(run, found, tokenizer, replaced)
+    no_dropout = steps.no_dropout(run, replaced)
     if pairs.converse(run.job["dataset"]["path"]):
-        common.chat_template(run, tokenizer)
+        steps.chat_template(run, tokenizer)
     config = run.config
 
-    def read(source: dict[str, Any], chosen: list[int] | None, purpose: common.Purpose) -> Pairs:
+    def read(source: dict[str, Any], chosen: list[int] | None, purpose: steps.Purpose) -> Pairs:
         return pairs.comparisons(
             source["path"], tokenizer, max_length=max_length, chosen=chosen, purpose=purpose,
-            progress=common.tokenizing(run),
+            progress=steps.tokenizing(run),
         )  # fmt: skip
 
-    training, held_out = common.read_data(run, read)
-    total_steps = common.steps_in_all(run, data.steps_in(training.dataset, config))
-    with common.weights(run, found) as start:
-        network = common.load(run, start, common.highest_id(tokenizer, training, held_out), "reward")
-        trainer = common.build(
+    training, held_out = steps.read_data(run, read)
+    total_steps = steps.steps_in_all(run, data.steps_in(training.dataset, config))
+    with steps.weights(run, found) as start:
+        network = steps.load(run, start, steps.highest_id(tokenizer, training, held_out), "reward")
+        trainer = steps.build(
             RewardModelTrainer,
             run,
             model=network,
             args=RewardConfig(
-                **common.arguments(run, total_steps),
+                **steps.arguments(run, total_steps),
                 max_length=None,  # what is too long has been left out
                 disable_dropout=no_dropout,
             ),
@@ -65,6 +65,6 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
             processing_class=tokenizer,
             peft_config=model.lora_config(config, start.revision, "reward"),
         )
-        facts = common.tell(trainer, found, replaced, training, held_out, max_length=max_length)
-        common.train(trainer)
-        return common.finish(trainer, start, facts)
+        facts = steps.tell(trainer, found, replaced, training, held_out, max_length=max_length)
+        steps.train(trainer)
+        return steps.finish(trainer, start, facts)

@@ -10,7 +10,7 @@ from app.runs.rewards import names, needs_answer
 from worker.training import model, pairs, rewards
 from worker.training.failures import TrainingFailure
 from worker.training.pairs import Pairs
-from worker.training.recipes import common
+from worker.training.recipes import steps
 from worker.training.reward_models import RewardModel
 from worker.training.run import Run
 from worker.training.trainer import Faithful
@@ -86,10 +86,10 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
         TrainingFailure: with a stable code.
         Stopped: a stop came before there was anything to save.
     """
-    found, tokenizer = common.begin(run)
-    max_length = common.longest(run, found, tokenizer, replaced)
+    found, tokenizer = steps.begin(run)
+    max_length = steps.longest(run, found, tokenizer, replaced)
     if pairs.converse(run.job["dataset"]["path"]):
-        common.chat_template(run, tokenizer)
+        steps.chat_template(run, tokenizer)
     config, wanted = run.config, run.config.rlhf
     longest_prompt = max_length - wanted.max_completion_length
     if longest_prompt < 1:
@@ -99,13 +99,13 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
             f"have {max_length} tokens: lower it.",
         )
 
-    def read(source: dict[str, Any], chosen: list[int] | None, purpose: common.Purpose) -> Pairs:
+    def read(source: dict[str, Any], chosen: list[int] | None, purpose: steps.Purpose) -> Pairs:
         return pairs.prompts(
             source["path"], tokenizer, max_length=longest_prompt, chosen=chosen, purpose=purpose,
-            progress=common.tokenizing(run), needs_answer=needs_answer(wanted.rewards),
+            progress=steps.tokenizing(run), needs_answer=needs_answer(wanted.rewards),
         )  # fmt: skip
 
-    training, held_out = common.read_data(run, read)
+    training, held_out = steps.read_data(run, read)
     prompts_in_a_step = config.batch_size * config.gradient_accumulation_steps // wanted.num_generations
     steps_in_a_pass = len(training.dataset) // prompts_in_a_step
     if steps_in_a_pass < 1:
@@ -114,14 +114,14 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
             f"A step takes {prompts_in_a_step} prompts, and there are {len(training.dataset)}: lower `batch_size` or "
             "`gradient_accumulation_steps`, or add prompts.",
         )
-    total_steps = common.steps_in_all(run, steps_in_a_pass)
+    total_steps = steps.steps_in_all(run, steps_in_a_pass)
     seen = training.dataset.select(range(prompts_in_a_step)) if config.overfit_first_batch else training.dataset
-    with common.weights(run, found) as start:
-        network = common.load(run, start, common.highest_id(tokenizer, training, held_out))
+    with steps.weights(run, found) as start:
+        network = steps.load(run, start, steps.highest_id(tokenizer, training, held_out))
         # Generating takes long, and each token is a sign of life.
         network.register_forward_pre_hook(lambda *_: run.report.alive())
         functions = _rewards(run, tokenizer)
-        arguments = common.arguments(run, total_steps) | {
+        arguments = steps.arguments(run, total_steps) | {
             "num_generations": wanted.num_generations,
             "max_completion_length": wanted.max_completion_length,
             "temperature": wanted.temperature,
@@ -132,7 +132,7 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
         if config.trainer_options.eval_batch_size is None:  # whole groups
             groups = max(config.batch_size // wanted.num_generations, 1)
             arguments["per_device_eval_batch_size"] = groups * wanted.num_generations
-        trainer: RewardedTrainer = common.build(
+        trainer: RewardedTrainer = steps.build(
             GroupTrainer if wanted.algorithm == "grpo" else LeaveOneOutTrainer,
             run,
             model=network,
@@ -146,9 +146,9 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
             processing_class=tokenizer,
             peft_config=model.lora_config(config, start.revision),
         )
-        facts = common.tell(trainer, found, replaced, training, held_out, max_length=max_length)
-        common.train(trainer)
-        return common.finish(trainer, start, facts)
+        facts = steps.tell(trainer, found, replaced, training, held_out, max_length=max_length)
+        steps.train(trainer)
+        return steps.finish(trainer, start, facts)
 
 
 def _rewards(run: Run, tokenizer: Any) -> list[Any]:

@@ -9,7 +9,7 @@ from trl import SFTConfig, SFTTrainer
 from app.runs.config import Replacement
 from worker.training import data, model
 from worker.training.data import Tokens
-from worker.training.recipes import common
+from worker.training.recipes import steps
 from worker.training.run import Run
 from worker.training.trainer import Faithful
 
@@ -31,39 +31,39 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
         TrainingFailure: with a stable code.
         Stopped: a stop came before there was anything to save.
     """
-    found, tokenizer = common.begin(run)
-    max_length = common.longest(run, found, tokenizer, replaced)
+    found, tokenizer = steps.begin(run)
+    max_length = steps.longest(run, found, tokenizer, replaced)
     config = run.config
     if "chat" in {one["format"] for one in (run.job["dataset"], run.job.get("eval_dataset")) if one}:
-        common.chat_template(run, tokenizer)
+        steps.chat_template(run, tokenizer)
 
-    def read(source: dict[str, Any], chosen: list[int] | None, purpose: common.Purpose) -> Tokens:
+    def read(source: dict[str, Any], chosen: list[int] | None, purpose: steps.Purpose) -> Tokens:
         return data.tokenise(
             source["path"], source["format"], tokenizer, config, max_length=max_length, chosen=chosen,
-            purpose=purpose, progress=common.tokenizing(run),
+            purpose=purpose, progress=steps.tokenizing(run),
         )  # fmt: skip
 
-    training, held_out = common.read_data(run, read)
-    total_steps = common.steps_in_all(run, data.steps_in(training.dataset, config))
-    with common.weights(run, found) as start:
-        network = common.load(run, start, common.highest_id(tokenizer, training, held_out))
-        trainer = common.build(
+    training, held_out = steps.read_data(run, read)
+    total_steps = steps.steps_in_all(run, data.steps_in(training.dataset, config))
+    with steps.weights(run, found) as start:
+        network = steps.load(run, start, steps.highest_id(tokenizer, training, held_out))
+        trainer = steps.build(
             SupervisedTrainer,
             run,
             model=network,
             args=SFTConfig(
-                **common.arguments(run, total_steps),
+                **steps.arguments(run, total_steps),
                 neftune_noise_alpha=config.neftune_noise_alpha,
                 max_length=max_length,
                 packing=config.packing,
                 packing_strategy=config.trainer_options.packing_strategy,
                 dataset_kwargs={"skip_prepare_dataset": True},
             ),
-            train_dataset=common.seen(run, training),
+            train_dataset=steps.seen(run, training),
             eval_dataset=held_out.dataset if held_out else None,
             processing_class=tokenizer,
             peft_config=model.lora_config(config, start.revision),
         )
-        facts = common.tell(trainer, found, replaced, training, held_out, max_length=max_length)
-        common.train(trainer)
-        return common.finish(trainer, start, facts)
+        facts = steps.tell(trainer, found, replaced, training, held_out, max_length=max_length)
+        steps.train(trainer)
+        return steps.finish(trainer, start, facts)
