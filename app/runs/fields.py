@@ -97,14 +97,16 @@ class TrainerOptions(Strict):
     """What `extra` may hold: options of the trainer that few runs need."""
 
     max_grad_norm: float = Field(default=1.0, ge=0, le=1e6, description="Clip gradients to this norm; 0: never.")
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="Momentum of the gradient in Adam and Lion.")
-    adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="Momentum of its square in Adam, of Lion's sign.")
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="First decay rate of Adam and Lion.")
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="Second decay rate of Adam and Lion.")
     adam_epsilon: float = Field(default=1e-8, gt=0, le=1, description="What keeps Adam from dividing by zero.")
     packing_strategy: Literal["bfd", "wrapped"] = Field(
         default="bfd",
         description="How documents are packed: whole ones by best fit, or one long stream cut in pieces.",
     )
-    eval_batch_size: int | None = Field(default=None, ge=1, le=4096, description="None: `batch_size`.")
+    eval_batch_size: int | None = Field(
+        default=None, ge=1, le=4096, description="Sequences per device in an evaluation; None: `batch_size`."
+    )
     double_quant: bool = Field(default=True, description="Quantise the 4-bit constants too.")
 
 
@@ -144,7 +146,9 @@ class TrainingConfig(Strict):
     )
 
     learning_rate: float = Field(default=2e-4, gt=0, le=10, description="Highest learning rate.")
-    batch_size: int = Field(default=4, ge=1, le=4096, description="Sequences per device and micro-batch.")
+    batch_size: int = Field(
+        default=4, ge=1, le=4096, description="Sequences (`rlhf`: completions) per device and micro-batch."
+    )
     gradient_accumulation_steps: int = Field(default=4, ge=1, le=65_536, description="Micro-batches a step.")
     epochs: float = Field(default=3, gt=0, le=10_000, description="Passes over the data; may be a fraction.")
     max_steps: Steps | None = Field(default=None, description="Optimizer steps in all; wins over `epochs`.")
@@ -174,7 +178,8 @@ class TrainingConfig(Strict):
         default=2048,
         ge=2,
         le=10_000_000,
-        description="Tokens a sequence is cut to; None: the model's own limit.",
+        description="Tokens a sequence is cut to (`reward` and `rlhf` leave out longer pairs and prompts); None: the "
+        "model's own limit.",
     )
     packing: bool = Field(default=False, description="Put several documents in one sequence.")
     truncation_mode: Literal["keep_start", "keep_end"] = Field(

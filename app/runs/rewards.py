@@ -4,7 +4,6 @@ Pure pydantic, no torch: the API checks with it; `worker/training/rewards.py` co
 """
 
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,9 +13,11 @@ from urllib.parse import unquote
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
-_MOST_REPEATS = 100_000
+_MOST_CHARACTERS = 1000
+_MOST_UNROLLED = 100_000
 _MOST_SCHEMA_CHARACTERS = 20_000
-_REPEAT = re.compile(r"\{(\d*)(?:,(\d*))?\}")
+_TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(?P<least>[0-9]{0,9})(?:,(?P<most>[0-9]{0,9}))?\}|.", re.DOTALL)
+"""An escape, a class, a repetition, or one character."""
 _LITERAL_BRACE = re.compile(r"(?<!\\)\{(?!\d*,?\d*\})")
 _POSIX_CLASS = re.compile(r"\[:\^?\w+:\]")
 _REFERENCE = re.compile(r"#(/(\$defs|properties)/[^/]+)*")
@@ -56,13 +57,34 @@ def _wrong_with(pattern: str) -> str | None:
     # A letter to the one engine, and more than that to the other.
     if _LITERAL_BRACE.search(pattern):
         return r"has a `{` that repeats nothing; write it as `\{`"
-    # The engine with a time limit unrolls what is repeated: a few nested ones would take all memory.
-    if math.prod(max(1, *(int(n or 0) for n in repeat)) for repeat in _REPEAT.findall(pattern)) > _MOST_REPEATS:
-        return f"repeats too much: the numbers in braces multiply to more than {_MOST_REPEATS:,}; use `*` or `+`"
+    if len(pattern) > _MOST_CHARACTERS or _unrolled(pattern) > _MOST_UNROLLED:
+        return "is too long, or repeats too much by numbers in braces; use `*` or `+` in their place"
     return None
 
 
-Pattern = Annotated[str, StringConstraints(min_length=1, max_length=1000), AfterValidator(_checked_pattern)]
+def _unrolled(pattern: str) -> int:
+    """About how many nodes it becomes in the engine with a time limit, which unrolls what is repeated so many times.
+
+    A few nested repetitions would take all memory.
+    """
+    sizes, last = [0], 0
+    for token in _TOKEN.finditer(pattern):
+        if token[0] == "(":
+            sizes.append(0)
+            continue
+        if token[0] == ")" and len(sizes) > 1:
+            last = sizes.pop() + 1
+        elif token["least"] is not None:
+            times = max(1, int(token["least"] or 0), int(token["most"] or 0))
+            sizes[-1] -= last
+            last *= times
+        else:
+            last = 1
+        sizes[-1] += last
+    return sum(sizes)
+
+
+Pattern = Annotated[str, StringConstraints(min_length=1, max_length=_MOST_CHARACTERS), AfterValidator(_checked_pattern)]
 
 
 class _Weighted(Strict):
