@@ -52,7 +52,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Creating the virtual environment .venv …"
 	@$(PYTHON) -m venv .venv || { echo "Python has no venv here: install it (Debian: apt install python3-venv)."; exit 1; }
 	@echo "Installing PyTorch, transformers and the rest into it; about a minute, more on a slow line …"
-	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -e '.[worker,dev]' -c constraints.txt
+	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -e '.[worker,trackers,dev]' -c constraints.txt
 	@touch $(READY)
 	@echo "Installed."
 
@@ -65,5 +65,5 @@ $(READY): pyproject.toml constraints.txt
 
 .venv/.bench: $(READY)
 	@echo "Installing what the benchmarks measure against …"
-	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -e '.[worker,dev,bench]' -c constraints.txt
+	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -e '.[worker,trackers,dev,bench]' -c constraints.txt
 	@touch .venv/.bench
