@@ -18,6 +18,7 @@ import transformers
 from pydantic import ValidationError
 
 from app.runs.config import SUPERVISED, Replacement, TrainingConfig, TrainingMethod, problems, resolve
+from worker.training import hub, trackers
 from worker.training.failures import Stopped, TrainingFailure, classify
 from worker.training.model import machine_of
 from worker.training.recipes import dpo, reward, rlhf, supervised
@@ -44,14 +45,10 @@ def main(argv: list[str]) -> int:
         journal.start()
         _quiet_libraries()
         result = _train(job, report, control, journal)
-    except Stopped:
-        request = control.stop_requested
-        result = {"outcome": "stopped", "why": request.why if request else "stop"}
     except Exception as error:
-        failure = classify(error)
-        if failure.code == "internal":
+        result = _ended_by(error, control)
+        if result.get("error", {}).get("code") == "internal":
             traceback.print_exc()
-        result = {"outcome": "failed", "error": {"code": failure.code, "message": failure.message}}
     # What is told last is the result: a late stop must not cut the goodbye short.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if journal is not None:
@@ -75,7 +72,24 @@ def _train(job: dict[str, Any], report: Report, control: Control, journal: Journ
         raise TrainingFailure("config_error", " ".join(problem.message for problem in effective.problems))
     run = Run(job, effective.config, given, machine, report, control, journal)
     run.state.run_id = str(job["run_id"])
-    return _RECIPES[asked.method](run, list(effective.replaced))
+    hub.check(run)
+    run.trackers = trackers.opened(job, run.config, report)
+    try:
+        result = _RECIPES[asked.method](run, list(effective.replaced))
+    except Exception as error:
+        run.trackers.close(trackers.status_after(_ended_by(error, control)))
+        raise
+    run.trackers.close(trackers.status_after(result))
+    return result
+
+
+def _ended_by(error: Exception, control: Control) -> dict[str, Any]:
+    """The result of an attempt that ended with an exception."""
+    if isinstance(error, Stopped):
+        request = control.stop_requested
+        return {"outcome": "stopped", "why": request.why if request else "stop"}
+    failure = classify(error)
+    return {"outcome": "failed", "error": {"code": failure.code, "message": failure.message}}
 
 
 def _quiet_libraries() -> None:

@@ -127,15 +127,14 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
             "samples_per_second": self._samples / seconds,
         }
         names = self.trainer.measures()
-        extra = {
+        point["extra"] = {
             "tokens_per_second": (tokens - self._tokens) / seconds,
             **{ours: logs[theirs] for theirs, ours in names.items() if logs.get(theirs) is not None},
             "tokens": tokens,
             "step_seconds": seconds,
         }
         self._tokens, self._seconds, self._samples = tokens, 0.0, 0
-        run.report.metric(**point, total_steps=state.max_steps, extra=extra)
-        run.history.append({**point, "extra": extra})
+        run.metric(point, state.max_steps)
         run.state.last_metric = {name: point[name] for name in ("step", "epoch", "loss")}
         self.trainer.tell_samples()
 

@@ -14,16 +14,16 @@ def model_card(
     facts: dict[str, Any],
     versions: dict[str, str],
     state: RunState,
-    folder: Path,
+    where: str,
     objective: str,
 ) -> str:
     """The text of `README.md`: YAML front matter for hubs, then prose for people.
 
-    `objective` names what evaluations are judged by.
+    `where` is what it is loaded from, a folder or a name of the hub; `objective` names what evaluations are judged by.
     """
     adapter = config.lora_r is not None
     judges = config.method is TrainingMethod.reward
-    name = job["base_model"]["name"]
+    name, hub = job["base_model"]["name"], job["base_model"].get("hub")
     data, held_out = job["dataset"], job.get("eval_dataset")
     last = state.last_metric
     figures = {
@@ -38,7 +38,8 @@ def model_card(
     }
     lines = [
         "---",
-        f"base_model: {json.dumps(job['base_model'].get('hub') or name)}",
+        # To the hub a local name would mean a model of its own, or none, which it refuses.
+        *([f"base_model: {json.dumps(hub or name)}"] if hub or config.push_to_hub is None else []),
         f"library_name: {'peft' if adapter else 'transformers'}",
         f"pipeline_tag: {'text-classification' if judges else 'text-generation'}",
         f"tags: [anneal, {config.method}]",
@@ -53,7 +54,7 @@ def model_card(
         "## How to load it",
         "",
         "```python",
-        *_loading(adapter, judges, folder),
+        *_loading(adapter, judges, where),
         "```",
         *(["", "It gives a text one number, its reward: `model(**tokenizer(text)).logits[0, 0]`."] if judges else []),
         "",
@@ -79,8 +80,8 @@ def model_card(
     return "\n".join(lines)
 
 
-def _loading(adapter: bool, judges: bool, folder: Path) -> list[str]:
-    where = json.dumps(str(folder))
+def _loading(adapter: bool, judges: bool, place: str) -> list[str]:
+    where = json.dumps(place)
     kind = f"Auto{'Peft' if adapter else ''}ModelFor{'SequenceClassification' if judges else 'CausalLM'}"
     # An adapter does not say how many numbers its base is to give; a whole model does.
     more = ", num_labels=1" if judges and adapter else ""

@@ -37,7 +37,9 @@ def export(trainer: Faithful, base: Base, facts: dict[str, Any]) -> str:
             base.merged.rename(staging / "base_model")
             _name_base(staging, final / "base_model")
         run.history.copy_to(staging)
-        card = model_card(run.job, run.config, facts, versions(), run.state, final, trainer.OBJECTIVE)
+        run.trackers.copy_files(staging)
+        where = run.config.push_to_hub or str(final)
+        card = model_card(run.job, run.config, facts, versions(), run.state, where, trainer.OBJECTIVE)
         (staging / "README.md").write_text(card)
         manifest.commit(staging, final, run.report.alive)
     except Exception as error:

@@ -160,19 +160,15 @@ class Report:
         epoch: float | None = None,
         error: dict[str, str] | None = None,
         output: str | None = None,
+        hub: dict[str, Any] | None = None,
         metrics: dict[str, Any] | None = None,
     ) -> None:
-        """The last record; `error` is {code, message}, `output` a folder below the attempt's own."""
-        self.send(
-            "result",
-            outcome=outcome,
-            why=why,
-            step=step,
-            epoch=epoch,
-            error=error,
-            output=output,
-            metrics=metrics,
-        )
+        """The last record; `error` is {code, message}, `output` a folder below the attempt's own.
+
+        `hub` is {repo, commit, url} of an output that was pushed, {repo, error} of one that could not be.
+        """
+        ended = {"outcome": outcome, "why": why, "step": step, "epoch": epoch, "error": error}
+        self.send("result", **ended, output=output, hub=hub, metrics=metrics)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from app.runs.config import Machine, TrainingConfig
 from worker.training.failures import Stopped
 from worker.training.report import Control, Journal, Report, StopRequest
 from worker.training.state import History, RunState
+from worker.training.trackers import Trackers
 
 _SECONDS_BETWEEN_PROGRESS = 0.5
 
@@ -25,6 +26,7 @@ class Run:
     report: Report
     control: Control
     journal: Journal
+    trackers: Trackers = field(default_factory=Trackers)
     state: RunState = field(default_factory=RunState)
     ended_by: str | None = None
     """Why training ends before its last step: stop, drain, time_limit, stop_at_step, early_stopping."""
@@ -58,6 +60,20 @@ class Run:
         """Leave, where there is nothing to save: while loading, tokenising or exporting."""
         if self.stop_requested is not None:
             raise Stopped
+
+    def metric(self, point: dict[str, Any], total_steps: int) -> None:
+        """Tell, remember and track the measurements of a step, in one place so that the three cannot differ."""
+        self.report.metric(**point, total_steps=total_steps)
+        self._keep(point)
+
+    def evaluation(self, step: int, epoch: float | None, found: dict[str, float]) -> None:
+        """Tell, remember and track what an evaluation after `step` found."""
+        self.report.eval(step, found, epoch=epoch)
+        self._keep({"step": step, "epoch": epoch, **found})
+
+    def _keep(self, record: dict[str, Any]) -> None:
+        self.history.append(record)
+        self.trackers.add(record)
 
     def progress(self, phase: str, done: int, total: int) -> None:
         """Tell how far a phase is, at most twice a second and at its end; heeds a stop."""

@@ -118,9 +118,7 @@ class Faithful(Trainer):  # type: ignore[misc]
             self.control.should_evaluate = False
             return {}
         run.state.eval_pending = False
-        told = self.evaluated(metrics)
-        run.report.eval(self.state.global_step, told, epoch=self.state.epoch)
-        run.history.append({"step": self.state.global_step, "epoch": self.state.epoch, **told})
+        run.evaluation(self.state.global_step, self.state.epoch, self.evaluated(metrics))
         if not self.control.should_training_stop:
             run.report.phase("training")
         return dict(metrics)

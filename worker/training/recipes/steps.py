@@ -11,7 +11,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from app.runs.config import Replacement
-from worker.training import base, checkpoints, data, fidelity, model
+from worker.training import base, checkpoints, data, fidelity, hub, model
 from worker.training.base import Base
 from worker.training.callbacks import StepWatcher
 from worker.training.chat import ensure_template
@@ -255,7 +255,9 @@ def tell(
     }  # fmt: skip
     run.fingerprint = _fingerprint(run, found, facts)
     facts |= fidelity.facts(_differences(run))
-    run.report.config(run.config.model_dump(mode="json"), [one.model_dump(mode="json") for one in replaced], facts)
+    effective = run.config.model_dump(mode="json")
+    run.report.config(effective, [one.model_dump(mode="json") for one in replaced], facts)
+    run.trackers.describe(effective, facts)
     return facts
 
 
@@ -272,12 +274,14 @@ def train(trainer: Faithful) -> None:
 
 
 def finish(trainer: Faithful, start: Base, facts: dict[str, Any]) -> dict[str, Any]:
-    """Export where training is over; returns the fields of the result record."""
+    """Export where training is over, and push; returns the fields of the result record."""
     run, state = trainer.run, trainer.run.state
+    output = export(trainer, start, facts) if run.ended_by in _EXPORTS else None
     return {
         "outcome": "completed" if run.ended_by in _COMPLETES else "stopped",
         "why": run.ended_by,
-        "output": export(trainer, start, facts) if run.ended_by in _EXPORTS else None,
+        "output": output,
+        "hub": hub.push(run, run.folder / output) if output else None,
         "step": trainer.state.global_step,
         "epoch": trainer.state.epoch,
         "metrics": {

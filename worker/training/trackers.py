@@ -1,0 +1,232 @@
+"""Experiment trackers (`report_to`): every point that a run tells goes there too, from threads of their own.
+
+A tracker that is away, slow or refuses never holds training up: what it does not take waits in a bounded queue, is
+tried again, and is given up with a word to the user. What each tracker is told, and how: `tracker_kinds.py`.
+"""
+
+import importlib.util
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from app.runs.config import TrainingConfig
+from worker.training.failures import TrainingFailure
+from worker.training.report import Report
+from worker.training.tracker_kinds import About, Mlflow, Point, Status, TensorBoard, Tracker, Wandb
+
+_MOST_WAITING = 10_000
+"""Points that wait for a tracker; with one every ten steps, those of 100,000 steps."""
+_MOST_AT_ONCE = 200
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 60.0
+_TRIES_AT_THE_END = 5
+_SETTLE_SECONDS = 5.0
+_FLUSH_SECONDS: dict[Status, float] = {"completed": 15.0, "failed": 15.0, "cancelled": 5.0, "pending": 5.0}
+"""How long the end of a run waits for its trackers; somebody who stops one waits too."""
+
+_KINDS: dict[str, Callable[[About], Tracker]] = {"tensorboard": TensorBoard, "mlflow": Mlflow, "wandb": Wandb}
+
+
+class Feed:
+    """What one tracker is to be told, in order, and the thread that tells it."""
+
+    def __init__(self, name: str, tracker: Tracker, report: Report) -> None:
+        self.name = name
+        self._tracker = tracker
+        self._report = report
+        self._waiting: deque[Point] = deque()
+        self._parameters: Mapping[str, Any] | None = None
+        self._status: Status | None = None
+        self._is_over = self._is_given_up = False
+        self._lost = 0
+        self._has_warned = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+
+    def describe(self, parameters: Mapping[str, Any]) -> None:
+        """What the run is made of; before its first point."""
+        with self._changed:
+            self._parameters = parameters
+            self._changed.notify_all()
+
+    def add(self, point: Point) -> None:
+        """One more point; never waits. Where too many wait it is lost, and counted."""
+        with self._changed:
+            if len(self._waiting) >= _MOST_WAITING:
+                self._lost += 1
+                return
+            self._waiting.append(point)
+            self._changed.notify_all()
+
+    def settle(self, until: float) -> None:
+        """Wait until everything so far is told, at the latest until `until` (monotonic seconds)."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting and self._parameters is None, until - time.monotonic())
+
+    def end(self, status: Status) -> None:
+        """Nothing more will come."""
+        with self._changed:
+            self._status = status
+            self._changed.notify_all()
+
+    def leave(self, until: float) -> None:
+        """Wait until all is told, at the latest until `until`; then let go, and say what was lost."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over or self._is_given_up, until - time.monotonic())
+            lost = self._lost + len(self._waiting)
+            if self._is_over and not lost:
+                return
+        self._give_up()
+        if not self._is_over:
+            self._tracker.abandon()
+        what = f"{lost} points did not reach it" if lost else "whether all of it arrived is not known"
+        self._report.message(
+            f"The tracker {self.name} was left before it had everything: {what}. The run's own metrics are complete: "
+            "see `metrics.jsonl` among the artifacts.",
+            level="warning",
+        )
+
+    def _work(self) -> None:
+        is_connected, pause, tries = False, _FIRST_PAUSE, _TRIES_AT_THE_END
+        while not self._is_over and not self._is_given_up:
+            with self._changed:
+                self._changed.wait_for(self._has_work)
+                points = list(islice(self._waiting, _MOST_AT_ONCE))
+                parameters, status = self._parameters, self._status
+            try:
+                if not is_connected:
+                    self._tracker.connect()
+                    is_connected = True
+                if parameters is not None:
+                    self._tracker.describe(parameters)
+                if points:
+                    self._tracker.log(points)
+                elif status is not None:
+                    self._tracker.end(status)
+                self._told(parameters, len(points), is_last=not points and status is not None)
+                pause = _FIRST_PAUSE
+            except Exception as error:
+                self._warn(error)
+                self._rest(pause)
+                pause = min(pause * 2, _LONGEST_PAUSE)
+                tries -= status is not None
+                if tries == 0:
+                    self._give_up()
+
+    def _has_work(self) -> bool:
+        return bool(self._waiting) or self._parameters is not None or self._status is not None or self._is_given_up
+
+    def _told(self, parameters: Mapping[str, Any] | None, points: int, is_last: bool) -> None:
+        self._report.alive()
+        with self._changed:
+            for _ in range(points):
+                self._waiting.popleft()
+            if self._parameters is parameters:
+                self._parameters = None
+            self._is_over = is_last
+            self._changed.notify_all()
+
+    def _give_up(self) -> None:
+        with self._changed:
+            self._is_given_up = True
+            self._changed.notify_all()
+
+    def _rest(self, seconds: float) -> None:
+        """A pause before the next try, cut short when the end comes and there is little time left."""
+        with self._changed:
+            if self._status is None:
+                self._changed.wait_for(lambda: self._status is not None, seconds)
+            else:
+                self._changed.wait_for(lambda: self._is_given_up, _FIRST_PAUSE)
+
+    def _warn(self, error: Exception) -> None:
+        if self._has_warned or self._is_given_up:  # a result was told since, and that is the last word
+            return
+        self._has_warned = True
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        self._report.message(
+            f"The tracker {self.name} cannot be told of this run ({why}). Training goes on, and it is tried again.",
+            level="warning",
+        )
+
+
+class Trackers:
+    """Those of one run; without any it does nothing."""
+
+    def __init__(self, feeds: Sequence[Feed] = (), folder: Path | None = None) -> None:
+        """`folder` is where trackers that write files have them."""
+        self._feeds = feeds
+        self._folder = folder
+
+    def describe(self, config: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        """The configuration in force and the first facts."""
+        for feed in self._feeds:
+            feed.describe({**config, "facts": dict(facts)})
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """A metric or an evaluation, as the history has it."""
+        if self._feeds:
+            point = Point.of(record, time.time())
+            for feed in self._feeds:
+                feed.add(point)
+
+    def copy_files(self, target: Path) -> None:
+        """Put what trackers wrote so far into an output."""
+        until = time.monotonic() + _SETTLE_SECONDS
+        for feed in self._feeds:
+            if feed.name == "tensorboard" and self._folder is not None:
+                feed.settle(until)
+                TensorBoard.copy_files(self._folder, target)
+
+    def close(self, status: Status) -> None:
+        """The end of the attempt: send what is left, for a bounded time."""
+        for feed in self._feeds:
+            feed.end(status)
+        until = time.monotonic() + _FLUSH_SECONDS[status]
+        for feed in self._feeds:
+            feed.leave(until)
+
+
+def opened(job: Mapping[str, Any], config: TrainingConfig, report: Report) -> Trackers:
+    """The trackers that a run reports to; nothing is sent yet from this thread, now or later.
+
+    Raises:
+        TrainingFailure: `config_error` when one cannot work here.
+    """
+    names = list(dict.fromkeys(config.report_to))
+    missing = [name for name in names if not _is_installed(name)]
+    if missing:
+        raise TrainingFailure(
+            "config_error",
+            f"`report_to` names {', '.join(missing)}, which this worker has not installed: "
+            "`pip install 'anneal[trackers]'` there, or leave it out.",
+        )
+    uri = (job.get("trackers") or {}).get("mlflow_tracking_uri")
+    if "mlflow" in names and not uri:
+        raise TrainingFailure(
+            "config_error",
+            "`report_to` names mlflow, and this worker does not know where that is: its operator sets "
+            "ANNEAL_MLFLOW_TRACKING_URI.",
+        )
+    about = About.of(job, config.method, uri)
+    return Trackers([Feed(name, _KINDS[name](about), report) for name in names], about.folder)
+
+
+def status_after(result: Mapping[str, Any]) -> Status:
+    """What becomes of a run after this result of an attempt; a drained one goes on elsewhere."""
+    outcome, why = result["outcome"], result.get("why")
+    if outcome == "completed" or why == "stop_at_step":
+        return "completed"
+    if outcome == "failed" or why == "time_limit":
+        return "failed"
+    return "pending" if why == "drain" else "cancelled"
+
+
+def _is_installed(name: str) -> bool:
+    found = importlib.util.find_spec(name)
+    # A mere folder of that name, such as wandb leaves where it works, is no package.
+    return found is not None and found.origin is not None
