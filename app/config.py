@@ -1,6 +1,7 @@
 """Settings of every process, and the only place that reads the environment."""
 
 import os
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -79,10 +80,22 @@ class Settings(_AtHome):
     """Let `base_model` name a model of the Hugging Face hub, and an import a data set of it."""
     allowed_models: str = ""
     """Which base models may be named, as patterns such as `qwen3-*, meta-llama/*`, comma-separated; unset: all."""
+    mlflow_tracking_uri: str | None = None
+    """MLflow server that runs with `report_to: ["mlflow"]` are told to, `http(s)://…`; its token is a secret."""
     log_format: Literal["json", "console"] | None = None
     """How API and workers log; unset: for people on a terminal, as JSON anywhere else."""
     allowed_hosts: str = ""
     """Further Host headers that the API answers to, comma-separated, beside loopback and `host`."""
+
+    @field_validator("mlflow_tracking_uri")
+    @classmethod
+    def _keep_credentials_out(cls, uri: str | None) -> str | None:
+        # It stands in job files, which are no place for a password.
+        if uri is not None and re.fullmatch(r"https?://[^\s@]+", uri) is None:
+            raise ValueError(
+                "must be http(s)://host[:port][/path] without user and password; set the secret mlflow_tracking_token"
+            )
+        return uri
 
     @model_validator(mode="after")
     def _fill_derived_folders(self) -> "Settings":
@@ -160,6 +173,7 @@ _TRAINER_VARIABLES = {
     "PYTORCH_ALLOC_CONF", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "TRANSFORMERS_OFFLINE",
     "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy",
     "https_proxy", "no_proxy", "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "PYTHONPATH", "PYTHONHASHSEED",
+    "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_MODE", "WANDB_PROJECT",
 }  # fmt: skip
 
 

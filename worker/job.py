@@ -25,6 +25,11 @@ from worker.training import manifest
 
 log = logging.getLogger(__name__)
 
+_OF_TRACKERS = {
+    "wandb": {"wandb_api_key": "WANDB_API_KEY"},
+    "mlflow": {"mlflow_tracking_token": "MLFLOW_TRACKING_TOKEN"},
+}
+"""Secrets of trackers, and the variables in which their libraries look for them."""
 _LEFTOVERS = (".checkpoint-*", ".deleted-*", ".output.tmp", "base_model")
 
 
@@ -90,6 +95,7 @@ def prepare(host: Host, run: Any, device: dict[str, Any]) -> Job:
             "device": device,
             "trust_remote_code": host.settings.trust_remote_code,
             "offline": not host.settings.allow_hub,
+            "trackers": {"mlflow_tracking_uri": host.settings.mlflow_tracking_uri},
             "worker": {"id": host.id, "host": host.name},
         }
     return Job(
@@ -180,10 +186,11 @@ def _located(host: Host, connection: Connection, run: Any, name: str, revision: 
 def _secrets(host: Host, connection: Connection, run: Any, models: list[dict[str, Any]]) -> dict[str, str]:
     """The secrets that this run needs, of those that are set, by the variable in which libraries look for them."""
     wanted: dict[str, str] = {}
-    if host.settings.allow_hub and any(_may_be_of_the_hub(model) for model in models):
+    needs_hub = run.config.get("push_to_hub") or any(_may_be_of_the_hub(model) for model in models)
+    if host.settings.allow_hub and needs_hub:
         wanted[store.HF_TOKEN] = "HF_TOKEN"
-    if "wandb" in run.config.get("report_to", ()):
-        wanted["wandb_api_key"] = "WANDB_API_KEY"
+    for tracker in run.config.get("report_to", ()):
+        wanted |= _OF_TRACKERS.get(tracker, {})
     if not wanted:
         return {}
     try:

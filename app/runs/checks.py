@@ -27,6 +27,7 @@ from app.runs.config import (
     problems,
     resolve,
 )
+from app.runs.destinations import destination_problems
 from app.runs.lifecycle import seconds
 from app.runs.models import Run
 from app.runs.schemas import RunCreate
@@ -90,6 +91,8 @@ async def examine(
     machines = await online_machines(session, settings, request.backend, rules)
     data_format = dataset.format if dataset else None
     wrong, machine = config_problems(rules, request.config, request.eval_dataset_id is not None, data_format, machines)
+    told = {problem.field for problem in wrong}
+    wrong += [one for one in await destination_problems(session, settings, request.config) if one.field not in told]
     found.errors += [_about_config(problem) for problem in wrong]
     loads_model = rules is None or rules.loads_model
     await _check_base_model(session, settings, storage, request.config, loads_model, found)

@@ -213,9 +213,12 @@ class TrainingConfig(Strict):
         description="Branch, tag or commit of a hub model.",
     )  # fmt: skip
     report_to: list[Literal["wandb", "mlflow", "tensorboard"]] = Field(
-        default_factory=list, description="Experiment trackers that get the metrics too."
+        default_factory=list, max_length=3, description="Experiment trackers that get the metrics too."
     )
-    push_to_hub: str | None = Field(default=None, min_length=1, max_length=300, description="Hub name to push to.")
+    push_to_hub: str | None = Field(
+        default=None, max_length=193, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}$",
+        description="Hub name (`owner/name`) that the output is pushed to, privately if it is new.",
+    )  # fmt: skip
     dpo: DpoOptions = Field(default_factory=DpoOptions, description="Options of method `dpo`.")
     rlhf: RlhfOptions = Field(default_factory=RlhfOptions, description="Options of method `rlhf`.")
     extra: dict[str, Any] = Field(

@@ -12,7 +12,8 @@ from app.errors import ApiError, FieldError, conflict, invalid
 from app.ids import new_id
 from app.runs import service
 from app.runs.checks import config_problems, refusal, requirements
-from app.runs.config import TrainingConfig, given_fields, resume_problems
+from app.runs.config import Problem, TrainingConfig, given_fields, resume_problems
+from app.runs.destinations import destination_problems
 from app.runs.models import TERMINAL, Run
 from app.runs.schemas import RunResume
 
@@ -35,7 +36,8 @@ async def resume(
     if earlier := await service.replayed(session, created_by, idempotency):
         return earlier
     parent = await _ended(session, run_id)
-    config, given = _configuration(around, parent, request)
+    sent = await destination_problems(session, around.settings, {**parent.config, **request.config})
+    config, given = _configuration(around, parent, request, sent)
     if request.from_ == "start":
         if request.checkpoint_id is not None:
             message = 'cannot be given together with `"from": "start"`; choose one'
@@ -81,9 +83,14 @@ async def _ended(session: AsyncSession, run_id: str) -> Run:
     return run
 
 
-def _configuration(around: service.Surroundings, parent: Run, request: RunResume) -> tuple[TrainingConfig, list[str]]:
-    """The parent's configuration with the overrides, and the names of all fields that a user set."""
-    refused = resume_problems(parent.config, request.config)
+def _configuration(
+    around: service.Surroundings, parent: Run, request: RunResume, sent: list[Problem]
+) -> tuple[TrainingConfig, list[str]]:
+    """The parent's configuration with the overrides, and the names of all fields that a user set.
+
+    `sent` is what is wrong with where the run is to send something.
+    """
+    refused = resume_problems(parent.config, request.config) + sent
     merged: dict[str, Any] = {**parent.config, **request.config}
     given = set(parent.given) | given_fields(request.config)
     asked = _as_asked(merged, given)

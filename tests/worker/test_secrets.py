@@ -74,6 +74,23 @@ def test_so_does_a_run_with_a_reward_model_of_the_hub(settings: Settings, engine
     assert job.secrets == {"HF_TOKEN": TOKEN}
 
 
+@pytest.mark.parametrize(
+    ("secret", "variable", "config"),
+    [
+        ("wandb_api_key", "WANDB_API_KEY", {"report_to": ["tensorboard", "wandb"]}),
+        ("mlflow_tracking_token", "MLFLOW_TRACKING_TOKEN", {"report_to": ["mlflow"]}),
+        ("hf_token", "HF_TOKEN", {"push_to_hub": "ada/tuned"}),
+    ],
+)
+def test_a_run_gets_the_token_of_what_it_reports_or_pushes_to_and_no_other(
+    secret: str, variable: str, config: dict[str, Any], settings: Settings, engine: Engine
+) -> None:
+    for name in ("wandb_api_key", "mlflow_tracking_token", "hf_token"):
+        keep(settings, name, TOKEN + name)
+    make_model(settings, "local")
+    assert prepared(settings, engine, "local", **config).secrets == {variable: TOKEN + secret}
+
+
 def test_a_run_that_needs_no_secret_gets_none(settings: Settings, engine: Engine) -> None:
     keep(settings)
     make_model(settings, "local")
