@@ -189,9 +189,9 @@ def conclude(host: Host, run: Any, lease: Lease, pump: Pump, end: Exit, killed_f
     outcome = result.get("outcome")
     if outcome == "completed":
         reason = result.get("why") or "training is complete"
-        pushed = (result.get("hub") or {}).get("url")
-        if pushed:
-            reason += f"; pushed to {str(pushed)[:300]}"
+        pushed = result.get("hub")
+        if isinstance(pushed, dict) and pushed.get("url"):
+            reason += f"; pushed to {str(pushed['url'])[:300]}"
         return lifecycle.complete(run.id, run.epoch, output(run, result), reason)
     if outcome == "stopped" and result.get("why") == "time_limit":
         step = result.get("step")

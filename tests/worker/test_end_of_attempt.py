@@ -16,6 +16,7 @@ from tests.rows import add_run, add_worker, claim, events_of
 from tests.waiting import eventually
 from worker import supervisor
 from worker.host import Host
+from worker.process import Exit
 from worker.pump import Pump
 from worker.writer import Writer
 
@@ -80,3 +81,22 @@ def test_readers_are_woken_when_there_is_something_to_read(
     host.engine.dispose()
     host.lease_engine.dispose()
     assert seen == [3], "a reader that looked at once would have found nothing, and slept on"
+
+
+@pytest.mark.parametrize(
+    ("hub", "told"),
+    [
+        ({"repo": "ada/tuned", "url": "https://hub/ada/tuned/commit/1"}, "; pushed to https://hub/ada/tuned/commit/1"),
+        ({"repo": "ada/tuned", "error": "it refused"}, ""),
+        ("nonsense", ""),
+    ],
+)
+def test_a_completed_run_tells_where_its_output_was_pushed(hub: Any, told: str, engine: Engine) -> None:
+    add_run(engine)
+    run = claim(engine, add_worker(engine))
+    pump: Any = SimpleNamespace(result={"outcome": "completed", "output": "output", "hub": hub})
+    nothing: Any = None
+    with engine.begin() as connection:
+        connection.execute(supervisor.conclude(nothing, run, nothing, pump, Exit(code=0), None))
+    told_last = [event.data for event in events_of(engine, run.id) if event.type == "status"][-1]
+    assert (told_last["to"], told_last["reason"]) == ("completed", f"training is complete{told}")
