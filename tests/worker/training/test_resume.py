@@ -1,6 +1,5 @@
 """A resumed run goes on exactly: losses, rows and weights are those of a run that was never interrupted."""
 
-import hashlib
 import json
 import math
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 from transformers import TrainerControl, TrainerState
 
 from app.runs.config import Machine, TrainingConfig
+from tests.worker.training.outputs import figures, weights
 from tests.worker.training.tiny import Forks, Outcome, make_job, make_tiny_model
 from worker.training import fidelity
 from worker.training.callbacks import StepWatcher
@@ -38,22 +38,6 @@ COMMON: dict[str, Any] = {
     "eval_split": 0.2,
     "eval_steps": 3,
 }
-
-
-def weights(outcome: Outcome) -> dict[str, str]:
-    """Hashes of the weight files of an output."""
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in outcome.output.glob("*.safetensors")}
-
-
-def figures(outcome: Outcome) -> list[dict[str, Any]]:
-    """The metrics of an output without what depends on the clock."""
-    told = []
-    for line in (outcome.output / "metrics.jsonl").read_text().splitlines():
-        point = json.loads(line)
-        point.update(point.pop("extra", {}))
-        clock = ("second", "gpu_memory")
-        told.append({name: value for name, value in point.items() if not any(word in name for word in clock)})
-    return told
 
 
 @pytest.fixture(scope="module", params=METHODS)

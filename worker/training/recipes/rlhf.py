@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
+from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from app.runs.config import Replacement
@@ -34,6 +36,16 @@ class RewardedTrainer(Faithful):
     }
     OBJECTIVE: ClassVar[str] = "eval_reward"
     HIGHER_IS_BETTER: ClassVar[bool] = True
+
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> Any:
+        sampler = super()._get_train_sampler(dataset)
+        # Each pass draws its order from the sampler's own generator, whose state no checkpoint holds: in a resumed run
+        # it draws those of the passes that are over once more.
+        if self.saved_step > 0:
+            prompts_in_a_step = self.args.generation_batch_size // self.num_generations
+            for _ in range(self.saved_step // (sampler.num_samples // prompts_in_a_step)):
+                torch.randperm(sampler.num_samples, generator=sampler.generator)
+        return sampler
 
     def with_rows(self, collate: Any) -> Any:
         return collate  # a batch is the list of its rows
