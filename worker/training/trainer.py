@@ -10,7 +10,8 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 
-from worker.training import checkpoints
+from app.runs.config import Replacement
+from worker.training import checkpoints, probe
 from worker.training.data import WithRows
 from worker.training.failures import Stopped, TrainingFailure
 from worker.training.run import Run
@@ -39,6 +40,9 @@ class Faithful(Trainer):  # type: ignore[misc]
         self.step_rows: list[int] = []
         """Numbers of the rows in the present optimizer step."""
         self.saved_step = -1
+        self.facts: dict[str, Any] = {}
+        """The first facts of the run, told with its configuration."""
+        self.replaced: list[Replacement] = []
         self._eval_batches = 0
         self._eval_total = 0
         self._micro_losses: list[torch.Tensor] = []
@@ -58,6 +62,16 @@ class Faithful(Trainer):  # type: ignore[misc]
     def measures(self) -> Mapping[str, str]:
         """`MEASURES`, and what only this very run measures."""
         return self.MEASURES
+
+    def pinned_text(self) -> list[int]:
+        """Token ids of the text that is put through the model before a save and after the load."""
+        first = self.train_dataset[0]
+        return [*first.get("prompt_ids", ()), *first["chosen_ids" if "chosen_ids" in first else "input_ids"]]
+
+    def tell_facts(self) -> None:
+        """Tell the configuration in force, the defaults that were replaced and the first facts."""
+        replaced = [one.model_dump(mode="json") for one in self.replaced]
+        self.run.report.config(self.run.config.model_dump(mode="json"), replaced, self.facts)
 
     # Steps
 
@@ -186,6 +200,7 @@ class Faithful(Trainer):  # type: ignore[misc]
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             checkpoints.reapply_rates(self, decays)
+            self._tell_what_was_loaded(Path(checkpoint))
 
     def _init_training_state(self, max_steps: int, *args: Any) -> Any:
         place = super()._init_training_state(max_steps, *args)
@@ -209,7 +224,12 @@ class Faithful(Trainer):  # type: ignore[misc]
         if self.control.should_training_stop:
             raise EndedBeforeStep
 
+    def _tell_what_was_loaded(self, checkpoint: Path) -> None:
+        self.facts |= probe.compare(self, checkpoint)
+        self.tell_facts()
+
     def restore_finished(self, folder: Path) -> None:
         """Take over weights and position of a checkpoint after which no step is left."""
         self._load_from_checkpoint(str(folder))
+        self._tell_what_was_loaded(folder)
         self.state = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))

@@ -11,7 +11,7 @@ from app.runs.config import Replacement
 from app.runs.rewards import names, needs_answer
 from worker.training import model, pairs, rewards
 from worker.training.failures import TrainingFailure
-from worker.training.pairs import Pairs
+from worker.training.pairs import PairEncoder, Pairs
 from worker.training.recipes import steps
 from worker.training.reward_models import RewardModel
 from worker.training.run import Run
@@ -58,6 +58,9 @@ class RewardedTrainer(Faithful):
     def measures(self) -> Mapping[str, str]:
         own = {f"rewards/{name}/mean": f"reward_{name}" for name in self.reward_func_names}
         return {**self.MEASURES, **own}
+
+    def pinned_text(self) -> list[int]:
+        return PairEncoder(self.processing_class).ids(self.train_dataset[0]["prompt"], add_generation_prompt=True)
 
     def trained_tokens(self) -> int:
         """Tokens of prompts and completions trained on so far."""

@@ -255,7 +255,9 @@ def tell(
     }  # fmt: skip
     run.fingerprint = _fingerprint(run, found, facts)
     facts |= fidelity.facts(_differences(run))
-    run.report.config(run.config.model_dump(mode="json"), [one.model_dump(mode="json") for one in replaced], facts)
+    trainer.facts, trainer.replaced = facts, replaced
+    if run.resume_from is None:
+        trainer.tell_facts()  # else once it is known how well the checkpoint was loaded
     return facts
 
 
