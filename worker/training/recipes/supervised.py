@@ -18,6 +18,7 @@ from worker.training.export import export
 from worker.training.failures import TrainingFailure
 from worker.training.pulse import each, while_growing
 from worker.training.run import Run
+from worker.training.token_cache import TokenCache
 from worker.training.trainer import EndedBeforeStep, SupervisedTrainer
 
 _COMPLETES = {None, "early_stopping"}
@@ -96,6 +97,7 @@ def _train(
     facts |= {
         "rows": training.rows, "tokens": training.tokens, "sequences": len(training.dataset),
         "eval_rows": held_out.rows if held_out else 0, "total_steps": total_steps,
+        "tokenized": "cached" if training.are_cached and (not held_out or held_out.are_cached) else "now",
         "max_length": max_length, "weights_dtype": str(model.weights_dtype(run.config, run.machine)),
         "base_revision": found.revision,
     }  # fmt: skip
@@ -203,10 +205,16 @@ def _tokens(run: Run, tokenizer: PreTrainedTokenizerBase, max_length: int) -> tu
     if config.eval_split > 0:
         chosen, held = data.split(data.count_rows(source["path"]), config.eval_split, config.seed)
 
+    def alive() -> None:
+        run.heed_stop()
+        run.report.alive()
+
+    cache = TokenCache.of_job(run.job, warn=lambda text: run.report.message(text, level="warning"), alive=alive)
+
     def tokenise(one: dict[str, Any], rows: list[int] | None, purpose: Literal["training", "evaluation"]) -> Tokens:
         return data.tokenise(
             one["path"], one["format"], tokenizer, config, max_length=max_length, chosen=rows, purpose=purpose,
-            progress=lambda done, total: run.progress("tokenizing", done, total),
+            progress=lambda done, total: run.progress("tokenizing", done, total), sha256=one.get("sha256"), cache=cache,
         )  # fmt: skip
 
     try:
@@ -215,6 +223,8 @@ def _tokens(run: Run, tokenizer: PreTrainedTokenizerBase, max_length: int) -> tu
         held_out = tokenise(rest, held, "evaluation") if rest else None
     except FileNotFoundError as error:
         raise TrainingFailure("bad_data", "The data set's file is not there any more.") from error
+    if training.are_cached:
+        run.report.message("An earlier run has tokenised this data in the same way: its tokens are used again.")
     for tokens in (training, held_out):
         for remark in tokens.remarks if tokens else []:
             run.report.message(remark, level="warning")
