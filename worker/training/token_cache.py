@@ -30,7 +30,8 @@ import xxhash
 
 from worker.training.pulse import Alive, nobody
 
-_FORMAT = 1
+_LAYOUT = 1
+"""Of the file."""
 _PIECE = 1 << 20
 _LENGTH = struct.Struct("<Q")
 """Of the JSON in bytes, behind it."""
@@ -102,7 +103,7 @@ class TokenCache:
         """
         if self._folder is None or parts is None:
             return _in_memory(secrets.token_hex(), schema, build)
-        made_from = json.dumps({**parts, "format": _FORMAT}, sort_keys=True)
+        made_from = json.dumps({"layout": _LAYOUT, "columns": schema.names, "parts": parts}, sort_keys=True)
         name = hashlib.sha256(made_from.encode()).hexdigest()
         path = self._folder / f"{name}.tokens"
         found = self._found(path, made_from)
