@@ -3,8 +3,9 @@
 The documents are pairs of docstrings of this machine's standard library, the tokenizer is trained on them on the spot.
 Ours is timed from the JSONL file to the data set that training reads, its entry in the cache on the disk; TRL's is the
 preparation of `SFTTrainer` with `packing=True` alone (end tokens, tokens, labels, packs), without the loading of the
-file before it. TRL's *again* finds what `datasets` has cached of each of its steps. Everything runs on one core, except
-TRL with `dataset_num_proc`, which has all of them. Both must make the same packs, token by token.
+file before it. TRL's *again* finds what `datasets` has cached of each of its steps. Ours encodes in a thread for each
+core; TRL uses one core unless it is told otherwise, so it is measured with a process for each core too. Both must make
+the same packs, token by token.
 """
 
 import ast
@@ -172,7 +173,7 @@ def _smallest_model() -> LlamaForCausalLM:
 
 @contextmanager
 def _as_in_a_trainer() -> Iterator[None]:
-    """Training processes have one core for tokens; TRL's single texts use no more in any case."""
+    """Training processes forbid the tokenizer threads of its own; TRL's single texts have no use for them."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     yield
     del os.environ["TOKENIZERS_PARALLELISM"]

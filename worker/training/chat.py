@@ -1,5 +1,6 @@
 """Chats as tokens: the template that renders them, and which tokens the model is to learn."""
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,6 +47,7 @@ class ChatEncoder:
         self._tokenizer = tokenizer
         self._loss_on = loss_on
         self._ids = Ids(tokenizer, add_special_tokens=False)
+        self._alone = threading.Lock()
         self._marked = "generation %}" in str(tokenizer.chat_template).replace("-%}", "%}")
         if loss_on == "assistant" and not self._marked and not tokenizer.is_fast:
             raise TrainingFailure(
@@ -110,7 +112,8 @@ class ChatEncoder:
 
     def _by_spans(self, chats: Sequence[tuple[str, list[tuple[int, int]]]]) -> list[Encoded]:
         texts = [text for text, _ in chats]
-        found = self._tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        with self._alone:
+            found = self._tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         encoded = []
         for ids, offsets, (_, spans) in zip(found["input_ids"], found["offset_mapping"], chats, strict=True):
             firsts = np.array(offsets, np.int64).reshape(-1, 2)[:, 0]
@@ -124,13 +127,14 @@ class ChatEncoder:
         if len(chats) > 1 and any(tools is not None for _, tools in chats):
             return [self._by_marks([chat])[0] for chat in chats]  # one call knows one set of tools
         try:
-            found = self._tokenizer.apply_chat_template(
-                [messages for messages, _ in chats],
-                tools=chats[0][1],
-                tokenize=True,
-                return_dict=True,
-                return_assistant_tokens_mask=True,
-            )
+            with self._alone:
+                found = self._tokenizer.apply_chat_template(
+                    [messages for messages, _ in chats],
+                    tools=chats[0][1],
+                    tokenize=True,
+                    return_dict=True,
+                    return_assistant_tokens_mask=True,
+                )
         except Exception as error:
             raise BadRow(f"the chat template refuses it: {str(error)[:200]}") from error
         encoded = []

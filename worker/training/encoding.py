@@ -1,16 +1,18 @@
 """Rows as tokens: many at a time, each with the tokens that the model is to learn of it.
 
-An encoder `prepare`s rows one by one, which tells bad ones, and `encode`s what came out of many at once.
+An encoder `prepare`s rows one by one, which tells bad ones, and `encode`s what came out of many at once. Several
+threads may run the tokenizer's own Rust code; all else of transformers keeps state, and is called by one at a time.
 """
 
 import datetime
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -46,11 +48,11 @@ class Encoded:
         return Encoded(self.ids[part], None if self.labels is None else self.labels[part])
 
 
-class Encoder(Protocol):
-    """Of one format of data."""
+Result = TypeVar("Result")
 
-    masks: bool
-    """Whether its labels tell what is learned; False: everything is, and labels are None."""
+
+class Encoder(Protocol[Result]):
+    """Of one format of data, to whatever a method learns from."""
 
     def prepare(self, row: dict[str, Any]) -> Any:
         """What `encode` takes.
@@ -61,8 +63,15 @@ class Encoder(Protocol):
             TrainingFailure: no row can.
         """
 
-    def encode(self, prepared: Sequence[Any]) -> list[Encoded]:
-        """The tokens of each; raises as `prepare` does, for whichever comes first."""
+    def encode(self, prepared: Sequence[Any]) -> list[Result]:
+        """What each becomes; raises as `prepare` does, for whichever comes first. Any thread may call it."""
+
+
+class TextsEncoder(Encoder[Encoded], Protocol):
+    """Of rows that are one text each."""
+
+    masks: bool
+    """Whether its labels tell what is learned; False: everything is, and labels are None."""
 
 
 class Ids:
@@ -77,18 +86,17 @@ class Ids:
         )
         # Without offsets, which nobody asked for and which take a third of the time.
         self._backend = tokenizer.backend_tokenizer if is_plain else None
+        self._alone = threading.Lock()
         tokenizer("")  # leaves the backend as a call without padding and truncation finds it
 
     def __call__(self, texts: Sequence[str]) -> list[Ints]:
         """Token ids of each text, as the tokenizer gives them when it is called with the text alone."""
-        if self._backend is None:
-            encoded: Iterable[Any] = self._tokenizer(
-                list(texts), add_special_tokens=self._add_special_tokens, verbose=False
-            )["input_ids"]
-        else:
+        if self._backend is not None:
             found = self._backend.encode_batch_fast(list(texts), add_special_tokens=self._add_special_tokens)
-            encoded = (one.ids for one in found)
-        return [np.array(ids, np.int32) for ids in encoded]
+            return [np.array(one.ids, np.int32) for one in found]
+        with self._alone:
+            plain = self._tokenizer(list(texts), add_special_tokens=self._add_special_tokens, verbose=False)
+        return [np.array(ids, np.int32) for ids in plain["input_ids"]]
 
 
 class TextEncoder:

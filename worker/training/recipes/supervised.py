@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig
 
 from app.runs.config import Machine, Replacement, TrainingConfig
-from worker.training import base, checkpoints, data, fidelity, model
+from worker.training import base, checkpoints, data, fidelity, model, rows
 from worker.training.base import Base
 from worker.training.callbacks import StepWatcher
 from worker.training.chat import ensure_template
@@ -203,7 +203,7 @@ def _tokens(run: Run, tokenizer: PreTrainedTokenizerBase, max_length: int) -> tu
         )
     chosen = held = None
     if config.eval_split > 0:
-        chosen, held = data.split(data.count_rows(source["path"]), config.eval_split, config.seed)
+        chosen, held = data.split(rows.count_rows(source["path"]), config.eval_split, config.seed)
 
     def alive() -> None:
         run.heed_stop()
