@@ -7,7 +7,7 @@ CHAOS := tests/chaos/test_chaos.py
 # Where this is set, every process would compile PyTorch's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo up test lint bench venv chaos mutants fuzz
+.PHONY: demo up test lint bench venv chaos mutants fuzz docs
 
 demo: $(READY)  ## fine-tune a small model through the service and watch; MODEL=<hub name> for another
 	@$(BIN)/anneal demo $(if $(MODEL),--model '$(MODEL)')
@@ -36,6 +36,9 @@ mutants: $(READY)  ## build in known bugs, one at a time, and see each caught; O
 
 fuzz: $(READY)  ## CASES=10000 requests that the API's own description allows, or nearly; SEED=7 makes the same ones
 	@$(BIN)/python -m tests.fuzz $(if $(CASES),--cases $(CASES)) $(if $(SEED),--seed $(SEED))
+
+docs: $(READY)  ## write the README's table of configuration fields anew, from the code
+	@$(BIN)/python -m docs.fields
 
 bench: .venv/.bench  ## all benchmarks; ONLY=C8 for one, SCALE=0.01 for a trial in small
 	@$(BIN)/python -m benchmarks $(ONLY) $(if $(SCALE),--scale $(SCALE))

@@ -59,7 +59,7 @@ class Caller:
         return scope in self.scopes or "admin" in self.scopes
 
 
-def _caller(request: Request) -> Caller:
+async def _caller(request: Request) -> Caller:
     caller: Caller = request.state.caller
     return caller
 
@@ -67,7 +67,7 @@ def _caller(request: Request) -> Caller:
 CurrentCaller = Annotated[Caller, Depends(_caller)]
 
 
-def _needs_admin(caller: CurrentCaller) -> None:
+async def _needs_admin(caller: CurrentCaller) -> None:
     if not caller.may("admin"):
         raise _scope_missing(caller, "admin")
 

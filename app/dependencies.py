@@ -35,12 +35,13 @@ async def get_snapshot(request: Request) -> AsyncIterator[AsyncSession]:
         yield session
 
 
-def _settings(request: Request) -> Settings:
+# Async, as all others: FastAPI hands a plain function to a thread, which takes as long as a short query.
+async def _settings(request: Request) -> Settings:
     settings: Settings = request.app.state.settings
     return settings
 
 
-def _storage(request: Request) -> Storage:
+async def _storage(request: Request) -> Storage:
     storage: Storage = request.app.state.storage
     return storage
 

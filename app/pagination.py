@@ -24,7 +24,7 @@ class Paging:
     after: str | None
 
 
-def _paging(
+async def _paging(
     limit: Annotated[int, Query(ge=1, le=200, description="Most items to answer.", examples=[50])] = 50,
     after: Annotated[str | None, Query(description="Id of the last item seen; answers older ones.")] = None,
 ) -> Paging:
@@ -54,8 +54,13 @@ async def fetch_rows(
     paging: Paging,
 ) -> tuple[list[Any], bool]:
     """The same for a query of several columns."""
-    page = query.order_by(id.desc()).limit(paging.limit + 1)
-    if paging.after is not None:
-        page = page.where(id < paging.after)
-    rows = list((await session.execute(page)).all())
+    rows = list((await session.execute(newest_first(query, id, paging))).all())
     return rows[: paging.limit], len(rows) > paging.limit
+
+
+def newest_first(
+    query: Select[*tuple[Any, ...]], id: InstrumentedAttribute[str] | ColumnElement[str], paging: Paging
+) -> Select[*tuple[Any, ...]]:
+    """The rows of one page by descending `id`, and one more if there are more."""
+    page = query.order_by(id.desc()).limit(paging.limit + 1)
+    return page if paging.after is None else page.where(id < paging.after)

@@ -1,5 +1,6 @@
 """Things that tests of runs need, made with the statements of the product."""
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,13 @@ def make_experiment(engine: Engine, name: str = "an experiment") -> str:
     return experiment_id
 
 
-def make_dataset(engine: Engine, format: str = "chat") -> str:
+def make_dataset(engine: Engine, format: str = "chat", columns: Sequence[str] = ("messages",)) -> str:
     """A data set without files; answers its id."""
     dataset_id = new_id("ds")
     row = {"format": format, "extension": "jsonl", "rows": 8, "bytes": 800, "sha256": "0" * 64}
     with engine.begin() as connection:
         connection.execute(
-            insert(Dataset).values(id=dataset_id, name=f"{format}.jsonl", columns=["messages"], preview=[], **row)
+            insert(Dataset).values(id=dataset_id, name=f"{format}.jsonl", columns=[*columns], preview=[], **row)
         )
     return dataset_id
 

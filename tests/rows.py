@@ -9,7 +9,7 @@ from app.events.models import RunEvent
 from app.experiments.models import Experiment
 from app.ids import new_id
 from app.runs import lifecycle
-from app.runs.models import Run
+from app.runs.models import Run, RunRewardModel
 from app.workers import registry
 
 
@@ -27,6 +27,12 @@ def add_run(engine: Engine, **values: Any) -> Any:
             "given": ["base_model"],
         }
         return connection.execute(lifecycle.create({**defaults, **values})).one()
+
+
+def learn_from(engine: Engine, run_id: str, reward_run_id: str) -> None:
+    """Note that a run has a reward model that another run has made."""
+    with engine.begin() as connection:
+        connection.execute(insert(RunRewardModel).values(run_id=run_id, reward_run_id=reward_run_id))
 
 
 def add_worker(engine: Engine, devices: int = 1, **values: Any) -> str:

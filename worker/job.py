@@ -16,6 +16,7 @@ from app.checkpoints import retention
 from app.checkpoints.models import Checkpoint
 from app.datasets.models import Dataset
 from app.runs import base_models
+from app.runs.config import TrainingMethod
 from app.runs.models import Run
 from app.secrets import store
 from app.secrets.keyring import KeyringError
@@ -71,7 +72,8 @@ def prepare(host: Host, run: Any, device: dict[str, Any]) -> Job:
     checkpoint = _newest_good(host, run, remarks)
     with host.engine.connect() as connection:
         base_model = _base_model(host, connection, run)
-        secrets = _secrets(host, connection, run, base_model)
+        reward_models = _reward_models(host, connection, run)
+        secrets = _secrets(host, connection, run, [base_model, *reward_models])
         job = {
             "run_id": run.id,
             "attempt": run.attempt,
@@ -81,6 +83,7 @@ def prepare(host: Host, run: Any, device: dict[str, Any]) -> Job:
             "dataset": dataset,
             "eval_dataset": evaluation,
             "base_model": base_model,
+            "reward_models": reward_models,
             "output_dir": str(folder),
             "token_cache": _token_cache(host),
             "resume_from": _resume(host, checkpoint),
@@ -173,13 +176,23 @@ def _dataset(host: Host, connection: Connection, dataset_id: str) -> dict[str, A
 
 
 def _base_model(host: Host, connection: Connection, run: Any) -> dict[str, Any]:
+    return _located(host, connection, run, run.config["base_model"], run.config.get("revision"))
+
+
+def _reward_models(host: Host, connection: Connection, run: Any) -> list[dict[str, Any]]:
+    """The models of the rewards of type `model`, in the order of these."""
+    if run.config.get("method") != TrainingMethod.rlhf:
+        return []
+    rewards = run.config["rlhf"]["rewards"]
+    return [_located(host, connection, run, reward["model"]) for reward in rewards if reward["type"] == "model"]
+
+
+def _located(host: Host, connection: Connection, run: Any, name: str, revision: str | None = None) -> dict[str, Any]:
     if run.backend == "fake":
-        name = run.config["base_model"]
         return {"name": name, "path": None, "hub": name if base_models.is_hub_name(name) else None, "revision": None}
     output_attempt = None
-    if run.base_run_id:
-        output_attempt = connection.scalar(select(Run.output_attempt).where(Run.id == run.base_run_id))
-    name, revision = run.config["base_model"], run.config.get("revision")
+    if base_models.is_run(name):
+        output_attempt = connection.scalar(select(Run.output_attempt).where(Run.id == name))
     try:
         return dict(base_models.locate(host.settings, host.storage, name, output_attempt, revision))
     except base_models.BaseModelError as error:
@@ -187,12 +200,10 @@ def _base_model(host: Host, connection: Connection, run: Any) -> dict[str, Any]:
         raise JobError(code, error.message) from error
 
 
-def _secrets(host: Host, connection: Connection, run: Any, base_model: dict[str, Any]) -> dict[str, str]:
+def _secrets(host: Host, connection: Connection, run: Any, models: list[dict[str, Any]]) -> dict[str, str]:
     """The secrets that this run needs, of those that are set, by the variable in which libraries look for them."""
     wanted: dict[str, str] = {}
-    path = base_model["path"]
-    # An adapter names its base model itself, and that may be one of the hub.
-    if host.settings.allow_hub and (base_model["hub"] or (path and (Path(path) / "adapter_config.json").is_file())):
+    if host.settings.allow_hub and any(_may_be_of_the_hub(model) for model in models):
         wanted[store.HF_TOKEN] = "HF_TOKEN"
     if "wandb" in run.config.get("report_to", ()):
         wanted["wandb_api_key"] = "WANDB_API_KEY"
@@ -202,6 +213,11 @@ def _secrets(host: Host, connection: Connection, run: Any, base_model: dict[str,
         return {wanted[name]: value for name, value in store.read(connection, host.settings, wanted).items()}
     except KeyringError as error:
         raise JobError("internal", str(error), is_passing=True) from error
+
+
+def _may_be_of_the_hub(model: dict[str, Any]) -> bool:
+    # An adapter names its base model itself, and that may be one of the hub.
+    return bool(model["hub"] or (model["path"] and (Path(model["path"]) / "adapter_config.json").is_file()))
 
 
 def _resume(host: Host, checkpoint: Any) -> dict[str, Any] | None:

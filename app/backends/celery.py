@@ -16,7 +16,7 @@ from app.ids import is_id
 from app.queue import Queue
 from app.runs import logs, service, views
 from app.runs.checks import config_problems, online_machines, refusal
-from app.runs.config import SUPERVISED, Problem
+from app.runs.config import Problem, TrainingMethod
 from app.runs.models import Run
 from app.runs.resume import resume
 from app.runs.schemas import RunCreate, RunRead, RunResume, TrainingRun
@@ -32,7 +32,7 @@ class CeleryBackend(TrainingBackend):
             supports_local=True,
             supports_remote=True,
             supports_distributed=False,
-            supported_methods=SUPERVISED,
+            supported_methods=tuple(TrainingMethod),
             max_model_size_b=None,
             supported_quantization=("4bit", "8bit"),
             supports_streaming_logs=True,

@@ -15,12 +15,7 @@ class FakeBackend(CeleryBackend):
             supports_local=True,
             supports_remote=True,
             supports_distributed=False,
-            supported_methods=(
-                TrainingMethod.full,
-                TrainingMethod.lora,
-                TrainingMethod.qlora,
-                TrainingMethod.sft,
-            ),
+            supported_methods=tuple(TrainingMethod),
             max_model_size_b=None,
             supported_quantization=("4bit", "8bit"),
             supports_streaming_logs=True,

@@ -17,7 +17,7 @@ class BackendRead(BackendCapabilities):
                 "supports_local": True,
                 "supports_remote": True,
                 "supports_distributed": False,
-                "supported_methods": ["full", "lora", "qlora", "sft"],
+                "supported_methods": ["full", "lora", "qlora", "dpo", "reward", "rlhf", "sft"],
                 "max_model_size_b": None,
                 "supported_quantization": ["4bit", "8bit"],
                 "supports_streaming_logs": True,

@@ -18,8 +18,8 @@ def good(run_id: str, below_step: int | None = None) -> Executable:
 def retire(run_id: str, keep: int) -> Executable:
     """Mark all but the `keep` furthest checkpoints as deleted; the rows tell which folders to remove afterwards.
 
-    Never the newest good one, the one with the lowest evaluation loss, or a pinned one. Only a live run retires, and
-    only a run that has ended can be resumed by another: nobody needs what goes here.
+    Never the newest good one, the best of an evaluation (lowest loss, or highest reward), or a pinned one. Only a live
+    run retires, and only a run that has ended can be resumed by another: nobody needs what goes here.
     """
     return _retire(run_id, keep).returning(Checkpoint.attempt, Checkpoint.name)
 
@@ -28,8 +28,9 @@ def _retire(run_id: str, keep: int) -> Update:
     one = aliased(Checkpoint)
     there = select(one.id).where(one.run_id == run_id, one.deleted_at.is_(None), one.bad_reason.is_(None))
     furthest = there.order_by(one.step.desc(), one.id.desc()).limit(max(keep, 1))
-    eval_loss = one.metrics["eval_loss"].as_float()
-    best = there.where(eval_loss.is_not(None)).order_by(eval_loss, one.step).limit(1)
+    # Runs are judged by the one or by the other.
+    badness = func.coalesce(one.metrics["eval_loss"].as_float(), -one.metrics["eval_reward"].as_float())
+    best = there.where(badness.is_not(None)).order_by(badness, one.step).limit(1)
     return (
         update(Checkpoint)
         .where(

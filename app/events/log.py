@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-import psycopg
 from sqlalchemy import Connection, Select, Text, cast, select, text
-from sqlalchemy.exc import DataError, DBAPIError
+from sqlalchemy.exc import DataError
 
 from app.clock import timestamp as timestamp
+from app.db import column
 from app.events.models import RunEvent
 
 MEASURED = ("metric", "eval")
@@ -66,14 +66,24 @@ class Progress:
     best_loss: float | None
 
 
-_RESERVE = text(
+# In one statement: with a COPY behind the update, a hundred events take a third longer.
+# In the SELECT, the functions answer their rows in step; in FROM, two thousand events would take a quarter longer.
+_STORE = text(
     """
-    UPDATE runs SET event_seq = event_seq + :n, src_hwm = src_hwm + :n,
-        current_step = coalesce(:step, current_step), current_epoch = coalesce(:passes, current_epoch),
-        total_steps = coalesce(:total, total_steps), best_loss = least(best_loss, :best)
-    WHERE id = :id AND epoch = :epoch AND status IN ('initializing', 'running', 'checkpointing')
-        AND src_hwm = :first - 1
-    RETURNING event_seq - :n, attempt
+    WITH reserved AS (
+        UPDATE runs SET event_seq = event_seq + :n, src_hwm = src_hwm + :n,
+            current_step = coalesce(:step, current_step), current_epoch = coalesce(:passes, current_epoch),
+            total_steps = coalesce(:total, total_steps), best_loss = least(best_loss, :best)
+        WHERE id = :id AND epoch = :epoch AND status IN ('initializing', 'running', 'checkpointing')
+            AND src_hwm = :first - 1
+        RETURNING event_seq - :n AS seq_before, attempt
+    ), stored AS (
+        INSERT INTO run_events (run_id, seq, type, attempt, ts, data)
+        SELECT :id, seq_before + generate_series(1, :n), string_to_table(:types, chr(31)), attempt,
+            cast(string_to_table(:moments, chr(31)) AS timestamptz), cast(string_to_table(:data, chr(31)) AS json)
+        FROM reserved
+    )
+    SELECT seq_before FROM reserved
     """
 )
 # With the lock: a transaction of the same caller, who has heard nothing of it, may still be at work in Postgres.
@@ -83,7 +93,6 @@ _WHERE_STORED = text(
 )
 # Legal in JSON as they are, and the end of a line to many clients, httpx's `iter_lines` for one.
 _LINE_ENDS = (("\x85", "\\u0085"), ("\u2028", "\\u2028"), ("\u2029", "\\u2029"))
-_COPY = "COPY run_events (run_id, seq, type, attempt, ts, data) FROM STDIN"
 
 
 def append(
@@ -103,8 +112,8 @@ def append(
     Raises:
         Fenced: another epoch, or the run has ended.
     """
-    reserved = _reserve(connection, run_id, epoch, first, len(new), progress)
-    if reserved is None:
+    seq_before = _store(connection, run_id, epoch, first, new, progress)
+    if seq_before is None:
         stored = connection.scalar(_WHERE_STORED, {"id": run_id, "epoch": epoch})
         if stored is None:
             raise Fenced(run_id)
@@ -114,37 +123,31 @@ def append(
         if not new:
             return None
         first = stored + 1
-        reserved = _reserve(connection, run_id, epoch, first, len(new), progress)
-        if reserved is None:
+        seq_before = _store(connection, run_id, epoch, first, new, progress)
+        if seq_before is None:
             raise Fenced(run_id)
-    base, attempt = reserved
-    driver = connection.connection.driver_connection
-    assert driver is not None  # noqa: S101 - a connection in use has one
-    try:
-        with driver.cursor() as cursor, cursor.copy(_COPY) as copy:
-            for offset, event in enumerate(new, 1):
-                copy.write_row((run_id, base + offset, event.type, attempt, event.ts, event.data))
-    except psycopg.Error as error:
-        # COPY goes past SQLAlchemy; its errors must look to the caller like those of every other statement.
-        raise DBAPIError.instance(_COPY, None, error, psycopg.Error) from error
-    return Stored(first - 1, base)
+    return Stored(first - 1, seq_before)
 
 
-def _reserve(
-    connection: Connection, run_id: str, epoch: int, first: int, count: int, progress: Progress | None
-) -> tuple[int, int] | None:
+def _store(
+    connection: Connection, run_id: str, epoch: int, first: int, new: Sequence[NewEvent], progress: Progress | None
+) -> int | None:
+    """The last `seq` before them; None, and nothing is stored, where `first` is not the next that is awaited."""
     values = {
         "id": run_id,
         "epoch": epoch,
         "first": first,
-        "n": count,
+        "n": len(new),
         "step": progress.step if progress else None,
         "passes": progress.epoch if progress else None,
         "total": progress.total_steps if progress else None,
         "best": progress.best_loss if progress else None,
+        "types": column([event.type for event in new]),
+        "moments": column([event.ts for event in new]),
+        "data": column([event.data for event in new]),
     }
-    row = connection.execute(_RESERVE, values).one_or_none()
-    return (row[0], row[1]) if row else None
+    seq_before: int | None = connection.scalar(_STORE, values)
+    return seq_before
 
 
 def is_refused_data(error: Exception) -> bool:

@@ -94,7 +94,12 @@ def conflicts(folder: Path, config: Mapping[str, Any], given: Set[str]) -> list[
             )
         )
     is_adapter = (folder / "adapter_config.json").is_file()
-    if not is_adapter and not any(folder.glob("*.safetensors")) and config.get("method", "qlora") != "full":
+    method = config.get("method", "qlora")
+    if is_reward_model(folder) and (is_adapter or method != "reward"):
+        what = "an adapter of a reward model" if is_adapter else "a reward model"
+        message = f"This is {what}: it scores answers and writes none; name it in `rlhf.rewards`, with type `model`."
+        found.append(BaseModelError("base_model", message))
+    if not is_adapter and not any(folder.glob("*.safetensors")) and method != "full":
         message = "The folder has no safetensors weights; put them there, or train it from scratch with method `full`."
         found.append(BaseModelError("base_model", message))
     length, longest = config.get("max_seq_length"), _longest(folder)
@@ -106,18 +111,35 @@ def conflicts(folder: Path, config: Mapping[str, Any], given: Set[str]) -> list[
     return found
 
 
+def is_reward_model(folder: Path) -> bool | None:
+    """Whether a local model gives one score in place of tokens; None where its files do not tell."""
+    if (folder / "adapter_config.json").is_file():
+        task = _told(folder, "adapter_config.json").get("task_type")
+        return task == "SEQ_CLS" if isinstance(task, str) else None
+    names = _told(folder, "config.json").get("architectures")
+    if not isinstance(names, list) or not names:
+        return None
+    return any(isinstance(name, str) and name.endswith("ForSequenceClassification") for name in names)
+
+
 def _longest(folder: Path) -> int | None:
     """Positions that the model has, where its configuration tells."""
-    try:
-        file = folder / "config.json"
-        if not file.is_file() or file.stat().st_size > _MOST_CONFIG_BYTES:
-            return None
-        told = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError):
-        return None
-    told = told.get("text_config", told) if isinstance(told, dict) else {}
+    told = _told(folder, "config.json")
+    told = told.get("text_config", told)
     longest = told.get("max_position_embeddings") if isinstance(told, dict) else None
     return longest if isinstance(longest, int) else None
+
+
+def _told(folder: Path, name: str) -> dict[str, Any]:
+    """What a file of the model's says; nothing where it cannot be read."""
+    try:
+        file = folder / name
+        if not file.is_file() or file.stat().st_size > _MOST_CONFIG_BYTES:
+            return {}
+        told = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return told if isinstance(told, dict) else {}
 
 
 def _check_allowed(settings: Settings, name: str) -> None:

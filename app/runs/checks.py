@@ -1,10 +1,10 @@
 """What is wrong with a request for a run: all of it at once, before anything is written."""
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 from sqlalchemy import func, select
@@ -15,8 +15,9 @@ from app.config import Settings
 from app.datasets.models import Dataset
 from app.errors import ApiError, FieldError, invalid
 from app.experiments.models import Experiment
-from app.runs import base_models
+from app.runs import base_models, rewards
 from app.runs.config import (
+    PREFERENCE,
     SUPERVISED,
     Machine,
     Problem,
@@ -33,8 +34,12 @@ from app.storage import Storage
 from app.workers.models import Device, Worker
 from app.workers.service import FRESH_LEASES
 
-_FORMATS = dict.fromkeys(SUPERVISED, ("chat", "prompt_completion", "text"))
-"""What each method trains on; methods that are not here are refused by name."""
+_FORMATS: dict[TrainingMethod, tuple[str, ...]] = {
+    **dict.fromkeys(SUPERVISED, ("chat", "prompt_completion", "text")),
+    **dict.fromkeys(PREFERENCE, ("preference",)),
+    TrainingMethod.rlhf: ("prompt",),
+}
+"""What each method trains on."""
 
 
 @dataclass
@@ -47,6 +52,7 @@ class Examined:
     given: list[str] = field(default_factory=list)
     effective: TrainingConfig | None = None
     base_run_id: str | None = None
+    reward_run_ids: list[str] = field(default_factory=list)
 
     def refuse(self, name: str, code: str, message: str) -> None:
         """One more thing that is wrong."""
@@ -80,12 +86,14 @@ async def examine(
         evaluation = await _dataset(session, "eval_dataset_id", request.eval_dataset_id, found)
     for name, item in (("dataset_id", dataset), ("eval_dataset_id", evaluation)):
         _check_format(request.config, name, item, found)
+        _check_answers(request.config, name, item, found)
     machines = await online_machines(session, settings, request.backend, rules)
     data_format = dataset.format if dataset else None
     wrong, machine = config_problems(rules, request.config, request.eval_dataset_id is not None, data_format, machines)
     found.errors += [_about_config(problem) for problem in wrong]
     loads_model = rules is None or rules.loads_model
     await _check_base_model(session, settings, storage, request.config, loads_model, found)
+    await _check_reward_models(session, settings, storage, request.config, loads_model, found)
     if rules is not None and not await _worker_online(session, settings, request.backend):
         found.warnings.append(
             FieldError(
@@ -210,6 +218,29 @@ def _check_format(config: Mapping[str, Any], name: str, dataset: Dataset | None,
         )
 
 
+def _check_answers(config: Mapping[str, Any], name: str, dataset: Dataset | None, found: Examined) -> None:
+    if dataset is None or dataset.format != "prompt" or "answer" in dataset.columns:
+        return
+    for _, reward in _rewards(config):
+        if reward.get("type") in rewards.WITH_ANSWER:
+            found.refuse(
+                name,
+                "no_answers",
+                f"the reward `{reward['type']}` holds completions against a column `answer`, and this data set has "
+                "none; upload it with answers, or choose other rewards",
+            )
+            return
+
+
+def _rewards(config: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """The rewards as the user wrote them and their places, as far as they are objects."""
+    options = config.get("rlhf") if config.get("method") == TrainingMethod.rlhf else None
+    listed = options.get("rewards") if isinstance(options, Mapping) else None
+    for at, reward in enumerate(listed if isinstance(listed, list) else []):
+        if isinstance(reward, Mapping):
+            yield at, reward
+
+
 async def _check_base_model(
     session: AsyncSession,
     settings: Settings,
@@ -224,7 +255,7 @@ async def _check_base_model(
     if not loads_model and not base_models.is_run(name):
         return
     try:
-        output_attempt = await _output_attempt(session, name) if base_models.is_run(name) else None
+        output_attempt = await _output_attempt(session, name, "base") if base_models.is_run(name) else None
         # In a thread: a storage that hangs must not keep every stream waiting.
         located = await asyncio.to_thread(base_models.locate, settings, storage, name, output_attempt)
     except base_models.BaseModelError as error:
@@ -238,19 +269,58 @@ async def _check_base_model(
         found.base_run_id = name
 
 
-async def _output_attempt(session: AsyncSession, run_id: str) -> int | None:
-    query = select(Run.status, Run.output_attempt).where(Run.id == run_id)
+async def _check_reward_models(
+    session: AsyncSession,
+    settings: Settings,
+    storage: Storage,
+    config: Mapping[str, Any],
+    loads_model: bool,
+    found: Examined,
+) -> None:
+    refused = {error.field for error in found.errors}
+    for at, reward in _rewards(config):
+        name, place = reward.get("model"), f"config.rlhf.rewards.{at}.model"
+        if reward.get("type") != "model" or not isinstance(name, str) or place in refused:
+            continue
+        is_run = base_models.is_run(name)
+        if not loads_model and not is_run:
+            continue
+        try:
+            output_attempt = await _output_attempt(session, name, "reward") if is_run else None
+            located = await asyncio.to_thread(base_models.locate, settings, storage, name, output_attempt)
+        except base_models.BaseModelError as error:
+            found.refuse(place, error.code, error.message)
+            continue
+        folder = located["path"]
+        if folder is not None and await asyncio.to_thread(base_models.is_reward_model, Path(folder)) is False:
+            found.refuse(
+                place,
+                "not_a_reward_model",
+                f"{name[:100]!r} writes text and gives no score; name a run of method `reward`, or a model for "
+                "sequence classification",
+            )
+        elif is_run and name not in found.reward_run_ids:
+            found.reward_run_ids.append(name)
+
+
+async def _output_attempt(session: AsyncSession, run_id: str, role: Literal["base", "reward"]) -> int | None:
+    query = select(Run.status, Run.output_attempt, Run.config["method"].astext.label("method")).where(Run.id == run_id)
     run = (await session.execute(query.with_for_update(read=True, key_share=True))).one_or_none()
     if run is None:
         raise base_models.BaseModelError(
-            "base_run_not_found", f"There is no run {run_id}; GET /v1/runs?status=completed lists those to build on."
+            f"{role}_run_not_found", f"There is no run {run_id}; GET /v1/runs?status=completed lists those to name."
         )
     if run.status != "completed":
         raise base_models.BaseModelError(
-            "base_run_not_completed",
+            f"{role}_run_not_completed",
             f"Run {run_id} is {run.status}, not completed; "
             + ("resume it, or" if run.status in ("failed", "cancelled") else "wait until it is, or")
-            + " name another base model.",
+            + " name another model.",
+        )
+    if role == "reward" and run.method != TrainingMethod.reward:
+        raise base_models.BaseModelError(
+            "not_a_reward_model",
+            f"Run {run_id} was trained with method `{run.method}`; name a run of method `reward`.",
         )
     attempt: int | None = run.output_attempt
     return attempt

@@ -245,7 +245,7 @@ class _Reading:
         # In one piece: to parse each by itself takes three times as long.
         texts = [row.extents for row in rows if row.extents]
         for series in json.loads(f"[{','.join(texts)}]"):
-            for name, (first, at_first, low, lowest, high, highest, last, at_last, _) in series.items():
+            for name, (first, at_first, low, lowest, high, highest, last, at_last) in series.items():
                 points = self.points.setdefault(name, {})
                 if lowest is None:
                     points[first] = at_first  # of nothing but gaps there is one to show

@@ -3,7 +3,9 @@
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import ConfigDict, Field, StringConstraints
+
+from app.runs.rewards import ModelName, Reward, Strict
 
 
 class TrainingMethod(StrEnum):
@@ -13,8 +15,15 @@ class TrainingMethod(StrEnum):
     lora = "lora"
     qlora = "qlora"
     dpo = "dpo"
+    reward = "reward"
     rlhf = "rlhf"
     sft = "sft"
+
+
+SUPERVISED = (TrainingMethod.full, TrainingMethod.lora, TrainingMethod.qlora, TrainingMethod.sft)
+"""Methods that learn from examples; the one place that lists them."""
+PREFERENCE = (TrainingMethod.dpo, TrainingMethod.reward)
+"""Methods that learn from pairs of a better and a worse answer."""
 
 
 class TrainingStatus(StrEnum):
@@ -29,22 +38,8 @@ class TrainingStatus(StrEnum):
     cancelled = "cancelled"
 
 
-class Strict(BaseModel):
-    """No unknown field, no `"1"` for 1, no true for 1, no NaN."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
 Steps = Annotated[int, Field(ge=1, le=100_000_000)]
 ModuleName = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.]+$")]
-ModelName = Annotated[
-    str,
-    StringConstraints(
-        min_length=1,
-        max_length=300,
-        pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@=+-]*(/[A-Za-z0-9_][A-Za-z0-9_.@=+-]*)*$",
-    ),
-]
 DType = Literal["bfloat16", "float16", "float32"]
 Optimizer = Literal[
     "paged_adamw_8bit", "paged_adamw_32bit", "paged_lion_8bit", "paged_lion_32bit",
@@ -60,6 +55,11 @@ Scheduler = Literal[
     "polynomial",
     "inverse_sqrt",
 ]
+DpoLoss = Literal[
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
+    "apo_zero", "apo_down", "sigmoid_norm",
+]  # fmt: skip
+"""Losses of TRL that need no further options."""
 Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3"]
 
 
@@ -67,42 +67,46 @@ class DpoOptions(Strict):
     """Preference optimisation; for method `dpo` only."""
 
     beta: float = Field(default=0.1, gt=0, le=100, description="How closely to stay to the reference model.")
-    loss_type: str = Field(default="sigmoid", min_length=1, max_length=50, description="Form of the loss.")
-
-
-class Reward(Strict):
-    """One term of the reward; its own parameters depend on the type."""
-
-    model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
-
-    type: Literal["exact_match", "numeric_match", "regex", "json_schema", "length", "format", "model"]
-    weight: float = Field(default=1.0, ge=-1000, le=1000)
-    model: str | None = Field(default=None, max_length=300, description="A reward model trained here: `run_…`.")
+    loss_type: DpoLoss = Field(default="sigmoid", description="Form of the loss.")
+    label_smoothing: float = Field(
+        default=0.0,
+        ge=0,
+        lt=0.5,
+        description="Part of the pairs that may be reversed; for `robust`, `exo_pair`, `aot`, `aot_unpaired`.",
+    )
 
 
 class RlhfOptions(Strict):
     """Reinforcement learning from rewards; for method `rlhf` only."""
 
-    algorithm: Literal["grpo", "rloo"] = "grpo"
-    rewards: list[Reward] = Field(default_factory=list, max_length=20)
-    num_generations: int = Field(default=8, ge=2, le=1024)
-    max_completion_length: int = Field(default=256, ge=1, le=1_000_000)
-    temperature: float = Field(default=1.0, gt=0, le=100)
-    beta: float = Field(default=0.0, ge=0, le=100)
+    algorithm: Literal["grpo", "rloo"] = Field(default="grpo", description="How a completion is held against others.")
+    rewards: list[Reward] = Field(
+        default_factory=list, max_length=20, description="What a completion is rewarded for: the weighted sum of these."
+    )
+    num_generations: int = Field(
+        default=8, ge=2, le=1024, description="Completions of a prompt that are held against each other."
+    )
+    max_completion_length: int = Field(
+        default=256, ge=1, le=1_000_000, description="Tokens after which a completion is cut off."
+    )
+    temperature: float = Field(default=1.0, gt=0, le=100, description="How freely completions are sampled.")
+    beta: float = Field(default=0.0, ge=0, le=100, description="How closely to stay to the base model; 0: not at all.")
 
 
 class TrainerOptions(Strict):
     """What `extra` may hold: options of the trainer that few runs need."""
 
     max_grad_norm: float = Field(default=1.0, ge=0, le=1e6, description="Clip gradients to this norm; 0: never.")
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
-    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
-    adam_epsilon: float = Field(default=1e-8, gt=0, le=1)
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="First decay rate of Adam and Lion.")
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="Second decay rate of Adam and Lion.")
+    adam_epsilon: float = Field(default=1e-8, gt=0, le=1, description="What keeps Adam from dividing by zero.")
     packing_strategy: Literal["bfd", "wrapped"] = Field(
         default="bfd",
         description="How documents are packed: whole ones by best fit, or one long stream cut in pieces.",
     )
-    eval_batch_size: int | None = Field(default=None, ge=1, le=4096, description="None: `batch_size`.")
+    eval_batch_size: int | None = Field(
+        default=None, ge=1, le=4096, description="Sequences per device in an evaluation; None: `batch_size`."
+    )
     double_quant: bool = Field(default=True, description="Quantise the 4-bit constants too.")
 
 
@@ -142,7 +146,9 @@ class TrainingConfig(Strict):
     )
 
     learning_rate: float = Field(default=2e-4, gt=0, le=10, description="Highest learning rate.")
-    batch_size: int = Field(default=4, ge=1, le=4096, description="Sequences per device and micro-batch.")
+    batch_size: int = Field(
+        default=4, ge=1, le=4096, description="Sequences (`rlhf`: completions) per device and micro-batch."
+    )
     gradient_accumulation_steps: int = Field(default=4, ge=1, le=65_536, description="Micro-batches a step.")
     epochs: float = Field(default=3, gt=0, le=10_000, description="Passes over the data; may be a fraction.")
     max_steps: Steps | None = Field(default=None, description="Optimizer steps in all; wins over `epochs`.")
@@ -172,7 +178,8 @@ class TrainingConfig(Strict):
         default=2048,
         ge=2,
         le=10_000_000,
-        description="Tokens a sequence is cut to; None: the model's own limit.",
+        description="Tokens a sequence is cut to (`reward` and `rlhf` leave out longer pairs and prompts); None: the "
+        "model's own limit.",
     )
     packing: bool = Field(default=False, description="Put several documents in one sequence.")
     truncation_mode: Literal["keep_start", "keep_end"] = Field(

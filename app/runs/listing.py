@@ -1,14 +1,15 @@
 """Lists of runs: filtered, newest or best first, as fast on the last page as on the first."""
 
+import json
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from sqlalchemy import ColumnElement, Select, Text, literal_column, select, tuple_, union_all
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.checkpoints.service import furthest_good_place
 from app.errors import FieldError, invalid
-from app.pagination import Paging, fetch_rows
+from app.pagination import Paging, newest_first
 from app.runs.config import TrainingStatus
 from app.runs.models import TERMINAL, Run
 from app.runs.views import DOCUMENTS, MOMENTS, NUMBERS, PLAIN
@@ -16,6 +17,10 @@ from app.runs.views import DOCUMENTS, MOMENTS, NUMBERS, PLAIN
 Sort = Literal["created_at", "best_loss"]
 
 _NOT_FINITE = "('NaN', 'Infinity', '-Infinity')"
+_REWARD_RUN_IDS = (
+    "(SELECT coalesce(json_agg(reward_run_id ORDER BY reward_run_id), '[]'::json) "
+    "FROM run_reward_models WHERE run_id = runs.id)"
+)
 _RFC_3339 = 'YYYY-MM-DD"T"HH24:MI:SS.MS"Z"'
 
 
@@ -29,6 +34,7 @@ def _shown() -> ColumnElement[str]:
     # JSON has no word for the others.
     shown |= {name: f"CASE WHEN runs.{name} NOT IN {_NOT_FINITE} THEN runs.{name} END" for name in NUMBERS}
     shown |= {name: f"to_char(runs.{name} AT TIME ZONE 'UTC', '{_RFC_3339}')" for name in MOMENTS}
+    shown["reward_run_ids"] = _REWARD_RUN_IDS
     pairs = ", ".join(f"'{name}', {value}" for name, value in shown.items())
     return literal_column(f"cast(json_build_object({pairs}) AS text)", Text)
 
@@ -37,6 +43,25 @@ _LISTED = select(
     *Run.__table__.c["id", "event_seq", "output_attempt"],
     furthest_good_place(Run.__table__.c.id).label("furthest"),
     _shown().label("shown"),
+)
+
+
+class Listed(NamedTuple):
+    """A run of a list."""
+
+    id: str
+    event_seq: int
+    output_attempt: int | None
+    furthest: list[int] | None
+    """`[step, attempt]` of its furthest good checkpoint."""
+    shown: str
+    """Its own columns, an object in JSON."""
+
+
+*_HEAD, _SHOWN = Listed._fields
+_WHOLE = select(
+    literal_column(f"cast(json_agg(json_build_array({', '.join(_HEAD)})) AS text)", Text),
+    literal_column(f"string_agg({_SHOWN}, chr(31))", Text),
 )
 
 
@@ -70,12 +95,25 @@ class Filters:
 
 async def page(
     session: AsyncSession, filters: Filters, paging: Paging, sort: Sort = "created_at"
-) -> tuple[list[Any], bool]:
-    """One page of rows of runs and whether there are more: newest first, or lowest loss first, those without last."""
+) -> tuple[list[Listed], bool]:
+    """One page of runs and whether there are more: newest first, or lowest loss first, those without last."""
     if sort == "best_loss":
         return await _best_first(session, filters, paging)
+    runs = await _fetch(session, newest_first(_chosen(filters, paging), Run.id, paging))
+    return runs[: paging.limit], len(runs) > paging.limit
+
+
+async def _fetch(session: AsyncSession, query: Select[*tuple[Any, ...]]) -> list[Listed]:
+    """The rows of a query, in one piece: as rows, Postgres sends them 8 kB at a time and wakes us for each."""
+    heads, shown = (await session.execute(_WHOLE.select_from(query.subquery()))).one()
+    # No JSON has this character as it is.
+    pairs = zip(json.loads(heads), shown.split("\x1f"), strict=True) if heads else ()
+    return [Listed._make((*head, one)) for head, one in pairs]
+
+
+def _chosen(filters: Filters, paging: Paging) -> Select[*tuple[Any, ...]]:
     if len(filters.status) < 2:
-        return await fetch_rows(session, _LISTED.where(*filters.conditions(), *filters.on_status()), Run.id, paging)
+        return _LISTED.where(*filters.conditions(), *filters.on_status())
     # Each status on its own comes from an index in the right order; all at once would have to be sorted.
     some: list[Select[Any]] = []
     for status in set(filters.status):
@@ -84,22 +122,20 @@ async def page(
             of_status = of_status.where(Run.id < paging.after)
         some.append(of_status.order_by(Run.id.desc()).limit(paging.limit + 1))
     ids = union_all(*(one.subquery().select() for one in some)).subquery()
-    return await fetch_rows(session, _LISTED.where(Run.id.in_(select(ids.c.id))), Run.id, paging)
+    return _LISTED.where(Run.id.in_(select(ids.c.id)))
 
 
-async def _best_first(session: AsyncSession, filters: Filters, paging: Paging) -> tuple[list[Any], bool]:
+async def _best_first(session: AsyncSession, filters: Filters, paging: Paging) -> tuple[list[Listed], bool]:
     conditions = [*filters.conditions(), *filters.on_status()]
     after = None if paging.after is None else await _place(session, paging.after)
-    runs: list[Any] = []
+    runs: list[Listed] = []
     if after is None or after[0] is not None:
-        runs = await _with_loss(session, _LISTED, conditions, after, paging.limit + 1)
+        runs = await _fetch(session, _with_loss(_LISTED, conditions, after, paging.limit + 1))
     if len(runs) <= paging.limit:
         last = paging.after if after is not None and after[0] is None else None
         without = _LISTED.where(*conditions, Run.final_loss.is_(None), Run.best_loss.is_(None))
-        rest, has_more = await fetch_rows(session, without, Run.id, Paging(paging.limit - len(runs) or 1, last))
-        has_more = has_more or len(runs) + len(rest) > paging.limit
-        return (runs + rest)[: paging.limit], has_more
-    return runs[: paging.limit], True
+        runs += await _fetch(session, newest_first(without, Run.id, Paging(paging.limit - len(runs), last)))
+    return runs[: paging.limit], len(runs) > paging.limit
 
 
 async def _place(session: AsyncSession, run_id: str) -> tuple[float | None, str]:
@@ -110,13 +146,12 @@ async def _place(session: AsyncSession, run_id: str) -> tuple[float | None, str]
     return found[0], run_id
 
 
-async def _with_loss(
-    session: AsyncSession,
+def _with_loss(
     chosen: Select[*tuple[Any, ...]],
     conditions: list[ColumnElement[bool]],
     after: tuple[float | None, str] | None,
     most: int,
-) -> list[Any]:
+) -> Select[*tuple[Any, ...]]:
     """Those that have ended, from an index; those that train are few and their losses change: they are sorted."""
     ended = (Run.final_loss, [Run.final_loss.is_not(None)])
     begun = (Run.best_loss, [Run.best_loss.is_not(None), Run.attempt > 0, Run.status.not_in(TERMINAL)])
@@ -127,12 +162,10 @@ async def _with_loss(
             part = part.where(tuple_(loss, Run.id) > tuple_(*after))
         parts.append(part.order_by(loss, Run.id).limit(most).subquery().select())
     both = union_all(*parts).subquery()
-    query = chosen.join(both, Run.id == both.c.id).order_by(both.c.loss, both.c.id).limit(most)
-    return list((await session.execute(query)).all())
+    return chosen.join(both, Run.id == both.c.id).order_by(both.c.loss, both.c.id).limit(most)
 
 
 async def best_of(session: AsyncSession, experiment_id: str) -> Any | None:
     """Id, name and loss of the run of an experiment with the lowest loss; the older one of two equals."""
     named = select(Run.id, Run.name, Run.best_loss)
-    found = await _with_loss(session, named, [Run.experiment_id == experiment_id], None, 1)
-    return found[0] if found else None
+    return (await session.execute(_with_loss(named, [Run.experiment_id == experiment_id], None, 1))).one_or_none()

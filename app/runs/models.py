@@ -143,6 +143,16 @@ class Run(Owned, Base):
     finished_at: Mapped[datetime | None]
 
 
+class RunRewardModel(Base):
+    """A run, and another whose output is a reward model that it learns from."""
+
+    __tablename__ = "run_reward_models"
+    __table_args__ = (Index("ix_run_reward_models_reward_run_id", "reward_run_id"),)
+
+    run_id: Mapped[str] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True)
+    reward_run_id: Mapped[str] = mapped_column(ForeignKey("runs.id"), primary_key=True)
+
+
 class Attempt(Base):
     """One try of a run on one worker."""
 

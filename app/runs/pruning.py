@@ -1,6 +1,7 @@
 """What may go after a time: events by the month, checkpoints, whole runs.
 
-Never what a run that has not ended needs, nor what is pinned, nor what a later run goes on from or builds on.
+Never what a run that has not ended needs, nor what is pinned, nor what a later run goes on from, builds on or learns
+from.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ from app.errors import as_api_error
 from app.events.partitions import month_after
 from app.ids import id_at
 from app.runs import removal
-from app.runs.models import TERMINAL, Run
+from app.runs.models import TERMINAL, Run, RunRewardModel
 from app.storage import Storage
 
 log = logging.getLogger(__name__)
@@ -129,7 +130,10 @@ class Pruning:
                 needed = select(other.id).where((other.parent_run_id == Run.id) | (other.base_run_id == Run.id))
                 imagined = all_(literal(sorted(gone), ARRAY(Text)))  # what a dry run has let go
                 needed = needed.where(other.id != imagined)
-                query = select(Run.id).where(*_ended(before), ~Run.pinned, ~needed.exists(), Run.id != imagined)
+                judges = select(RunRewardModel.run_id).where(RunRewardModel.reward_run_id == Run.id)
+                judges = judges.where(RunRewardModel.run_id != imagined)
+                free = [~Run.pinned, ~needed.exists(), ~judges.exists()]
+                query = select(Run.id).where(*_ended(before), *free, Run.id != imagined)
                 found = (await session.scalars(query.limit(_RUNS_AT_ONCE).with_for_update(skip_locked=True))).all()
                 if not found:
                     break

@@ -10,7 +10,7 @@ from sqlalchemy.orm import aliased
 
 from app.errors import conflict, not_found
 from app.events.models import RunEvent
-from app.runs.models import TERMINAL, MetricRollup, Removal, Run
+from app.runs.models import TERMINAL, MetricRollup, Removal, Run, RunRewardModel
 from app.storage import Storage
 
 log = logging.getLogger(__name__)
@@ -36,17 +36,18 @@ async def remove(session: AsyncSession, run_id: str) -> None:
     if needed_by:
         raise conflict(
             "run_is_needed",
-            f"Run {run_id} is {run.status}, and {', '.join(needed_by)} went on from it or builds on its output: "
-            "delete these first.",
+            f"Run {run_id} is {run.status}, and {', '.join(needed_by)} went on from it, builds on its output or "
+            "learns from it: delete these first.",
         )
     await drop(session, select(Run.id).where(Run.id == run_id))
 
 
 def needing(runs: Select[str]) -> Select[str]:
-    """Ids of other runs that resumed one of `runs` or have its output as their base model."""
+    """Ids of other runs that resumed one of `runs`, or have its output as their base model or a reward model."""
     other = aliased(Run)
+    judged = select(RunRewardModel.run_id).where(RunRewardModel.reward_run_id.in_(runs))
     return select(other.id).where(
-        other.parent_run_id.in_(runs) | other.base_run_id.in_(runs),
+        other.parent_run_id.in_(runs) | other.base_run_id.in_(runs) | other.id.in_(judged),
         other.id.not_in(runs),
     )
 
@@ -55,6 +56,8 @@ async def drop(session: AsyncSession, runs: Select[str]) -> None:
     """Remove the rows of `runs`, and note that the rest of them has to follow. The caller has looked and locked."""
     noted = insert(Removal).from_select(["run_id"], runs).on_conflict_do_nothing()
     await session.execute(noted)
+    # Before the runs: of two that go together, one may be the reward model of the other.
+    await session.execute(delete(RunRewardModel).where(RunRewardModel.run_id.in_(runs)))
     await session.execute(delete(Run).where(Run.id.in_(runs)))
 
 

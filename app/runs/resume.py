@@ -65,7 +65,9 @@ async def resume(
         "current_epoch": checkpoint.epoch if checkpoint else 0.0,
     }
     reason = f"resumes {parent.id} " + (f"from step {checkpoint.step}" if checkpoint else "from the start")
-    return await service.insert(session, values, created_by, idempotency, reason)
+    # The parent is held, and with it what it learns from.
+    judges = await service.reward_run_ids(session, parent)
+    return await service.insert(session, values, created_by, idempotency, reason, judges)
 
 
 async def _ended(session: AsyncSession, run_id: str) -> Run:

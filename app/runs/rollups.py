@@ -4,18 +4,22 @@ A *pass* is a stretch of an attempt in which steps only rise; a rewind begins th
 `eval`) level 0 is one row over everything, level 1 has a row for 16 points, every further level one for four rows of
 the level below. The last row of a level is rewritten as it fills, so every level covers all points at any time.
 
-A row holds an *extent* for each series: `[first_step, first, min_step, min, max_step, max, last_step, last, count]`,
-with null for a value that was no finite number.
+A row holds an *extent* for each series: `[first_step, first, min_step, min, max_step, max, last_step, last]`, with null
+for a value that was no finite number.
 """
 
 import json
+import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
+from pydantic_core import to_json
 from sqlalchemy import Connection, text
 
+from app.db import column
 from app.events.log import MEASURED, NewEvent, Stored
 
 NAMED = ("epoch", "loss", "learning_rate", "grad_norm", "gpu_memory_mb", "samples_per_second")
@@ -23,6 +27,7 @@ POINTS_OF_FIRST = 16
 ROWS_OF_NEXT = 4
 MOST_STEP = 2**53
 _LOWEST, _HIGHEST = -sys.float_info.max, sys.float_info.max
+_FLOATS, _NOTHING = {float}, {type(None)}
 
 Extent = list[Any]
 Series = dict[str, Extent]
@@ -60,10 +65,7 @@ def values(kind: str, data: dict[str, Any]) -> list[tuple[str, float | None]]:
     series: list[tuple[str, float | None]] = []
     for prefix, path, named in parts:
         for name, value in named.items():
-            # Nearly all there ever are: a thousand of them a transaction.
-            if type(value) is float and _LOWEST <= value <= _HIGHEST:
-                series.append((prefix + name, value))
-            elif isinstance(value, int | float) and not isinstance(value, bool):
+            if isinstance(value, int | float) and not isinstance(value, bool):
                 series.append((prefix + name, float(value) if _LOWEST <= value <= _HIGHEST else None))
             elif value is None and path + name in gaps:
                 series.append((prefix + name, None))  # a gap in the curve, not a missing point
@@ -81,7 +83,6 @@ def _join(into: Series, later: Series) -> None:
         if extent[5] is not None and (old[5] is None or extent[5] > old[5]):
             old[4], old[5] = extent[4], extent[5]
         old[6], old[7] = extent[6], extent[7]
-        old[8] += extent[8]
 
 
 @dataclass(slots=True)
@@ -128,65 +129,89 @@ class _Row:
 class _Points:
     """The points of a row of level 1 as they come. What they span is looked for only when it is to be written."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, kind: str, number: int) -> None:
         self.number = number
+        self._kind = kind
         self._steps: list[int] = []
+        self._told: list[dict[str, Any]] = []
         self._first = _Place(0)
         self._last_number = 0
-        self._columns: dict[str, tuple[list[int], list[float | None]]] = {}
 
     def __len__(self) -> int:
         return len(self._steps)
 
-    def add(self, step: int, number: int, found: Iterable[tuple[str, float | None]]) -> None:
+    def add(self, step: int, number: int, data: dict[str, Any]) -> None:
         """One more point."""
         if not self._steps:
             self._first = _Place(number)
         self._steps.append(step)
+        self._told.append(data)
         self._last_number = number
-        columns = self._columns
-        for name, value in found:
-            if name in columns:
-                steps, values = columns[name]
-                steps.append(step)
-                values.append(value)
-            else:
-                columns[name] = ([step], [value])
 
     def row(self) -> _Row:
         """The row as it is now."""
-        series: Series = {}
-        for name, (steps, values) in self._columns.items():
-            _join(series, {_storable(name): _extent(steps, values)})
         steps = self._steps
+        series: Series = {}
+        for name, at, found in _columns(self._kind, steps, self._told):
+            _join(series, {_storable(name): _extent(at, found)})
         return _Row(self.number, self._first, self._last_number, steps[0], steps[-1], len(steps), 0, series)
+
+
+def _columns(
+    kind: str, steps: list[int], told: list[dict[str, Any]]
+) -> Iterator[tuple[str, list[int], list[float | None]]]:
+    """What `values` finds in events, by series, with the steps.
+
+    A series that has a finite number in each of them, as nearly all have, is taken whole, in a fifth of the time.
+    """
+    prefix, holder = ("eval.", "metrics") if kind == "eval" else ("extra.", "extra")
+    inner = [found if isinstance(found := data.get(holder), dict) else {} for data in told]
+    parts: list[tuple[str, Iterable[str], list[dict[str, Any]]]] = [(prefix, dict.fromkeys(chain(*inner)), inner)]
+    if kind != "eval":
+        parts.append(("", NAMED, told))
+    has_gaps = any("non_finite" in data for data in told)
+    singly: list[dict[str, float | None]] = []
+    for prefix, names, found in parts:
+        for name in names:
+            column: list[Any] = [data.get(name) for data in found]
+            types = set(map(type, column))
+            # A sum of finite numbers may be infinite too: then they are looked at one by one.
+            if types == _FLOATS and math.isfinite(sum(column)):
+                yield prefix + name, steps, column
+            elif types != _NOTHING or has_gaps:
+                singly = singly or [dict(values(kind, data)) for data in told]
+                full = prefix + name
+                kept = [(step, data[full]) for step, data in zip(steps, singly, strict=True) if full in data]
+                if kept:
+                    yield full, [step for step, _ in kept], [value for _, value in kept]
 
 
 def _extent(steps: list[int], values: list[float | None]) -> Extent:
     finite = [value for value in values if value is not None]
     low, high = (min(finite), max(finite)) if finite else (None, None)
     at_low, at_high = (steps[values.index(low)], steps[values.index(high)]) if finite else (steps[0], steps[0])
-    return [steps[0], values[0], at_low, low, at_high, high, steps[-1], values[-1], len(steps)]
+    return [steps[0], values[0], at_low, low, at_high, high, steps[-1], values[-1]]
 
 
 class _Pass:
     """The roll-up of one kind in one pass as it grows."""
 
-    def __init__(self) -> None:
-        self._points = _Points(0)
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._points = _Points(kind, 0)
         """The row of level 1 that is not full yet."""
         self._levels = [_Row(0), _Row(0)]
         """The whole pass without that; an unused place; then, by level, the row that is not full yet."""
         self.last_step = -1
 
-    def add(self, step: int, number: int, found: Iterable[tuple[str, float | None]]) -> list[tuple[int, _Row]]:
+    def add(self, step: int, number: int, data: dict[str, Any]) -> list[tuple[int, _Row]]:
         """One more point; answers the rows that are full now, with their levels."""
         self.last_step = step
-        self._points.add(step, number, found)
+        self._points.add(step, number, data)
         if len(self._points) < POINTS_OF_FIRST:
             return []
         row = self._points.row()
-        self._points = _Points(row.number + 1)
+        self._points = _Points(self._kind, row.number + 1)
         self._levels[0].join(row)
         full = [(1, row)]
         for level in range(2, len(self._levels) + 1):
@@ -214,21 +239,21 @@ class _Pass:
         return [(0, whole), *found] if whole.points else []
 
 
+_COLUMNS = {
+    "pass": "int", "kind": "text", "level": "int", "number": "int", "first_step": "bigint", "last_step": "bigint",
+    "first_seq": "bigint", "last_seq": "bigint", "points": "bigint", "series": "json",
+}  # fmt: skip
+# Each series is parsed once so: out of one document for all rows, it would be three times.
 _UPSERT = text(
-    """
-    INSERT INTO metric_rollups (run_id, attempt, pass, kind, level, number,
-        first_step, last_step, first_seq, last_seq, points, series)
-    SELECT :run_id, :attempt, * FROM json_to_recordset(cast(:rows AS json)) AS new (
-        pass int, kind text, level int, number int, first_step bigint, last_step bigint, first_seq bigint,
-        last_seq bigint, points bigint, series json)
+    f"""
+    INSERT INTO metric_rollups (run_id, attempt, {", ".join(_COLUMNS)})
+    SELECT :run_id, :attempt,
+        {", ".join(f"cast(string_to_table(:{name}, chr(31)) AS {kind})" for name, kind in _COLUMNS.items())}
     ON CONFLICT (run_id, attempt, pass, kind, level, number) DO UPDATE SET
         last_step = excluded.last_step, last_seq = excluded.last_seq, points = excluded.points,
         series = excluded.series
     """
 )
-
-
-_as_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Rollups:
@@ -238,7 +263,7 @@ class Rollups:
         self._run_id = run_id
         self._attempt = attempt
         self._pass = 0
-        self._kinds = {kind: _Pass() for kind in MEASURED}
+        self._kinds = {kind: _Pass(kind) for kind in MEASURED}
         self._taken = 0
         self._has_news = False
         self._full: list[tuple[int, str, int, _Row]] = []
@@ -271,9 +296,9 @@ class Rollups:
         if step <= mine.last_step or any(step < other.last_step for other in self._kinds.values()):
             self._full += self._open_rows()
             self._pass += 1
-            self._kinds = {kind: _Pass() for kind in MEASURED}
+            self._kinds = {kind: _Pass(kind) for kind in MEASURED}
             mine = self._kinds[event.type]
-        full = mine.add(step, number, values(event.type, data))
+        full = mine.add(step, number, data)
         self._full += [(self._pass, event.type, level, row) for level, row in full]
         self._has_news = True
 
@@ -288,23 +313,15 @@ class Rollups:
         for *_, row in rows:
             if row.first.number > stored.number_before:
                 row.first.seq = stored.seq_of(row.first.number)
-        # One document: ten arrays take several times as long to write down as what they hold.
-        told = [
-            {
-                "pass": pass_,
-                "kind": kind,
-                "level": level,
-                "number": row.number,
-                "first_step": row.first_step,
-                "last_step": row.last_step,
-                "first_seq": row.first.seq,
-                "last_seq": stored.seq_of(row.last_number),
-                "points": row.points,
-                "series": row.series,
-            }
+        found = [
+            (
+                pass_, kind, level, row.number, row.first_step, row.last_step, row.first.seq,
+                stored.seq_of(row.last_number), row.points, to_json(row.series).decode(),
+            )
             for pass_, kind, level, row in rows
-        ]
-        connection.execute(_UPSERT, {"run_id": self._run_id, "attempt": self._attempt, "rows": _as_json(told)})
+        ]  # fmt: skip
+        told = {name: column(values) for name, values in zip(_COLUMNS, zip(*found, strict=True), strict=True)}
+        connection.execute(_UPSERT, {"run_id": self._run_id, "attempt": self._attempt, **told})
 
 
 def _storable(name: str) -> str:

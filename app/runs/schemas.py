@@ -167,7 +167,7 @@ _RUN: JsonDict = {
     "tags": ["demo"], "backend": "celery", "dataset_id": _DATASET_ID, "eval_dataset_id": None,
     "config": _CONFIG, "effective_config": None, "status": "running", "priority": 0,
     "max_restarts": 3, "parent_run_id": None, "resume_checkpoint_id": None, "base_run_id": None,
-    "attempt": 1, "worker_id": "wrk_01k3x9m6q2v8s4t0w7y5z1a3c0", "current_step": 40,
+    "reward_run_ids": [], "attempt": 1, "worker_id": "wrk_01k3x9m6q2v8s4t0w7y5z1a3c0", "current_step": 40,
     "total_steps": 200, "current_epoch": 0.2, "best_loss": 2.31,
     "checkpoint_path": f"/srv/anneal/runs/{RUN_ID}/a1/checkpoint-40", "error_code": None,
     "pinned": False, "error_message": None, "fine_tuned_model": None, "last_seq": 57, "created_by": None,
@@ -196,6 +196,7 @@ class RunSummary(TrainingRun):
     parent_run_id: str | None = Field(description="The run that this one resumes.")
     resume_checkpoint_id: str | None
     base_run_id: str | None = Field(description="The run whose output is the base model.")
+    reward_run_ids: list[str] = Field(description="The runs whose reward models it learns from; oldest first.")
     attempt: int = Field(description="Tries so far; a lost worker costs one.")
     worker_id: str | None = Field(description="The worker that has it, or had it last.")
     error_code: str | None

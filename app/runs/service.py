@@ -1,10 +1,11 @@
 """What can be done with runs. Statuses are written by `lifecycle`, resuming is in `resume.py`."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sqlalchemy import insert as sql_insert
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -15,7 +16,8 @@ from app.experiments.service import default as default_experiment
 from app.ids import is_id, new_id
 from app.runs import lifecycle
 from app.runs.checks import Examined, examine, refusal, requirements
-from app.runs.models import Run
+from app.runs.config import TrainingMethod
+from app.runs.models import Run, RunRewardModel
 from app.runs.schemas import RunCheck, RunCreate, RunEdit
 from app.storage import Storage
 
@@ -81,7 +83,7 @@ async def create(
         "priority": request.priority,
         "max_restarts": request.max_restarts,
     }
-    return await insert(session, values, created_by, idempotency)
+    return await insert(session, values, created_by, idempotency, reward_run_ids=found.reward_run_ids)
 
 
 async def check(session: AsyncSession, around: Surroundings, request: RunCreate) -> RunCheck:
@@ -117,8 +119,12 @@ async def insert(
     created_by: str | None,
     idempotency: Idempotency | None,
     reason: str = "created",
+    reward_run_ids: Sequence[str] = (),
 ) -> Run:
-    """Insert a run and its first event, or find the one that a twin of this request has just made."""
+    """Insert a run and its first event, or find the one that a twin of this request has just made.
+
+    `reward_run_ids` are other runs whose reward models it learns from; the caller has locked them.
+    """
     values = {
         **values,
         "created_by": created_by,
@@ -127,6 +133,9 @@ async def insert(
     }
     made = (await session.execute(lifecycle.create(values, reason))).mappings().one_or_none()
     if made is not None:
+        if reward_run_ids:
+            uses = [{"run_id": made["id"], "reward_run_id": reward_run_id} for reward_run_id in reward_run_ids]
+            await session.execute(sql_insert(RunRewardModel), uses)
         return Run(**made)
     # A twin of this request came first, and has committed: the insert waited for that.
     return await replayed(session, created_by, idempotency) or await get(session, values["id"])
@@ -138,6 +147,14 @@ async def get(session: AsyncSession, run_id: str) -> Run:
     if run is None:
         raise not_found("run", run_id)
     return run
+
+
+async def reward_run_ids(session: AsyncSession, run: Run) -> Sequence[str]:
+    """Other runs whose reward models the run learns from, oldest first."""
+    if run.config.get("method") != TrainingMethod.rlhf:
+        return []
+    query = select(RunRewardModel.reward_run_id).where(RunRewardModel.run_id == run.id)
+    return (await session.scalars(query.order_by(RunRewardModel.reward_run_id))).all()
 
 
 async def edit(session: AsyncSession, run_id: str, body: RunEdit) -> Run:

@@ -1,12 +1,13 @@
 """Runs as they go over the wire."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic_core import to_json
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.checkpoints.service import furthest_good
+from app.runs import service
 from app.runs.metrics import recent
 from app.runs.models import Run
 from app.runs.schemas import RunRead
@@ -22,7 +23,6 @@ PLAIN = (
 )  # fmt: skip
 _SAME = (*PLAIN, *NUMBERS, *MOMENTS, *DOCUMENTS)
 _HISTORY = 100
-_as_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 async def one(session: AsyncSession, storage: Storage, run: Run) -> RunRead:
@@ -32,12 +32,13 @@ async def one(session: AsyncSession, storage: Storage, run: Run) -> RunRead:
     # Who has never been claimed has neither checkpoints nor metrics, and a request for a run is not to wait for that.
     saved = await furthest_good(session, run.id) if run.attempt else None
     derived = _derived(storage, run, [saved.step, saved.attempt] if saved else None)
-    return RunRead(**same, **derived, metrics_history=history)
+    judges = await service.reward_run_ids(session, run)
+    return RunRead(**same, **derived, reward_run_ids=list(judges), metrics_history=history)
 
 
 def page(storage: Storage, rows: Sequence[Any], has_more: bool) -> bytes:
     """A `Page[RunSummary]` in JSON, of the rows that `app.runs.listing` finds."""
-    items = [f"{_as_json(_derived(storage, row, row.furthest))[:-1]},{row.shown[1:]}" for row in rows]
+    items = [f"{to_json(_derived(storage, row, row.furthest)).decode()[:-1]},{row.shown[1:]}" for row in rows]
     return f'{{"data":[{",".join(items)}],"has_more":{"true" if has_more else "false"}}}'.encode()
 
 

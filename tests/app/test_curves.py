@@ -141,6 +141,42 @@ class TestTruth:
         assert part["steps"] and low <= part["steps"][0] and part["steps"][-1] <= high
         assert all(stored["loss"][step] == value for step, value in zip(part["steps"], part["values"], strict=True))
 
+    @pytest.mark.parametrize("seed", range(3))
+    def test_roll_ups_count_of_odd_points_what_the_events_count(
+        self, shared_api: ApiServer, engine: Engine, seed: int
+    ) -> None:
+        chance = random.Random(seed)
+        odd = ["1.7e308", "-1.7e308", "1e999", "-1e999", "3", "true", "null", '"1.0"', "[1.0]", "-0.0", "1" + "0" * 400]
+
+        def number() -> str:
+            return chance.choice(odd) if chance.random() < 0.05 else repr(chance.gauss(0, 1))
+
+        def named(*names: str) -> str:
+            return ", ".join(f'"{name}": {number()}' for name in chance.sample(names, len(names)))
+
+        told = []
+        for step in range(200):
+            extra = f"{{{named('a', 'b')}}}" if chance.random() < 0.9 else chance.choice(["null", "7", "{}"])
+            gaps = ', "non_finite": ["loss", "extra.a"]' if chance.random() < 0.1 else ""
+            data = f'{{"step": {step}, {named("loss", "grad_norm")}, "extra": {extra}{gaps}}}'
+            told.append(NewEvent("metric", datetime.now(UTC), data))
+        trainer = new_trainer(shared_api, engine)
+        while told:
+            count = chance.randrange(1, 60)
+            trainer.store(told[:count])
+            told = told[count:]
+        stored = truth(shared_api, trainer.run_id)
+        with engine.begin() as connection:
+            connection.execute(delete(RunEvent).where(RunEvent.run_id == trainer.run_id))
+            connection.execute(update(Run).where(Run.id == trainer.run_id).values(first_seq=Run.event_seq + 1))
+        found = series(shared_api, trainer.run_id, max_points=5000)
+        assert set(found) == set(stored)
+        for name, points in stored.items():
+            shown, finite = found[name], [value for value in points.values() if value is not None]
+            assert (shown["min"], shown["max"]) == (min(finite), max(finite))
+            assert all(points[step] == value for step, value in zip(shown["steps"], shown["values"], strict=True))
+            assert (shown["steps"][0], shown["steps"][-1]) == (min(points), max(points))
+
 
 def _next_attempt(trainer: Trainer) -> Trainer:
     again = trainer.retry()

@@ -29,7 +29,7 @@ from app.runs.models import Run
 from app.runs.pruning import Policy, Pruned, prune
 from app.storage import Storage
 from tests.factories import Trainer, mark_checkpoint, mark_run
-from tests.rows import add_run, run_row
+from tests.rows import add_run, learn_from, run_row
 from tests.server import ThreadServer
 from tests.waiting import eventually
 
@@ -269,12 +269,16 @@ class TestRuns:
         child = made.run(JANUARY, parent_run_id=base.run_id)
         needed = made.run(JANUARY)
         waiting = add_run(engine, base_run_id=needed.run_id).id
+        judge = made.run(JANUARY)
+        learn_from(engine, waiting, judge.run_id)
+        old_judge = made.run(JANUARY)
+        learn_from(engine, child.run_id, old_judge.run_id)
         pinned = made.run(JANUARY, pinned=True)
         young = made.run(datetime.now(UTC) - timedelta(days=1))
         would = prune(settings, Policy(runs_days=30), dry_run=True)
-        assert would == Pruned(runs=2) and base.run_id in runs(engine)
-        assert prune(settings, Policy(runs_days=30), dry_run=False) == Pruned(runs=2)
-        assert runs(engine) == {needed.run_id, waiting, pinned.run_id, young.run_id}
+        assert would == Pruned(runs=3) and base.run_id in runs(engine)
+        assert prune(settings, Policy(runs_days=30), dry_run=False) == Pruned(runs=3)
+        assert runs(engine) == {needed.run_id, judge.run_id, waiting, pinned.run_id, young.run_id}
         assert events(engine, child.run_id) == 0
 
     def test_the_settings_are_the_policy_of_a_running_service(self, made: Made, settings: Settings) -> None:

@@ -12,7 +12,7 @@ from app.ids import new_id
 from app.runs.models import MetricRollup, Removal
 from app.storage import Storage
 from tests.factories import Trainer, make_dataset, make_experiment, make_run, mark_run
-from tests.rows import add_run, waiting_for_locks
+from tests.rows import add_run, learn_from, waiting_for_locks
 from tests.server import ApiServer
 from tests.waiting import eventually
 
@@ -108,7 +108,9 @@ class TestDeleteRun:
         resumed = shared_api.client.post(f"/v1/runs/{run_id}/resume", json={"from": "start"}).json()["id"]
         built = make_run(shared_api.client, make_dataset(engine))["id"]
         mark_run(engine, built, base_run_id=run_id)
-        for needing in (resumed, built):
+        judged = make_run(shared_api.client, make_dataset(engine))["id"]
+        learn_from(engine, judged, run_id)
+        for needing in (resumed, built, judged):
             refused = shared_api.client.delete(f"/v1/runs/{run_id}")
             assert (refused.status_code, refused.json()["code"]) == (409, "run_is_needed")
             assert needing in refused.json()["detail"]
@@ -121,7 +123,10 @@ class TestDeleteExperiment:
     def test_its_runs_go_with_it(self, shared_api: ApiServer, engine: Engine) -> None:
         experiment = make_experiment(engine)
         run_id = trained(shared_api, engine, experiment_id=experiment)
-        # A run and the one that resumed it go together.
+        # A run, its reward model and the one that resumed it go together, whichever of them is older.
+        judge = trained(shared_api, engine, experiment_id=experiment)
+        learn_from(engine, run_id, judge)
+        learn_from(engine, trained(shared_api, engine, experiment_id=experiment), run_id)
         child = shared_api.client.post(f"/v1/runs/{run_id}/resume", json={"from": "start"}).json()["id"]
         refused = shared_api.client.delete(f"/v1/experiments/{experiment}")
         assert (refused.status_code, refused.json()["code"]) == (409, "experiment_is_live")

@@ -56,6 +56,13 @@ def test_the_one_with_the_lowest_evaluation_loss_stays(trainer: Trainer) -> None
     assert kept(trainer.engine) == [2, 4]
 
 
+def test_where_rewards_judge_the_one_with_the_highest_stays(trainer: Trainer) -> None:
+    for step, reward in ((1, 0.3), (2, 0.9), (3, -0.2), (4, None)):
+        trainer.checkpoint(step, metrics={"eval_reward": reward})
+    retire(trainer, 1)
+    assert kept(trainer.engine) == [2, 4]
+
+
 def test_a_damaged_one_does_not_count_as_the_newest(trainer: Trainer) -> None:
     trainer.checkpoint(1)
     trainer.checkpoint(2)

@@ -59,7 +59,7 @@ CONFIGS: list[tuple[dict[str, Any], str, str, str]] = [
     ({"max_seq_length": 10**30}, "max_seq_length", "out_of_range", "10000000"),
     ({"method": "magic"}, "method", "unknown_value", "qlora"),
     ({"optim": "adam"}, "optim", "unknown_value", "adamw_torch"),
-    ({"method": "dpo"}, "method", "not_available_yet", "dpo"),
+    ({"torch_compile": True}, "torch_compile", "not_available_yet", "no such feature"),
     ({"base_model": "../../etc/passwd"}, "base_model", "invalid_name", "not a path elsewhere"),
     ({"base_model": "/etc/passwd"}, "base_model", "invalid_name", "not a path elsewhere"),
     ({"base_model": "tiny/../../x"}, "base_model", "invalid_name", "not a path elsewhere"),

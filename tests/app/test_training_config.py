@@ -64,14 +64,14 @@ class TestFieldsAndDefaults:
             "overfit_first_batch": False, "attn_implementation": None, "torch_compile": False,
             "activation_offload": False, "use_rslora": False, "use_dora": False, "modules_to_save": None,
             "neftune_noise_alpha": None, "revision": None, "report_to": [], "push_to_hub": None,
-            "dpo": {"beta": 0.1, "loss_type": "sigmoid"},
+            "dpo": {"beta": 0.1, "loss_type": "sigmoid", "label_smoothing": 0.0},
             "rlhf": {"algorithm": "grpo", "rewards": [], "num_generations": 8, "max_completion_length": 256,
                      "temperature": 1.0, "beta": 0.0},
         }  # fmt: skip
         assert config == {"base_model": "tiny", **contract}
 
     def test_methods_and_statuses_are_the_contracts(self) -> None:
-        assert {*TrainingMethod} == {"full", "lora", "qlora", "dpo", "rlhf", "sft"}
+        assert {*TrainingMethod} == {"full", "lora", "qlora", "dpo", "reward", "rlhf", "sft"}
         assert [*TrainingStatus] == [
             "pending", "initializing", "running", "checkpointing", "completed", "failed", "cancelled",
         ]  # fmt: skip
@@ -245,7 +245,7 @@ class TestConflicts:
     @pytest.mark.parametrize(
         ("fields", "field"),
         [
-            ({"method": "dpo"}, "method"), ({"method": "rlhf"}, "method"), ({"torch_compile": True}, "torch_compile"),
+            ({"torch_compile": True}, "torch_compile"),
             ({"activation_offload": True}, "activation_offload"), ({"on_spike": "stop"}, "on_spike"),
             ({"on_non_finite": "rewind"}, "on_non_finite"), ({"push_to_hub": "me/model"}, "push_to_hub"),
             ({"report_to": ["mlflow"]}, "report_to"), ({"gradient_checkpointing": "auto"}, "gradient_checkpointing"),

@@ -17,7 +17,7 @@ from app.datasets.models import Dataset
 from app.db import sync_engine
 from app.runs.models import Run
 from app.storage import Storage
-from tests.factories import Trainer
+from tests.factories import Trainer, make_model
 from tests.rows import add_run, run_row
 from worker.job import Job, JobError, prepare
 from worker.training import manifest
@@ -183,6 +183,47 @@ def test_a_worker_that_has_lost_the_run_judges_no_checkpoint_and_sweeps_nothing_
     prepare(lab.host, stale, CPU)
     assert saving.is_dir()
     assert lab.bad_reasons() == {10: None}
+
+
+REWARDS = [
+    {"type": "length", "max": 3, "weight": 1.0}, {"type": "model", "model": "judge", "weight": 1.0},
+    {"type": "model", "model": "org/judge", "weight": 0.5},
+]  # fmt: skip
+
+
+def test_it_says_where_each_reward_model_lies_in_the_order_of_the_rewards(lab: Lab) -> None:
+    folder = make_model(lab.host.settings, "judge")
+    judge = lab.trainer.complete()
+    output = judge.write_output(lab.storage)
+    rewards = [*REWARDS, {"type": "model", "model": judge.run_id, "weight": 1.0}]
+    _, told = _prepared(lab, {"method": "rlhf", "rlhf": {"rewards": rewards}})
+    assert told["reward_models"] == [
+        {"name": "judge", "path": str(folder), "hub": None, "revision": None},
+        {"name": "org/judge", "path": None, "hub": "org/judge", "revision": None},
+        {"name": judge.run_id, "path": str(output), "hub": None, "revision": None},
+    ]
+
+
+def test_of_other_methods_it_names_none(lab: Lab) -> None:
+    lab.trainer.complete()
+    assert _prepared(lab, {"method": "dpo", "rlhf": {"rewards": []}})[1]["reward_models"] == []
+
+
+def test_a_reward_model_that_is_gone_is_said_by_name(lab: Lab) -> None:
+    lab.trainer.complete()
+    with pytest.raises(JobError, match="judge") as refused:
+        _prepared(lab, {"method": "rlhf", "rlhf": {"rewards": REWARDS}})
+    assert refused.value.code == "model_not_found"
+
+
+def _prepared(lab: Lab, config: dict[str, Any]) -> tuple[Job, dict[str, Any]]:
+    """The job of a run that trains, on the hub's model and the lab's data, with this configuration."""
+    run = add_run(lab.engine, backend="celery", config={"base_model": "org/model", **config})
+    with lab.engine.begin() as connection:
+        connection.execute(update(Run).where(Run.id == run.id).values(dataset_id=_dataset_of(lab)))
+    lab.trainer = Trainer(lab.engine, run.id)
+    job = prepare(lab.host, run_row(lab.engine, run.id), CPU)
+    return job, json.loads(job.path.read_text())
 
 
 def _dataset_of(lab: Lab) -> str:

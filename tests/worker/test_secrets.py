@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import Engine
@@ -35,9 +36,9 @@ def engine(settings: Settings) -> Iterator[Engine]:
     engine.dispose()
 
 
-def prepared(settings: Settings, engine: Engine, base_model: str) -> Job:
+def prepared(settings: Settings, engine: Engine, base_model: str, **config: Any) -> Job:
     """The job of a run on this base model."""
-    run = add_run(engine, backend="celery", config={"base_model": base_model}, given=["base_model"])
+    run = add_run(engine, backend="celery", config={"base_model": base_model, **config}, given=["base_model"])
     host = Host(settings, engine)
     file = host.storage.dataset_file(run.dataset_id, "jsonl")
     file.parent.mkdir(parents=True)
@@ -63,6 +64,14 @@ def test_an_adapter_gets_it_since_its_base_may_be_of_the_hub(settings: Settings,
     keep(settings)
     make_model(settings, "adapter", "adapter_config.json")
     assert prepared(settings, engine, "adapter").secrets == {"HF_TOKEN": TOKEN}
+
+
+def test_so_does_a_run_with_a_reward_model_of_the_hub(settings: Settings, engine: Engine) -> None:
+    keep(settings)
+    make_model(settings, "local")
+    rewards = [{"type": "model", "model": "ada/judge", "weight": 1.0}]
+    job = prepared(settings, engine, "local", method="rlhf", rlhf={"rewards": rewards})
+    assert job.secrets == {"HF_TOKEN": TOKEN}
 
 
 def test_a_run_that_needs_no_secret_gets_none(settings: Settings, engine: Engine) -> None:

@@ -5,24 +5,31 @@ forks from it, and an OpenMP thread or a CUDA context in it would break its chil
 """
 
 import contextlib
+import os
 import signal
 import sys
 import traceback
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import datasets
 import transformers
 from pydantic import ValidationError
 
-from app.runs.config import SUPERVISED, TrainingConfig, problems, resolve
+from app.runs.config import SUPERVISED, Replacement, TrainingConfig, TrainingMethod, problems, resolve
 from worker.training.failures import Stopped, TrainingFailure, classify
 from worker.training.model import machine_of
-from worker.training.recipes import supervised
+from worker.training.recipes import dpo, reward, rlhf, supervised
 from worker.training.report import Control, Journal, Report, parse_args
 from worker.training.run import Run
 
-_RECIPES = dict.fromkeys(SUPERVISED, supervised.train)
+_RECIPES: dict[TrainingMethod, Callable[[Run, list[Replacement]], dict[str, Any]]] = {
+    **dict.fromkeys(SUPERVISED, supervised.train),
+    TrainingMethod.dpo: dpo.train,
+    TrainingMethod.reward: reward.train,
+    TrainingMethod.rlhf: rlhf.train,
+}
 
 
 def main(argv: list[str]) -> int:
@@ -66,16 +73,14 @@ def _train(job: dict[str, Any], report: Report, control: Control, journal: Journ
     effective = resolve(asked, given, machine)
     if effective.problems:
         raise TrainingFailure("config_error", " ".join(problem.message for problem in effective.problems))
-    recipe = _RECIPES.get(asked.method)
-    if recipe is None:
-        raise TrainingFailure("config_error", f"Method `{asked.method}` is not available yet.")
     run = Run(job, effective.config, given, machine, report, control, journal)
     run.state.run_id = str(job["run_id"])
-    return recipe(run, list(effective.replaced))
+    return _RECIPES[asked.method](run, list(effective.replaced))
 
 
 def _quiet_libraries() -> None:
     """Progress is told in records; bars on standard error would only be log lines."""
+    os.environ["TQDM_DISABLE"] = "1"  # heeded by TRL's own
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_warning()

@@ -11,29 +11,24 @@ from worker.training.failures import TrainingFailure
 from worker.training.run import Run
 
 if TYPE_CHECKING:
-    from worker.training.trainer import SupervisedTrainer
+    from worker.training.trainer import Faithful
 
 
 class StepWatcher(TrainerCallback):  # type: ignore[misc]
     """Decides after every step what follows it; the one place where training is ended early."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, trainer: "Faithful") -> None:
         self.run = run
-        self.trainer: SupervisedTrainer | None = None
+        self.trainer = trainer
         self._step_began = 0.0
         self._seconds = 0.0
         """Time in steps since the last metric: checkpoints and evaluations left out."""
         self._samples = 0
         self._tokens = 0
 
-    def watch(self, trainer: "SupervisedTrainer") -> None:
-        """Attach to the trainer whose steps this sees."""
-        self.trainer = trainer
-        trainer.add_callback(self)
-
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.run.state.ended_by = None
-        self._tokens = self._trained_tokens()
+        self._tokens = self.trainer.trained_tokens()
         self.run.report.phase("training", start_step=state.global_step, total_steps=state.max_steps)
         if self.run.stop_requested is not None:
             self._end(control, self.run.stop_requested.why, save=False)
@@ -42,7 +37,6 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
         self._step_began = time.monotonic()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        assert self.trainer is not None  # noqa: S101 - watch() comes first
         run, step = self.run, state.global_step
         run.report.alive()
         loss, rows = self.trainer.take_step()
@@ -84,25 +78,21 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
         metrics: dict[str, float],
         **_: Any,
     ) -> None:
-        run = self.run
-        loss = metrics.get("eval_loss")
-        if loss is None:
+        run, name = self.run, self.trainer.OBJECTIVE
+        found = metrics.get(name)
+        if found is None:
             return
-        if not math.isfinite(loss):
+        if not math.isfinite(found):
             raise TrainingFailure(
                 "non_finite_loss",
-                f"The loss of the evaluation at step {state.global_step} is {loss}. Lower `learning_rate`, or look at "
+                f"`{name}` of the evaluation at step {state.global_step} is {found}. Lower `learning_rate`, or look at "
                 "the evaluation data; earlier checkpoints are sound.",
             )
-        run.state.eval_loss, run.state.eval_step = loss, state.global_step
-        if run.state.best_eval_loss is None or loss < run.state.best_eval_loss:
-            run.state.best_eval_loss = loss
-            run.state.evals_without_gain = 0
+        if run.state.evaluate(found, state.global_step, self.trainer.HIGHER_IS_BETTER):
             if not control.should_save:
                 control.should_save = True
                 run.save_kind = "best"
             return
-        run.state.evals_without_gain += 1
         patience = run.config.early_stopping_patience
         patient = patience is None or run.state.evals_without_gain < patience
         if not patient and state.global_step < state.max_steps:
@@ -125,7 +115,7 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
         run.state.losses.clear()
         if run.state.best_loss is None or loss < run.state.best_loss:
             run.state.best_loss = loss
-        tokens = self._trained_tokens()
+        tokens = self.trainer.trained_tokens()
         seconds = max(self._seconds, 1e-9)
         point = {
             "step": state.global_step,
@@ -136,10 +126,10 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
             "gpu_memory_mb": _gpu_memory_mb(),
             "samples_per_second": self._samples / seconds,
         }
+        names = self.trainer.measures()
         extra = {
             "tokens_per_second": (tokens - self._tokens) / seconds,
-            "token_accuracy": logs.get("mean_token_accuracy"),
-            "entropy": logs.get("entropy"),
+            **{ours: logs[theirs] for theirs, ours in names.items() if logs.get(theirs) is not None},
             "tokens": tokens,
             "step_seconds": seconds,
         }
@@ -147,6 +137,7 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
         run.report.metric(**point, total_steps=state.max_steps, extra=extra)
         run.history.append({**point, "extra": extra})
         run.state.last_metric = {name: point[name] for name in ("step", "epoch", "loss")}
+        self.trainer.tell_samples()
 
     def _end(self, control: TrainerControl, why: str, save: bool) -> None:
         self.run.ended_by = self.run.state.ended_by = why
@@ -157,9 +148,6 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
             # Asked to go: the evaluation that is due is left to the resumed run, which does it first.
             control.should_evaluate = False
             self.run.state.eval_pending = True
-
-    def _trained_tokens(self) -> int:
-        return int(getattr(self.trainer, "_total_train_tokens", 0))
 
 
 def _gpu_memory_mb() -> float | None:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from app.runs.config import TrainingConfig
+from app.runs.config import TrainingConfig, TrainingMethod
 from worker.training.state import RunState
 
 
@@ -15,9 +15,14 @@ def model_card(
     versions: dict[str, str],
     state: RunState,
     folder: Path,
+    objective: str,
 ) -> str:
-    """The text of `README.md`: YAML front matter for hubs, then prose for people."""
+    """The text of `README.md`: YAML front matter for hubs, then prose for people.
+
+    `objective` names what evaluations are judged by.
+    """
     adapter = config.lora_r is not None
+    judges = config.method is TrainingMethod.reward
     name = job["base_model"]["name"]
     data, held_out = job["dataset"], job.get("eval_dataset")
     last = state.last_metric
@@ -26,8 +31,8 @@ def model_card(
         "epochs": last.get("epoch"),
         "training loss (last)": last.get("loss"),
         "training loss (best)": state.best_loss,
-        "evaluation loss (last)": state.eval_loss,
-        "evaluation loss (best)": state.best_eval_loss,
+        f"{objective} (last)": state.objective,
+        f"{objective} (best)": state.best_objective,
         "tokens trained on": state.tokens,
         "seconds in training": round(state.seconds, 1),
     }
@@ -35,7 +40,7 @@ def model_card(
         "---",
         f"base_model: {json.dumps(job['base_model'].get('hub') or name)}",
         f"library_name: {'peft' if adapter else 'transformers'}",
-        "pipeline_tag: text-generation",
+        f"pipeline_tag: {'text-classification' if judges else 'text-generation'}",
         f"tags: [anneal, {config.method}]",
         "---",
         "",
@@ -48,8 +53,9 @@ def model_card(
         "## How to load it",
         "",
         "```python",
-        *_loading(adapter, folder),
+        *_loading(adapter, judges, folder),
         "```",
+        *(["", "It gives a text one number, its reward: `model(**tokenizer(text)).logits[0, 0]`."] if judges else []),
         "",
         "## Data",
         "",
@@ -73,20 +79,16 @@ def model_card(
     return "\n".join(lines)
 
 
-def _loading(adapter: bool, folder: Path) -> list[str]:
+def _loading(adapter: bool, judges: bool, folder: Path) -> list[str]:
     where = json.dumps(str(folder))
-    if adapter:
-        return [
-            "from peft import AutoPeftModelForCausalLM",
-            "from transformers import AutoTokenizer",
-            "",
-            f"model = AutoPeftModelForCausalLM.from_pretrained({where})",
-            f"tokenizer = AutoTokenizer.from_pretrained({where})",
-        ]
+    kind = f"Auto{'Peft' if adapter else ''}ModelFor{'SequenceClassification' if judges else 'CausalLM'}"
+    # An adapter does not say how many numbers its base is to give; a whole model does.
+    more = ", num_labels=1" if judges and adapter else ""
+    library = ["from peft import " + kind, "from transformers import AutoTokenizer"]
     return [
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        *(library if adapter else [f"from transformers import {kind}, AutoTokenizer"]),
         "",
-        f"model = AutoModelForCausalLM.from_pretrained({where})",
+        f"model = {kind}.from_pretrained({where}{more})",
         f"tokenizer = AutoTokenizer.from_pretrained({where})",
     ]
 

@@ -12,10 +12,10 @@ from worker.training.failures import TrainingFailure, classify
 from worker.training.pulse import Alive, nobody, while_growing
 
 if TYPE_CHECKING:
-    from worker.training.trainer import SupervisedTrainer
+    from worker.training.trainer import Faithful
 
 
-def save(trainer: "SupervisedTrainer") -> None:
+def save(trainer: "Faithful") -> None:
     """Write `checkpoint-<step>` into the attempt's folder and report it once it is on disk for good.
 
     Raises:
@@ -54,8 +54,8 @@ def save(trainer: "SupervisedTrainer") -> None:
             "loss": run.state.loss,
             "best_loss": run.state.best_loss,
             # Of these very weights, or of none: it says which checkpoint is the best.
-            "eval_loss": run.state.eval_loss if run.state.eval_step == step else None,
-            "best_eval_loss": run.state.best_eval_loss,
+            trainer.OBJECTIVE: run.state.objective if run.state.eval_step == step else None,
+            f"best_{trainer.OBJECTIVE}": run.state.best_objective,
         },
     )
     trainer.saved_step = step
@@ -101,7 +101,7 @@ def reapply_rates(trainer: Any, weight_decays: list[float]) -> None:
     scheduler._last_lr = rates
 
 
-def _write(trainer: "SupervisedTrainer", folder: Path) -> None:
+def _write(trainer: "Faithful", folder: Path) -> None:
     trainer.store_flos()
     trainer.save_model(str(folder), _internal_call=True)
     trainer._save_optimizer_and_scheduler(str(folder))

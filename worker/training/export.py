@@ -11,12 +11,12 @@ from worker.training.card import model_card
 from worker.training.failures import classify
 from worker.training.model import versions
 from worker.training.pulse import while_growing
-from worker.training.trainer import SupervisedTrainer
+from worker.training.trainer import Faithful
 
 OUTPUT = "output"
 
 
-def export(trainer: SupervisedTrainer, base: Base, facts: dict[str, Any]) -> str:
+def export(trainer: Faithful, base: Base, facts: dict[str, Any]) -> str:
     """Write `output/` in the attempt's folder, whole or not at all; returns its name below that folder.
 
     Raises:
@@ -37,7 +37,7 @@ def export(trainer: SupervisedTrainer, base: Base, facts: dict[str, Any]) -> str
             base.merged.rename(staging / "base_model")
             _name_base(staging, final / "base_model")
         run.history.copy_to(staging)
-        card = model_card(run.job, run.config, facts, versions(), run.state, final)
+        card = model_card(run.job, run.config, facts, versions(), run.state, final, trainer.OBJECTIVE)
         (staging / "README.md").write_text(card)
         manifest.commit(staging, final, run.report.alive)
     except Exception as error:

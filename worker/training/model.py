@@ -3,7 +3,8 @@
 import importlib
 import platform
 from collections.abc import Sequence
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, Literal
 
 import accelerate
 import bitsandbytes
@@ -15,12 +16,19 @@ import trl
 from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+from trl.trainer.reward_trainer import suppress_seqcls_warning
 
 from app.runs.config import Machine, TrainingConfig
 from worker.training.base import Base, not_loaded
 from worker.training.failures import TrainingFailure
+
+Head = Literal["causal", "reward"]
+"""What a model ends in: the next token's probabilities, or one number for a whole text."""
+
+SCORE = "score"
+"""Name of the layer that gives a text its one number."""
 
 
 def machine_of(device: dict[str, Any] | None) -> Machine:
@@ -54,31 +62,41 @@ def weights_dtype(config: TrainingConfig, machine: Machine) -> torch.dtype:
     return torch.bfloat16 if machine.bf16 else torch.float16
 
 
-def load_model(base: Base, config: TrainingConfig, machine: Machine) -> PreTrainedModel:
-    """The base model on the device, quantised as the configuration says; weights from safetensors only."""
+def load_model(base: Base, config: TrainingConfig, machine: Machine, head: Head = "causal") -> PreTrainedModel:
+    """The base model on the device, quantised as the configuration says; weights from safetensors only.
+
+    A `reward` head that the base does not have starts as random numbers drawn with the seed, as in TRL.
+    """
     options = dict(base.options)
     attention = _attention(base, config, machine)
     if attention is not None:
         options["attn_implementation"] = attention
+    if head == "reward":
+        options["num_labels"] = 1
     if base.from_scratch:
-        return _initialise(base, config, machine, options)
+        return _initialise(base, config, machine, head, options)
+    # The new head trains whole, so it stays as it is; the other kind knows its own.
+    unquantised = [SCORE] if head == "reward" else None
     if config.load_in_4bit:
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type=config.bnb_4bit_quant_type,
             bnb_4bit_compute_dtype=getattr(torch, config.bnb_4bit_compute_dtype),
             bnb_4bit_use_double_quant=config.trainer_options.double_quant,
+            llm_int8_skip_modules=unquantised,
         )
     elif config.load_in_8bit:
-        options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
+        options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=unquantised)
     if machine.kind == "cuda":
         options["device_map"] = {"": 0}
     elif config.load_in_4bit or config.load_in_8bit:
         options["device_map"] = {"": "cpu"}
+    transformers.set_seed(config.seed)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            base.source, dtype=weights_dtype(config, machine), use_safetensors=True, **options
-        )
+        with suppress_seqcls_warning() if head == "reward" else nullcontext():
+            model = _AUTO[head].from_pretrained(
+                base.source, dtype=weights_dtype(config, machine), use_safetensors=True, **options
+            )
     except (RuntimeError, MemoryError):
         raise  # memory, or weights that do not fit their configuration: classified as what they are
     except Exception as error:
@@ -100,12 +118,20 @@ def _attention(base: Base, config: TrainingConfig, machine: Machine) -> str | No
     return None
 
 
-def _initialise(base: Base, config: TrainingConfig, machine: Machine, options: dict[str, Any]) -> PreTrainedModel:
+_AUTO: dict[Head, Any] = {"causal": AutoModelForCausalLM, "reward": AutoModelForSequenceClassification}
+
+
+def _initialise(
+    base: Base, config: TrainingConfig, machine: Machine, head: Head, options: dict[str, Any]
+) -> PreTrainedModel:
     """The architecture with random weights, the same for the same seed on every device."""
     transformers.set_seed(config.seed)
     chosen = {name: options[name] for name in ("attn_implementation", "trust_remote_code") if name in options}
+    architecture = base.architecture
+    if head == "reward":
+        architecture.num_labels = options["num_labels"]
     try:
-        model = AutoModelForCausalLM.from_config(base.architecture, dtype=weights_dtype(config, machine), **chosen)
+        model = _AUTO[head].from_config(architecture, dtype=weights_dtype(config, machine), **chosen)
     except (RuntimeError, MemoryError):
         raise
     except Exception as error:
@@ -174,12 +200,18 @@ def _last_parts(names: Sequence[str]) -> list[str]:
     return sorted({part for part in last if part and not part.isdigit() and not part.startswith(ours)})
 
 
-def lora_config(config: TrainingConfig, revision: str | None = None) -> LoraConfig | None:
-    """The adapter that this run trains, or None when every weight trains; it names the base's `revision`."""
+def lora_config(config: TrainingConfig, revision: str | None = None, head: Head = "causal") -> LoraConfig | None:
+    """The adapter that this run trains, or None when every weight trains; it names the base's `revision`.
+
+    With a `reward` head that head trains whole beside the adapter.
+    """
     if config.lora_r is None:
         return None
+    whole = list(config.modules_to_save or ())
+    if head == "reward" and SCORE not in whole:
+        whole.append(SCORE)
     return LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if head == "reward" else "CAUSAL_LM",
         revision=revision,
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
@@ -187,7 +219,7 @@ def lora_config(config: TrainingConfig, revision: str | None = None) -> LoraConf
         target_modules=list(config.target_modules) if config.target_modules else "all-linear",
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
-        modules_to_save=list(config.modules_to_save) if config.modules_to_save else None,
+        modules_to_save=whole or None,
     )
 
 

@@ -35,10 +35,10 @@ class RunState:
     """Of the last step."""
     best_loss: float | None = None
     """Lowest logged training loss."""
-    eval_loss: float | None = None
-    """Of the last evaluation, which was at `eval_step`."""
+    objective: float | None = None
+    """What the last evaluation found of the measure that tells good checkpoints from bad; it was at `eval_step`."""
     eval_step: int | None = None
-    best_eval_loss: float | None = None
+    best_objective: float | None = None
     evals_without_gain: int = 0
     eval_pending: bool = False
     """The evaluation due after this step has not been done: a stop came first."""
@@ -57,6 +57,16 @@ class RunState:
             state.run_id, state.first_step = run_id, step
             state.seconds, state.ended_by = 0.0, None
         return state
+
+    def evaluate(self, found: float, step: int, higher_is_better: bool) -> bool:
+        """Take in what an evaluation after `step` found; whether it is the best so far."""
+        self.objective, self.eval_step = found, step
+        best = self.best_objective
+        if best is None or (found > best if higher_is_better else found < best):
+            self.best_objective, self.evals_without_gain = found, 0
+            return True
+        self.evals_without_gain += 1
+        return False
 
     def limit_reached(self, config: TrainingConfig, step: int) -> str | None:
         """What ends this run after `step`, its last step aside: a limit of its own, or that it got no better."""

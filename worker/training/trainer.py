@@ -1,13 +1,14 @@
-"""TRL's supervised trainer with what a service needs of it: exact losses, stops, checkpoints that hold."""
+"""What a service needs of every trainer of TRL: exact losses, stops, checkpoints that hold."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
-from trl import SFTTrainer
 
 from worker.training import checkpoints
 from worker.training.data import WithRows
@@ -15,21 +16,23 @@ from worker.training.failures import Stopped, TrainingFailure
 from worker.training.run import Run
 from worker.training.state import RunState
 
-_EVAL_NAMES = {
-    "eval_loss": "eval_loss",
-    "eval_mean_token_accuracy": "eval_token_accuracy",
-    "eval_entropy": "eval_entropy",
-    "eval_runtime": "eval_seconds",
-    "eval_samples_per_second": "eval_samples_per_second",
-}
-
 
 class EndedBeforeStep(Exception):
     """Training is over where it was taken up: the evaluation that was still due there says so."""
 
 
-class SupervisedTrainer(SFTTrainer):  # type: ignore[misc]
-    """An `SFTTrainer` on tokenised data; its losses, data order and updates are SFTTrainer's own."""
+class Faithful(Trainer):  # type: ignore[misc]
+    """Stands before a trainer of TRL (`class Ours(Faithful, DPOTrainer)`), whose losses, data order and updates stay.
+
+    Its rows carry their numbers in the data set, in a column `rows`.
+    """
+
+    MEASURES: ClassVar[Mapping[str, str]] = {}
+    """What the trainer measures, by its own names, and what it is called here; each is part of metrics (as it is) and
+    of evaluations (with `eval_` before it)."""
+    OBJECTIVE: ClassVar[str] = "eval_loss"
+    """The measure of an evaluation by which one checkpoint is better than another."""
+    HIGHER_IS_BETTER: ClassVar[bool] = False
 
     def __init__(self, run: Run, **options: Any) -> None:
         self.run = run
@@ -37,15 +40,29 @@ class SupervisedTrainer(SFTTrainer):  # type: ignore[misc]
         """Numbers of the rows in the present optimizer step."""
         self.saved_step = -1
         self._eval_batches = 0
+        self._eval_total = 0
         self._micro_losses: list[torch.Tensor] = []
         self._step_loss = 0.0
         super().__init__(**options)
-        self.data_collator: Any = WithRows(self.data_collator)
+        self.data_collator: Any = self.with_rows(self.data_collator)
+
+    def with_rows(self, collate: Any) -> Any:
+        """A collator that keeps the numbers of the rows of each batch, for `take_rows`."""
+        return WithRows(collate)
+
+    def take_rows(self, inputs: Any) -> list[int]:
+        """Take the numbers of the rows out of a batch."""
+        rows: list[int] = inputs.pop("rows", [])
+        return rows
+
+    def measures(self) -> Mapping[str, str]:
+        """`MEASURES`, and what only this very run measures."""
+        return self.MEASURES
 
     # Steps
 
-    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
-        self.step_rows += inputs.pop("rows")
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        self.step_rows += self.take_rows(inputs)
         loss = super().training_step(model, inputs, num_items_in_batch)
         self._micro_losses.append(loss.detach())
         return loss
@@ -101,21 +118,27 @@ class SupervisedTrainer(SFTTrainer):  # type: ignore[misc]
             self.control.should_evaluate = False
             return {}
         run.state.eval_pending = False
-        told = {ours: metrics[theirs] for theirs, ours in _EVAL_NAMES.items() if theirs in metrics}
-        told["eval_perplexity"] = math.exp(min(told["eval_loss"], 700.0))
+        told = self.evaluated(metrics)
         run.report.eval(self.state.global_step, told, epoch=self.state.epoch)
         run.history.append({"step": self.state.global_step, "epoch": self.state.epoch, **told})
         if not self.control.should_training_stop:
             run.report.phase("training")
         return dict(metrics)
 
-    def prediction_step(
-        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
-    ) -> Any:
-        inputs.pop("rows", None)
+    def evaluated(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """What an evaluation found, by the names used here; numbers that are none are left out."""
+        names = {"loss": "loss", "runtime": "seconds", "samples_per_second": "samples_per_second", **self.measures()}
+        found = {ours: metrics.get(f"eval_{theirs}") for theirs, ours in names.items()}
+        return {f"eval_{ours}": value for ours, value in found.items() if value is not None}
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> Any:
+        self._eval_total = len(dataloader)
+        return super().evaluation_loop(dataloader, *args, **options)
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        self.take_rows(inputs)
         self._eval_batches += 1
-        total = math.ceil(len(self.eval_dataset) / self.args.per_device_eval_batch_size)
-        self.run.progress("evaluating", self._eval_batches, total)
+        self.run.progress("evaluating", self._eval_batches, self._eval_total)
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     # Logs
@@ -125,10 +148,17 @@ class SupervisedTrainer(SFTTrainer):  # type: ignore[misc]
         # The state is written into every checkpoint, and the history is kept elsewhere.
         self.state.log_history.clear()
 
+    def trained_tokens(self) -> int:
+        """Tokens trained on so far, padding left out."""
+        return int(self._total_train_tokens)
+
+    def tell_samples(self) -> None:
+        """Tell texts that the model wrote since the last metric; trainers that let it write none tell none."""
+
     def remember_averages(self) -> None:
         """Copy the trainer's own running measures into the state that a checkpoint holds."""
         self.run.state.averages = {name: list(values) for name, values in self._metrics["train"].items()}
-        self.run.state.tokens = int(self._total_train_tokens)
+        self.run.state.tokens = self.trained_tokens()
 
     # Checkpoints
 

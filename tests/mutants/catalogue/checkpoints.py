@@ -41,11 +41,24 @@ MUTANTS = (
         changes=(
             Change(
                 "app/runs/removal.py",
-                "other.parent_run_id.in_(runs) | other.base_run_id.in_(runs),",
-                "other.parent_run_id.in_(runs),",
+                "other.parent_run_id.in_(runs) | other.base_run_id.in_(runs) | other.id.in_(judged),",
+                "other.parent_run_id.in_(runs) | other.id.in_(judged),",
             ),
         ),
         test="tests/app/test_removal.py::TestDeleteRun::test_one_that_others_build_on_stays_until_they_are_gone",
+    ),
+    Mutant(
+        name="pruning-forgets-who-learns-from-it",
+        promises=(12,),
+        about="Retention chooses a run to delete whose reward model another run still learns from.",
+        changes=(
+            Change(
+                "app/runs/pruning.py",
+                "free = [~Run.pinned, ~needed.exists(), ~judges.exists()]",
+                "free = [~Run.pinned, ~needed.exists()]",
+            ),
+        ),
+        test="tests/app/test_pruning.py::TestRuns::test_old_runs_go_with_those_that_only_they_needed",
     ),
     Mutant(
         name="rename-before-fsync",

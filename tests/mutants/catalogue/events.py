@@ -15,10 +15,10 @@ MUTANTS = (
         changes=(
             Change(
                 _LOG,
-                "    WHERE id = :id AND epoch = :epoch AND status IN ('initializing', 'running', 'checkpointing')\n"
-                "        AND src_hwm = :first - 1",
-                "    WHERE id = :id AND status IN ('initializing', 'running', 'checkpointing')\n"
-                "        AND src_hwm = :first - 1",
+                "        WHERE id = :id AND epoch = :epoch AND status IN ('initializing', 'running', 'checkpointing')\n"
+                "            AND src_hwm = :first - 1",
+                "        WHERE id = :id AND status IN ('initializing', 'running', 'checkpointing')\n"
+                "            AND src_hwm = :first - 1",
             ),
         ),
         test=f"{_ORDER}::test_a_stale_worker_writes_nothing_into_the_attempt_that_followed",
@@ -30,8 +30,16 @@ MUTANTS = (
         changes=(
             Change(
                 _LOG,
-                "    assert driver is not None  # noqa: S101 - a connection in use has one\n",
-                "    assert driver is not None  # noqa: S101 - a connection in use has one\n    driver.commit()\n",
+                "    ), stored AS (\n",
+                '    ) SELECT seq_before FROM reserved\n    """\n)\n_INSERT = text(\n    """\n    WITH reserved AS (\n'
+                "        SELECT event_seq - :n AS seq_before, attempt FROM runs WHERE id = :id\n    ), stored AS (\n",
+            ),
+            Change(
+                _LOG,
+                "    seq_before: int | None = connection.scalar(_STORE, values)\n",
+                "    seq_before = connection.scalar(_STORE, values)\n"
+                "    connection.connection.driver_connection.commit()\n"
+                "    seq_before = connection.scalar(_INSERT, values)\n",
             ),
         ),
         test=f"{_ORDER}::test_numbers_are_committed_in_their_order_so_a_reader_never_finds_a_smaller_one_later",

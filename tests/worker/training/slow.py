@@ -7,8 +7,8 @@ from typing import Any
 
 from worker.training import __main__ as training
 from worker.training import model
+from worker.training.recipes.supervised import SupervisedTrainer
 from worker.training.report import parse_args
-from worker.training.trainer import SupervisedTrainer
 
 _NEVER = threading.Event()
 

@@ -16,6 +16,7 @@ from worker.training.callbacks import StepWatcher
 from worker.training.failures import TrainingFailure
 from worker.training.run import Run
 from worker.training.state import RunState
+from worker.training.trainer import Faithful
 
 STEPS = 10
 METHODS: dict[str, dict[str, Any]] = {
@@ -240,10 +241,11 @@ class TestBest:
         nothing: Any = None
         run = Run({"output_dir": str(tmp_path)}, config, set(), Machine(), nothing, nothing, nothing)
         arguments: Any = None
+        watcher = StepWatcher(run, Faithful.__new__(Faithful))
         with pytest.raises(TrainingFailure) as ended:
-            StepWatcher(run).on_evaluate(arguments, TrainerState(), TrainerControl(), {"eval_loss": math.nan})
+            watcher.on_evaluate(arguments, TrainerState(), TrainerControl(), {"eval_loss": math.nan})
         assert ended.value.code == "non_finite_loss"
-        assert run.state.best_eval_loss is None
+        assert run.state.best_objective is None
 
 
 class TestHistory:

@@ -102,6 +102,31 @@ def make_chat_dataset(path: Path | str, rows: int) -> Path:
     )
 
 
+def make_pairs(path: Path | str, rows: int, *, chat: bool = False) -> Path:
+    """Write `rows` preference pairs as JSONL: the better answer is made of words, the other of their letters."""
+
+    def pair(row: int) -> dict[str, Any]:
+        text = CORPUS[row % len(CORPUS)]
+        prompt, chosen, rejected = f"what is row {row}", text[: 20 + row % 30], text[10 : 30 + row % 20][::-1]
+        if not chat:
+            return {"prompt": prompt + "\n", "chosen": chosen, "rejected": rejected}
+        said = {"chosen": chosen, "rejected": rejected}
+        answers = {name: [{"role": "assistant", "content": answer}] for name, answer in said.items()}
+        return {"prompt": [{"role": "user", "content": prompt}], **answers}
+
+    return write_rows(path, map(pair, range(rows)))
+
+
+def make_prompts(path: Path | str, rows: int, *, chat: bool = False) -> Path:
+    """Write `rows` prompts with an answer as JSONL."""
+
+    def prompt(row: int) -> dict[str, Any]:
+        text = f"what is row {row}"
+        return {"prompt": [{"role": "user", "content": text}] if chat else text + "\n", "answer": str(row)}
+
+    return write_rows(path, map(prompt, range(rows)))
+
+
 def write_rows(path: Path | str, rows: Iterable[Any]) -> Path:
     """Write rows as JSONL."""
     path = Path(path)

@@ -1,0 +1,253 @@
+"""Configurations of `dpo`, `reward` and `rlhf`: what goes with these methods and what does not, rewards included."""
+
+import json
+import warnings
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+from app.runs.config import Machine, TrainingConfig, given_fields, problems, resolve
+from app.runs.rewards import Reward, names
+
+ANSWER = {"type": "exact_match"}
+
+
+def found(config: dict[str, Any], has_eval_dataset: bool = False) -> dict[str, tuple[str, str]]:
+    """Code and sentence of each problem, by field."""
+    told = problems({"base_model": "tiny", **config}, has_eval_dataset=has_eval_dataset)
+    assert len({problem.field for problem in told}) == len(told)
+    return {problem.field: (problem.code, problem.message) for problem in told}
+
+
+def rlhf(*rewards: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """A configuration of method `rlhf`."""
+    return {"method": "rlhf", "rlhf": {"rewards": [*rewards], **options}}
+
+
+CONFIGS: dict[str, dict[str, Any]] = {"dpo": {"method": "dpo"}, "reward": {"method": "reward"}, "rlhf": rlhf(ANSWER)}
+
+
+@pytest.mark.parametrize("method", CONFIGS)
+class TestEveryMethod:
+    def test_defaults_will_do(self, method: str) -> None:
+        assert found(CONFIGS[method]) == {}
+
+    @pytest.mark.parametrize(
+        ("fields", "four_bit", "rank"),
+        [
+            ({}, True, 16), ({"load_in_8bit": True}, False, 16), ({"load_in_4bit": False}, False, 16),
+            ({"lora_r": None}, False, None),
+        ],
+    )  # fmt: skip
+    def test_weights_train_as_for_sft(
+        self, method: str, fields: dict[str, Any], four_bit: bool, rank: int | None
+    ) -> None:
+        config = {"base_model": "tiny", **CONFIGS[method], **fields}
+        made = resolve(TrainingConfig.model_validate(config), given_fields(config), Machine())
+        assert (made.config.load_in_4bit, made.config.lora_r, made.problems) == (four_bit, rank, [])
+
+    @pytest.mark.parametrize(
+        ("fields", "field"),
+        [
+            ({"packing": True}, "packing"), ({"loss_on": "all"}, "loss_on"), ({"loss_on": "assistant"}, "loss_on"),
+            ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
+            ({"extra": {"packing_strategy": "bfd"}}, "extra.packing_strategy"),
+        ],
+    )  # fmt: skip
+    def test_what_belongs_to_supervised_methods_is_refused(
+        self, method: str, fields: dict[str, Any], field: str
+    ) -> None:
+        ((name, (code, message)),) = found({**CONFIGS[method], **fields}).items()
+        assert (name, code) == (field, "conflict") and f"`{method}`" in message
+
+    def test_truncating_is_for_dpo_alone(self, method: str) -> None:
+        assert set(found({**CONFIGS[method], "truncation_mode": "keep_end"})) == (
+            set() if method == "dpo" else {"truncation_mode"}
+        )
+
+    def test_options_of_another_one_are_refused(self, method: str) -> None:
+        others = {"dpo": {"beta": 0.2}, "rlhf": {"beta": 0.2}}
+        others.pop(method, None)
+        assert set(found({**CONFIGS[method], **others})) == set(others)
+
+    def test_a_scorer_may_train_its_head_and_packing_may_be_off(self, method: str) -> None:
+        assert found({**CONFIGS[method], "modules_to_save": ["score"], "packing": False}) == {}
+
+
+class TestDpo:
+    @pytest.mark.parametrize("loss", ["robust", "exo_pair", "aot", "aot_unpaired"])
+    def test_label_smoothing_is_for_four_losses(self, loss: str) -> None:
+        assert found({"method": "dpo", "dpo": {"loss_type": loss, "label_smoothing": 0.1}}) == {}
+
+    @pytest.mark.parametrize("loss", ["sigmoid", "ipo", "hinge", "apo_zero", "sigmoid_norm"])
+    def test_others_refuse_it_and_say_which_these_are(self, loss: str) -> None:
+        told = found({"method": "dpo", "dpo": {"loss_type": loss, "label_smoothing": 0.1}})
+        assert set(told) == {"dpo.label_smoothing"} and "`robust`" in told["dpo.label_smoothing"][1]
+        assert found({"method": "dpo", "dpo": {"loss_type": loss}}) == {}
+
+    def test_exo_pair_cannot_do_without(self) -> None:
+        assert set(found({"method": "dpo", "dpo": {"loss_type": "exo_pair"}})) == {"dpo.loss_type"}
+
+    @pytest.mark.parametrize("loss", ["sft", "discopop", "rpo"])
+    def test_losses_that_need_further_options_are_unknown(self, loss: str) -> None:
+        assert found({"method": "dpo", "dpo": {"loss_type": loss}})["dpo.loss_type"][0] == "unknown_value"
+
+    def test_half_of_the_pairs_cannot_be_wrong(self) -> None:
+        options = {"loss_type": "robust", "label_smoothing": 0.5}
+        assert found({"method": "dpo", "dpo": options})["dpo.label_smoothing"][0] == "out_of_range"
+
+
+class TestRlhf:
+    @pytest.mark.parametrize("rewards", [[], [{**ANSWER, "weight": 0.0}]])
+    def test_without_a_reward_there_is_nothing_to_learn(self, rewards: list[dict[str, Any]]) -> None:
+        assert found(rlhf(*rewards)) == {
+            "rlhf.rewards": (
+                "needs_rewards",
+                "`rlhf.rewards` needs at least one reward with a weight: without any there is nothing to learn from.",
+            )
+        }
+
+    @pytest.mark.parametrize(
+        ("batch", "steps", "generations", "says"),
+        [
+            (4, 3, 8, "`gradient_accumulation_steps` to 2 or 4, or `rlhf.num_generations` to 6 or 12"),
+            (1, 4, 8, "`gradient_accumulation_steps` to 8, or `rlhf.num_generations` to 4"),
+            (1, 1, 2, "`gradient_accumulation_steps` to 2"),
+            (6, 5, 4, "`gradient_accumulation_steps` to 4 or 6, or `rlhf.num_generations` to 3 or 5"),
+        ],
+    )
+    def test_a_step_holds_whole_groups_and_the_nearest_values_are_named(
+        self, batch: int, steps: int, generations: int, says: str
+    ) -> None:
+        config = {
+            **rlhf(ANSWER, num_generations=generations), "batch_size": batch, "gradient_accumulation_steps": steps,
+        }  # fmt: skip
+        ((field, (code, message)),) = found(config).items()
+        assert (field, code) == ("rlhf.num_generations", "conflict")
+        assert message.endswith(f"set {says}.")
+
+    def test_so_does_an_evaluation_whose_size_was_given(self) -> None:
+        config = {**rlhf(ANSWER), "eval_steps": 5, "extra": {"eval_batch_size": 12}}
+        assert set(found(config, has_eval_dataset=True)) == {"extra.eval_batch_size"}
+        assert found({**config, "extra": {"eval_batch_size": 16}}, has_eval_dataset=True) == {}
+        assert found({**config, "extra": {}}, has_eval_dataset=True) == {}
+
+    def test_beside_the_completion_there_must_be_room_for_a_prompt(self) -> None:
+        config = {**rlhf(ANSWER, max_completion_length=256), "max_seq_length": 256}
+        assert set(found(config)) == {"rlhf.max_completion_length"}
+        assert found({**config, "max_seq_length": 257}) == {}
+        assert found({**config, "max_seq_length": None}) == {}
+
+    def test_of_rewards_that_are_refused_nothing_else_is_said(self) -> None:
+        assert set(found(rlhf({"type": "regex"}, num_generations=7))) == {"rlhf.rewards.0.pattern"}
+
+
+GOOD: list[dict[str, Any]] = [
+    {"type": "exact_match"}, {"type": "exact_match", "ignore_case": True, "strip": False, "extract": r"= (\w+)"},
+    {"type": "numeric_match", "relative_tolerance": 0.01, "absolute_tolerance": 0.0},
+    {"type": "regex", "pattern": r"(?i)\\boxed\{.{1,100}\}", "mode": "fullmatch", "weight": -0.5},
+    {"type": "regex", "pattern": r"^.{0,500}\(\(x{300}[)(]{300}.{0,500}(?#()$"},
+    {"type": "regex", "pattern": "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"},
+    {"type": "json_schema", "schema": {}}, {"type": "length", "max": 10}, {"type": "length", "min": 1},
+    {"type": "json_schema", "schema": {"$ref": "#/$defs/a~1b/properties/x", "$defs": {
+        "a/b": {"properties": {"x": {"$ref": "#"}}}}}},
+    {"type": "json_schema", "schema": {"properties": {"pattern": {"type": "string"}, "$ref": {"type": "string"}}}},
+    {"type": "length", "min": 5, "max": 5, "unit": "words", "slack": 3},
+    {"type": "format", "sections": ["think", "answer"]}, {"type": "model", "model": "org/judge"},
+    {"type": "model", "model": "run_01k0000000000000000000000a", "weight": 2.0},
+]  # fmt: skip
+BAD: list[tuple[Any, str, str, str]] = [
+    ({"type": "magic"}, ".type", "unknown_value", "'numeric_match'"),
+    ({"weight": 1.0}, ".type", "missing", "required"),
+    ("exact_match", "", "wrong_type", "object"),
+    ({**ANSWER, "pattern": "a"}, ".pattern", "unknown_field", "not a field"),
+    ({**ANSWER, "weight": float("nan")}, ".weight", "not_finite", "finite"),
+    ({**ANSWER, "ignore_case": 1}, ".ignore_case", "wrong_type", "boolean"),
+    ({"type": "regex"}, ".pattern", "missing", "required"),
+    ({"type": "regex", "pattern": ""}, ".pattern", "out_of_range", "at least 1"),
+    ({"type": "regex", "pattern": "a" * 1001}, ".pattern", "out_of_range", "1000"),
+    ({"type": "regex", "pattern": "(a"}, ".pattern", "bad_pattern", "missing )"),
+    ({"type": "regex", "pattern": "(" * 500 + ")" * 500}, ".pattern", "bad_pattern", "regular expression"),
+    ({"type": "regex", "pattern": r"\p{L}"}, ".pattern", "bad_pattern", r"bad escape \p"),
+    ({"type": "regex", "pattern": "foo{e}"}, ".pattern", "bad_pattern", r"`\{`"),
+    ({"type": "regex", "pattern": "[[:alpha:]]"}, ".pattern", "bad_pattern", "[:alpha:]"),
+    ({"type": "regex", "pattern": "((a{100}){100}){100}"}, ".pattern", "bad_pattern", "repeats too much"),
+    ({"type": "regex", "pattern": "(?:" + "(b|[(]c){2}" * 50 + "){1000}"}, ".pattern", "bad_pattern", "too much"),
+    ({"type": "exact_match", "extract": "*"}, ".extract", "bad_pattern", "nothing to repeat"),
+    ({"type": "numeric_match", "relative_tolerance": 1.0}, ".relative_tolerance", "out_of_range", "less than 1"),
+    ({"type": "json_schema"}, ".schema", "missing", "required"),
+    ({"type": "json_schema", "schema": "{}"}, ".schema", "wrong_type", "dictionary"),
+    ({"type": "json_schema", "schema": {"type": "text"}}, ".schema", "bad_schema", "$.type"),
+    ({"type": "json_schema", "schema": {"pattern": "("}}, ".schema", "bad_schema", "regex"),
+    ({"type": "json_schema", "schema": {"pattern": "x{e}"}}, ".schema", "bad_schema", "`{`"),
+    ({"type": "json_schema", "schema": {"pattern": "x" * 1001}}, ".schema", "bad_schema", "too long"),
+    ({"type": "json_schema", "schema": {"patternProperties": {"x{e}": True}}}, ".schema", "bad_schema", "`{`"),
+    ({"type": "json_schema", "schema": {"$ref": "https://a.example/b"}}, ".schema", "bad_schema", "$defs"),
+    ({"type": "json_schema", "schema": {"items": {"$ref": "file:///etc/passwd"}}}, ".schema", "bad_schema", "$ref"),
+    ({"type": "json_schema", "schema": {"$ref": "#/$defs/gone"}}, ".schema", "bad_schema", "gone"),
+    ({"type": "json_schema", "schema": {"$ref": "#/title", "title": "a"}}, ".schema", "bad_schema", "$ref"),
+    ({"type": "json_schema", "schema": {"items": {"$id": "b"}}}, ".schema", "bad_schema", "$id"),
+    ({"type": "json_schema", "schema": {"$schema": "http://json-schema.org/draft-07/schema#"}}, ".schema",
+     "bad_schema", "2020-12"),
+    ({"type": "json_schema", "schema": {"title": "a" * 20_000}}, ".schema", "bad_schema", "20,000"),
+    ({"type": "length"}, "", "bad_bounds", "`min` or `max`"),
+    ({"type": "length", "min": 2, "max": 1}, "", "bad_bounds", "`min` above its `max`"),
+    ({"type": "length", "max": 1, "unit": "bytes"}, ".unit", "unknown_value", "words"),
+    ({"type": "format", "sections": []}, ".sections", "out_of_range", "at least 1"),
+    ({"type": "format", "sections": ["a", "a"]}, "", "bad_bounds", "twice"),
+    ({"type": "format", "sections": ["a b"]}, ".sections.0", "invalid_name", "characters"),
+    ({"type": "model"}, ".model", "missing", "required"),
+    ({"type": "model", "model": "../judge"}, ".model", "invalid_name", "not a path elsewhere"),
+]  # fmt: skip
+
+
+FIELDS = st.sampled_from([
+    "pattern", "extract", "schema", "min", "max", "slack", "unit", "sections", "model", "weight", "mode", "$ref",
+    "$defs", "properties", "patternProperties", "multipleOf", "type", "#", "#/$defs/model", "a{2,3}", "[[:a:]]",
+])  # fmt: skip
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.just(10**400) | st.floats() | FIELDS | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(FIELDS | st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+KINDS = st.sampled_from(["exact_match", "numeric_match", "regex", "json_schema", "length", "format", "model", "x"])
+
+
+class TestRewards:
+    @pytest.mark.parametrize("reward", GOOD, ids=str)
+    def test_a_good_one_is_kept_as_it_was_written(self, reward: dict[str, Any]) -> None:
+        assert found(rlhf(reward)) == {}
+        config = TrainingConfig.model_validate({"base_model": "tiny", **rlhf(reward)})
+        kept = config.model_dump(mode="json")
+        assert reward.items() <= kept["rlhf"]["rewards"][0].items()
+        assert TrainingConfig.model_validate(kept) == config
+
+    @pytest.mark.parametrize(("reward", "field", "code", "says"), BAD, ids=[str(bad[0])[:80] for bad in BAD])
+    def test_a_bad_one_is_refused_by_place_field_and_reason(
+        self, reward: Any, field: str, code: str, says: str
+    ) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ((name, told),) = found(rlhf(ANSWER, reward)).items()
+        assert (name, told[0]) == (f"rlhf.rewards.1{field}", code)
+        assert says in told[1] and told[1].endswith(".")
+
+    def test_all_of_them_are_told_at_once(self) -> None:
+        told = found(rlhf({"type": "regex", "pattern": "("}, ANSWER, {"type": "format"}))
+        assert set(told) == {"rlhf.rewards.0.pattern", "rlhf.rewards.2.sections"}
+
+    def test_each_has_a_name_of_its_own(self) -> None:
+        kinds = ["length", "regex", "length", "length"]
+        adapter: TypeAdapter[Any] = TypeAdapter(Reward)
+        rewards = [adapter.validate_python({"type": it, **({"max": 1} if it == "length" else {"pattern": "a"})})
+                   for it in kinds]  # fmt: skip
+        assert names(rewards) == ["length", "regex", "length_2", "length_3"]
+
+    @given(st.lists(st.builds(lambda kind, rest: {**rest, "type": kind}, KINDS, st.dictionaries(FIELDS, VALUES))))
+    @settings(deadline=None, max_examples=300)
+    def test_no_reward_however_odd_raises_and_what_is_said_of_it_is_json(self, rewards: list[dict[str, Any]]) -> None:
+        told = problems({"base_model": "tiny", **rlhf(*rewards)}, has_eval_dataset=False)
+        json.dumps([problem.model_dump() for problem in told], ensure_ascii=False).encode()

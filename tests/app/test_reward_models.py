@@ -1,0 +1,172 @@
+"""Methods `dpo`, `reward` and `rlhf` over the API: their data sets, and the reward models that runs learn from."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, text
+
+from app.config import Settings
+from app.db import sync_engine
+from app.ids import new_id
+from app.storage import Storage
+from tests.factories import Trainer, count_runs, make_dataset, make_model, make_run
+from tests.rows import waiting_for_locks
+from tests.server import ApiServer, ThreadServer
+from tests.waiting import eventually
+
+
+@pytest.fixture
+def engine(api: ApiServer) -> Iterator[Engine]:
+    engine = sync_engine(api.settings.database_url or "")
+    yield engine
+    engine.dispose()
+
+
+def config(*models: str, **fields: Any) -> dict[str, Any]:
+    """Of method `rlhf`, with these reward models."""
+    rewards: list[dict[str, Any]] = [{"type": "length", "max": 20}]
+    rewards += [{"type": "model", "model": model} for model in models]
+    return {"base_model": "org/model", "method": "rlhf", "rlhf": {"rewards": rewards}, **fields}
+
+
+def prompts(engine: Engine, *columns: str) -> str:
+    return make_dataset(engine, "prompt", ["prompt", *columns])
+
+
+def errors(api: ApiServer, dataset: str, config: dict[str, Any], **body: Any) -> dict[str, tuple[str, str]]:
+    """Code and sentence of what `POST /v1/runs` finds wrong, by field; when it does, it has made nothing."""
+    answer = api.client.post("/v1/runs/validate", json={"dataset_id": dataset, "config": config, **body})
+    assert answer.status_code == 200, answer.text
+    return {error["field"]: (error["code"], error["message"]) for error in answer.json()["errors"]}
+
+
+def judge(api: ApiServer, engine: Engine, method: str = "reward") -> str:
+    """A completed run of a method, with an output; answers its id."""
+    run_id = make_run(api.client, make_dataset(engine, "preference"), config={"method": method})["id"]
+    Trainer(engine, run_id).begin().complete().write_output(Storage(api.settings))
+    return str(run_id)
+
+
+class TestData:
+    @pytest.mark.parametrize(
+        ("method", "formats"),
+        [
+            ("qlora", {"chat", "prompt_completion", "text"}), ("dpo", {"preference"}), ("reward", {"preference"}),
+            ("rlhf", {"prompt"}),
+        ],
+    )  # fmt: skip
+    def test_each_method_takes_its_own_formats_to_train_and_to_evaluate(
+        self, api: ApiServer, engine: Engine, method: str, formats: set[str]
+    ) -> None:
+        wanted = {**(config() if method == "rlhf" else {"base_model": "org/model", "method": method}), "eval_steps": 5}
+        for name in ("chat", "prompt_completion", "text", "preference", "prompt"):
+            dataset = make_dataset(engine, name)
+            found = errors(api, dataset, wanted, eval_dataset_id=dataset)
+            assert set(found) == (set() if name in formats else {"dataset_id", "eval_dataset_id"})
+            assert all(code == "wrong_dataset_format" for code, _ in found.values())
+
+    def test_rewards_that_compare_need_answers(self, api: ApiServer, engine: Engine) -> None:
+        compares = config(rlhf={"rewards": [{"type": "length", "max": 3}, {"type": "numeric_match"}]})
+        code, says = errors(api, prompts(engine), compares)["dataset_id"]
+        assert code == "no_answers" and "`numeric_match`" in says
+        assert errors(api, prompts(engine, "answer"), compares) == {}
+        assert errors(api, prompts(engine), config()) == {}
+
+    @pytest.mark.parametrize("odd", [None, 3, {"rewards": 3}, {"rewards": [3, {"type": 3}, {"type": ["model"]}]}])
+    def test_rewards_that_are_none_are_refused_as_such(self, api: ApiServer, engine: Engine, odd: Any) -> None:
+        assert all(field.startswith("config.rlhf") for field in errors(api, prompts(engine), config(rlhf=odd)))
+
+
+class TestWhichModelsScore:
+    def test_a_run_must_be_there_completed_and_of_method_reward(self, api: ApiServer, engine: Engine) -> None:
+        waiting = make_run(api.client, make_dataset(engine, "preference"), config={"method": "reward"})["id"]
+        missing = new_id("run")
+        found = errors(api, prompts(engine), config(missing, waiting))
+        assert {field: code for field, (code, _) in found.items()} == {
+            "config.rlhf.rewards.1.model": "reward_run_not_found",
+            "config.rlhf.rewards.2.model": "reward_run_not_completed",
+        }
+        Trainer(engine, waiting).begin().complete().write_output(Storage(api.settings))
+        other = judge(api, engine, "dpo")
+        found = errors(api, prompts(engine), config(other, waiting))
+        assert {field: code for field, (code, _) in found.items()} == {
+            "config.rlhf.rewards.1.model": "not_a_reward_model"
+        }
+        assert "`dpo`" in found["config.rlhf.rewards.1.model"][1]
+
+    def test_other_names_are_found_as_base_models_are(self, api: ApiServer, engine: Engine) -> None:
+        (make_model(api.settings, "judge") / "config.json").write_text(
+            '{"architectures": ["LlamaForSequenceClassification"]}'
+        )
+        (make_model(api.settings, "writer") / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+        assert errors(api, prompts(engine), config("judge", "org/judge")) == {}
+        found = errors(api, prompts(engine), config("writer", "nowhere", "../judge"))
+        assert {field: code for field, (code, _) in found.items()} == {
+            "config.rlhf.rewards.1.model": "not_a_reward_model",
+            "config.rlhf.rewards.2.model": "model_not_found",
+            "config.rlhf.rewards.3.model": "invalid_name",
+        }
+
+    def test_the_operators_list_counts_for_them_too(self, settings: Settings) -> None:
+        with ThreadServer(settings.model_copy(update={"allowed_models": "org/*"})) as api:
+            engine = sync_engine(settings.database_url or "", pool_size=0)
+            found = errors(api, prompts(engine), config("evil/judge"))
+            assert {field: code for field, (code, _) in found.items()} == {
+                "config.rlhf.rewards.1.model": "model_not_allowed"
+            }
+
+    @pytest.mark.parametrize(
+        ("file", "content", "methods"),
+        [
+            ("config.json", '{"architectures": ["Qwen3ForSequenceClassification"]}', {"reward"}),
+            ("adapter_config.json", '{"task_type": "SEQ_CLS"}', set()),
+            ("adapter_config.json", '{"task_type": "CAUSAL_LM"}', {"qlora", "dpo", "reward", "rlhf"}),
+            ("config.json", '{"architectures": 3}', {"qlora", "dpo", "reward", "rlhf"}),
+        ],
+    )
+    def test_a_model_that_scores_is_no_base_for_one_that_writes(
+        self, api: ApiServer, engine: Engine, file: str, content: str, methods: set[str]
+    ) -> None:
+        (make_model(api.settings, "base", file) / file).write_text(content)
+        data = {"qlora": "chat", "dpo": "preference", "reward": "preference", "rlhf": "prompt"}
+        for method, kind in data.items():
+            fields = config() if method == "rlhf" else {"method": method}
+            found = errors(api, make_dataset(engine, kind), {**fields, "base_model": "base"})
+            assert set(found) == (set() if method in methods else {"config.base_model"}), method
+            assert all("`rlhf.rewards`" in message for _, message in found.values())
+
+
+class TestTheyAreKept:
+    def test_a_run_tells_which_it_learns_from_and_so_does_one_that_resumes_it(
+        self, api: ApiServer, engine: Engine
+    ) -> None:
+        first, second = judge(api, engine), judge(api, engine)
+        made = make_run(api.client, prompts(engine), config=config(second, first, second))
+        assert made["reward_run_ids"] == [first, second]
+        Trainer(engine, made["id"]).begin().fail()
+        resumed = api.client.post(f"/v1/runs/{made['id']}/resume", json={"from": "start"}).json()
+        assert resumed["reward_run_ids"] == [first, second]
+        listed = {run["id"]: run["reward_run_ids"] for run in api.client.get("/v1/runs").json()["data"]}
+        assert listed == {first: [], second: [], made["id"]: [first, second], resumed["id"]: [first, second]}
+        for learning in (resumed["id"], made["id"]):
+            refused = api.client.delete(f"/v1/runs/{first}")
+            assert (refused.status_code, refused.json()["code"]) == (409, "run_is_needed")
+            assert learning in refused.json()["detail"]
+            api.client.post(f"/v1/runs/{learning}/stop")
+            assert api.client.delete(f"/v1/runs/{learning}").status_code == 204
+        assert api.client.delete(f"/v1/runs/{first}").status_code == 204
+
+    def test_one_that_goes_at_this_moment_is_waited_for_and_then_not_there(
+        self, api: ApiServer, engine: Engine
+    ) -> None:
+        run_id, dataset = judge(api, engine), prompts(engine)
+        body = {"backend": "fake", "dataset_id": dataset, "config": config(run_id)}
+        with ThreadPoolExecutor(1) as pool, engine.connect() as connection:
+            connection.execute(text("DELETE FROM runs WHERE id = :id"), {"id": run_id})
+            answer = pool.submit(api.client.post, "/v1/runs", json=body)
+            eventually(lambda: waiting_for_locks(engine) == 1, what="it waits")
+            connection.commit()
+        assert answer.result().json()["code"] == "reward_run_not_found"
+        assert count_runs(engine) == 0

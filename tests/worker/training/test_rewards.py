@@ -1,0 +1,215 @@
+"""What completions are worth: each built-in reward by examples, and none of them can hang or end a training."""
+
+import json
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from app.runs.rewards import Reward
+from worker.training.rewards import functions, needs_answer
+
+TOKENIZER = SimpleNamespace(all_special_ids=[0, 1])
+CATASTROPHE = r"^(([a-z])+.)+[A-Z]([a-z])+$"
+VICTIM = "a" * 5000
+
+
+def reward(**fields: Any) -> Reward:
+    made: Reward = TypeAdapter(Reward).validate_python(fields)
+    return made
+
+
+def judge(fields: dict[str, Any], *completions: str, answer: str | None = None) -> list[float | None]:
+    """What a reward gives to completions of rows with the same answer."""
+    (function,) = functions([reward(**fields)], TOKENIZER)
+    ids = [[1, *range(2, 2 + len(text)), 0] for text in completions]
+    answers = {} if answer is None else {"answer": [answer] * len(completions)}
+    return list(function(["?"] * len(completions), list(completions), ids, **answers))
+
+
+class TestExactMatch:
+    @pytest.mark.parametrize(
+        ("fields", "completion", "answer", "given"),
+        [
+            ({}, "Paris", "Paris", 1), ({}, " Paris\n", "Paris ", 1), ({}, "paris", "Paris", 0),
+            ({}, "Paris.", "Paris", 0), ({}, "", "Paris", 0),
+            ({"strip": False}, " Paris", "Paris", 0), ({"ignore_case": True}, "PARIS", "paris", 1),
+            ({"ignore_case": True}, "STRASSE", "straße", 1),
+            ({"extract": r"answer: (\w+)"}, "answer: Rome, no, answer: Paris!", "Paris", 1),
+            ({"extract": r"answer: (\w+)"}, "Paris", "Paris", 0),
+            ({"extract": r"[A-Z]\w+"}, "in Rome or Paris", "Paris", 1),
+            ({"extract": r"is (\w+)|Paris"}, "it is Rome. Paris", "Paris", 1),
+        ],
+    )  # fmt: skip
+    def test_the_completion_is_the_answer_or_not(
+        self, fields: dict[str, Any], completion: str, answer: str, given: float
+    ) -> None:
+        assert judge({"type": "exact_match", **fields}, completion, answer=answer) == [given]
+
+
+class TestNumericMatch:
+    @pytest.mark.parametrize(
+        ("completion", "answer", "given"),
+        [
+            ("42", "42", 1), ("It is 42.", "42", 1), ("6 * 7 = 42", "42", 1), ("41 or 42?", "41", 0),
+            ("1,234,567", "1234567", 1), ("$1,234.50", "1234.5", 1), ("-$3", "-3", 1), ("\N{MINUS SIGN}3", "-3", 1),
+            ("+3", "3", 1), ("3", "-3", 0), ("5-3", "3", 1), ("5 - 3", "3", 1), ("(5)-3", "3", 1), ("x = -3", "-3", 1),
+            ("1.5e3", "1500", 1), ("-.5", "-0.5", 1), ("1.0000001", "1", 1), ("1.001", "1", 0), ("0.0000001", "0", 1),
+            ("50%", "50", 1), ("3, 4", "4", 1), ("2019,20", "20", 1), ("1" + "0" * 400, "1", 0), ("none", "1", 0),
+            ("42", "reasons … #### 1,042", 0), ("1042", "reasons … #### 1,042", 1), ("42", "no number", None),
+        ],
+    )  # fmt: skip
+    def test_the_last_number_counts(self, completion: str, answer: str, given: float | None) -> None:
+        assert judge({"type": "numeric_match"}, completion, answer=answer) == [given]
+
+    def test_a_pattern_says_where_it_is_and_tolerances_how_near(self) -> None:
+        fields = {"type": "numeric_match", "extract": r"\\boxed\{([^}]*)\}"}
+        texts = [r"\boxed{42} in 3 steps", r"\boxed{1} then \boxed{42}", "42", r"\boxed{x}"]
+        assert judge(fields, *texts, answer="42") == [1, 1, 0, 0]
+        near = {"type": "numeric_match", "relative_tolerance": 0.1, "absolute_tolerance": 0.0}
+        assert judge(near, "109", "120", "-100", answer="100") == [1, 0, 0]
+
+
+class TestRegex:
+    def test_it_is_looked_for_anywhere_or_has_to_be_all(self) -> None:
+        assert judge({"type": "regex", "pattern": r"\d+"}, "a 1", "a") == [1, 0]
+        assert judge({"type": "regex", "pattern": r"\d+", "mode": "fullmatch"}, "12", "a 1") == [1, 0]
+        assert judge({"type": "regex", "pattern": "(?i)yes"}, "YES") == [1]
+
+
+SCHEMA = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "type": "object",
+    "required": ["name"],
+    "properties": {"name": {"type": "string", "pattern": "^[A-Z]"}, "next": {"$ref": "#"}},
+    "patternProperties": {"^x_": {"$ref": "#/$defs/number"}},
+    "additionalProperties": False,
+    "$defs": {"number": {"type": "number", "minimum": 0}},
+}
+
+
+class TestJsonSchema:
+    @pytest.mark.parametrize(
+        ("completion", "given"),
+        [
+            ('{"name": "Ada"}', 1), (' {"name": "Ada", "x_age": 36, "next": {"name": "Bob"}} \n', 1),
+            ('{"name": "ada"}', 0), ('{"name": "Ada", "x_age": -1}', 0), ('{"name": "Ada", "age": 36}', 0),
+            ('{"name": "Ada", "next": {"name": "bob"}}', 0), ("{}", 0), ("Ada", 0), ("", 0), ("[]", 0),
+            ('Here:\n```json\n{"name": "Ada"}\n```\nDone.', 1), ('```json\n{"name": "Ada"}', 0),
+            ('```json\n{}\n```\n```json\n{"name": "Ada"}\n```', 1),
+            ('```json\n{"name": "Ada"}\n```\n```json\n1\n```', 0),
+            ('{"name": "Ada", "x_age": NaN}', 0), ('{"name": "Ada", "x_age": ' + "1" * 5000 + "}", 0),
+            ("[" * 100_000, 0),
+        ],
+    )  # fmt: skip
+    def test_the_completion_or_its_last_block_is_json_and_valid(self, completion: str, given: float) -> None:
+        assert judge({"type": "json_schema", "schema": SCHEMA}, completion) == [given]
+
+    def test_what_has_no_name_may_be_of_any_other_kind(self) -> None:
+        schema = {"properties": {"a": True}, "additionalProperties": {"type": "integer"}}
+        assert judge({"type": "json_schema", "schema": schema}, '{"a": "x", "b": 1}', '{"b": "x"}') == [1, 0]
+
+
+class TestLength:
+    def test_within_bounds_it_is_one_and_falls_to_zero_over_the_slack(self) -> None:
+        fields = {"type": "length", "unit": "characters", "min": 4, "max": 6, "slack": 2}
+        texts = ["x" * n for n in range(1, 10)]
+        assert judge(fields, *texts) == [0, 0, 0.5, 1, 1, 1, 0.5, 0, 0]
+        assert judge({**fields, "slack": 0}, *texts[2:7]) == [0, 1, 1, 1, 0]
+
+    def test_special_tokens_do_not_count_nor_do_spaces_between_words(self) -> None:
+        assert judge({"type": "length", "min": 3, "max": 3}, "abc", "ab", "abcd") == [1, 0, 0]
+        assert judge({"type": "length", "unit": "words", "max": 2}, " a \n b ", "a b c") == [1, 0]
+
+
+class TestFormat:
+    @pytest.mark.parametrize(
+        ("completion", "given"),
+        [
+            ("<think>a</think><answer>b</answer>", 1), ("so <think>\n</think> and <answer></answer> done", 1),
+            ("<think>1 < 2</think><answer><b>x</b></answer>", 1),
+            ("<answer>b</answer><think>a</think>", 0), ("<think>a<answer>b</answer></think>", 0),
+            ("<think>a</think>", 0), ("<think>a</think><answer>b", 0), ("<answer>b</answer>", 0), ("", 0),
+            ("<think>a</think><think>a</think><answer>b</answer>", 0), ("<THINK>a</THINK><answer>b</answer>", 0),
+        ],
+    )  # fmt: skip
+    def test_each_section_is_there_once_and_in_order(self, completion: str, given: float) -> None:
+        assert judge({"type": "format", "sections": ["think", "answer"]}, completion) == [given]
+
+
+class TestNothingHangs:
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"type": "regex", "pattern": CATASTROPHE},
+            {"type": "regex", "pattern": CATASTROPHE, "mode": "fullmatch"},
+            {"type": "exact_match", "extract": CATASTROPHE},
+            {"type": "numeric_match", "extract": CATASTROPHE},
+        ],
+    )
+    def test_a_catastrophic_pattern_costs_a_second_and_the_reward(self, fields: dict[str, Any]) -> None:
+        self.takes_a_second(fields, VICTIM)
+
+    @pytest.mark.parametrize(
+        ("schema", "document"),
+        [
+            ({"pattern": CATASTROPHE}, VICTIM),
+            ({"patternProperties": {CATASTROPHE: False}}, {VICTIM: 1}),
+            ({"patternProperties": {CATASTROPHE: True}, "additionalProperties": False}, {VICTIM: 1}),
+            ({"$schema": SCHEMA["$schema"], "properties": {"a": {"$ref": "#"}}, "pattern": CATASTROPHE}, {"a": VICTIM}),
+            (
+                # Forty levels, each of which asks the one below twice.
+                {"$defs": {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(40)}
+                 | {"d40": {}}, "$ref": "#/$defs/d0"},
+                1,
+            ),
+        ],
+        ids=["pattern", "property", "further-property", "in-a-reference", "references"],
+    )  # fmt: skip
+    def test_a_catastrophic_schema_too(self, schema: dict[str, Any], document: Any) -> None:
+        self.takes_a_second({"type": "json_schema", "schema": schema}, json.dumps(document))
+
+    def test_a_schema_that_goes_round_in_circles_gives_nothing(self) -> None:
+        assert judge({"type": "json_schema", "schema": {"$ref": "#"}}, "1") == [0]
+
+    @staticmethod
+    def takes_a_second(fields: dict[str, Any], completion: str) -> None:
+        (function,) = functions([reward(**fields)], TOKENIZER)
+        started = time.monotonic()
+        assert function(["?"], [completion], [[2]], answer=["7"]) == [0]
+        assert 0.9 < time.monotonic() - started < 10
+        assert function.timeouts == 1
+
+
+class TestFunctions:
+    def test_they_are_named_apart_in_order_and_models_are_none_of_them(self) -> None:
+        rewards = [
+            reward(type="regex", pattern="a"), reward(type="model", model="org/judge"),
+            reward(type="length", max=3), reward(type="regex", pattern="b"),
+        ]  # fmt: skip
+        assert [function.__name__ for function in functions(rewards, TOKENIZER)] == ["regex", "length", "regex_2"]
+
+    def test_of_messages_the_last_ones_content_counts_and_columns_that_nobody_asked_for_do_not_matter(self) -> None:
+        (function,) = functions([reward(type="regex", pattern="yes")], TOKENIZER)
+        said = [{"role": "assistant", "content": "no"}, {"role": "assistant", "content": "yes"}]
+        silent = [{"role": "assistant", "content": None}]
+        assert function(["?", "?"], [said, silent], [[2], [2]], colour=["red", "red"], trainer_state=None) == [1, 0]
+
+    def test_a_row_without_an_answer_is_not_judged_by_it(self) -> None:
+        for kind in ("exact_match", "numeric_match"):
+            (function,) = functions([reward(type=kind)], TOKENIZER)
+            assert function(["?", "?"], ["1", "1"], [[2], [2]], answer=[None, "1"]) == [None, 1]
+            assert function(["?"], ["1"], [[2]]) == [None]
+
+    def test_answers_are_needed_by_matches_alone(self) -> None:
+        assert needs_answer([reward(type="length", max=3), reward(type="numeric_match")])
+        assert needs_answer([reward(type="exact_match")])
+        assert not needs_answer([reward(type="length", max=3), reward(type="model", model="org/judge")])
+
+    def test_importing_them_imports_no_torch(self) -> None:
+        program = "import sys, worker.training.rewards; sys.exit(any(m in sys.modules for m in ('torch', 'numpy')))"
+        assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

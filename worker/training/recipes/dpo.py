@@ -1,0 +1,104 @@
+"""Direct preference optimisation (`dpo`): pairs → model → trainer → facts → train → export."""
+
+import uuid
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from datasets import Dataset
+from trl import DPOConfig, DPOTrainer
+from trl.trainer import dpo_trainer
+
+from app.runs.config import Replacement
+from worker.training import data, model, pairs
+from worker.training.pairs import Pairs
+from worker.training.recipes import steps
+from worker.training.run import Run
+from worker.training.trainer import Faithful
+
+# It names a file of reference log-probabilities in a folder of this very process: hashing gigabytes of weights for
+# that would take minutes.
+dpo_trainer.hash_module = lambda _module: uuid.uuid4().hex
+
+
+class PreferenceTrainer(Faithful, DPOTrainer):  # type: ignore[misc]
+    """A `DPOTrainer` on tokenised pairs."""
+
+    MEASURES: ClassVar[Mapping[str, str]] = {
+        "rewards/accuracies": "preference_accuracy",
+        "rewards/margins": "reward_margin",
+        "rewards/chosen": "reward_chosen",
+        "rewards/rejected": "reward_rejected",
+        "logps/chosen": "logps_chosen",
+        "logps/rejected": "logps_rejected",
+        "mean_token_accuracy": "token_accuracy",
+        "entropy": "entropy",
+    }
+
+    def _prepare_dataset(self, dataset: Dataset, *_: Any) -> Dataset:
+        return dataset
+
+    def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
+        self._reference_done, self._reference_rows = 0, len(dataset)
+        self.run.report.message(f"Computing the reference log-probabilities of {len(dataset)} pairs ({name}), once.")
+        return super()._precompute_ref_logps(dataset, name, batch_size)
+
+    def compute_ref_log_probs(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Any:
+        self._reference_done += len(inputs["input_ids"]) // 2
+        self.run.report.alive()
+        self.run.progress("loading", self._reference_done, self._reference_rows)
+        inputs = {name: value for name, value in inputs.items() if name != "rows"}
+        return super().compute_ref_log_probs(model, inputs)
+
+
+def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
+    """Train one run to its end or to a stop; returns the fields of its result record.
+
+    Raises:
+        TrainingFailure: with a stable code.
+        Stopped: a stop came before there was anything to save.
+    """
+    found, tokenizer = steps.begin(run)
+    max_length = steps.longest(run, found, tokenizer, replaced)
+    no_dropout = steps.no_dropout(run, replaced)
+    if pairs.converse(run.job["dataset"]["path"]):
+        steps.chat_template(run, tokenizer)
+    config = run.config
+
+    def read(source: dict[str, Any], chosen: list[int] | None, purpose: steps.Purpose) -> Pairs:
+        return pairs.preferences(
+            source["path"], tokenizer, config, max_length=max_length, chosen=chosen, purpose=purpose,
+            progress=steps.tokenizing(run),
+        )  # fmt: skip
+
+    training, held_out = steps.read_data(run, read)
+    steps_in_a_pass = data.steps_in(training.dataset, config)
+    total_steps = steps.steps_in_all(run, steps_in_a_pass)
+    with steps.weights(run, found) as start:
+        network = steps.load(run, start, steps.highest_id(tokenizer, training, held_out))
+        trainer = steps.build(
+            PreferenceTrainer,
+            run,
+            model=network,
+            args=DPOConfig(
+                **steps.arguments(run, total_steps),
+                beta=config.dpo.beta,
+                loss_type=[config.dpo.loss_type],
+                label_smoothing=config.dpo.label_smoothing,
+                max_length=max_length,
+                truncation_mode=config.truncation_mode,
+                disable_dropout=no_dropout,
+                # Without an adapter the alternative is a second copy of the model; with one it is a forward pass in
+                # every step, which is more work from the second pass over the data on.
+                precompute_ref_log_probs=config.lora_r is None or total_steps > steps_in_a_pass,
+            ),
+            train_dataset=data.first_batch(training.dataset, config)
+            if config.overfit_first_batch
+            else training.dataset,
+            eval_dataset=held_out.dataset if held_out else None,
+            processing_class=tokenizer,
+            peft_config=model.lora_config(config, start.revision),
+        )
+        facts = steps.tell(trainer, found, replaced, training, held_out, max_length=max_length)
+        steps.train(trainer)
+        return steps.finish(trainer, start, facts)

@@ -1,0 +1,70 @@
+"""Reward models (`reward`): pairs → model with a head of one number → trainer → facts → train → export."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from trl import RewardConfig, RewardTrainer
+
+from app.runs.config import Replacement
+from worker.training import data, model, pairs
+from worker.training.pairs import Pairs
+from worker.training.recipes import steps
+from worker.training.run import Run
+from worker.training.trainer import Faithful
+
+
+class RewardModelTrainer(Faithful, RewardTrainer):  # type: ignore[misc]
+    """A `RewardTrainer` on tokenised pairs."""
+
+    MEASURES: ClassVar[Mapping[str, str]] = {
+        "accuracy": "preference_accuracy",
+        "margin": "reward_margin",
+        "mean_reward": "reward_mean",
+        "min_reward": "reward_min",
+        "max_reward": "reward_max",
+    }
+
+
+def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
+    """Train one run to its end or to a stop; returns the fields of its result record.
+
+    Raises:
+        TrainingFailure: with a stable code.
+        Stopped: a stop came before there was anything to save.
+    """
+    found, tokenizer = steps.begin(run)
+    max_length = steps.longest(run, found, tokenizer, replaced)
+    no_dropout = steps.no_dropout(run, replaced)
+    if pairs.converse(run.job["dataset"]["path"]):
+        steps.chat_template(run, tokenizer)
+    config = run.config
+
+    def read(source: dict[str, Any], chosen: list[int] | None, purpose: steps.Purpose) -> Pairs:
+        return pairs.comparisons(
+            source["path"], tokenizer, max_length=max_length, chosen=chosen, purpose=purpose,
+            progress=steps.tokenizing(run),
+        )  # fmt: skip
+
+    training, held_out = steps.read_data(run, read)
+    total_steps = steps.steps_in_all(run, data.steps_in(training.dataset, config))
+    with steps.weights(run, found) as start:
+        network = steps.load(run, start, steps.highest_id(tokenizer, training, held_out), "reward")
+        trainer = steps.build(
+            RewardModelTrainer,
+            run,
+            model=network,
+            args=RewardConfig(
+                **steps.arguments(run, total_steps),
+                max_length=None,  # what is too long has been left out
+                disable_dropout=no_dropout,
+            ),
+            train_dataset=data.first_batch(training.dataset, config)
+            if config.overfit_first_batch
+            else training.dataset,
+            eval_dataset=held_out.dataset if held_out else None,
+            processing_class=tokenizer,
+            peft_config=model.lora_config(config, start.revision, "reward"),
+        )
+        facts = steps.tell(trainer, found, replaced, training, held_out, max_length=max_length)
+        steps.train(trainer)
+        return steps.finish(trainer, start, facts)

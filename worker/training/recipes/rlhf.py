@@ -1,0 +1,162 @@
+"""Learning from rewards (`rlhf`, GRPO or RLOO): prompts → rewards → model → trainer → facts → train → export."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+from app.runs.config import Replacement
+from app.runs.rewards import names, needs_answer
+from worker.training import model, pairs, rewards
+from worker.training.failures import TrainingFailure
+from worker.training.pairs import Pairs
+from worker.training.recipes import steps
+from worker.training.reward_models import RewardModel
+from worker.training.run import Run
+from worker.training.trainer import Faithful
+
+
+class RewardedTrainer(Faithful):
+    """What `GRPOTrainer` and `RLOOTrainer` have in common here.
+
+    An optimizer step is one round: texts are generated once, for all of its micro-batches. So a run can stop after
+    any step and go on exactly.
+    """
+
+    MEASURES: ClassVar[Mapping[str, str]] = {
+        "reward": "reward",
+        "reward_std": "reward_std",
+        "frac_reward_zero_std": "rewards_all_equal",
+        "kl": "kl",
+        "entropy": "entropy",
+        "completions/mean_length": "completion_length",
+        "completions/clipped_ratio": "completions_cut",
+    }
+    OBJECTIVE: ClassVar[str] = "eval_reward"
+    HIGHER_IS_BETTER: ClassVar[bool] = True
+
+    def with_rows(self, collate: Any) -> Any:
+        return collate  # a batch is the list of its rows
+
+    def take_rows(self, inputs: Any) -> list[int]:
+        if self._micro_losses:
+            return []  # every micro-batch comes with the rows of the whole round
+        return list(dict.fromkeys(row for one in inputs for row in one["rows"]))
+
+    def measures(self) -> Mapping[str, str]:
+        own = {f"rewards/{name}/mean": f"reward_{name}" for name in self.reward_func_names}
+        return {**self.MEASURES, **own}
+
+    def trained_tokens(self) -> int:
+        """Tokens of prompts and completions trained on so far."""
+        return int(self.state.num_input_tokens_seen)
+
+    def tell_samples(self) -> None:
+        """Tell the texts with the highest and with the lowest advantage of the last round."""
+        told = self._logs
+        advantages = list(told["advantages"])
+        if not advantages:
+            return
+        best, worst = advantages.index(max(advantages)), advantages.index(min(advantages))
+        for at in dict.fromkeys((best, worst)):
+            self.run.report.sample(
+                self.state.global_step,
+                self._shown(told["prompt"][at]),
+                self._shown(told["completion"][at]),
+                rewards={name: values[at] for name, values in told["rewards"].items()},
+                advantage=advantages[at],
+            )
+
+    def _shown(self, text: Any) -> str:
+        return text if isinstance(text, str) else "\n".join(str(message["content"]) for message in text)
+
+
+class GroupTrainer(RewardedTrainer, GRPOTrainer):  # type: ignore[misc]
+    """Group relative policy optimisation."""
+
+
+class LeaveOneOutTrainer(RewardedTrainer, RLOOTrainer):  # type: ignore[misc]
+    """REINFORCE with the mean of the other texts as baseline."""
+
+
+def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
+    """Train one run to its end or to a stop; returns the fields of its result record.
+
+    Raises:
+        TrainingFailure: with a stable code.
+        Stopped: a stop came before there was anything to save.
+    """
+    found, tokenizer = steps.begin(run)
+    max_length = steps.longest(run, found, tokenizer, replaced)
+    if pairs.converse(run.job["dataset"]["path"]):
+        steps.chat_template(run, tokenizer)
+    config, wanted = run.config, run.config.rlhf
+    longest_prompt = max_length - wanted.max_completion_length
+    if longest_prompt < 1:
+        raise TrainingFailure(
+            "config_error",
+            f"`rlhf.max_completion_length` is {wanted.max_completion_length}, and prompt and completion together may "
+            f"have {max_length} tokens: lower it.",
+        )
+
+    def read(source: dict[str, Any], chosen: list[int] | None, purpose: steps.Purpose) -> Pairs:
+        return pairs.prompts(
+            source["path"], tokenizer, max_length=longest_prompt, chosen=chosen, purpose=purpose,
+            progress=steps.tokenizing(run), needs_answer=needs_answer(wanted.rewards),
+        )  # fmt: skip
+
+    training, held_out = steps.read_data(run, read)
+    prompts_in_a_step = config.batch_size * config.gradient_accumulation_steps // wanted.num_generations
+    steps_in_a_pass = len(training.dataset) // prompts_in_a_step
+    if steps_in_a_pass < 1:
+        raise TrainingFailure(
+            "bad_data",
+            f"A step takes {prompts_in_a_step} prompts, and there are {len(training.dataset)}: lower `batch_size` or "
+            "`gradient_accumulation_steps`, or add prompts.",
+        )
+    total_steps = steps.steps_in_all(run, steps_in_a_pass)
+    seen = training.dataset.select(range(prompts_in_a_step)) if config.overfit_first_batch else training.dataset
+    with steps.weights(run, found) as start:
+        network = steps.load(run, start, steps.highest_id(tokenizer, training, held_out))
+        # Generating takes long, and each token is a sign of life.
+        network.register_forward_pre_hook(lambda *_: run.report.alive())
+        functions = _rewards(run, tokenizer)
+        arguments = steps.arguments(run, total_steps) | {
+            "num_generations": wanted.num_generations,
+            "max_completion_length": wanted.max_completion_length,
+            "temperature": wanted.temperature,
+            "beta": wanted.beta,
+            "reward_weights": [one.weight for one in wanted.rewards],
+            "steps_per_generation": config.gradient_accumulation_steps,
+        }
+        if config.trainer_options.eval_batch_size is None:  # whole groups
+            groups = max(config.batch_size // wanted.num_generations, 1)
+            arguments["per_device_eval_batch_size"] = groups * wanted.num_generations
+        trainer: RewardedTrainer = steps.build(
+            GroupTrainer if wanted.algorithm == "grpo" else LeaveOneOutTrainer,
+            run,
+            model=network,
+            # RLOO learns next to nothing from advantages as they come.
+            args=GRPOConfig(**arguments)
+            if wanted.algorithm == "grpo"
+            else RLOOConfig(**arguments, normalize_advantages=True),
+            reward_funcs=functions,
+            train_dataset=seen,
+            eval_dataset=held_out.dataset if held_out else None,
+            processing_class=tokenizer,
+            peft_config=model.lora_config(config, start.revision),
+        )
+        facts = steps.tell(trainer, found, replaced, training, held_out, max_length=max_length)
+        steps.train(trainer)
+        return steps.finish(trainer, start, facts)
+
+
+def _rewards(run: Run, tokenizer: Any) -> list[Any]:
+    """A function for each reward, in the order of the configuration."""
+    wanted = run.config.rlhf.rewards
+    checks = iter(rewards.functions(wanted, tokenizer))
+    located = iter(run.job.get("reward_models", ()))
+    return [
+        RewardModel(next(located), name, run) if one.type == "model" else next(checks)
+        for one, name in zip(wanted, names(wanted), strict=True)
+    ]

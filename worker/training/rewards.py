@@ -1,0 +1,298 @@
+"""What completions are worth: the built-in rewards of method `rlhf`, as functions that TRL's trainers call.
+
+No torch. Patterns and schemas are the user's: each match has a second, so that a catastrophic one costs a reward
+and not the run.
+"""
+
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import regex
+from jsonschema import Draft202012Validator, ValidationError
+from jsonschema.validators import extend
+
+from app.runs.rewards import (
+    ExactMatchReward,
+    FormatReward,
+    JsonSchemaReward,
+    LengthReward,
+    ModelReward,
+    NumericMatchReward,
+    RegexReward,
+    Reward,
+    names,
+    needs_answer,
+)
+
+__all__ = ["RewardFunction", "functions", "needs_answer"]
+
+_SECONDS = 1.0
+_NUMBER = re.compile(
+    r"(?:(?<![\w.)])[-+\N{MINUS SIGN}])?[$€£]?((?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
+    r"(?:[eE][-+]?[0-9]+)?|\.[0-9]+)"
+)
+_JSON_BLOCK = re.compile(r"```json[^\n]*\n(.*?)```", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class _Completion:
+    text: str
+    tokens: Sequence[int]
+    answer: str | None
+
+
+class _TimedOut(Exception):
+    """A pattern or a schema of the user's took longer than it may."""
+
+
+@dataclass
+class RewardFunction:
+    """A reward as TRL calls it; `__name__` is what it is called in metrics."""
+
+    name: str
+    judge: Callable[[_Completion], float | None]
+    timeouts: int = field(default=0, init=False)
+    """How many completions got 0 because judging them took too long."""
+
+    def __post_init__(self) -> None:
+        self.__name__ = self.name
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        answer: Sequence[str | None] | None = None,
+        **columns: Any,
+    ) -> list[float | None]:
+        """One reward for each completion, a text or a list of messages; None where there is no answer to go by."""
+        answers = answer if answer is not None else [None] * len(completions)
+        return [
+            self._of(_Completion(_text(completion), tokens, expected))
+            for completion, tokens, expected in zip(completions, completion_ids, answers, strict=True)
+        ]
+
+    def _of(self, completion: _Completion) -> float | None:
+        try:
+            return self.judge(completion)
+        except _TimedOut:
+            self.timeouts += 1
+            return 0.0
+
+
+def functions(rewards: Sequence[Reward], tokenizer: Any) -> list[RewardFunction]:
+    """A function for each reward that is not a model, in their order; weights are not in them.
+
+    `tokenizer` tells which tokens are special: of it `all_special_ids` is asked.
+    """
+    named = zip(names(rewards), rewards, strict=True)
+    return [
+        RewardFunction(name, _judge(reward, tokenizer)) for name, reward in named if not isinstance(reward, ModelReward)
+    ]
+
+
+def _judge(reward: Reward, tokenizer: Any) -> Callable[[_Completion], float | None]:
+    match reward:
+        case ExactMatchReward():
+            return _exact_match(reward)
+        case NumericMatchReward():
+            return _numeric_match(reward)
+        case RegexReward():
+            return _regex(reward)
+        case JsonSchemaReward():
+            return _json_schema(reward)
+        case LengthReward():
+            return _length(reward, frozenset(tokenizer.all_special_ids))
+        case FormatReward():
+            return _format(reward)
+        case ModelReward():
+            raise TypeError("a reward model is no function")
+
+
+def _text(completion: Any) -> str:
+    # A message that only calls tools has no content.
+    return completion if isinstance(completion, str) else completion[-1]["content"] or ""
+
+
+def _exact_match(reward: ExactMatchReward) -> Callable[[_Completion], float | None]:
+    extract = _extractor(reward.extract)
+
+    def plain(text: str) -> str:
+        text = text.strip() if reward.strip else text
+        return text.casefold() if reward.ignore_case else text
+
+    def judge(completion: _Completion) -> float | None:
+        if completion.answer is None:
+            return None
+        found = extract(completion.text)
+        return float(found is not None and plain(found) == plain(completion.answer))
+
+    return judge
+
+
+def _numeric_match(reward: NumericMatchReward) -> Callable[[_Completion], float | None]:
+    extract = _extractor(reward.extract)
+
+    def judge(completion: _Completion) -> float | None:
+        wanted = _number(completion.answer or "")
+        if wanted is None:
+            return None
+        found = _number(extract(completion.text) or "")
+        if found is None:
+            return 0.0
+        return float(math.isclose(found, wanted, rel_tol=reward.relative_tolerance, abs_tol=reward.absolute_tolerance))
+
+    return judge
+
+
+def _number(text: str) -> float | None:
+    """The last number in it: `1,234.5`, `-$3`, `2e5`; None where there is none that is finite."""
+    found = list(_NUMBER.finditer(text))
+    if not found:
+        return None
+    last = found[-1]
+    number = float(last[1].replace(",", ""))
+    if not math.isfinite(number):
+        return None
+    return -number if last[0][0] in "-\N{MINUS SIGN}" else number
+
+
+def _regex(reward: RegexReward) -> Callable[[_Completion], float]:
+    pattern = regex.compile(reward.pattern)
+    matches = pattern.search if reward.mode == "search" else pattern.fullmatch
+    return lambda completion: float(_in_time(matches, completion.text) is not None)
+
+
+def _extractor(pattern: str | None) -> Callable[[str], str | None]:
+    """What counts in a completion: the last match's first group, or all of it; None without a match."""
+    if pattern is None:
+        return lambda text: text
+    compiled = regex.compile(pattern)
+
+    def extract(text: str) -> str | None:
+        found = _in_time(lambda text, timeout: list(compiled.finditer(text, timeout=timeout)), text)
+        if not found:
+            return None
+        last = found[-1]
+        group: str | None = last[1] if compiled.groups else None
+        return group if group is not None else str(last[0])
+
+    return extract
+
+
+def _in_time(matching: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return matching(*arguments, timeout=_SECONDS)
+    except (TimeoutError, MemoryError):
+        raise _TimedOut from None
+
+
+def _length(reward: LengthReward, special: frozenset[int]) -> Callable[[_Completion], float]:
+    def measure(completion: _Completion) -> int:
+        match reward.unit:
+            case "tokens":
+                return sum(token not in special for token in completion.tokens)
+            case "characters":
+                return len(completion.text)
+            case "words":
+                return len(completion.text.split())
+
+    def judge(completion: _Completion) -> float:
+        length = measure(completion)
+        outside = max(reward.min - length, length - (length if reward.max is None else reward.max), 0)
+        if outside == 0:
+            return 1.0
+        return max(0.0, 1 - outside / reward.slack) if reward.slack else 0.0
+
+    return judge
+
+
+def _format(reward: FormatReward) -> Callable[[_Completion], float]:
+    tags = re.compile(f"</?(?:{'|'.join(map(re.escape, reward.sections))})>")
+    wanted = [tag for section in reward.sections for tag in (f"<{section}>", f"</{section}>")]
+    return lambda completion: float(tags.findall(completion.text) == wanted)
+
+
+def _json_schema(reward: JsonSchemaReward) -> Callable[[_Completion], float]:
+    schema = _BoundedSchema(reward.schema_)
+
+    def judge(completion: _Completion) -> float:
+        blocks = _JSON_BLOCK.findall(completion.text)
+        try:
+            document = json.loads(blocks[-1] if blocks else completion.text, parse_constant=_not_json)
+            return float(schema.accepts(document))
+        except (ValueError, RecursionError, ArithmeticError):
+            return 0.0
+
+    return judge
+
+
+def _not_json(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+class _BoundedSchema:
+    """A schema that has to say within a second whether a document is valid."""
+
+    def __init__(self, schema: dict[str, Any]) -> None:
+        checks: dict[str, Any] = {
+            "$ref": self._reference,
+            "pattern": self._pattern,
+            "patternProperties": self._pattern_properties,
+            "additionalProperties": self._additional_properties,
+        }
+        # Where a schema names its draft, the library would take its own checks for that in place of these.
+        without_draft = {name: value for name, value in schema.items() if name != "$schema"}
+        self._validator = extend(Draft202012Validator, checks)(without_draft)
+        self._ends = 0.0
+
+    def accepts(self, document: Any) -> bool:
+        """Whether it is valid; raises `_TimedOut`."""
+        self._ends = time.monotonic() + _SECONDS
+        return bool(self._validator.is_valid(document))
+
+    def _reference(self, validator: Any, reference: str, instance: Any, schema: Any) -> Iterator[ValidationError]:
+        # Without a reference a schema takes as long as it is; with some it can take exponentially longer.
+        if time.monotonic() > self._ends:
+            raise _TimedOut
+        yield from Draft202012Validator.VALIDATORS["$ref"](validator, reference, instance, schema)
+
+    def _pattern(self, validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[ValidationError]:
+        if isinstance(instance, str) and not self._is_in(pattern, instance):
+            yield ValidationError("does not match")
+
+    def _pattern_properties(
+        self, validator: Any, patterns: dict[str, Any], instance: Any, schema: Any
+    ) -> Iterator[ValidationError]:
+        if isinstance(instance, dict):
+            for pattern, inner in patterns.items():
+                for name, value in instance.items():
+                    if self._is_in(pattern, name):
+                        yield from validator.descend(value, inner, path=name, schema_path=pattern)
+
+    def _additional_properties(
+        self, validator: Any, inner: Any, instance: Any, schema: Any
+    ) -> Iterator[ValidationError]:
+        if isinstance(instance, dict):
+            for name in self._further(schema, instance):
+                yield from validator.descend(instance[name], inner, path=name)
+
+    def _further(self, schema: dict[str, Any], instance: Iterable[str]) -> Iterator[str]:
+        patterns = schema.get("patternProperties", {})
+        for name in instance:
+            if name not in schema.get("properties", {}) and not any(self._is_in(one, name) for one in patterns):
+                yield name
+
+    def _is_in(self, pattern: str, text: str) -> bool:
+        left = self._ends - time.monotonic()
+        if left <= 0:
+            raise _TimedOut
+        try:
+            return regex.search(pattern, text, timeout=left) is not None
+        except (TimeoutError, MemoryError):
+            raise _TimedOut from None
