@@ -22,7 +22,7 @@ from worker.training.packing import Sequences
 from worker.training.rows import Progress
 from worker.training.token_cache import TokenCache, Write
 
-_VERSION = 1
+VERSION = 1
 """Of the code that makes tokens from rows, here and in `encoding`, `chat` and `packing`: raise it with any change of
 what comes out, or runs go on with what was made before."""
 _INTS = pa.list_(pa.int32())
@@ -77,7 +77,7 @@ def tokenise(
     encoder = _encoder(data_format, tokenizer, config.loss_on)
     strategy = config.trainer_options.packing_strategy if config.packing else None
     parts = {
-        "version": _VERSION,
+        "version": VERSION,
         "data": sha256,
         "format": data_format,
         "rows": None if chosen is None else hashlib.sha256(np.array(chosen, "<i8").tobytes()).hexdigest(),
