@@ -11,7 +11,7 @@ from datasets.table import InMemoryTable
 from transformers import PreTrainedTokenizerBase
 
 from app.runs.config import TrainingConfig
-from worker.training.chat import BadRow
+from worker.training.encoding import BadRow
 from worker.training.failures import TrainingFailure
 from worker.training.reading import take_rows
 

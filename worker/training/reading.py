@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from worker.training.chat import BadRow
-from worker.training.data import count_rows
+from worker.training.encoding import BadRow
 from worker.training.failures import TrainingFailure
+from worker.training.rows import count_rows
 
 _BAD_ROWS_TOLD = 20
 _SECONDS_BETWEEN_PROGRESS = 0.5

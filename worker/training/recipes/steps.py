@@ -18,7 +18,9 @@ from worker.training.chat import ensure_template
 from worker.training.export import export
 from worker.training.failures import TrainingFailure
 from worker.training.pulse import each, while_growing
+from worker.training.rows import count_rows
 from worker.training.run import Run
+from worker.training.token_cache import TokenCache
 from worker.training.trainer import EndedBeforeStep, Faithful
 
 _COMPLETES = {None, "early_stopping"}
@@ -127,7 +129,7 @@ def read_data(run: Run, read: Read[Some]) -> tuple[Some, Some | None]:
     try:
         chosen = held = None
         if config.eval_split > 0:
-            chosen, held = data.split(data.count_rows(source["path"]), config.eval_split, config.seed)
+            chosen, held = data.split(count_rows(source["path"]), config.eval_split, config.seed)
         training = read(source, chosen, "training")
         rest = source if held else other
         held_out = read(rest, held, "evaluation") if rest else None
@@ -142,6 +144,16 @@ def read_data(run: Run, read: Read[Some]) -> tuple[Some, Some | None]:
 def seen(run: Run, training: Rows) -> Dataset:
     """What of the data is trained on: all, or the rows of one step again and again."""
     return data.first_batch(training.dataset, run.config) if run.config.overfit_first_batch else training.dataset
+
+
+def token_cache(run: Run) -> TokenCache:
+    """What earlier runs have tokenised, where the job names a place for it."""
+
+    def alive() -> None:
+        run.heed_stop()
+        run.report.alive()
+
+    return TokenCache.of_job(run.job, warn=lambda text: run.report.message(text, level="warning"), alive=alive)
 
 
 def tokenizing(run: Run) -> Callable[[int, int], None]:

@@ -37,13 +37,18 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
     if "chat" in {one["format"] for one in (run.job["dataset"], run.job.get("eval_dataset")) if one}:
         steps.chat_template(run, tokenizer)
 
+    cache = steps.token_cache(run)
+
     def read(source: dict[str, Any], chosen: list[int] | None, purpose: steps.Purpose) -> Tokens:
         return data.tokenise(
             source["path"], source["format"], tokenizer, config, max_length=max_length, chosen=chosen,
-            purpose=purpose, progress=steps.tokenizing(run),
+            purpose=purpose, progress=steps.tokenizing(run), sha256=source.get("sha256"), cache=cache,
         )  # fmt: skip
 
     training, held_out = steps.read_data(run, read)
+    are_cached = training.are_cached and (not held_out or held_out.are_cached)
+    if are_cached:
+        run.report.message("An earlier run has tokenised this data in the same way: its tokens are used again.")
     total_steps = steps.steps_in_all(run, data.steps_in(training.dataset, config))
     with steps.weights(run, found) as start:
         network = steps.load(run, start, steps.highest_id(tokenizer, training, held_out))
@@ -64,6 +69,9 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
             processing_class=tokenizer,
             peft_config=model.lora_config(config, start.revision),
         )
-        facts = steps.tell(trainer, found, replaced, training, held_out, max_length=max_length)
+        facts = steps.tell(
+            trainer, found, replaced, training, held_out,
+            max_length=max_length, tokenized="cached" if are_cached else "now",
+        )  # fmt: skip
         steps.train(trainer)
         return steps.finish(trainer, start, facts)
