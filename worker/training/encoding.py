@@ -110,7 +110,7 @@ class TextEncoder:
 
     def prepare(self, row: dict[str, Any]) -> str:
         """The text with its end."""
-        return _ended(row["text"], self._eos)
+        return ended(row["text"], self._eos)
 
     def encode(self, prepared: Sequence[str]) -> list[Encoded]:
         """Tokens of each text."""
@@ -130,7 +130,7 @@ class CompletionEncoder:
         prompt, completion = row["prompt"], row["completion"]
         if not isinstance(prompt, str) or not isinstance(completion, str):
             raise BadRow("prompt and completion must be texts")
-        return prompt, prompt + _ended(completion, self._eos)
+        return prompt, prompt + ended(completion, self._eos)
 
     def encode(self, prepared: Sequence[tuple[str, str]]) -> list[Encoded]:
         """Tokens of each, prompt and completion as one text."""
@@ -177,7 +177,8 @@ def mask_prefix(prompt: Ints, ids: Ints) -> Ints:
     return labels
 
 
-def _ended(text: Any, eos: str) -> str:
+def ended(text: Any, eos: str) -> str:
+    """A text with the mark of its end; raises `BadRow` where it is no text."""
     if not isinstance(text, str):
         raise BadRow("its text is not a string")
     return text if text.endswith(eos) else text + eos

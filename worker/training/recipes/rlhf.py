@@ -11,10 +11,11 @@ from app.runs.config import Replacement
 from app.runs.rewards import names, needs_answer
 from worker.training import model, pairs, rewards
 from worker.training.failures import TrainingFailure
-from worker.training.pairs import PairEncoder, Pairs
+from worker.training.pairs import Pairs, PromptEncoder
 from worker.training.recipes import steps
 from worker.training.reward_models import RewardModel
 from worker.training.run import Run
+from worker.training.token_cache import TokenCache
 from worker.training.trainer import Faithful
 
 
@@ -60,7 +61,9 @@ class RewardedTrainer(Faithful):
         return {**self.MEASURES, **own}
 
     def pinned_text(self) -> list[int]:
-        return PairEncoder(self.processing_class).ids(self.train_dataset[0]["prompt"], add_generation_prompt=True)
+        encoder = PromptEncoder(self.processing_class)
+        ((_, ids),) = encoder.encode([encoder.prepare(self.train_dataset[0])])
+        return [int(token) for token in ids]
 
     def trained_tokens(self) -> int:
         """Tokens of prompts and completions trained on so far."""
@@ -115,10 +118,8 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
         )
 
     def read(source: dict[str, Any], chosen: list[int] | None, purpose: steps.Purpose) -> Pairs:
-        return pairs.prompts(
-            source["path"], tokenizer, max_length=longest_prompt, chosen=chosen, purpose=purpose,
-            progress=steps.tokenizing(run), needs_answer=needs_answer(wanted.rewards),
-        )  # fmt: skip
+        rows = steps.pairs_of(run, TokenCache(), source, chosen, purpose)
+        return pairs.prompts(rows, tokenizer, max_length=longest_prompt, needs_answer=needs_answer(wanted.rewards))
 
     training, held_out = steps.read_data(run, read)
     prompts_in_a_step = config.batch_size * config.gradient_accumulation_steps // wanted.num_generations

@@ -17,6 +17,7 @@ from worker.training.callbacks import StepWatcher
 from worker.training.chat import ensure_template
 from worker.training.export import export
 from worker.training.failures import TrainingFailure
+from worker.training.pairs import Source
 from worker.training.pulse import each, while_growing
 from worker.training.rows import count_rows
 from worker.training.run import Run
@@ -51,6 +52,10 @@ class Rows(Protocol):
     @property
     def highest_id(self) -> int:
         """The highest token id in it."""
+
+    @property
+    def are_cached(self) -> bool:
+        """An earlier run has made its tokens."""
 
 
 Some = TypeVar("Some", bound=Rows)
@@ -144,6 +149,19 @@ def read_data(run: Run, read: Read[Some]) -> tuple[Some, Some | None]:
 def seen(run: Run, training: Rows) -> Dataset:
     """What of the data is trained on: all, or the rows of one step again and again."""
     return data.first_batch(training.dataset, run.config) if run.config.overfit_first_batch else training.dataset
+
+
+def said_of_cache(run: Run, *some: Rows | None) -> dict[str, str]:
+    """Tell whether an earlier run has made all of the tokens; returns the fact about it."""
+    if not all(one.are_cached for one in some if one):
+        return {"tokenized": "now"}
+    run.report.message("An earlier run has tokenised this data in the same way: its tokens are used again.")
+    return {"tokenized": "cached"}
+
+
+def pairs_of(run: Run, cache: TokenCache, source: dict[str, Any], chosen: list[int] | None, purpose: Purpose) -> Source:
+    """The rows of a data set, for `worker.training.pairs`."""
+    return Source(source["path"], source.get("sha256"), chosen, purpose, tokenizing(run), cache)
 
 
 def token_cache(run: Run) -> TokenCache:

@@ -46,9 +46,7 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
         )  # fmt: skip
 
     training, held_out = steps.read_data(run, read)
-    are_cached = training.are_cached and (not held_out or held_out.are_cached)
-    if are_cached:
-        run.report.message("An earlier run has tokenised this data in the same way: its tokens are used again.")
+    tokenized = steps.said_of_cache(run, training, held_out)
     total_steps = steps.steps_in_all(run, data.steps_in(training.dataset, config))
     with steps.weights(run, found) as start:
         network = steps.load(run, start, steps.highest_id(tokenizer, training, held_out))
@@ -69,9 +67,6 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
             processing_class=tokenizer,
             peft_config=model.lora_config(config, start.revision),
         )
-        facts = steps.tell(
-            trainer, found, replaced, training, held_out,
-            max_length=max_length, tokenized="cached" if are_cached else "now",
-        )  # fmt: skip
+        facts = steps.tell(trainer, found, replaced, training, held_out, max_length=max_length, **tokenized)
         steps.train(trainer)
         return steps.finish(trainer, start, facts)
