@@ -43,6 +43,9 @@ docs: $(READY)  ## write the README's table of configuration fields anew, from t
 resume-matrix: $(READY)  ## interrupt every method with every adapter at every kind of place, and see it go on exactly
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.worker.training.cells
 
+methods: $(READY)  ## every method with every adapter: what it learns, and that plain libraries load what it writes
+	@$(BIN)/python -m benchmarks.methods
+
 bench: .venv/.bench  ## all benchmarks; ONLY=C8 for one, SCALE=0.01 for a trial in small
 	@$(BIN)/python -m benchmarks $(ONLY) $(if $(SCALE),--scale $(SCALE))
 

@@ -104,6 +104,7 @@ class TrainerOptions(Strict):
         default="bfd",
         description="How documents are packed: whole ones by best fit, or one long stream cut in pieces.",
     )
+    eval_on_start: bool = Field(default=False, description="Evaluate before the first step too.")
     eval_batch_size: int | None = Field(
         default=None, ge=1, le=4096, description="Sequences per device in an evaluation; None: `batch_size`."
     )

@@ -89,7 +89,7 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
                 "the evaluation data; earlier checkpoints are sound.",
             )
         if run.state.evaluate(found, state.global_step, self.trainer.HIGHER_IS_BETTER):
-            if not control.should_save:
+            if not control.should_save and state.global_step > 0:  # of the weights before that, the base has a copy
                 control.should_save = True
                 run.save_kind = "best"
             return

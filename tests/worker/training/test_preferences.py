@@ -302,11 +302,14 @@ class TestData:
     def test_a_second_run_on_the_same_pairs_does_not_tokenise(
         self, method: str, forks: Forks, model: Path, pairs: Path, tmp_path: Path
     ) -> None:
+        cache = tmp_path / "cache"
+        cache.mkdir(mode=0o700)
+
         def run(name: str, **more: Any) -> Outcome:
             config = COMMON | {"max_steps": 2, "eval_split": 0.2, "eval_steps": 1} | more
             job = make_job(tmp_path / name, model, pairs, data_format="preference", method=method, **config)
             job["dataset"]["sha256"] = "a" * 64
-            job["token_cache"] = {"folder": str(tmp_path / "cache"), "limit_bytes": 2**20}
+            job["token_cache"] = {"folder": str(cache), "limit_bytes": 2**20}
             return completed(forks.run(job))
 
         first, second, other = run("1"), run("2"), run("3", max_seq_length=100)

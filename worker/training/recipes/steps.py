@@ -248,6 +248,8 @@ def arguments(run: Run, total_steps: int) -> dict[str, Any]:
         "logging_nan_inf_filter": False,
         "eval_strategy": "steps" if config.eval_steps else "no",
         "eval_steps": config.eval_steps,
+        # A resumed run has begun before.
+        "eval_on_start": options.eval_on_start and run.resume_from is None,
         # When to save is decided after each step, and how is ours: the trainer's own way is not atomic.
         "save_strategy": "no",
         "save_total_limit": None,
