@@ -82,7 +82,7 @@ def _type(field: dict[str, Any], schema: dict[str, Any]) -> str:
     if field.get("type") == "null":
         return "null"
     if field["type"] == "string" and "examples" in field:
-        return " or ".join(f'`"{example}"`' for example in field["examples"])
+        return f'`"{field["examples"][0]}"`'
     return ", ".join([_TYPES[field["type"]], *_bounds(field)])
 
 

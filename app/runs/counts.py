@@ -82,5 +82,5 @@ def _unreadable(text: str, why: str) -> PydanticCustomError:
     return PydanticCustomError("bad_count", "{reason}", {"reason": reason})
 
 
-COUNT = Friendly(read_count, _COUNT_PATTERN, ["10k", "1.5M", "2**15"])
+COUNT = Friendly(read_count, _COUNT_PATTERN, ["1k", "1.5M", "2**15"])
 SECONDS = Friendly(read_seconds, _SECONDS_PATTERN, ["2h", "30m", "1d"])

@@ -207,6 +207,8 @@ def pairs(inputs: Any) -> torch.Tensor | float:
     A scalar on the device of the batch, since to read it there would make the host wait.
     """
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+    if mask is None and "completion_mask" in inputs:
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
     if positions is not None:  # packed: the squares are the sums of the odd numbers
         return (2 * positions.double() + 1).sum()
     return mask.sum(-1).double().square().sum() if mask is not None else 0.0

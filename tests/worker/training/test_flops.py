@@ -1,6 +1,7 @@
 """Operations of a token are those that torch counts while it trains, to the hundredth; peaks are known or not told."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -68,11 +69,12 @@ def close(ours: float, theirs: int) -> bool:
     return ours == pytest.approx(theirs, rel=0.01)
 
 
-@pytest.mark.parametrize("kind", ADAPTERS)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+# A tied head is trained with its embeddings, not beside them.
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [pair for pair in product(ARCHITECTURES, ADAPTERS) if pair != ("tied", "lora-with-head")],
+)
 def test_a_token_costs_what_torch_counts(architecture: str, kind: str) -> None:
-    if architecture == "tied" and kind == "lora-with-head":
-        pytest.skip("a tied head is trained with its embeddings")
     torch.manual_seed(0)
     model = ADAPTERS[kind](AutoModelForCausalLM.from_config(ARCHITECTURES[architecture]()))
     _, in_all = measured(model)
