@@ -12,6 +12,7 @@ Conventions, those of PaLM's appendix B (https://arxiv.org/abs/2204.02311) and o
 - What is computed again in the backward pass (`gradient_checkpointing`) counts for the hardware, not for MFU.
 - A reference model that runs in every step counts its forward pass. Generation, reward models and reference
   log-probabilities computed once beforehand do not count: they are no operations of a training token.
+- Neither do norms, activations and the optimizer, nor what DoRA computes once for a batch: no products by the token.
 """
 
 from collections.abc import Iterator
