@@ -116,6 +116,7 @@ def _objective_conflicts(config: TrainingConfig, given: set[str]) -> list[Proble
             "loss_on": "loss_on" in given,
             "neftune_noise_alpha": config.neftune_noise_alpha is not None,
             "extra.packing_strategy": "extra.packing_strategy" in given,
+            "extra.metrics": "extra.metrics" in given,
         }
         found += [
             problem(name, "conflict", f"belongs to supervised methods, and the method is `{method}`; leave it out")
@@ -197,7 +198,7 @@ def eval_conflicts(config: TrainingConfig, given: set[str], has_eval_dataset: bo
         found.append(problem("early_stopping_patience", "needs_eval_steps", "counts evaluations; set `eval_steps`"))
     found += [
         problem(f"extra.{name}", "needs_eval_data", "needs data to evaluate on")
-        for name in ("eval_batch_size", "eval_on_start")
+        for name in ("eval_batch_size", "eval_on_start", "metrics")
         if f"extra.{name}" in given and config.extra.get(name) and not has_data
     ]
     return found

@@ -111,6 +111,7 @@ def _write(trainer: "Faithful", folder: Path) -> None:
     trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
     trainer.remember_averages()
     trainer.run.state.save(folder)
-    trainer.run.history.copy_to(folder)
+    for history in trainer.run.histories:
+        history.copy_to(folder)
     # A pickle of arguments that nothing here reads; none is to be loaded by anyone else either.
     (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)

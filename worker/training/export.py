@@ -9,6 +9,7 @@ from worker.training import manifest
 from worker.training.base import ADAPTER_CONFIG, Base
 from worker.training.card import model_card
 from worker.training.failures import classify
+from worker.training.memory import write_profile
 from worker.training.model import versions
 from worker.training.pulse import while_growing
 from worker.training.trainer import Faithful
@@ -37,6 +38,10 @@ def export(trainer: Faithful, base: Base, facts: dict[str, Any]) -> str:
             base.merged.rename(staging / "base_model")
             _name_base(staging, final / "base_model")
         run.history.copy_to(staging)
+        if run.config.trainer_options.distributions_steps:
+            run.distributions.copy_to(staging)
+        if run.config.trainer_options.memory_profile:
+            write_profile(run, staging)
         card = model_card(run.job, run.config, facts, versions(), run.state, final, trainer.OBJECTIVE)
         (staging / "README.md").write_text(card)
         manifest.commit(staging, final, run.report.alive)

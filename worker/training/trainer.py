@@ -11,11 +11,13 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 
 from app.runs.config import Replacement
-from worker.training import checkpoints, probe
+from worker.training import checkpoints, flops, probe
 from worker.training.data import WithRows
 from worker.training.failures import Stopped, TrainingFailure
+from worker.training.memory import GpuMemory
 from worker.training.run import Run
 from worker.training.state import RunState
+from worker.training.throughput import Throughput
 
 
 class EndedBeforeStep(Exception):
@@ -34,6 +36,8 @@ class Faithful(Trainer):  # type: ignore[misc]
     OBJECTIVE: ClassVar[str] = "eval_loss"
     """The measure of an evaluation by which one checkpoint is better than another."""
     HIGHER_IS_BETTER: ClassVar[bool] = False
+    NOT_COUNTED: ClassVar[str | None] = None
+    """What of the method's work is in the time of its steps, but not in the operations that MFU is made of."""
 
     def __init__(self, run: Run, **options: Any) -> None:
         self.run = run
@@ -43,6 +47,8 @@ class Faithful(Trainer):  # type: ignore[misc]
         self.facts: dict[str, Any] = {}
         """The first facts of the run, told with its configuration."""
         self.replaced: list[Replacement] = []
+        self.throughput = Throughput()
+        self.gpu_memory = GpuMemory()
         self._eval_batches = 0
         self._eval_total = 0
         self._micro_losses: list[torch.Tensor] = []
@@ -73,7 +79,24 @@ class Faithful(Trainer):  # type: ignore[misc]
         replaced = [one.model_dump(mode="json") for one in self.replaced]
         self.run.report.config(self.run.config.model_dump(mode="json"), replaced, self.facts)
 
+    def passes_reference(self) -> bool:
+        """Whether each step has a forward pass of a reference model."""
+        return False
+
+    def usual_length(self, tokens_of_a_row: float) -> float:
+        """Tokens of the sequences that the model sees, on average, given those of a row of the data."""
+        return tokens_of_a_row
+
     # Steps
+
+    def get_batch_samples(self, *args: Any) -> Any:
+        with self.throughput.waiting():
+            return super().get_batch_samples(*args)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        if model.training:
+            self.throughput.saw(flops.pairs(inputs))
+        return super().compute_loss(model, inputs, *args, **options)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         self.step_rows += self.take_rows(inputs)
@@ -185,7 +208,8 @@ class Faithful(Trainer):  # type: ignore[misc]
         """Take over what the run remembered at a checkpoint; call before `train(resume_from_checkpoint=…)`."""
         self.saved_step = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)).global_step
         self.run.state = RunState.load(folder, str(self.run.job["run_id"]), self.saved_step)
-        self.run.history.begin(folder)
+        for history in self.run.histories:
+            history.begin(folder)
         self._total_train_tokens = self.run.state.tokens
         for name, values in self.run.state.averages.items():
             self._metrics["train"][name] = list(values)

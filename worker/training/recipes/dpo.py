@@ -35,6 +35,12 @@ class PreferenceTrainer(Faithful, DPOTrainer):  # type: ignore[misc]
         "entropy": "entropy",
     }
 
+    def passes_reference(self) -> bool:
+        return not self.precompute_ref_logps
+
+    def usual_length(self, tokens_of_a_row: float) -> float:
+        return tokens_of_a_row / 2
+
     def _prepare_dataset(self, dataset: Dataset, *_: Any) -> Dataset:
         return dataset
 

@@ -37,6 +37,14 @@ class RewardedTrainer(Faithful):
     }
     OBJECTIVE: ClassVar[str] = "eval_reward"
     HIGHER_IS_BETTER: ClassVar[bool] = True
+    NOT_COUNTED: ClassVar[str] = "generating the completions, and reward models"
+
+    def passes_reference(self) -> bool:
+        return bool(self.beta)
+
+    def usual_length(self, tokens_of_a_row: float) -> float:
+        """At most: completions are not known before they are generated."""
+        return tokens_of_a_row + float(self.max_completion_length)
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Any:
         sampler = super()._get_train_sampler(dataset)

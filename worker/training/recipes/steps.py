@@ -11,13 +11,16 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from app.runs.config import Replacement
-from worker.training import base, checkpoints, data, fidelity, model
+from worker.training import base, checkpoints, data, fidelity, flops, model
 from worker.training.base import Base
 from worker.training.callbacks import StepWatcher
 from worker.training.chat import ensure_template
+from worker.training.distributions import DistributionWatcher
 from worker.training.export import export
 from worker.training.failures import TrainingFailure
+from worker.training.memory import MemoryProfiler
 from worker.training.pairs import Source
+from worker.training.peaks import peak_tflops
 from worker.training.pulse import each, while_growing
 from worker.training.rows import count_rows
 from worker.training.run import Run
@@ -271,6 +274,11 @@ def build(make: type[Trains], run: Run, **options: Any) -> Trains:
     model.check_modules(trainer.model, run.config)
     model.keep_full_precision(trainer.model, run.machine)
     trainer.add_callback(StepWatcher(run, trainer))
+    asked = run.config.trainer_options
+    if asked.distributions_steps is not None:
+        trainer.add_callback(DistributionWatcher(run, asked.distributions_steps))
+    if asked.memory_profile:
+        trainer.add_callback(MemoryProfiler(run, trainer.gpu_memory))
     return trainer
 
 
@@ -280,6 +288,7 @@ def tell(
     """Tell the configuration in force and the first facts, and remember what the numbers depend on."""
     run = trainer.run
     facts = model.first_facts(trainer.model, run.machine)
+    facts |= _costs(trainer, training, facts.get("device_name"))
     facts |= {
         "rows": training.rows, "tokens": training.tokens, "sequences": len(training.dataset),
         "eval_rows": held_out.rows if held_out else 0, "total_steps": trainer.args.max_steps,
@@ -293,11 +302,31 @@ def tell(
     return facts
 
 
+def _costs(trainer: Faithful, training: Rows, device: str | None) -> dict[str, Any]:
+    """Operations of a token, and what the device can do of them: what MFU is made of."""
+    throughput, run = trainer.throughput, trainer.run
+    throughput.flops = flops.count(
+        trainer.model,
+        checkpointing=bool(run.config.gradient_checkpointing),
+        reference=trainer.passes_reference(),
+    )
+    throughput.peak_tflops = run.config.trainer_options.peak_tflops or peak_tflops(device)
+    length = trainer.usual_length(training.tokens / training.rows)
+    return {
+        "flops_per_token": throughput.flops.per_token(length),
+        "flops_per_token_hardware": throughput.flops.per_token_of_hardware(length),
+        "flops_sequence_length": round(length),
+        "flops_not_counted": trainer.NOT_COUNTED,
+        "peak_tflops": throughput.peak_tflops,
+    }
+
+
 def train(trainer: Faithful) -> None:
     """Train to the end or to a stop, from the beginning or from the checkpoint."""
     run, total_steps = trainer.run, trainer.args.max_steps
     if run.resume_from is None:
-        run.history.begin(None)
+        for history in run.histories:
+            history.begin(None)
         trainer.train()
     else:
         _go_on(trainer, Path(run.resume_from["path"]), total_steps)
