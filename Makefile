@@ -7,7 +7,7 @@ CHAOS := tests/chaos/test_chaos.py
 # Where this is set, every process would compile PyTorch's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo up test lint bench venv chaos mutants fuzz docs
+.PHONY: demo up test lint bench venv chaos mutants fuzz resume-matrix methods docs
 
 demo: $(READY)  ## fine-tune a small model through the service and watch; MODEL=<hub name> for another
 	@$(BIN)/anneal demo $(if $(MODEL),--model '$(MODEL)')
@@ -39,6 +39,12 @@ fuzz: $(READY)  ## CASES=10000 requests that the API's own description allows, o
 
 docs: $(READY)  ## write the README's table of configuration fields anew, from the code
 	@$(BIN)/python -m docs.fields
+
+resume-matrix: $(READY)  ## interrupt every method with every adapter at every kind of place, and see it go on exactly
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.worker.training.cells
+
+methods: $(READY)  ## every method with every adapter: what it learns, and that plain libraries load what it writes
+	@$(BIN)/python -m benchmarks.methods
 
 bench: .venv/.bench  ## all benchmarks; ONLY=C8 for one, SCALE=0.01 for a trial in small
 	@$(BIN)/python -m benchmarks $(ONLY) $(if $(SCALE),--scale $(SCALE))

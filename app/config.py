@@ -62,6 +62,8 @@ class Settings(_AtHome):
     """Keys with which secrets are sealed, the same file on every machine; unset: `secret.key` below `home`."""
     trainer_user: str | None = None
     """Unix user that training processes run as."""
+    token_cache_bytes: int = Field(default=10 * 1024**3, ge=0)
+    """Room for tokenised data that later runs take up again, of each user that trains; 0 keeps none."""
     launch: Literal["auto", "zygote", "cold"] = "auto"
     """How training processes start: forked from a warm process, or cold; auto prefers warm."""
     max_upload_bytes: int = Field(default=4 * 1024**3, ge=1)

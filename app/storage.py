@@ -84,6 +84,10 @@ class Storage:
         folders = self._folders("datasets")
         return [it.name for it in folders if is_id(it.name, "ds") and _age(it) > older_than_seconds]
 
+    def token_cache(self, user: str | None) -> Path:
+        """Tokenised data of all runs that are trained by one unix user (None: the worker's own); may be deleted."""
+        return self.root / "cache" / ("tokens" if user is None else f"tokens-{user}")
+
     def run_dir(self, run_id: str) -> Path:
         """Everything of a run."""
         return self.root / "runs" / _checked(run_id, "run")

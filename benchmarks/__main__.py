@@ -17,8 +17,10 @@ BENCHMARKS = {
     "C6": "benchmarks.c6_logs",
     "C7": "benchmarks.c7_start",
     "C8": "benchmarks.c8_first_step",
+    "C9": "benchmarks.c9_tokens",
+    "C10": "benchmarks.c10_step",
 }
-SCALED = {"C1", "C3", "C4", "C6"}
+SCALED = {"C1", "C3", "C4", "C6", "C9"}
 """Those that can be tried in a small size."""
 
 

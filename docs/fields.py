@@ -81,6 +81,8 @@ def _type(field: dict[str, Any], schema: dict[str, Any]) -> str:
         return f"list of {'rewards' if 'oneOf' in field['items'] else _type(field['items'], schema)}"
     if field.get("type") == "null":
         return "null"
+    if field["type"] == "string" and "examples" in field:
+        return f'`"{field["examples"][0]}"`'
     return ", ".join([_TYPES[field["type"]], *_bounds(field)])
 
 

@@ -90,6 +90,7 @@ def prepare(host: Host, run: Any, device: dict[str, Any]) -> Job:
             "base_model": base_model,
             "reward_models": reward_models,
             "output_dir": str(folder),
+            "token_cache": _token_cache(host),
             "resume_from": _resume(host, checkpoint),
             "journal": str(host.storage.journal(run.id)),
             "device": device,
@@ -129,6 +130,28 @@ def _write(host: Host, run_id: str, folder: Path, job: dict[str, Any]) -> Path:
             os.close(journal)
         os.chown(folder, account.pw_uid, account.pw_gid, follow_symlinks=False)
     return path
+
+
+def _token_cache(host: Host) -> dict[str, Any] | None:
+    """Where trainers keep tokenised data for each other; None where there is no room for it.
+
+    It belongs to the user that trains, and nobody else may write there or look into it: what one trainer leaves,
+    another one learns from. The folder above stays the worker's own, as that of a run does.
+    """
+    user, limit = host.settings.trainer_user, host.settings.token_cache_bytes
+    if limit == 0:
+        return None
+    folder = host.storage.token_cache(user)
+    try:
+        folder.parent.mkdir(exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if user:
+            account = pwd.getpwnam(user)
+            os.chown(folder, account.pw_uid, account.pw_gid, follow_symlinks=False)
+    except OSError as error:
+        log.warning("tokenised data is not kept: %s", error)
+        return None
+    return {"folder": str(folder), "limit_bytes": limit}
 
 
 def _sweep(host: Host, run: Any) -> None:

@@ -24,6 +24,7 @@ from app.runs.config import (
     TrainingConfig,
     TrainingMethod,
     given_fields,
+    in_numbers,
     problems,
     resolve,
 )
@@ -95,7 +96,7 @@ async def examine(
     wrong += [one for one in await destination_problems(session, settings, request.config) if one.field not in told]
     found.errors += [_about_config(problem) for problem in wrong]
     loads_model = rules is None or rules.loads_model
-    await _check_base_model(session, settings, storage, request.config, loads_model, found)
+    await _check_base_model(session, settings, storage, in_numbers(request.config), loads_model, found)
     await _check_reward_models(session, settings, storage, request.config, loads_model, found)
     if rules is not None and not await _worker_online(session, settings, request.backend):
         found.warnings.append(

@@ -7,7 +7,7 @@ Fields, bounds and defaults: `fields.py`; what contradicts what: `conflicts.py`.
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -22,6 +22,7 @@ from app.runs.conflicts import (
     problem,
     wants_adapter,
 )
+from app.runs.counts import Friendly
 from app.runs.fields import (
     PREFERENCE,
     SUPERVISED,
@@ -36,7 +37,7 @@ from app.runs.fields import (
 __all__ = [
     "CHANGEABLE_ON_RESUME", "PREFERENCE", "SUPERVISED", "DpoOptions", "Effective", "Machine", "Problem",
     "Replacement", "RlhfOptions", "TrainerOptions", "TrainingConfig", "TrainingMethod", "TrainingStatus",
-    "given_fields", "problems", "resolve", "resume_problems",
+    "given_fields", "in_numbers", "problems", "resolve", "resume_problems",
 ]  # fmt: skip
 
 CHANGEABLE_ON_RESUME = frozenset({
@@ -77,6 +78,26 @@ def given_fields(config_input: Mapping[str, Any]) -> set[str]:
         elif group in config_input:
             names.add(group)
     return names
+
+
+def in_numbers(config_input: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with `"10k"` as 10000, wherever a field takes that; what cannot be read stays as it is."""
+    return {name: _FRIENDLY[name].number(value) if name in _FRIENDLY else value for name, value in config_input.items()}
+
+
+def _friendly(annotations: Iterable[Any]) -> Friendly | None:
+    return next((one for one in annotations if isinstance(one, Friendly)), None)
+
+
+_FRIENDLY: dict[str, Friendly] = {
+    name: friendly
+    for name, field in TrainingConfig.model_fields.items()
+    # A field that may be null has its annotations one level down.
+    for friendly in [
+        _friendly([*field.metadata, *(one for arg in get_args(field.annotation) for one in get_args(arg)[1:])])
+    ]
+    if friendly is not None
+}
 
 
 def problems(
@@ -156,7 +177,7 @@ def resume_problems(parent_config: Mapping[str, Any], overrides: Mapping[str, An
             "not_changeable_on_resume",
             "cannot change when a run is resumed; start a new run to train with another value",
         )
-        for name, value in overrides.items()
+        for name, value in in_numbers(overrides).items()
         if name in TrainingConfig.model_fields and name not in CHANGEABLE_ON_RESUME and value != parent_config.get(name)
     ]
 
@@ -196,8 +217,10 @@ def _replacements(config: TrainingConfig, given: set[str], machine: Machine, fou
     return replaced
 
 
+_CHOICES = {"gradient_checkpointing": '"auto"', "memory_profile": '"steps"'}
+"""Fields that are true, false, or this."""
 _NO_TYPE = {"union_tag_invalid": "unknown_value", "union_tag_not_found": "missing"}
-_OWN_CODES = ("bad_pattern", "bad_schema", "bad_bounds")
+_OWN_CODES = ("bad_pattern", "bad_schema", "bad_bounds", "bad_count")
 """Of checks of our own, whose message is the whole sentence."""
 _CODES = {
     "missing": "missing", "extra_forbidden": "unknown_field", "literal_error": "unknown_value",
@@ -213,7 +236,7 @@ def _from_pydantic(errors: list[ErrorDetails], model: type[BaseModel], *prefix: 
     found: dict[str, Problem] = {}
     for error in errors[:200]:
         parts = [str(part) or '""' for part in error["loc"]]
-        if parts and parts[0] == "gradient_checkpointing":
+        if parts and parts[0] in _CHOICES:
             parts = parts[:1]  # one problem for a field, not one for each type that it might have been
         if parts[:2] == ["rlhf", "rewards"]:
             del parts[3:4]  # the type, by which pydantic tells them apart
@@ -235,8 +258,8 @@ def _sentence(error: ErrorDetails, parts: list[str], model: type[BaseModel]) -> 
         known = model.model_fields if len(parts) == 1 else {}
         near = difflib.get_close_matches(parts[-1], known, n=1)
         return "is not a field of the configuration" + (f"; perhaps `{near[0]}`" if near else "")
-    if parts == ["gradient_checkpointing"]:
-        return 'must be true, false or "auto"'
+    if len(parts) == 1 and parts[0] in _CHOICES:
+        return f"must be true, false or {_CHOICES[parts[0]]}"
     if error["type"] == "string_pattern_mismatch":
         if parts[-1] in ("base_model", "model"):
             return "must be a name such as `folder`, `owner/model` or `run_…`, not a path elsewhere"

@@ -116,6 +116,7 @@ def _objective_conflicts(config: TrainingConfig, given: set[str]) -> list[Proble
             "loss_on": "loss_on" in given,
             "neftune_noise_alpha": config.neftune_noise_alpha is not None,
             "extra.packing_strategy": "extra.packing_strategy" in given,
+            "extra.metrics": "extra.metrics" in given,
         }
         found += [
             problem(name, "conflict", f"belongs to supervised methods, and the method is `{method}`; leave it out")
@@ -195,8 +196,11 @@ def eval_conflicts(config: TrainingConfig, given: set[str], has_eval_dataset: bo
         )
     if config.early_stopping_patience is not None and config.eval_steps is None:
         found.append(problem("early_stopping_patience", "needs_eval_steps", "counts evaluations; set `eval_steps`"))
-    if "extra.eval_batch_size" in given and not has_data:
-        found.append(problem("extra.eval_batch_size", "needs_eval_data", "needs data to evaluate on"))
+    found += [
+        problem(f"extra.{name}", "needs_eval_data", "needs data to evaluate on")
+        for name in ("eval_batch_size", "eval_on_start", "metrics")
+        if f"extra.{name}" in given and config.extra.get(name) and not has_data
+    ]
     return found
 
 

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, StringConstraints
 
+from app.runs.counts import COUNT, SECONDS
 from app.runs.rewards import ModelName, Reward, Strict
 
 
@@ -38,8 +39,13 @@ class TrainingStatus(StrEnum):
     cancelled = "cancelled"
 
 
-Steps = Annotated[int, Field(ge=1, le=100_000_000)]
+Steps = Annotated[int, Field(ge=1, le=100_000_000), COUNT]
+BatchSize = Annotated[int, Field(ge=1, le=4096), COUNT]
+MicroBatches = Annotated[int, Field(ge=1, le=65_536), COUNT]
+Length = Annotated[int, Field(ge=2, le=10_000_000), COUNT]
+Seconds = Annotated[float, Field(gt=0, le=31_536_000), SECONDS]
 ModuleName = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.]+$")]
+MetricName = Annotated[str, StringConstraints(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9_.-]+$")]
 DType = Literal["bfloat16", "float16", "float32"]
 Optimizer = Literal[
     "paged_adamw_8bit", "paged_adamw_32bit", "paged_lion_8bit", "paged_lion_32bit",
@@ -104,10 +110,28 @@ class TrainerOptions(Strict):
         default="bfd",
         description="How documents are packed: whole ones by best fit, or one long stream cut in pieces.",
     )
+    eval_on_start: bool = Field(default=False, description="Evaluate before the first step too.")
     eval_batch_size: int | None = Field(
         default=None, ge=1, le=4096, description="Sequences per device in an evaluation; None: `batch_size`."
     )
     double_quant: bool = Field(default=True, description="Quantise the 4-bit constants too.")
+    metrics: list[MetricName] = Field(
+        default_factory=list,
+        max_length=20,
+        description="Metric functions of evaluations that the operator has installed on the workers.",
+    )
+    peak_tflops: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e6,
+        description="What the device can do at most, in 10^12 operations a second, for `mfu`; None: as known of it.",
+    )
+    distributions_steps: int | None = Field(
+        default=None, ge=1, le=100_000_000, description="Steps between two distributions of weights and gradients."
+    )
+    memory_profile: bool | Literal["steps"] = Field(
+        default=False, description="Memory of every step as a file of the output; true: on a GPU every allocation too."
+    )
 
 
 class TrainingConfig(Strict):
@@ -146,10 +170,8 @@ class TrainingConfig(Strict):
     )
 
     learning_rate: float = Field(default=2e-4, gt=0, le=10, description="Highest learning rate.")
-    batch_size: int = Field(
-        default=4, ge=1, le=4096, description="Sequences (`rlhf`: completions) per device and micro-batch."
-    )
-    gradient_accumulation_steps: int = Field(default=4, ge=1, le=65_536, description="Micro-batches a step.")
+    batch_size: BatchSize = Field(default=4, description="Sequences (`rlhf`: completions) per device and micro-batch.")
+    gradient_accumulation_steps: MicroBatches = Field(default=4, description="Micro-batches a step.")
     epochs: float = Field(default=3, gt=0, le=10_000, description="Passes over the data; may be a fraction.")
     max_steps: Steps | None = Field(default=None, description="Optimizer steps in all; wins over `epochs`.")
     min_steps: Steps | None = Field(default=None, description="Repeat the data until at least this many steps.")
@@ -174,10 +196,8 @@ class TrainingConfig(Strict):
     attn_implementation: Attention | None = Field(default=None, description="None: the best for the device.")
     torch_compile: bool = Field(default=False, description="Compile the model before training.")
 
-    max_seq_length: int | None = Field(
+    max_seq_length: Length | None = Field(
         default=2048,
-        ge=2,
-        le=10_000_000,
         description="Tokens a sequence is cut to (`reward` and `rlhf` leave out longer pairs and prompts); None: the "
         "model's own limit.",
     )
@@ -198,9 +218,7 @@ class TrainingConfig(Strict):
     eval_steps: Steps | None = Field(default=None, description="Steps between two evaluations.")
     eval_split: float = Field(default=0.0, ge=0, lt=1, description="Part of the data held out for evaluation.")
 
-    time_limit_seconds: float | None = Field(
-        default=None, gt=0, le=31_536_000, description="Save and stop after this long in training."
-    )
+    time_limit_seconds: Seconds | None = Field(default=None, description="Save and stop after this long in training.")
     stop_at_step: Steps | None = Field(default=None, description="Save and stop after this step of the run.")
     early_stopping_patience: int | None = Field(
         default=None, ge=1, le=10_000, description="Stop after so many evaluations without a better loss."

@@ -50,7 +50,7 @@ def only_error(problem: dict[str, Any]) -> tuple[str, str, str]:
 
 CONFIGS: list[tuple[dict[str, Any], str, str, str]] = [
     ({"learning_rte": 1e-4}, "learning_rte", "unknown_field", "perhaps `learning_rate`"),
-    ({"batch_size": "4"}, "batch_size", "wrong_type", "integer"),
+    ({"batch_size": "4x"}, "batch_size", "bad_count", '"4x" is no count: write 10000, "10k"'),
     ({"batch_size": 4.5}, "batch_size", "wrong_type", "integer"),
     ({"packing": 1}, "packing", "wrong_type", "boolean"),
     ({"epochs": -1}, "epochs", "out_of_range", "greater than 0"),

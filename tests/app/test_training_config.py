@@ -104,7 +104,9 @@ class TestEachFieldIsChecked:
             ({"batch_size": True}, "batch_size", "wrong_type"),
             ({"batch_size": 0}, "batch_size", "out_of_range"),
             ({"batch_size": 10**30}, "batch_size", "out_of_range"),
-            ({"batch_size": "4"}, "batch_size", "wrong_type"),
+            ({"batch_size": "4 "}, "batch_size", "bad_count"),
+            ({"lora_r": "4"}, "lora_r", "wrong_type"),
+            ({"save_total_limit": 3.0}, "save_total_limit", "wrong_type"),
             ({"batch_size": 4.5}, "batch_size", "wrong_type"),
             ({"batch_size": None}, "batch_size", "wrong_type"),
             ({"epochs": 0}, "epochs", "out_of_range"),
@@ -131,6 +133,7 @@ class TestEachFieldIsChecked:
             ({"extra": {"\ud800": 1}}, "extra", "invalid"),
             ({"extra": {"zero": 1}}, "extra.zero", "unknown_field"),
             ({"extra": {"max_grad_norm": "1"}}, "extra.max_grad_norm", "wrong_type"),
+            ({"extra": {"memory_profile": "all"}}, "extra.memory_profile", "wrong_type"),
             ({"base_model": ""}, "base_model", "out_of_range"),
         ],
     )
@@ -164,6 +167,11 @@ class TestEachFieldIsChecked:
         json.dumps([problem.model_dump() for problem in found], ensure_ascii=False).encode()
         assert {problem.field.split(".")[0] for problem in found} or TrainingConfig.model_validate(config)
 
+    def test_a_metric_function_has_a_name(self) -> None:
+        fields = {"eval_split": 0.1, "eval_steps": 1}
+        assert codes({**fields, "extra": {"metrics": ["a b"]}}) == {("extra.metrics.0", "invalid_name")}
+        assert codes({**fields, "extra": {"metrics": ["brier"]}}) == set()
+
     def test_a_near_miss_names_the_field_that_was_meant(self) -> None:
         (problem,) = problems({"base_model": "m", "learning_rat": 1}, has_eval_dataset=False)
         assert "`learning_rate`" in problem.message
@@ -195,6 +203,7 @@ class TestConflicts:
             ({"load_in_8bit": True, "bnb_4bit_quant_type": "nf4"}, "bnb_4bit_quant_type"),
             ({"target_modules": ["lm_head"]}, "target_modules"),
             ({"dpo": {"beta": 0.2}}, "dpo"),
+            ({"method": "dpo", "eval_split": 0.1, "eval_steps": 1, "extra": {"metrics": ["a"]}}, "extra.metrics"),
             ({"rlhf": {"beta": 0.2}}, "rlhf"),
             ({"lr_scheduler_type": "constant", "warmup_ratio": 0.1}, "warmup_ratio"),
             ({"max_steps": 5, "min_steps": 6}, "min_steps"),
@@ -327,6 +336,7 @@ class TestResume:
             refused = resume_problems(parent, {name: object()})
             assert (refused == []) == (name in CHANGEABLE_ON_RESUME), field
         assert resume_problems(parent, {"seed": 42, "max_steps": 7}) == []
+        assert resume_problems(parent, {"batch_size": "2**2", "max_seq_length": "2_048", "max_steps": "10k"}) == []
         assert [p.code for p in resume_problems(parent, {"lora_r": 8})] == ["not_changeable_on_resume"]
 
     def test_given_fields_are_dotted_in_groups(self) -> None:

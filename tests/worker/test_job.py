@@ -2,6 +2,8 @@
 
 import errno
 import json
+import os
+import pwd
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -227,3 +229,32 @@ def _prepared(lab: Lab, config: dict[str, Any]) -> tuple[Job, dict[str, Any]]:
 def _dataset_of(lab: Lab) -> str:
     dataset_id: str = run_row(lab.engine, lab.trainer.run_id).dataset_id
     return dataset_id
+
+
+class TestTokenCache:
+    def test_every_run_is_told_the_same_folder_which_nobody_else_may_enter(self, lab: Lab) -> None:
+        _, told = lab.next_attempt()
+        _, again = lab.next_attempt()
+        assert told["token_cache"] == again["token_cache"]
+        folder = Path(told["token_cache"]["folder"])
+        assert folder.is_relative_to(lab.storage.root) and folder.stat().st_mode & 0o777 == 0o700
+        assert told["token_cache"]["limit_bytes"] == lab.host.settings.token_cache_bytes
+
+    def test_another_user_that_trains_has_a_folder_of_its_own(self, lab: Lab) -> None:
+        """As root `nobody`; whoever else runs this can only name itself."""
+        _, own = lab.next_attempt()
+        user = pwd.getpwnam("nobody") if os.getuid() == 0 else pwd.getpwuid(os.getuid())
+        lab.host.settings = lab.host.settings.model_copy(update={"trainer_user": user.pw_name})
+        _, told = lab.next_attempt()
+        folder = Path(told["token_cache"]["folder"])
+        assert folder != Path(own["token_cache"]["folder"])
+        assert (folder.stat().st_uid, folder.stat().st_mode & 0o777) == (user.pw_uid, 0o700)
+        assert folder.parent.stat().st_uid == os.getuid(), "the trainer can put nothing in the place of the folder"
+
+    def test_without_room_there_is_none(self, lab: Lab) -> None:
+        lab.host.settings = lab.host.settings.model_copy(update={"token_cache_bytes": 0})
+        assert lab.next_attempt()[1]["token_cache"] is None
+
+    def test_a_folder_that_cannot_be_made_costs_the_run_nothing(self, lab: Lab) -> None:
+        (lab.storage.root / "cache").write_text("in the way")
+        assert lab.next_attempt()[1]["token_cache"] is None

@@ -4,7 +4,6 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
-import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from worker.training.failures import TrainingFailure
@@ -21,14 +20,10 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
         self.run = run
         self.trainer = trainer
         self._step_began = 0.0
-        self._seconds = 0.0
-        """Time in steps since the last metric: checkpoints and evaluations left out."""
-        self._samples = 0
-        self._tokens = 0
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.run.state.ended_by = None
-        self._tokens = self.trainer.trained_tokens()
+        self.trainer.throughput.begin(self.trainer.trained_tokens())
         self.run.report.phase("training", start_step=state.global_step, total_steps=state.max_steps)
         if self.run.stop_requested is not None:
             self._end(control, self.run.stop_requested.why, save=False)
@@ -46,8 +41,7 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
         run.state.losses.append(loss)
         run.state.samples += len(rows)
         run.state.seconds += took
-        self._seconds += took
-        self._samples += len(rows)
+        self.trainer.throughput.stepped(took, len(rows))
 
         if step >= state.max_steps:  # a stop that comes now finds the run complete
             control.should_log = control.should_save = True
@@ -89,7 +83,7 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
                 "the evaluation data; earlier checkpoints are sound.",
             )
         if run.state.evaluate(found, state.global_step, self.trainer.HIGHER_IS_BETTER):
-            if not control.should_save:
+            if not control.should_save and state.global_step > 0:  # of the weights before that, the base has a copy
                 control.should_save = True
                 run.save_kind = "best"
             return
@@ -115,26 +109,20 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
         run.state.losses.clear()
         if run.state.best_loss is None or loss < run.state.best_loss:
             run.state.best_loss = loss
-        tokens = self.trainer.trained_tokens()
-        seconds = max(self._seconds, 1e-9)
+        samples_per_second, speed = self.trainer.throughput.take(self.trainer.trained_tokens())
+        peak, memory = self.trainer.gpu_memory.take()
         point = {
             "step": state.global_step,
             "epoch": state.epoch,
             "loss": loss,
             "learning_rate": logs.get("learning_rate"),
             "grad_norm": logs.get("grad_norm"),
-            "gpu_memory_mb": _gpu_memory_mb(),
-            "samples_per_second": self._samples / seconds,
+            "gpu_memory_mb": peak,
+            "samples_per_second": samples_per_second,
         }
         names = self.trainer.measures()
-        point["extra"] = {
-            "tokens_per_second": (tokens - self._tokens) / seconds,
-            **{ours: logs[theirs] for theirs, ours in names.items() if logs.get(theirs) is not None},
-            "tokens": tokens,
-            "step_seconds": seconds,
-        }
-        self._tokens, self._seconds, self._samples = tokens, 0.0, 0
-        run.metric(point, state.max_steps)
+        measured = {ours: logs[theirs] for theirs, ours in names.items() if logs.get(theirs) is not None}
+        run.metric({**point, "extra": {**measured, **speed, **memory}}, state.max_steps)
         run.state.last_metric = {name: point[name] for name in ("step", "epoch", "loss")}
         self.trainer.tell_samples()
 
@@ -147,9 +135,3 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
             # Asked to go: the evaluation that is due is left to the resumed run, which does it first.
             control.should_evaluate = False
             self.run.state.eval_pending = True
-
-
-def _gpu_memory_mb() -> float | None:
-    if not torch.cuda.is_available():
-        return None
-    return float(round(torch.cuda.max_memory_allocated() / 2**20, 1))

@@ -75,6 +75,8 @@ def model_card(
     lines += [
         f"- device: {facts.get('device_name', facts.get('device'))}",
         f"- parameters: {facts.get('parameters_total'):,} in all, {facts.get('parameters_trainable'):,} trained",
+        f"- operations of a trained token: {facts['flops_per_token']:.4g} (in {facts['flops_sequence_length']} tokens)",
+        *([f"- peak of the device: {facts['peak_tflops']:g} TFLOP/s"] if facts["peak_tflops"] else []),
         "",
     ]
     return "\n".join(lines)

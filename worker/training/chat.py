@@ -1,10 +1,14 @@
 """Chats as tokens: the template that renders them, and which tokens the model is to learn."""
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
+from worker.training.encoding import IGNORED, BadRow, Encoded, Ids, mask_prefix
 from worker.training.failures import TrainingFailure
 
 DEFAULT_TEMPLATE = (
@@ -17,10 +21,6 @@ DEFAULT_TEMPLATE = (
     "{{% endfor %}}"
     "{{% if add_generation_prompt %}}{{{{ '<|assistant|>\\n' }}}}{{% endif %}}"
 )
-
-
-class BadRow(Exception):
-    """A row that cannot be used, and why."""
 
 
 def ensure_template(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -36,15 +36,18 @@ def ensure_template(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 class ChatEncoder:
-    """Turns chats into token ids and labels (-100: not learned).
+    """Turns chats into token ids and labels.
 
     `loss_on`: `all`, `completion` (the last answer) or `assistant` (every answer). Answers are found by the
     template's own `{% generation %}` marks, or else by rendering the chat up to each answer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: str) -> None:
+        self.masks = loss_on != "all"
         self._tokenizer = tokenizer
         self._loss_on = loss_on
+        self._ids = Ids(tokenizer, add_special_tokens=False)
+        self._alone = threading.Lock()
         self._marked = "generation %}" in str(tokenizer.chat_template).replace("-%}", "%}")
         if loss_on == "assistant" and not self._marked and not tokenizer.is_fast:
             raise TrainingFailure(
@@ -52,28 +55,34 @@ class ChatEncoder:
                 "`loss_on` = `assistant` needs a fast tokenizer, or a chat template with {% generation %} marks.",
             )
 
-    def encode(self, row: dict[str, Any]) -> tuple[list[int], list[int]]:
-        """Ids and labels of one chat.
+    def prepare(self, row: dict[str, Any]) -> Any:
+        """The chat as text, with what tells its answers: the prompt before the last, or where each of them lies.
 
-        Raises:
-            BadRow: the template refuses the chat, or it holds no answer to learn.
+        A chat whose answers the template marks stays as it is: it is rendered with its marks later.
         """
-        messages = row["messages"]
-        if self._loss_on == "assistant" and self._marked:
-            return self._by_marks(messages, row.get("tools"))
+        messages, tools = row["messages"], row.get("tools")
         if self._loss_on == "assistant":
-            return self._by_rendering(messages, row.get("tools"))
-        ids = self._tokenise(messages, row.get("tools"))
+            if not self._marked:
+                return self._with_spans(messages, tools)
+            if not isinstance(messages, list) or not messages:
+                raise BadRow("its messages are no list of messages")
+            return messages, tools
+        text = self._render(messages, tools)
         if self._loss_on == "all":
-            return ids, list(ids)
+            return text, None
         if messages[-1]["role"] != "assistant":
             raise BadRow("the last message is not the assistant's, so there is no completion to learn")
-        prompt = self._tokenise(messages[:-1], row.get("tools"), add_generation_prompt=True)
-        return ids, mask_prefix(prompt, ids)
+        return text, self._render(messages[:-1], tools, add_generation_prompt=True)
 
-    def _tokenise(self, messages: Sequence[Any], tools: Any, **more: Any) -> list[int]:
-        text = self._render(messages, tools, **more)
-        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    def encode(self, prepared: Sequence[Any]) -> list[Encoded]:
+        """Tokens of each chat; a chat without an answer to learn is a `BadRow`."""
+        if self._loss_on == "assistant":
+            return self._by_marks(prepared) if self._marked else self._by_spans(prepared)
+        wholes = self._ids([text for text, _ in prepared])
+        if self._loss_on == "all":
+            return [Encoded(ids, None) for ids in wholes]
+        prompts = self._ids([prompt for _, prompt in prepared])
+        return [Encoded(ids, mask_prefix(prompt, ids)) for prompt, ids in zip(prompts, wholes, strict=True)]
 
     def _render(self, messages: Sequence[Any], tools: Any, **more: Any) -> str:
         try:
@@ -81,19 +90,8 @@ class ChatEncoder:
         except Exception as error:  # a template raises whatever it likes
             raise BadRow(f"the chat template refuses it: {str(error)[:200]}") from error
 
-    def _by_marks(self, messages: Sequence[Any], tools: Any) -> tuple[list[int], list[int]]:
-        try:
-            encoded = self._tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-            )
-        except Exception as error:
-            raise BadRow(f"the chat template refuses it: {str(error)[:200]}") from error
-        ids, mask = list(encoded["input_ids"]), encoded["assistant_masks"]
-        if 1 not in mask:
-            raise BadRow("it has no answer of the assistant to learn")
-        return ids, [token if learned else -100 for token, learned in zip(ids, mask, strict=True)]
-
-    def _by_rendering(self, messages: Sequence[Any], tools: Any) -> tuple[list[int], list[int]]:
+    def _with_spans(self, messages: Sequence[Any], tools: Any) -> tuple[str, list[tuple[int, int]]]:
+        """The chat as text, and the characters from which to which each answer goes."""
         whole = self._render(messages, tools)
         spans = []
         for place, message in enumerate(messages):
@@ -110,23 +108,43 @@ class ChatEncoder:
             spans.append((len(before), len(after)))
         if not spans:
             raise BadRow("it has no answer of the assistant to learn")
-        encoded = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        ids = list(encoded["input_ids"])
-        labels = [
-            token if any(start <= first < end for start, end in spans) else -100
-            for token, (first, _) in zip(ids, encoded["offset_mapping"], strict=True)
-        ]
-        return ids, labels
+        return whole, spans
+
+    def _by_spans(self, chats: Sequence[tuple[str, list[tuple[int, int]]]]) -> list[Encoded]:
+        texts = [text for text, _ in chats]
+        with self._alone:
+            found = self._tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        encoded = []
+        for ids, offsets, (_, spans) in zip(found["input_ids"], found["offset_mapping"], chats, strict=True):
+            firsts = np.array(offsets, np.int64).reshape(-1, 2)[:, 0]
+            learned = np.zeros(len(ids), bool)
+            for start, end in spans:
+                learned |= (start <= firsts) & (firsts < end)
+            encoded.append(_masked(ids, learned))
+        return encoded
+
+    def _by_marks(self, chats: Sequence[tuple[list[Any], Any]]) -> list[Encoded]:
+        if len(chats) > 1 and any(tools is not None for _, tools in chats):
+            return [self._by_marks([chat])[0] for chat in chats]  # one call knows one set of tools
+        try:
+            with self._alone:
+                found = self._tokenizer.apply_chat_template(
+                    [messages for messages, _ in chats],
+                    tools=chats[0][1],
+                    tokenize=True,
+                    return_dict=True,
+                    return_assistant_tokens_mask=True,
+                )
+        except Exception as error:
+            raise BadRow(f"the chat template refuses it: {str(error)[:200]}") from error
+        encoded = []
+        for ids, mask in zip(found["input_ids"], found["assistant_masks"], strict=True):
+            if 1 not in mask:
+                raise BadRow("it has no answer of the assistant to learn")
+            encoded.append(_masked(ids, np.array(mask, bool)))
+        return encoded
 
 
-def mask_prefix(prompt: Sequence[int], ids: Sequence[int]) -> list[int]:
-    """Labels of `ids` without the part that it shares with `prompt`.
-
-    Tokens may merge across the border, so what counts is where the two part, not the prompt's length.
-    """
-    shared = 0
-    for ours, theirs in zip(prompt, ids, strict=False):
-        if ours != theirs:
-            break
-        shared += 1
-    return [-100] * shared + list(ids[shared:])
+def _masked(ids: Sequence[int], learned: npt.NDArray[np.bool_]) -> Encoded:
+    values = np.array(ids, np.int32)
+    return Encoded(values, np.where(learned, values, np.int32(IGNORED)))

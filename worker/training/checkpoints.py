@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
-from worker.training import fidelity, manifest
+from worker.training import fidelity, manifest, probe
 from worker.training.failures import TrainingFailure, classify
 from worker.training.pulse import Alive, nobody, while_growing
 
@@ -34,6 +34,7 @@ def save(trainer: "Faithful") -> None:
             "run_id": run.job["run_id"],
             "attempt": run.job["attempt"],
             fidelity.FINGERPRINT: run.fingerprint,
+            fidelity.PROBE: probe.measure(trainer, trainer.pinned_text()).hex(),
             "sampler": {"epoch": trainer.state.epoch, "samples": run.state.samples, "seed": run.config.seed},
         }
         sha256 = manifest.write_manifest(staging, step, facts, run.report.alive)
@@ -110,6 +111,7 @@ def _write(trainer: "Faithful", folder: Path) -> None:
     trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
     trainer.remember_averages()
     trainer.run.state.save(folder)
-    trainer.run.history.copy_to(folder)
+    for history in trainer.run.histories:
+        history.copy_to(folder)
     # A pickle of arguments that nothing here reads; none is to be loaded by anyone else either.
     (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)

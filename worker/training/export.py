@@ -9,6 +9,7 @@ from worker.training import manifest
 from worker.training.base import ADAPTER_CONFIG, Base
 from worker.training.card import model_card
 from worker.training.failures import classify
+from worker.training.memory import write_profile
 from worker.training.model import versions
 from worker.training.pulse import while_growing
 from worker.training.trainer import Faithful
@@ -38,6 +39,10 @@ def export(trainer: Faithful, base: Base, facts: dict[str, Any]) -> str:
             _name_base(staging, final / "base_model")
         run.history.copy_to(staging)
         run.trackers.copy_files(staging)
+        if run.config.trainer_options.distributions_steps:
+            run.distributions.copy_to(staging)
+        if run.config.trainer_options.memory_profile:
+            write_profile(run, staging)
         where = run.config.push_to_hub or str(final)
         card = model_card(run.job, run.config, facts, versions(), run.state, where, trainer.OBJECTIVE)
         (staging / "README.md").write_text(card)

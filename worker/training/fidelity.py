@@ -13,6 +13,8 @@ from worker.training.manifest import MANIFEST
 
 FINGERPRINT = "fingerprint"
 """Its name in the manifest of a checkpoint."""
+PROBE = "probe"
+"""Name of what a pinned text gave, in the manifest of a checkpoint: `float.hex`."""
 
 _SAID = {
     "base_model": "The base model is another one than at the checkpoint.",
@@ -41,6 +43,12 @@ def reasons(checkpoint: Path, present: Mapping[str, Any]) -> list[str]:
         for name in sorted(then.keys() | now.keys())
         if then.get(name) != now.get(name)
     ]
+
+
+def probed(checkpoint: Path) -> float | None:
+    """What a pinned text gave when the checkpoint was written, if that was measured."""
+    told = json.loads((checkpoint / MANIFEST).read_text()).get(PROBE)
+    return None if told is None else float.fromhex(told)
 
 
 def facts(why: list[str]) -> dict[str, Any]:

@@ -224,7 +224,7 @@ def lora_config(config: TrainingConfig, revision: str | None = None, head: Head 
 
 
 def first_facts(model: torch.nn.Module, machine: Machine) -> dict[str, Any]:
-    """What is known before step 1: parameters, device, library versions, cost of a token."""
+    """What is known before step 1: parameters, device, library versions."""
     total = trainable = 0
     for parameter in model.parameters():
         # A 4-bit weight stores two numbers in a byte; its quantisation state knows the real shape.
@@ -235,8 +235,6 @@ def first_facts(model: torch.nn.Module, machine: Machine) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "parameters_total": total,
         "parameters_trainable": trainable,
-        # Forward 2, backward through activations 2, backward to trained weights 2 operations a parameter.
-        "flops_per_token": 4 * total + 2 * trainable,
         "attention": getattr(getattr(model, "config", None), "_attn_implementation", None),
         "device": machine.kind,
         "versions": versions(),

@@ -1,25 +1,45 @@
 """Preference pairs and prompts: from a JSONL file to what the trainers of `dpo`, `reward` and `rlhf` take."""
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 from datasets import Dataset
 from datasets.table import InMemoryTable
 from transformers import PreTrainedTokenizerBase
 
-from app.runs.config import TrainingConfig
-from worker.training.chat import BadRow
+from worker.training import encoding, rows
+from worker.training.encoding import BadRow, Ids, Ints
 from worker.training.failures import TrainingFailure
-from worker.training.reading import take_rows
+from worker.training.rows import Progress
+from worker.training.token_cache import TokenCache, Write
 
-Progress = Callable[[int, int], None]
+VERSION = 1
+"""Of the code that makes tokens from pairs, here and in `encoding`: raise it with any change of what comes out."""
+_ROWS_AT_ONCE = 1000
 _IDS = pa.list_(pa.int32())
 
 
-@dataclass
+@dataclass(frozen=True)
+class Source:
+    """Rows of a file, and how to read them."""
+
+    path: str
+    sha256: str | None
+    """Of the file; None: what comes of it is not kept for later runs."""
+    chosen: list[int] | None
+    """Numbers of the rows; None: all."""
+    purpose: str
+    """What messages call the data."""
+    progress: Progress
+    cache: TokenCache
+
+
+@dataclass(frozen=True)
 class Pairs:
     """Data ready to train on; every row of `dataset` carries its number in the file, in the list `rows`."""
 
@@ -28,44 +48,91 @@ class Pairs:
     tokens: int
     highest_id: int
     remarks: list[str] = field(default_factory=list)
+    are_cached: bool = False
+    """An earlier run has made them."""
+
+
+class Pair(NamedTuple):
+    """Token ids of a prompt and of two answers to it."""
+
+    prompt: Ints
+    chosen: Ints
+    rejected: Ints
 
 
 class PairEncoder:
-    """Turns a pair into the ids of its prompt, of the chosen and of the rejected answer, exactly as TRL does.
+    """Turns pairs into token ids exactly as TRL does.
 
     Where the two texts with their prompt part from the prompt alone, the answers begin: tokens may merge across that
     border, and a chat template may render a prompt otherwise once an answer follows.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
+        self._texts = Texts(tokenizer)
         self._eos = str(tokenizer.eos_token)
 
-    def encode(self, row: dict[str, Any]) -> tuple[list[int], list[int], list[int]]:
-        """Ids of prompt, chosen and rejected.
+    def prepare(self, row: dict[str, Any]) -> tuple[bool, list[str]]:
+        """Whether it is a chat, and the prompt alone, with the chosen and with the rejected answer."""
+        prompt, answers, tools = row["prompt"], (row["chosen"], row["rejected"]), row.get("tools")
+        if isinstance(prompt, str):
+            return False, [prompt, *(prompt + encoding.ended(answer, self._eos) for answer in answers)]
+        before = self._texts.rendered(prompt, tools, add_generation_prompt=True)
+        return True, [before, *(self._texts.rendered(prompt + answer, tools) for answer in answers)]
+
+    def encode(self, prepared: Sequence[tuple[bool, list[str]]]) -> list[Pair]:
+        """Token ids of each."""
+        found = []
+        for is_chat, texts in prepared:
+            before, with_chosen, with_rejected = self._texts.ids(texts, is_chat)
+            start = min(_shared(before, with_chosen), _shared(before, with_rejected))
+            found.append(Pair(before[:start], with_chosen[start:], with_rejected[start:]))
+        return found
+
+
+class PromptEncoder:
+    """Passes prompts on, with the token ids that a model is given of them."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, needs_answer: bool = False) -> None:
+        self._texts = Texts(tokenizer)
+        self._needs_answer = needs_answer
+
+    def prepare(self, row: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        """The row as the trainer takes it, and its prompt as a text."""
+        prompt, answer = row["prompt"], row.get("answer")
+        if self._needs_answer and not isinstance(answer, str):
+            raise BadRow("it has no `answer`, and a reward compares with it")
+        is_text = isinstance(prompt, str)
+        text = prompt if is_text else self._texts.rendered(prompt, row.get("tools"), add_generation_prompt=True)
+        return {"prompt": prompt, "answer": answer}, text
+
+    def encode(self, prepared: Sequence[tuple[dict[str, Any], str]]) -> list[tuple[dict[str, Any], Ints]]:
+        """Each row with the ids of its prompt."""
+        return [(row, self._texts.ids([text], not isinstance(row["prompt"], str))[0]) for row, text in prepared]
+
+
+class Texts:
+    """Texts and rendered chats to token ids."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._plain = Ids(tokenizer)
+        # A template writes its special tokens itself.
+        self._chat = Ids(tokenizer, add_special_tokens=False)
+
+    def rendered(self, messages: list[dict[str, str]], tools: Any, **more: Any) -> str:
+        """A chat as its template writes it.
 
         Raises:
-            BadRow: the chat template refuses it.
+            BadRow: the template refuses it.
         """
-        prompt, chosen, rejected, tools = row["prompt"], row["chosen"], row["rejected"], row.get("tools")
-        if isinstance(prompt, str):
-            before = self.ids(prompt)
-            with_chosen, with_rejected = (self.ids(prompt + _ended(text, self._eos)) for text in (chosen, rejected))
-        else:
-            before = self.ids(prompt, tools, add_generation_prompt=True)
-            with_chosen, with_rejected = (self.ids(prompt + answer, tools) for answer in (chosen, rejected))
-        start = min(shared(before, with_chosen), shared(before, with_rejected))
-        return before[:start], with_chosen[start:], with_rejected[start:]
-
-    def ids(self, text: Any, tools: Any = None, **more: Any) -> list[int]:
-        """Token ids of a text, or of a chat as its template renders it."""
-        if isinstance(text, str):
-            return list(self._tokenizer(text, verbose=False)["input_ids"])
         try:
-            rendered = self._tokenizer.apply_chat_template(text, tools=tools, tokenize=False, **more)
+            return str(self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **more))
         except Exception as error:  # a template raises whatever it likes
             raise BadRow(f"the chat template refuses it: {str(error)[:200]}") from error
-        return list(self._tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def ids(self, texts: list[str], are_chats: bool) -> list[Ints]:
+        """Token ids of each."""
+        return self._chat(texts) if are_chats else self._plain(texts)
 
 
 def converse(path: str) -> bool:
@@ -78,16 +145,7 @@ def converse(path: str) -> bool:
         return False  # said where the rows are read
 
 
-def preferences(
-    path: str,
-    tokenizer: PreTrainedTokenizerBase,
-    config: TrainingConfig,
-    *,
-    max_length: int,
-    chosen: list[int] | None,
-    progress: Progress,
-    purpose: str,
-) -> Pairs:
+def preferences(source: Source, tokenizer: PreTrainedTokenizerBase, *, max_length: int, truncation_mode: str) -> Pairs:
     """Pairs for `dpo`, columns `prompt_ids`, `chosen_ids`, `rejected_ids` and `rows`; cut by the trainer's collator.
 
     A pair of which cutting would leave no answer is left out.
@@ -95,35 +153,26 @@ def preferences(
     Raises:
         TrainingFailure: `bad_data` that names the lines.
     """
-    table = _Table(path, chosen, progress, purpose)
-    encoder, keeps_start = PairEncoder(tokenizer), config.truncation_mode == "keep_start"
-    cut = 0
+    keeps_start = truncation_mode == "keep_start"
 
-    def take(number: int, row: dict[str, Any]) -> None:
-        nonlocal cut
-        prompt, one, other = encoder.encode(row)
-        if keeps_start and len(prompt) >= max_length:
-            table.left_out += 1
-            return
-        cut += len(prompt) + max(len(one), len(other)) > max_length
-        table.add(number, prompt_ids=prompt, chosen_ids=one, rejected_ids=other)
+    def kept(pair: Pair) -> dict[str, Ints] | None:
+        if keeps_start and len(pair.prompt) >= max_length:
+            return None
+        return {"prompt_ids": pair.prompt, "chosen_ids": pair.chosen, "rejected_ids": pair.rejected}
 
-    pairs = table.read(take, f"the prompt alone fills the {max_length} tokens")
-    if cut:
-        end = "end" if keeps_start else "start"
-        pairs.remarks.append(f"{cut} of {pairs.rows} pairs are longer than {max_length} tokens: cut at the {end}.")
-    return pairs
+    def is_cut(pair: Pair) -> bool:
+        return len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) > max_length
+
+    made_from = {"method": "dpo", "max_length": max_length, "truncation_mode": truncation_mode}
+    end = "end" if keeps_start else "start"
+    return _pairs(
+        source, tokenizer, made_from, ["prompt_ids", "chosen_ids", "rejected_ids"], kept,
+        left_out=f"the prompt alone fills the {max_length} tokens",
+        cut=(is_cut, f"pairs are longer than {max_length} tokens: cut at the {end}"),
+    )  # fmt: skip
 
 
-def comparisons(
-    path: str,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_length: int,
-    chosen: list[int] | None,
-    progress: Progress,
-    purpose: str,
-) -> Pairs:
+def comparisons(source: Source, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> Pairs:
     """Pairs for `reward`, columns `chosen_ids` and `rejected_ids` (each with its prompt) and `rows`.
 
     A pair that is too long is left out: the reward is read at the end of a text, and a cut one has none.
@@ -131,112 +180,131 @@ def comparisons(
     Raises:
         TrainingFailure: `bad_data` that names the lines.
     """
-    table = _Table(path, chosen, progress, purpose)
-    encoder = PairEncoder(tokenizer)
 
-    def take(number: int, row: dict[str, Any]) -> None:
-        prompt, one, other = encoder.encode(row)
-        one, other = prompt + one, prompt + other
-        if max(len(one), len(other)) > max_length:
-            table.left_out += 1
-            return
-        table.add(number, chosen_ids=one, rejected_ids=other)
+    def kept(pair: Pair) -> dict[str, Ints] | None:
+        if len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) > max_length:
+            return None
+        answers = {"chosen_ids": pair.chosen, "rejected_ids": pair.rejected}
+        return {name: np.concatenate([pair.prompt, ids]) for name, ids in answers.items()}
 
-    return table.read(take, f"one of the two is longer than {max_length} tokens")
+    made_from = {"method": "reward", "max_length": max_length}
+    left_out = f"one of the two is longer than {max_length} tokens"
+    return _pairs(source, tokenizer, made_from, ["chosen_ids", "rejected_ids"], kept, left_out=left_out)
 
 
-def prompts(
-    path: str,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_length: int,
-    chosen: list[int] | None,
-    progress: Progress,
-    purpose: str,
-    needs_answer: bool,
-) -> Pairs:
+def prompts(source: Source, tokenizer: PreTrainedTokenizerBase, *, max_length: int, needs_answer: bool) -> Pairs:
     """Prompts for `rlhf`, columns `prompt` (a text or messages), `answer` (a text or None) and `rows`.
 
-    A prompt of more than `max_length` tokens is left out: cut, it would be another question.
+    A prompt of more than `max_length` tokens is left out: cut, it would be another question. The trainer makes tokens
+    of prompts as it goes, so there are none to keep.
 
     Raises:
         TrainingFailure: `bad_data` that names the lines, of rows without the answer that a reward compares with too.
     """
-    encoder = PairEncoder(tokenizer)
-    kept: list[dict[str, Any]] = []
-    tokens = highest = left_out = 0
-
-    def take(number: int, row: dict[str, Any]) -> None:
-        nonlocal tokens, highest, left_out
-        prompt, answer = row["prompt"], row.get("answer")
-        if needs_answer and not isinstance(answer, str):
-            raise BadRow("it has no `answer`, and a reward compares with it")
-        plain = isinstance(prompt, str)
-        ids = encoder.ids(prompt) if plain else encoder.ids(prompt, row.get("tools"), add_generation_prompt=True)
-        if len(ids) > max_length:
-            left_out += 1
-            return
-        tokens += len(ids)
-        highest = max(highest, max(ids, default=0))
-        kept.append({"prompt": prompt, "answer": answer, "rows": [number]})
-
-    done = take_rows(path, chosen, purpose, progress, take)
-    remarks = _left_out(left_out, done, f"the prompt is longer than {max_length} tokens", purpose, len(kept))
-    kinds = {isinstance(row["prompt"], str) for row in kept}
-    if len(kinds) > 1:
+    encoder = PromptEncoder(tokenizer, needs_answer)
+    taken: list[dict[str, Any]] = []
+    done = tokens = highest = 0
+    for number, (row, ids) in rows.encoded(
+        source.path, encoder, chosen=source.chosen, progress=source.progress, purpose=source.purpose
+    ):
+        done += 1
+        if len(ids) <= max_length:
+            taken.append({**row, "rows": [number]})
+            tokens += len(ids)
+            highest = max(highest, int(ids.max(initial=0)))
+    _check_some_are_left(len(taken), done, source, why := f"the prompt is longer than {max_length} tokens")
+    if len({isinstance(row["prompt"], str) for row in taken}) > 1:
         raise TrainingFailure(
-            "bad_data", f"Some prompts of the {purpose} data are texts and some are messages; make them all the same."
+            "bad_data",
+            f"Some prompts of the {source.purpose} data are texts and some are messages; make them all the same.",
         )
-    return Pairs(Dataset.from_list(kept), len(kept), tokens, highest, remarks)
+    return Pairs(Dataset.from_list(taken), len(taken), tokens, highest, _left_out(done - len(taken), done, why))
 
 
-def shared(some: Sequence[int], other: Sequence[int]) -> int:
-    """How many leading tokens two sequences have in common."""
-    count = 0
-    for one, two in zip(some, other, strict=False):
-        if one != two:
-            break
-        count += 1
-    return count
+def _pairs(
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    made_from: dict[str, Any],
+    columns: list[str],
+    kept: Callable[[Pair], dict[str, Ints] | None],
+    *,
+    left_out: str,
+    cut: tuple[Callable[[Pair], bool], str] | None = None,
+) -> Pairs:
+    schema = pa.schema([(name, _IDS) for name in (*columns, "rows")])
+    numbers = None if source.chosen is None else hashlib.sha256(np.array(source.chosen, "<i8").tobytes()).hexdigest()
+
+    def build(write: Write) -> dict[str, Any]:
+        table = _Table(write, schema)
+        encoder = PairEncoder(tokenizer)
+        done = equal = longer = 0
+        for number, pair in rows.encoded(
+            source.path, encoder, chosen=source.chosen, progress=source.progress, purpose=source.purpose
+        ):
+            done += 1
+            found = kept(pair)
+            if found is not None:
+                equal += np.array_equal(pair.chosen, pair.rejected)
+                longer += cut is not None and cut[0](pair)
+                table.add(number, found)
+        table.finish()
+        _check_some_are_left(table.rows, done, source, left_out)
+        remarks = _left_out(done - table.rows, done, left_out)
+        if cut is not None and longer:
+            remarks.append(f"{longer} of {table.rows} {cut[1]}.")
+        if equal:
+            remarks.append(f"In {equal} of {table.rows} pairs both answers are the same: they teach nothing.")
+        return {"rows": table.rows, "tokens": table.tokens, "highest_id": table.highest_id, "remarks": remarks}
+
+    parts = {
+        **made_from, "version": VERSION, "data": source.sha256, "rows": numbers,
+        "tokenizer": encoding.identity(tokenizer),
+    }  # fmt: skip
+    entry = source.cache.entry(parts if source.sha256 else None, schema, build)
+    if entry.was_there:
+        source.progress(entry.facts["rows"], entry.facts["rows"])
+    # Left to itself, it would find its fingerprint by writing all of the table out.
+    dataset = Dataset(InMemoryTable(entry.table), fingerprint=entry.name[:32])
+    return Pairs(dataset, **entry.facts, are_cached=entry.was_there)
 
 
 class _Table:
-    """Collects columns of token ids."""
+    """Writes columns of token ids, many rows at once."""
 
-    def __init__(self, path: str, chosen: list[int] | None, progress: Progress, purpose: str) -> None:
-        self._source = path, chosen, purpose, progress
-        self._purpose = purpose
-        self._columns: dict[str, list[list[int]]] = {}
-        self._tokens = self._highest = 0
-        self.left_out = self.equal = 0
+    def __init__(self, write: Write, schema: pa.Schema) -> None:
+        self._write, self._schema = write, schema
+        self._columns: dict[str, list[Any]] = {name: [] for name in schema.names}
+        self.rows = self.tokens = self.highest_id = 0
 
-    def add(self, number: int, **columns: list[int]) -> None:
-        self.equal += columns["chosen_ids"] == columns["rejected_ids"]
+    def add(self, number: int, columns: dict[str, Ints]) -> None:
         for name, ids in columns.items():
-            self._columns.setdefault(name, []).append(ids)
-            self._tokens += len(ids)
-            self._highest = max(self._highest, max(ids, default=0))
-        self._columns.setdefault("rows", []).append([number])
+            self._columns[name].append(ids)
+            self.tokens += len(ids)
+            self.highest_id = max(self.highest_id, int(ids.max(initial=0)))
+        self._columns["rows"].append([number])
+        self.rows += 1
+        if self.rows % _ROWS_AT_ONCE == 0:
+            self.finish()
 
-    def read(self, take: Callable[[int, dict[str, Any]], None], too_long: str) -> Pairs:
-        done = take_rows(*self._source, take)
-        count = len(self._columns.get("rows", ()))
-        remarks = _left_out(self.left_out, done, too_long, self._purpose, count)
-        if self.equal:
-            remarks.append(f"In {self.equal} of {count} pairs both answers are the same: they teach nothing.")
-        arrays = {name: pa.array(values, type=_IDS) for name, values in self._columns.items()}
-        dataset = Dataset(InMemoryTable(pa.table(arrays)))
-        return Pairs(dataset, count, self._tokens, self._highest, remarks)
-
-
-def _left_out(left_out: int, done: int, why: str, purpose: str, kept: int) -> list[str]:
-    if kept == 0:
-        reason = f"in all {done} rows {why}" if left_out else "it has no rows"
-        raise TrainingFailure("bad_data", f"There is nothing to train on in the {purpose} data: {reason}.")
-    return [f"{left_out} of {done} rows were left out: {why}."] if left_out else []
+    def finish(self) -> None:
+        arrays = [pa.array(self._columns[name], type=_IDS) for name in self._schema.names]
+        self._write(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
+        for values in self._columns.values():
+            values.clear()
 
 
-def _ended(text: Any, eos: str) -> str:
-    if not isinstance(text, str):
-        raise BadRow("its text is not a string")
-    return text if text.endswith(eos) else text + eos
+def _shared(some: Ints, other: Ints) -> int:
+    """How many leading tokens two sequences have in common."""
+    length = min(len(some), len(other))
+    apart = np.flatnonzero(some[:length] != other[:length])
+    return int(apart[0]) if len(apart) else length
+
+
+def _check_some_are_left(kept: int, done: int, source: Source, why: str) -> None:
+    if not kept:
+        reason = f"in all {done} rows {why}" if done else "it has no rows"
+        raise TrainingFailure("bad_data", f"There is nothing to train on in the {source.purpose} data: {reason}.")
+
+
+def _left_out(count: int, done: int, why: str) -> list[str]:
+    return [f"{count} of {done} rows were left out: {why}."] if count else []

@@ -8,7 +8,7 @@ from typing import Any
 from app.runs.config import Machine, TrainingConfig
 from worker.training.failures import Stopped
 from worker.training.report import Control, Journal, Report, StopRequest
-from worker.training.state import History, RunState
+from worker.training.state import DISTRIBUTIONS, MEMORY, History, RunState
 from worker.training.trackers import Trackers
 
 _SECONDS_BETWEEN_PROGRESS = 0.5
@@ -33,17 +33,28 @@ class Run:
     save_kind: str = "periodic"
     """What the checkpoint that is due is for."""
     history: History = field(init=False)
+    distributions: History = field(init=False)
+    memory: History = field(init=False)
     fingerprint: dict[str, Any] = field(default_factory=dict)
     """What the numbers of this run depend on beside its configuration."""
     _told: float = 0.0
 
     def __post_init__(self) -> None:
         self.history = History(self.folder)
+        self.distributions = History(self.folder, DISTRIBUTIONS)
+        self.memory = History(self.folder, MEMORY)
 
     @property
     def folder(self) -> Path:
         """The attempt's own folder, for checkpoints and output."""
         return Path(self.job["output_dir"])
+
+    @property
+    def histories(self) -> list[History]:
+        """What this run writes down as it goes, and takes along from checkpoint to checkpoint."""
+        options = self.config.trainer_options
+        asked = ((self.distributions, options.distributions_steps), (self.memory, options.memory_profile))
+        return [self.history, *(history for history, wanted in asked if wanted)]
 
     @property
     def resume_from(self) -> dict[str, Any] | None:

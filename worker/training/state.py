@@ -10,6 +10,8 @@ from app.runs.config import TrainingConfig
 
 FILE = "anneal_state.json"
 METRICS = "metrics.jsonl"
+DISTRIBUTIONS = "distributions.jsonl"
+MEMORY = "memory_profile.jsonl"
 
 
 @dataclass
@@ -81,20 +83,20 @@ class RunState:
 
 
 class History:
-    """`metrics.jsonl` of an attempt: a line for each metric and evaluation since the first step of the training.
+    """A file of an attempt with a line for each thing of a kind since the first step of the training.
 
-    On disk and never in memory, since a long run has very many.
+    `metrics.jsonl` has metrics and evaluations. On disk and never in memory, since a long run has very many.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / METRICS
+    def __init__(self, folder: Path, name: str = METRICS) -> None:
+        self._path = folder / name
 
     def begin(self, checkpoint: Path | None) -> None:
         """Start with the lines of a checkpoint, or with none."""
         if checkpoint is None:
             self._path.unlink(missing_ok=True)
         else:
-            shutil.copyfile(checkpoint / METRICS, self._path)
+            shutil.copyfile(checkpoint / self._path.name, self._path)
 
     def append(self, record: dict[str, Any]) -> None:
         """Add a line; floats survive exactly."""
@@ -104,4 +106,9 @@ class History:
     def copy_to(self, folder: Path) -> None:
         """Put all lines so far into a checkpoint or an output; without any, an empty file."""
         self._path.touch()
-        shutil.copyfile(self._path, folder / METRICS)
+        shutil.copyfile(self._path, folder / self._path.name)
+
+    def records(self) -> list[dict[str, Any]]:
+        """All lines so far."""
+        self._path.touch()
+        return [json.loads(line) for line in self._path.read_text().splitlines()]

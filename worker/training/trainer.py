@@ -10,11 +10,14 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 
-from worker.training import checkpoints
+from app.runs.config import Replacement
+from worker.training import checkpoints, flops, probe
 from worker.training.data import WithRows
 from worker.training.failures import Stopped, TrainingFailure
+from worker.training.memory import GpuMemory
 from worker.training.run import Run
 from worker.training.state import RunState
+from worker.training.throughput import Throughput
 
 
 class EndedBeforeStep(Exception):
@@ -33,12 +36,19 @@ class Faithful(Trainer):  # type: ignore[misc]
     OBJECTIVE: ClassVar[str] = "eval_loss"
     """The measure of an evaluation by which one checkpoint is better than another."""
     HIGHER_IS_BETTER: ClassVar[bool] = False
+    NOT_COUNTED: ClassVar[str | None] = None
+    """What of the method's work is in the time of its steps, but not in the operations that MFU is made of."""
 
     def __init__(self, run: Run, **options: Any) -> None:
         self.run = run
         self.step_rows: list[int] = []
         """Numbers of the rows in the present optimizer step."""
         self.saved_step = -1
+        self.facts: dict[str, Any] = {}
+        """The first facts of the run, told with its configuration."""
+        self.replaced: list[Replacement] = []
+        self.throughput = Throughput()
+        self.gpu_memory = GpuMemory()
         self._eval_batches = 0
         self._eval_total = 0
         self._micro_losses: list[torch.Tensor] = []
@@ -59,7 +69,36 @@ class Faithful(Trainer):  # type: ignore[misc]
         """`MEASURES`, and what only this very run measures."""
         return self.MEASURES
 
+    def pinned_text(self) -> list[int]:
+        """Token ids of the text that is put through the model before a save and after the load."""
+        first = self.train_dataset[0]
+        return [*first.get("prompt_ids", ()), *first["chosen_ids" if "chosen_ids" in first else "input_ids"]]
+
+    def tell_facts(self) -> None:
+        """Tell the configuration in force, the defaults that were replaced and the first facts."""
+        replaced = [one.model_dump(mode="json") for one in self.replaced]
+        effective = self.run.config.model_dump(mode="json")
+        self.run.report.config(effective, replaced, self.facts)
+        self.run.trackers.describe(effective, self.facts)
+
+    def passes_reference(self) -> bool:
+        """Whether each step has a forward pass of a reference model."""
+        return False
+
+    def usual_length(self, tokens_of_a_row: float) -> float:
+        """Tokens of the sequences that the model sees, on average, given those of a row of the data."""
+        return tokens_of_a_row
+
     # Steps
+
+    def get_batch_samples(self, *args: Any) -> Any:
+        with self.throughput.waiting():
+            return super().get_batch_samples(*args)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        if model.training:
+            self.throughput.saw(flops.pairs(inputs))
+        return super().compute_loss(model, inputs, *args, **options)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         self.step_rows += self.take_rows(inputs)
@@ -169,7 +208,8 @@ class Faithful(Trainer):  # type: ignore[misc]
         """Take over what the run remembered at a checkpoint; call before `train(resume_from_checkpoint=…)`."""
         self.saved_step = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)).global_step
         self.run.state = RunState.load(folder, str(self.run.job["run_id"]), self.saved_step)
-        self.run.history.begin(folder)
+        for history in self.run.histories:
+            history.begin(folder)
         self._total_train_tokens = self.run.state.tokens
         for name, values in self.run.state.averages.items():
             self._metrics["train"][name] = list(values)
@@ -184,6 +224,7 @@ class Faithful(Trainer):  # type: ignore[misc]
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             checkpoints.reapply_rates(self, decays)
+            self._tell_what_was_loaded(Path(checkpoint))
 
     def _init_training_state(self, max_steps: int, *args: Any) -> Any:
         place = super()._init_training_state(max_steps, *args)
@@ -207,7 +248,12 @@ class Faithful(Trainer):  # type: ignore[misc]
         if self.control.should_training_stop:
             raise EndedBeforeStep
 
+    def _tell_what_was_loaded(self, checkpoint: Path) -> None:
+        self.facts |= probe.compare(self, checkpoint)
+        self.tell_facts()
+
     def restore_finished(self, folder: Path) -> None:
         """Take over weights and position of a checkpoint after which no step is left."""
         self._load_from_checkpoint(str(folder))
+        self._tell_what_was_loaded(folder)
         self.state = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))

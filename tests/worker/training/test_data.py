@@ -1,6 +1,7 @@
 """What the model is shown and what it learns: formats, loss masks, cutting and packing."""
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -232,3 +233,58 @@ class TestHeldOut:
             progress=lambda done, total: None,
         )  # fmt: skip
         assert [row["rows"] for row in made.dataset] == [[1], [4]]
+
+
+class TestRows:
+    def test_columns_that_the_format_does_not_name_are_passed_over(
+        self, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    ) -> None:
+        ensure_template(tokenizer)
+        formats: dict[str, dict[str, Any]] = {
+            "chat": {"messages": CHAT},
+            "text": {"text": "one"},
+            "prompt_completion": {"prompt": "a", "completion": "b"},
+        }
+        for data_format, row in formats.items():
+            more = {**row, "id": 7, "source": {"url": "x"}, "input_ids": [1], "labels": None, "rows": "none"}
+            plain, extended = (
+                tokens(tokenizer, tmp_path, [row, one], data_format).dataset.to_list() for one in (row, more)
+            )
+            assert plain == extended
+
+    def test_the_first_twenty_rows_that_cannot_be_used_are_named_in_their_order(
+        self, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    ) -> None:
+        rows: list[Any] = [{"text": "good"} if row % 3 else {"text": row} for row in range(300)]
+        rows[9], rows[21] = "no object", {"txt": "none"}
+        with pytest.raises(TrainingFailure) as refused:
+            tokens(tokenizer, tmp_path, rows, "text")
+        named = [int(line) for line in re.findall(r"line (\d+):", refused.value.message)]
+        assert named == list(range(1, 60, 3)) and refused.value.message.endswith("(and 80 more)")
+        for told in ("line 10: not an object", "line 22: field 'text' is missing", "line 4: its text is not a string"):
+            assert told in refused.value.message
+
+    @pytest.mark.parametrize("loss_on", ["all", "assistant"])
+    def test_a_chat_that_cannot_be_tokenised_is_found_among_those_that_are_encoded_with_it(
+        self, loss_on: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    ) -> None:
+        ensure_template(tokenizer)
+        no_text = [CHAT[0], {"role": "assistant", "content": ["a", "b"]}]
+        rows = [{"messages": CHAT}] * 5 + [{"messages": no_text}] + [{"messages": CHAT}] * 5 + [{"messages": []}]
+        with pytest.raises(TrainingFailure) as refused:
+            tokens(tokenizer, tmp_path, rows, "chat", loss_on=loss_on)
+        assert re.findall(r"line (\d+):", refused.value.message) == ["6", "12"]
+
+    @pytest.mark.parametrize("template", [None, CHATML])
+    @pytest.mark.parametrize("loss_on", ["all", "completion", "assistant"])
+    def test_rows_encoded_together_come_out_as_each_alone(
+        self, loss_on: str, template: str | None, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    ) -> None:
+        tokenizer.chat_template = template
+        ensure_template(tokenizer)
+        rows = [json.loads(line) for line in make_chat_dataset(tmp_path / "c.jsonl", 70).read_text().splitlines()]
+        rows[3]["tools"] = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+        together = tokens(tokenizer, tmp_path, rows, "chat", loss_on=loss_on).dataset
+        for row, found in zip(rows, together, strict=True):
+            (alone,) = tokens(tokenizer, tmp_path, [row], "chat", loss_on=loss_on).dataset
+            assert (alone["input_ids"], alone["labels"]) == (found["input_ids"], found["labels"])

@@ -121,6 +121,19 @@ def test_evaluations_change_nothing_in_the_training(
     assert watched.steps == plain.steps
 
 
+def test_an_evaluation_before_the_first_step_tells_where_training_begins(
+    forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    config = METHODS["lora"] | COMMON | {"eval_split": 0.2, "eval_steps": 4, "extra": {"eval_on_start": True}}
+    done = completed(forks.run(make_job(tmp_path / "1", tiny_model, chats, **config)))
+    told = {record["step"]: record["metrics"]["eval_loss"] for record in done.of("eval")}
+    assert list(told) == [0, 4, 8]
+    assert told[0] > told[8]
+    assert [record["step"] for record in done.of("checkpoint")] == [4, 8]
+    again = make_job(tmp_path / "2", tiny_model, chats, attempt=2, resume_from=done.checkpoint(4), **config)
+    assert [record["step"] for record in completed(forks.run(again)).of("eval")] == [8]
+
+
 def test_the_first_batch_only_can_be_overfitted(forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
     job = make_job(tmp_path, tiny_model, chats, method="full", overfit_first_batch=True, **COMMON)
     done = completed(forks.run(job))

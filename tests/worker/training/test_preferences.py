@@ -298,6 +298,26 @@ class TestData:
         assert remark.endswith(" of 40 rows were left out: one of the two is longer than 45 tokens.")
         assert done.of("config")[0]["facts"]["rows"] == 40 - int(remark.split()[0])
 
+    @pytest.mark.parametrize("method", ["dpo", "reward"])
+    def test_a_second_run_on_the_same_pairs_does_not_tokenise(
+        self, method: str, forks: Forks, model: Path, pairs: Path, tmp_path: Path
+    ) -> None:
+        cache = tmp_path / "cache"
+        cache.mkdir(mode=0o700)
+
+        def run(name: str, **more: Any) -> Outcome:
+            config = COMMON | {"max_steps": 2, "eval_split": 0.2, "eval_steps": 1} | more
+            job = make_job(tmp_path / name, model, pairs, data_format="preference", method=method, **config)
+            job["dataset"]["sha256"] = "a" * 64
+            job["token_cache"] = {"folder": str(cache), "limit_bytes": 2**20}
+            return completed(forks.run(job))
+
+        first, second, other = run("1"), run("2"), run("3", max_seq_length=100)
+        told = [one.of("config")[0]["facts"]["tokenized"] for one in (first, second, other)]
+        assert told == ["now", "cached", "now"]
+        assert second.steps == first.steps
+        assert any("its tokens are used again" in record["line"] for record in second.of("message"))
+
     @pytest.fixture
     def refused(self, forks: Forks, model: Path, tmp_path: Path) -> Callable[..., str]:
         """What a run on these rows is refused with."""

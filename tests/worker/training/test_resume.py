@@ -10,6 +10,7 @@ import pytest
 from transformers import TrainerControl, TrainerState
 
 from app.runs.config import Machine, TrainingConfig
+from tests.worker.training.outputs import figures, weights
 from tests.worker.training.tiny import Forks, Outcome, make_job, make_tiny_model
 from worker.training import fidelity
 from worker.training.callbacks import StepWatcher
@@ -38,22 +39,6 @@ COMMON: dict[str, Any] = {
     "eval_split": 0.2,
     "eval_steps": 3,
 }
-
-
-def weights(outcome: Outcome) -> dict[str, str]:
-    """Hashes of the weight files of an output."""
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in outcome.output.glob("*.safetensors")}
-
-
-def figures(outcome: Outcome) -> list[dict[str, Any]]:
-    """The metrics of an output without what depends on the clock."""
-    told = []
-    for line in (outcome.output / "metrics.jsonl").read_text().splitlines():
-        point = json.loads(line)
-        point.update(point.pop("extra", {}))
-        clock = ("second", "gpu_memory")
-        told.append({name: value for name, value in point.items() if not any(word in name for word in clock)})
-    return told
 
 
 @pytest.fixture(scope="module", params=METHODS)
@@ -100,6 +85,7 @@ class TestExact:
         assert figures(again) == figures(undisturbed)
         facts = again.of("config")[0]["facts"]
         assert (facts["fidelity"], facts["fidelity_reasons"]) == ("exact", [])
+        assert facts["fidelity_difference"] == 0.0
 
 
 class TestFidelity:
@@ -119,6 +105,31 @@ class TestFidelity:
             "The base model is another one than at the checkpoint.",
             "The data set is another one than at the checkpoint.",
         ]
+
+    def test_weights_that_give_something_else_than_before_the_save_are_told(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        config = {"method": "lora", "max_steps": 2, "save_steps": 1, "max_seq_length": 64}
+        first = forks.run(make_job(tmp_path / "1", tiny_model, chats, **config))
+        checkpoint = first.checkpoint(1)
+        path = Path(checkpoint["path"]) / "manifest.json"
+        told = json.loads(path.read_text())
+        told["probe"] = (float.fromhex(told["probe"]) + 0.25).hex()
+        path.write_text(json.dumps(told))
+        checkpoint["manifest_sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+        again = forks.run(make_job(tmp_path / "2", tiny_model, chats, attempt=2, resume_from=checkpoint, **config))
+        facts = again.of("config")[0]["facts"]
+        assert facts["fidelity"] == "approximate"
+        assert facts["fidelity_difference"] == pytest.approx(0.25)
+        assert "A pinned text gave" in facts["fidelity_reasons"][0]
+
+    def test_measuring_before_a_save_changes_nothing(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        config = {"method": "qlora", "max_steps": 4, "max_seq_length": 64, "lora_dropout": 0.1}
+        often = forks.run(make_job(tmp_path / "1", tiny_model, chats, save_steps=1, **config))
+        once = forks.run(make_job(tmp_path / "2", tiny_model, chats, **config))
+        assert often.steps == once.steps and len(once.steps) == 4
 
     def test_versions_devices_and_an_unknown_past_are_reasons_too(self, tmp_path: Path) -> None:
         then = {"device": "cpu", "versions": {"torch": "2.13.0", "peft": "1"}}

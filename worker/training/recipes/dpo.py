@@ -35,6 +35,12 @@ class PreferenceTrainer(Faithful, DPOTrainer):  # type: ignore[misc]
         "entropy": "entropy",
     }
 
+    def passes_reference(self) -> bool:
+        return not self.precompute_ref_logps
+
+    def usual_length(self, tokens_of_a_row: float) -> float:
+        return tokens_of_a_row / 2
+
     def _prepare_dataset(self, dataset: Dataset, *_: Any) -> Dataset:
         return dataset
 
@@ -65,13 +71,14 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
         steps.chat_template(run, tokenizer)
     config = run.config
 
+    cache = steps.token_cache(run)
+
     def read(source: dict[str, Any], chosen: list[int] | None, purpose: steps.Purpose) -> Pairs:
-        return pairs.preferences(
-            source["path"], tokenizer, config, max_length=max_length, chosen=chosen, purpose=purpose,
-            progress=steps.tokenizing(run),
-        )  # fmt: skip
+        rows = steps.pairs_of(run, cache, source, chosen, purpose)
+        return pairs.preferences(rows, tokenizer, max_length=max_length, truncation_mode=config.truncation_mode)
 
     training, held_out = steps.read_data(run, read)
+    tokenized = steps.said_of_cache(run, training, held_out)
     steps_in_a_pass = data.steps_in(training.dataset, config)
     total_steps = steps.steps_in_all(run, steps_in_a_pass)
     with steps.weights(run, found) as start:
@@ -99,6 +106,6 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
             processing_class=tokenizer,
             peft_config=model.lora_config(config, start.revision),
         )
-        facts = steps.tell(trainer, found, replaced, training, held_out, max_length=max_length)
+        facts = steps.tell(trainer, found, replaced, training, held_out, max_length=max_length, **tokenized)
         steps.train(trainer)
         return steps.finish(trainer, start, facts)

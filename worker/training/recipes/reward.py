@@ -24,6 +24,9 @@ class RewardModelTrainer(Faithful, RewardTrainer):  # type: ignore[misc]
         "max_reward": "reward_max",
     }
 
+    def usual_length(self, tokens_of_a_row: float) -> float:
+        return tokens_of_a_row / 2
+
 
 def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
     """Train one run to its end or to a stop; returns the fields of its result record.
@@ -39,13 +42,13 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
         steps.chat_template(run, tokenizer)
     config = run.config
 
+    cache = steps.token_cache(run)
+
     def read(source: dict[str, Any], chosen: list[int] | None, purpose: steps.Purpose) -> Pairs:
-        return pairs.comparisons(
-            source["path"], tokenizer, max_length=max_length, chosen=chosen, purpose=purpose,
-            progress=steps.tokenizing(run),
-        )  # fmt: skip
+        return pairs.comparisons(steps.pairs_of(run, cache, source, chosen, purpose), tokenizer, max_length=max_length)
 
     training, held_out = steps.read_data(run, read)
+    tokenized = steps.said_of_cache(run, training, held_out)
     total_steps = steps.steps_in_all(run, data.steps_in(training.dataset, config))
     with steps.weights(run, found) as start:
         network = steps.load(run, start, steps.highest_id(tokenizer, training, held_out), "reward")
@@ -65,6 +68,6 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
             processing_class=tokenizer,
             peft_config=model.lora_config(config, start.revision, "reward"),
         )
-        facts = steps.tell(trainer, found, replaced, training, held_out, max_length=max_length)
+        facts = steps.tell(trainer, found, replaced, training, held_out, max_length=max_length, **tokenized)
         steps.train(trainer)
         return steps.finish(trainer, start, facts)

@@ -3,16 +3,19 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
+from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from app.runs.config import Replacement
 from app.runs.rewards import names, needs_answer
 from worker.training import model, pairs, rewards
 from worker.training.failures import TrainingFailure
-from worker.training.pairs import Pairs
+from worker.training.pairs import Pairs, PromptEncoder
 from worker.training.recipes import steps
 from worker.training.reward_models import RewardModel
 from worker.training.run import Run
+from worker.training.token_cache import TokenCache
 from worker.training.trainer import Faithful
 
 
@@ -34,6 +37,24 @@ class RewardedTrainer(Faithful):
     }
     OBJECTIVE: ClassVar[str] = "eval_reward"
     HIGHER_IS_BETTER: ClassVar[bool] = True
+    NOT_COUNTED: ClassVar[str] = "generating the completions, and reward models"
+
+    def passes_reference(self) -> bool:
+        return bool(self.beta)
+
+    def usual_length(self, tokens_of_a_row: float) -> float:
+        """At most: completions are not known before they are generated."""
+        return tokens_of_a_row + float(self.max_completion_length)
+
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> Any:
+        sampler = super()._get_train_sampler(dataset)
+        # Each pass draws its order from the sampler's own generator, whose state no checkpoint holds: in a resumed run
+        # it draws those of the passes that are over once more.
+        if self.saved_step > 0:
+            prompts_in_a_step = self.args.generation_batch_size // self.num_generations
+            for _ in range(self.saved_step // (sampler.num_samples // prompts_in_a_step)):
+                torch.randperm(sampler.num_samples, generator=sampler.generator)
+        return sampler
 
     def with_rows(self, collate: Any) -> Any:
         return collate  # a batch is the list of its rows
@@ -46,6 +67,11 @@ class RewardedTrainer(Faithful):
     def measures(self) -> Mapping[str, str]:
         own = {f"rewards/{name}/mean": f"reward_{name}" for name in self.reward_func_names}
         return {**self.MEASURES, **own}
+
+    def pinned_text(self) -> list[int]:
+        encoder = PromptEncoder(self.processing_class)
+        ((_, ids),) = encoder.encode([encoder.prepare(self.train_dataset[0])])
+        return [int(token) for token in ids]
 
     def trained_tokens(self) -> int:
         """Tokens of prompts and completions trained on so far."""
@@ -100,10 +126,8 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
         )
 
     def read(source: dict[str, Any], chosen: list[int] | None, purpose: steps.Purpose) -> Pairs:
-        return pairs.prompts(
-            source["path"], tokenizer, max_length=longest_prompt, chosen=chosen, purpose=purpose,
-            progress=steps.tokenizing(run), needs_answer=needs_answer(wanted.rewards),
-        )  # fmt: skip
+        rows = steps.pairs_of(run, TokenCache(), source, chosen, purpose)
+        return pairs.prompts(rows, tokenizer, max_length=longest_prompt, needs_answer=needs_answer(wanted.rewards))
 
     training, held_out = steps.read_data(run, read)
     prompts_in_a_step = config.batch_size * config.gradient_accumulation_steps // wanted.num_generations

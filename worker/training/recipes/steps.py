@@ -11,14 +11,20 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from app.runs.config import Replacement
-from worker.training import base, checkpoints, data, fidelity, hub, model
+from worker.training import base, checkpoints, data, fidelity, flops, hub, model
 from worker.training.base import Base
 from worker.training.callbacks import StepWatcher
 from worker.training.chat import ensure_template
+from worker.training.distributions import DistributionWatcher
 from worker.training.export import export
 from worker.training.failures import TrainingFailure
+from worker.training.memory import MemoryProfiler
+from worker.training.pairs import Source
+from worker.training.peaks import peak_tflops
 from worker.training.pulse import each, while_growing
+from worker.training.rows import count_rows
 from worker.training.run import Run
+from worker.training.token_cache import TokenCache
 from worker.training.trainer import EndedBeforeStep, Faithful
 
 _COMPLETES = {None, "early_stopping"}
@@ -49,6 +55,10 @@ class Rows(Protocol):
     @property
     def highest_id(self) -> int:
         """The highest token id in it."""
+
+    @property
+    def are_cached(self) -> bool:
+        """An earlier run has made its tokens."""
 
 
 Some = TypeVar("Some", bound=Rows)
@@ -127,7 +137,7 @@ def read_data(run: Run, read: Read[Some]) -> tuple[Some, Some | None]:
     try:
         chosen = held = None
         if config.eval_split > 0:
-            chosen, held = data.split(data.count_rows(source["path"]), config.eval_split, config.seed)
+            chosen, held = data.split(count_rows(source["path"]), config.eval_split, config.seed)
         training = read(source, chosen, "training")
         rest = source if held else other
         held_out = read(rest, held, "evaluation") if rest else None
@@ -142,6 +152,29 @@ def read_data(run: Run, read: Read[Some]) -> tuple[Some, Some | None]:
 def seen(run: Run, training: Rows) -> Dataset:
     """What of the data is trained on: all, or the rows of one step again and again."""
     return data.first_batch(training.dataset, run.config) if run.config.overfit_first_batch else training.dataset
+
+
+def said_of_cache(run: Run, *some: Rows | None) -> dict[str, str]:
+    """Tell whether an earlier run has made all of the tokens; returns the fact about it."""
+    if not all(one.are_cached for one in some if one):
+        return {"tokenized": "now"}
+    run.report.message("An earlier run has tokenised this data in the same way: its tokens are used again.")
+    return {"tokenized": "cached"}
+
+
+def pairs_of(run: Run, cache: TokenCache, source: dict[str, Any], chosen: list[int] | None, purpose: Purpose) -> Source:
+    """The rows of a data set, for `worker.training.pairs`."""
+    return Source(source["path"], source.get("sha256"), chosen, purpose, tokenizing(run), cache)
+
+
+def token_cache(run: Run) -> TokenCache:
+    """What earlier runs have tokenised, where the job names a place for it."""
+
+    def alive() -> None:
+        run.heed_stop()
+        run.report.alive()
+
+    return TokenCache.of_job(run.job, warn=lambda text: run.report.message(text, level="warning"), alive=alive)
 
 
 def tokenizing(run: Run) -> Callable[[int, int], None]:
@@ -218,6 +251,8 @@ def arguments(run: Run, total_steps: int) -> dict[str, Any]:
         "logging_nan_inf_filter": False,
         "eval_strategy": "steps" if config.eval_steps else "no",
         "eval_steps": config.eval_steps,
+        # A resumed run has begun before.
+        "eval_on_start": options.eval_on_start and run.resume_from is None,
         # When to save is decided after each step, and how is ours: the trainer's own way is not atomic.
         "save_strategy": "no",
         "save_total_limit": None,
@@ -239,6 +274,11 @@ def build(make: type[Trains], run: Run, **options: Any) -> Trains:
     model.check_modules(trainer.model, run.config)
     model.keep_full_precision(trainer.model, run.machine)
     trainer.add_callback(StepWatcher(run, trainer))
+    asked = run.config.trainer_options
+    if asked.distributions_steps is not None:
+        trainer.add_callback(DistributionWatcher(run, asked.distributions_steps))
+    if asked.memory_profile:
+        trainer.add_callback(MemoryProfiler(run, trainer.gpu_memory))
     return trainer
 
 
@@ -248,6 +288,7 @@ def tell(
     """Tell the configuration in force and the first facts, and remember what the numbers depend on."""
     run = trainer.run
     facts = model.first_facts(trainer.model, run.machine)
+    facts |= _costs(trainer, training, facts.get("device_name"))
     facts |= {
         "rows": training.rows, "tokens": training.tokens, "sequences": len(training.dataset),
         "eval_rows": held_out.rows if held_out else 0, "total_steps": trainer.args.max_steps,
@@ -255,17 +296,37 @@ def tell(
     }  # fmt: skip
     run.fingerprint = _fingerprint(run, found, facts)
     facts |= fidelity.facts(_differences(run))
-    effective = run.config.model_dump(mode="json")
-    run.report.config(effective, [one.model_dump(mode="json") for one in replaced], facts)
-    run.trackers.describe(effective, facts)
+    trainer.facts, trainer.replaced = facts, replaced
+    if run.resume_from is None:
+        trainer.tell_facts()  # else once it is known how well the checkpoint was loaded
     return facts
+
+
+def _costs(trainer: Faithful, training: Rows, device: str | None) -> dict[str, Any]:
+    """Operations of a token, and what the device can do of them: what MFU is made of."""
+    throughput, run = trainer.throughput, trainer.run
+    throughput.flops = flops.count(
+        trainer.model,
+        checkpointing=bool(run.config.gradient_checkpointing),
+        reference=trainer.passes_reference(),
+    )
+    throughput.peak_tflops = run.config.trainer_options.peak_tflops or peak_tflops(device)
+    length = trainer.usual_length(training.tokens / training.rows)
+    return {
+        "flops_per_token": throughput.flops.per_token(length),
+        "flops_per_token_hardware": throughput.flops.per_token_of_hardware(length),
+        "flops_sequence_length": round(length),
+        "flops_not_counted": trainer.NOT_COUNTED,
+        "peak_tflops": throughput.peak_tflops,
+    }
 
 
 def train(trainer: Faithful) -> None:
     """Train to the end or to a stop, from the beginning or from the checkpoint."""
     run, total_steps = trainer.run, trainer.args.max_steps
     if run.resume_from is None:
-        run.history.begin(None)
+        for history in run.histories:
+            history.begin(None)
         trainer.train()
     else:
         _go_on(trainer, Path(run.resume_from["path"]), total_steps)

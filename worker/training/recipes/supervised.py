@@ -4,11 +4,13 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 from trl import SFTConfig, SFTTrainer
 
 from app.runs.config import Replacement
-from worker.training import data, model
+from worker.training import data, metric_functions, model
 from worker.training.data import Tokens
+from worker.training.metric_functions import Evaluation, Factories
 from worker.training.recipes import steps
 from worker.training.run import Run
 from worker.training.trainer import Faithful
@@ -19,9 +21,29 @@ class SupervisedTrainer(Faithful, SFTTrainer):  # type: ignore[misc]
 
     MEASURES: ClassVar[Mapping[str, str]] = {"mean_token_accuracy": "token_accuracy", "entropy": "entropy"}
 
+    def __init__(self, run: Run, metric_functions: Factories, **options: Any) -> None:
+        self._factories = metric_functions
+        self._evaluation = Evaluation({})
+        super().__init__(run, **options)
+
+    def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
+        self._evaluation = Evaluation(self._factories)
+        return super().evaluate(*args, **options)
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        found = super().prediction_step(model, inputs, *args, **options)
+        if self._factories:
+            # The loss is computed without ever making the logits of a whole batch: this takes another forward pass.
+            batch = self._prepare_inputs(inputs) | {"use_cache": False}
+            labels = batch.pop("labels")
+            with torch.no_grad(), self.compute_loss_context_manager():
+                self._evaluation.update(model(**batch).logits, labels)
+        return found
+
     def evaluated(self, metrics: Mapping[str, float]) -> dict[str, float]:
         told = super().evaluated(metrics)
-        return {**told, "eval_perplexity": math.exp(min(told["eval_loss"], 700.0))}
+        told["eval_perplexity"] = math.exp(min(told["eval_loss"], 700.0))
+        return {**told, **self._evaluation.results(told)}
 
 
 def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
@@ -31,25 +53,30 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
         TrainingFailure: with a stable code.
         Stopped: a stop came before there was anything to save.
     """
+    functions = metric_functions.load(run.config.trainer_options.metrics)
     found, tokenizer = steps.begin(run)
     max_length = steps.longest(run, found, tokenizer, replaced)
     config = run.config
     if "chat" in {one["format"] for one in (run.job["dataset"], run.job.get("eval_dataset")) if one}:
         steps.chat_template(run, tokenizer)
 
+    cache = steps.token_cache(run)
+
     def read(source: dict[str, Any], chosen: list[int] | None, purpose: steps.Purpose) -> Tokens:
         return data.tokenise(
             source["path"], source["format"], tokenizer, config, max_length=max_length, chosen=chosen,
-            purpose=purpose, progress=steps.tokenizing(run),
+            purpose=purpose, progress=steps.tokenizing(run), sha256=source.get("sha256"), cache=cache,
         )  # fmt: skip
 
     training, held_out = steps.read_data(run, read)
+    tokenized = steps.said_of_cache(run, training, held_out)
     total_steps = steps.steps_in_all(run, data.steps_in(training.dataset, config))
     with steps.weights(run, found) as start:
         network = steps.load(run, start, steps.highest_id(tokenizer, training, held_out))
         trainer = steps.build(
             SupervisedTrainer,
             run,
+            metric_functions=functions,
             model=network,
             args=SFTConfig(
                 **steps.arguments(run, total_steps),
@@ -64,6 +91,6 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
             processing_class=tokenizer,
             peft_config=model.lora_config(config, start.revision),
         )
-        facts = steps.tell(trainer, found, replaced, training, held_out, max_length=max_length)
+        facts = steps.tell(trainer, found, replaced, training, held_out, max_length=max_length, **tokenized)
         steps.train(trainer)
         return steps.finish(trainer, start, facts)

@@ -1,0 +1,86 @@
+"""Numbers as people write them where a count is expected: `"10k"`, `"1.5M"`, `"2**15"`, `"1e4"`, `"10_000"`, `"2h"`.
+
+They become plain numbers before anything else looks at them, so that what is stored and compared holds numbers.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any
+
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+# Each is bounded, so that nothing that is read takes long or becomes huge.
+_WHOLE = r"[0-9]{1,15}|[0-9]{1,3}(?:_[0-9]{3}){1,4}"
+_SCALED = r"[0-9]{1,12}(?:\.[0-9]{1,9})?(?:[kKM]|[eE]\+?[0-9]{1,2})"
+_POWER = r"[0-9]{1,4}\*\*[0-9]{1,2}"
+_DURATION = r"(?:[0-9]{1,9}(?:\.[0-9]{1,9})?[dhms]){1,4}"
+_COUNT_PATTERN = f"^(?:{_WHOLE}|{_SCALED}|{_POWER})$"
+_SECONDS_PATTERN = f"^(?:{_WHOLE}|{_SCALED}|{_POWER}|{_DURATION})$"
+_FACTORS = {"k": 1_000, "K": 1_000, "M": 1_000_000}
+_UNITS = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
+
+
+class Friendly:
+    """Marks a number that may also come as a text; the last annotation of its type, behind the bounds."""
+
+    def __init__(self, read: Callable[[str], int], pattern: str, examples: list[str]) -> None:
+        self._read = read
+        self._text = {"type": "string", "pattern": pattern, "examples": examples}
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self._checked, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"anyOf": [handler(schema), self._text]}
+
+    def number(self, value: Any) -> Any:
+        """The value as a number, if it says one; as it is, if not."""
+        try:
+            return self._checked(value)
+        except PydanticCustomError:
+            return value
+
+    def _checked(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._read(value)
+        # JSON knows no integers, and YAML reads 1e4 as a float: both mean the count.
+        return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def read_count(text: str) -> int:
+    """The count that a text says; raises `PydanticCustomError`."""
+    if not re.fullmatch(_COUNT_PATTERN, text):
+        raise _unreadable(text, 'is no count: write 10000, "10k", "1.5M" or "2**15"')
+    base, power, exponent = text.partition("**")
+    if power:
+        return int(int(base) ** int(exponent))
+    factor = _FACTORS.get(text[-1], 1)
+    return _whole(text, Decimal(text.rstrip("kKM").replace("_", "")) * factor)
+
+
+def read_seconds(text: str) -> int:
+    """The seconds that a text says, as a count or as `"1d"`, `"2h"`, `"1h30m"`; raises as `read_count` does."""
+    if re.fullmatch(_DURATION, text):
+        return _whole(text, sum(Decimal(part[:-1]) * _UNITS[part[-1]] for part in re.findall(r"[0-9.]+[dhms]", text)))
+    if not re.fullmatch(_SECONDS_PATTERN, text):
+        raise _unreadable(text, 'is no time: write seconds, "90s", "30m", "2h" or "1d"')
+    return read_count(text)
+
+
+def _whole(text: str, number: Decimal | int) -> int:
+    if number != int(number):
+        raise _unreadable(text, "is no whole number")
+    return int(number)
+
+
+def _unreadable(text: str, why: str) -> PydanticCustomError:
+    reason = f"cannot be read: {json.dumps(text[:40])} {why}"
+    return PydanticCustomError("bad_count", "{reason}", {"reason": reason})
+
+
+COUNT = Friendly(read_count, _COUNT_PATTERN, ["1k", "1.5M", "2**15"])
+SECONDS = Friendly(read_seconds, _SECONDS_PATTERN, ["2h", "30m", "1d"])

@@ -1,0 +1,90 @@
+"""Counts as people write them: one number, however it is written, and what is none is refused by name."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.runs.config import TrainingConfig, in_numbers, problems
+from app.strict_json import BadJson, parse
+
+COUNTS = (
+    "max_steps", "min_steps", "save_steps", "eval_steps", "logging_steps", "stop_at_step", "batch_size",
+    "gradient_accumulation_steps", "max_seq_length", "time_limit_seconds",
+)  # fmt: skip
+SCHEMA = TrainingConfig.model_json_schema()["properties"]
+
+
+def sentences(**fields: Any) -> list[tuple[str, str, str]]:
+    found = problems({"base_model": "tiny", **fields}, has_eval_dataset=True)
+    return [(problem.field, problem.code, problem.message) for problem in found if problem.field in fields]
+
+
+def form(name: str) -> str:
+    """The pattern of the texts that a field takes."""
+    (pattern,) = (one["pattern"] for option in SCHEMA[name]["anyOf"] for one in option.get("anyOf", [option])
+                  if one.get("type") == "string")  # fmt: skip
+    return str(pattern)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("10k", 10_000), ("10K", 10_000), ("1.5M", 1_500_000), ("2**15", 32_768), ("1e4", 10_000), ("1.5e3", 1_500),
+        ("10_000", 10_000), ("2_000_000", 2_000_000), ("12", 12), ("2.0k", 2_000), (1e4, 10_000), (4.0, 4),
+    ],
+)  # fmt: skip
+def test_a_count_is_stored_as_the_number_that_it_says(text: Any, number: int) -> None:
+    config = TrainingConfig(base_model="tiny", max_steps=text).model_dump(mode="json")
+    assert (config["max_steps"], type(config["max_steps"])) == (number, int)
+    assert in_numbers({"max_steps": text, "seed": "10k"}) == {"max_steps": number, "seed": "10k"}
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("2h", 7200), ("30m", 1800), ("1d", 86_400), ("1h30m", 5400), ("0.5h", 1800), ("10k", 10_000)]
+)
+def test_a_time_limit_may_be_hours(text: str, seconds: int) -> None:
+    assert TrainingConfig(base_model="tiny", time_limit_seconds=text).time_limit_seconds == seconds  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_every_count_takes_both_forms_and_its_description_says_so(name: str) -> None:
+    assert sentences(**{name: "0.1k"}) == [] and sentences(**{name: 100}) == []
+    assert re.search(form(name), "10k")
+    (refused,) = sentences(**{name: "10kk"})
+    assert refused[:2] == (name, "bad_count")
+
+
+def test_a_bad_count_is_one_clear_problem() -> None:
+    assert sentences(max_steps="10kk") == [
+        ("max_steps", "bad_count", '`max_steps` cannot be read: "10kk" is no count: write 10000, "10k", "1.5M" or '
+         '"2**15".')
+    ]  # fmt: skip
+    assert sentences(max_steps="1.2345k")[0][2] == '`max_steps` cannot be read: "1.2345k" is no whole number.'
+    assert sentences(max_steps="1M", batch_size="1M")[0][:2] == ("batch_size", "out_of_range")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "1.5", "k", "-1", "+1", " 1", "1k\n", "1__0", "_1", "1_0", "0x10", "2**", "2***3", "1e", "٣", "2h", "\ud800"],
+)
+def test_what_is_no_count_is_none(text: str) -> None:
+    assert [refused[:2] for refused in sentences(max_steps=text)] == [("max_steps", "bad_count")]
+
+
+@given(
+    st.sampled_from(COUNTS).flatmap(lambda name: st.tuples(st.just(name), st.from_regex(form(name), fullmatch=True)))
+)
+@settings(max_examples=300, deadline=None)
+def test_what_the_description_allows_is_read_or_out_of_range_or_no_whole_number(case: tuple[str, str]) -> None:
+    for _, code, message in sentences(**dict([case])):
+        assert code == "out_of_range" or "is no whole number" in message
+
+
+def test_a_key_that_is_there_twice_is_refused() -> None:
+    with pytest.raises(BadJson, match="'lora_r' is there twice"):
+        parse(b'{"config": {"lora_r": 1, "lora_r": 2}}')
+    assert parse(json.dumps({"config": {"lora_r": 1}, "lora_r": 2}).encode())

@@ -1,0 +1,26 @@
+"""What docs/methods.md shows can be asked for, and what it names is there."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from app.runs.config import TrainingMethod, problems
+from app.runs.fields import RlhfOptions
+
+TEXT = (Path(__file__).parents[1] / "docs" / "methods.md").read_text()
+CONFIGS = [json.loads(block) for block in re.findall(r"^```json\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config["method"])
+def test_a_configuration_that_is_shown_has_no_problem(config: dict[str, object]) -> None:
+    assert problems(config, has_eval_dataset=False) == []
+
+
+def test_every_method_and_every_reward_is_there() -> None:
+    assert all(f"`{method}`" in TEXT for method in TrainingMethod)
+    rewards = json.dumps(RlhfOptions.model_json_schema())
+    kinds = set(re.findall(r'"const": "(\w+)"', rewards))
+    assert len(kinds) == 7
+    assert all(f"\n| `{kind}` |" in TEXT for kind in kinds), kinds

@@ -1,0 +1,176 @@
+"""The resume matrix: each method, with each adapter, interrupted at each kind of place, in each difficulty.
+
+`make resume-matrix` runs all of it and prints the table; the suite runs a part.
+"""
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.worker.training.outputs import figures, weights
+from tests.worker.training.tiny import (
+    Forks,
+    Outcome,
+    make_chat_dataset,
+    make_job,
+    make_pairs,
+    make_prompts,
+    make_tiny_model,
+)
+
+STEPS = 6
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "full": {"lora_r": None},
+    "lora": {"load_in_4bit": False, "lora_r": 4},
+    "qlora": {"lora_r": 4},
+    "8bit": {"load_in_8bit": True, "lora_r": 4},
+}
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "sft": {"method": "sft"},
+    "dpo": {"method": "dpo"},
+    "reward": {"method": "reward"},
+    "grpo": {"method": "rlhf", "algorithm": "grpo", "beta": 0.05},
+    "rloo": {"method": "rlhf", "algorithm": "rloo", "beta": 0.05},
+}
+DIFFICULTIES = ("remainder", "dropout", "packing")
+"""A last step of an epoch with fewer micro-batches than the others (rounds of `rlhf` are always whole, there rows are
+left over); dropout in adapter and attention; several rows in a sequence (supervised methods only)."""
+PLACES = ("first step", "mid-epoch", "epoch end", "second epoch", "last step")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A row of the matrix: what is trained, and what makes it difficult."""
+
+    objective: str
+    adapter: str
+    difficulty: str
+
+    def __str__(self) -> str:
+        return f"{self.objective}-{self.adapter}-{self.difficulty}"
+
+
+def cells() -> Iterator[Cell]:
+    """All rows of the matrix."""
+    for objective in OBJECTIVES:
+        for adapter in ADAPTERS:
+            for difficulty in DIFFICULTIES:
+                if difficulty != "packing" or objective == "sft":
+                    yield Cell(objective, adapter, difficulty)
+
+
+class Lab:
+    """Models and data of the matrix, and a warm process to run on them."""
+
+    def __init__(self, folder: Path, forks: Forks) -> None:
+        self.folder, self.forks = folder, forks
+        self._models = {rate: make_tiny_model(folder / f"model-{rate}", dropout=rate) for rate in (0.0, 0.1)}
+        self._data = {
+            "chat": make_chat_dataset(folder / "chats.jsonl", 20),
+            "packed": make_chat_dataset(folder / "many.jsonl", 44),
+            "preference": make_pairs(folder / "pairs.jsonl", 20),
+            "prompt": make_prompts(folder / "prompts.jsonl", 9),
+        }
+
+    def undisturbed(self, cell: Cell) -> Outcome:
+        """The run of a cell, with a checkpoint after every step."""
+        return self._run(cell, self.folder / str(cell) / "whole", 1, None)
+
+    def resumed(self, cell: Cell, original: Outcome, step: int) -> Outcome:
+        """A fresh process that goes on from the checkpoint of `step`."""
+        folder = self.folder / str(cell) / f"from-{step}"
+        return self._run(cell, folder, 2, original.checkpoint(step))
+
+    def places(self, original: Outcome) -> dict[str, int]:
+        """At which steps a run is interrupted."""
+        facts = original.of("config")[0]["facts"]
+        end = max(step for step in range(1, STEPS) if _epoch(original, step) <= 1.0)
+        assert 2 < end < STEPS - 1, (end, facts["sequences"])
+        return {"first step": 1, "mid-epoch": 2, "epoch end": end, "second epoch": end + 1, "last step": STEPS}
+
+    def differences(self, original: Outcome, again: Outcome, step: int) -> list[str]:
+        """What is not exactly as in the undisturbed run, in words."""
+        if again.code != 0 or again.result["outcome"] != "completed":
+            return [f"did not complete: {again.result['error'] or again.stderr[-500:]}"]
+        expected = {n: told for n, told in original.steps.items() if n > step}
+        found = []
+        if [told[0] for told in again.steps.values()] != [told[0] for told in expected.values()]:
+            found.append("losses")
+        if [told[1] for told in again.steps.values()] != [told[1] for told in expected.values()]:
+            found.append("sample ids")
+        if weights(again) != weights(original):
+            found.append("weights")
+        if figures(again) != figures(original):
+            found.append("metrics")
+        facts = again.of("config")[0]["facts"]
+        if facts["fidelity"] != "exact":
+            found.append(f"calls itself {facts['fidelity']}: {'; '.join(facts['fidelity_reasons'])}")
+        elif facts["fidelity_difference"] != 0.0:
+            found.append(f"a pinned text differs by {facts['fidelity_difference']}")
+        return found
+
+    def _run(self, cell: Cell, folder: Path, attempt: int, resume_from: dict[str, Any] | None) -> Outcome:
+        has_dropout, is_packed = cell.difficulty == "dropout", cell.difficulty == "packing"
+        objective = dict(OBJECTIVES[cell.objective])
+        config: dict[str, Any] = {
+            "method": objective.pop("method"), "max_steps": STEPS, "save_steps": 1, "save_total_limit": None,
+            "logging_steps": 2, "learning_rate": 1e-2, "optim": "adamw_torch", "max_seq_length": 128,
+            "batch_size": 2, "gradient_accumulation_steps": 3, **ADAPTERS[cell.adapter],
+        }  # fmt: skip
+        kind = {"sft": "chat", "dpo": "preference", "reward": "preference"}.get(config["method"], "prompt")
+        if config["method"] == "rlhf":
+            config |= {"batch_size": 4, "gradient_accumulation_steps": 2}
+            length = {"type": "length", "min": 4, "max": 8, "unit": "characters", "slack": 30}
+            config["rlhf"] = {**objective, "num_generations": 4, "max_completion_length": 8, "rewards": [length]}
+        if has_dropout and cell.adapter != "full":
+            config["lora_dropout"] = 0.1
+        if is_packed:
+            config["packing"] = True
+        data = self._data["packed" if is_packed else kind]
+        model = self._models[0.1 if has_dropout else 0.0]
+        job = make_job(folder, model, data, data_format=kind, attempt=attempt, resume_from=resume_from, **config)
+        job.setdefault("reward_models", [])
+        return self.forks.run(job)
+
+
+def _epoch(outcome: Outcome, step: int) -> float:
+    (record,) = (record for record in outcome.of("checkpoint") if record["step"] == step)
+    return float(record["epoch"])
+
+
+def main() -> int:
+    """Run the whole matrix and print it; the exit code is 1 where a cell is neither exact nor says why not."""
+    wrong = approximate = 0
+    print("| objective | adapter | difficulty | " + " | ".join(PLACES) + " |")
+    print("|---|---|---|" + "---|" * len(PLACES))
+    with tempfile.TemporaryDirectory() as folder:
+        forks = Forks()
+        lab = Lab(Path(folder), forks)
+        for cell in cells():
+            whole = lab.undisturbed(cell)
+            if whole.result["outcome"] != "completed":
+                print(f"| {cell.objective} | {cell.adapter} | {cell.difficulty} | {whole.result['error']} |")
+                wrong += 1
+                continue
+            told = []
+            for place, step in lab.places(whole).items():
+                found = lab.differences(whole, lab.resumed(cell, whole, step), step)
+                assert place in PLACES
+                reasons = [what for what in found if what.startswith("calls itself")]
+                wrong += bool(found) and not reasons
+                approximate += bool(reasons)
+                told.append("exact" if not found else ", ".join(found))
+            print(f"| {cell.objective} | {cell.adapter} | {cell.difficulty} | " + " | ".join(told) + " |", flush=True)
+        forks.close()
+    count = len(list(cells())) * len(PLACES)
+    print(
+        f"\n{count} cells: {count - wrong - approximate} exact, {approximate} approximate with a reason, {wrong} wrong"
+    )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

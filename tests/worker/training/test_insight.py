@@ -1,0 +1,229 @@
+"""What a run tells of itself changes nothing in it: speed, memory, and on request distributions and a profile."""
+
+import json
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerControl, TrainerState
+
+from app.runs.config import Machine, TrainingConfig
+from tests.worker.training.tiny import Forks, Outcome, make_job, make_pairs, make_prompts
+from worker.training import memory, throughput
+from worker.training.distributions import EDGES, Distribution
+from worker.training.flops import Flops
+from worker.training.run import Run
+
+COMMON: dict[str, Any] = {
+    "max_seq_length": 64, "learning_rate": 1e-3, "max_steps": 4, "logging_steps": 2, "batch_size": 2, "save_steps": 2,
+    "gradient_accumulation_steps": 2, "optim": "adamw_torch",
+}  # fmt: skip
+METHODS: dict[str, dict[str, Any]] = {
+    "full": {"method": "full"}, "lora": {"method": "lora", "lora_r": 4}, "qlora": {"method": "qlora", "lora_r": 4},
+}  # fmt: skip
+
+
+def completed(outcome: Outcome) -> Outcome:
+    assert outcome.code == 0, outcome.stderr[-3000:]
+    assert outcome.result["outcome"] == "completed", outcome.result
+    return outcome
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class Ticking:
+    """A clock that stands still but where the test lets it go on."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class TestThroughput:
+    def test_rates_are_over_steps_and_waiting_for_data_and_nothing_else(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock = Ticking()
+        monkeypatch.setattr(throughput, "time", clock)
+        speed = throughput.Throughput()
+        speed.begin(1000)
+        for _ in range(2):
+            with speed.waiting():
+                clock.now += 1.0
+            speed.stepped(4.0, samples=5)
+            clock.now += 100.0  # a checkpoint, an evaluation
+        rate, told = speed.take(1100)
+        assert rate == 1.0
+        assert told == {"tokens_per_second": 10.0, "tokens": 1100, "step_seconds": 8.0, "data_seconds": 2.0}
+        assert speed.take(1100)[1]["step_seconds"] == 0.0
+
+    def test_mfu_is_what_was_computed_over_what_the_device_can_do_in_that_time(self) -> None:
+        speed = throughput.Throughput()
+        speed.flops, speed.peak_tflops = Flops(token=10**9, pair=10**6, token_again=10**9), 2.0
+        speed.saw(torch.tensor(1000.0))
+        speed.stepped(2.0, samples=1)
+        assert speed.take(500)[1]["mfu"] == pytest.approx((500 * 10**9 + 1000 * 10**6) / (2.0 * 2e12))
+
+    def test_checkpoints_and_evaluations_are_not_in_the_time_of_steps(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        config = METHODS["lora"] | COMMON | {"logging_steps": 1, "save_steps": 1, "eval_steps": 1}
+        done = completed(forks.run(make_job(tmp_path, tiny_model, chats, eval_data=chats, **config)))
+        metrics = done.of("metric")
+        elapsed = metrics[-1]["ts"] - metrics[0]["ts"]
+        beside = sum(record["metrics"]["eval_seconds"] for record in done.of("eval")[:3])
+        inside = sum(record["extra"]["step_seconds"] + record["extra"]["data_seconds"] for record in metrics[1:])
+        assert inside <= elapsed - beside
+        assert all(record["extra"]["data_seconds"] > 0 for record in metrics)
+
+
+def mfu_of(done: Outcome) -> list[float]:
+    return [record["extra"]["mfu"] for record in done.of("metric")]
+
+
+class TestFacts:
+    def test_without_a_known_peak_there_is_no_mfu_and_the_facts_say_so(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        done = completed(forks.run(make_job(tmp_path, tiny_model, chats, **METHODS["full"], **COMMON)))
+        facts = done.of("config")[0]["facts"]
+        assert facts["peak_tflops"] is None and facts["flops_not_counted"] is None
+        assert facts["flops_per_token"] == facts["flops_per_token_hardware"] > 6 * 20_000
+        assert all("mfu" not in record["extra"] for record in done.of("metric"))
+        assert "operations of a trained token" in (done.output / "README.md").read_text()
+
+    @pytest.mark.parametrize("packing", [False, True])
+    def test_mfu_follows_from_the_facts_and_the_time(
+        self, packing: bool, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        config = METHODS["lora"] | COMMON | {"packing": packing, "extra": {"peak_tflops": 0.001}}
+        done = completed(forks.run(make_job(tmp_path, tiny_model, chats, **config)))
+        facts = done.of("config")[0]["facts"]
+        for mfu, record in zip(mfu_of(done), done.of("metric"), strict=True):
+            about = facts["flops_per_token"] * record["extra"]["tokens_per_second"] / 1e9
+            assert mfu == pytest.approx(about, rel=0.1)
+
+    @pytest.mark.parametrize("method", ["dpo", "reward", "rlhf"])
+    def test_every_method_has_them(self, method: str, forks: Forks, tiny_model: Path, tmp_path: Path) -> None:
+        rows = make_prompts(tmp_path / "r", 16) if method == "rlhf" else make_pairs(tmp_path / "r", 16)
+        config: dict[str, Any] = COMMON | {
+            "method": method, "lora_r": 4, "max_steps": 2, "extra": {"peak_tflops": 0.001}, "max_seq_length": 128,
+        }  # fmt: skip
+        if method == "rlhf":
+            rewards = [{"type": "length", "max": 5}]
+            config["rlhf"] = {"rewards": rewards, "num_generations": 2, "max_completion_length": 8, "beta": 0.1}
+        form = "prompt" if method == "rlhf" else "preference"
+        done = completed(forks.run(make_job(tmp_path, tiny_model, rows, data_format=form, **config)))
+        facts = done.of("config")[0]["facts"]
+        assert all(mfu > 0 for mfu in mfu_of(done))
+        assert ("generating" in (facts["flops_not_counted"] or "")) == (method == "rlhf")
+
+
+class TestGpuMemory:
+    def test_every_metric_has_the_present_memory_and_the_peak_since_the_last(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        device = {"now": 0, "peak": 0}
+
+        def use(megabytes: int) -> None:
+            device["now"] = megabytes << 20
+            device["peak"] = max(device["peak"], device["now"])
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: device["now"])
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: device["now"])
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: device["peak"])
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: device.update(peak=device["now"]))
+        gpu = memory.GpuMemory()
+        use(900)
+        use(100)
+        assert gpu.phase() == {"allocated_mb": 100.0, "reserved_mb": 100.0, "peak_mb": 900.0}
+        use(300)
+        assert gpu.take() == (900.0, {"gpu_memory_current_mb": 300.0})
+        use(200)
+        assert gpu.take() == (300.0, {"gpu_memory_current_mb": 200.0})
+        assert gpu.take() == (200.0, {"gpu_memory_current_mb": 200.0})
+
+    def test_without_a_gpu_there_is_none(self) -> None:
+        if not torch.cuda.is_available():
+            assert memory.GpuMemory().take() == (None, {})
+
+    def test_a_profile_on_a_gpu_has_each_phase_and_every_allocation(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        peaks, calls = count(1), []
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: next(peaks) << 20)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+        monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **given: calls.append(given))
+        monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"pickled"))
+        config = TrainingConfig(base_model="tiny", extra={"memory_profile": True})
+        silent: Any = type("Silent", (), {"message": lambda self, line: None})()
+        run = Run(
+            {"output_dir": str(tmp_path), "attempt": 1}, config, set(), Machine(kind="cuda"), silent, silent, silent
+        )
+        profiler = memory.MemoryProfiler(run, memory.GpuMemory())
+        state, nothing = TrainerState(global_step=1), None
+        profiler.on_train_begin()
+        profiler.on_step_begin()
+        profiler.on_pre_optimizer_step()
+        profiler.on_step_end(nothing, state, TrainerControl())  # type: ignore[arg-type]
+        profiler.on_train_end()
+        (output := tmp_path / "output").mkdir()
+        memory.write_profile(run, output)
+        (step,) = json.loads((output / "memory_profile.json").read_text())["steps"]
+        assert (step["forward_backward"]["peak_mb"], step["optimizer"]["peak_mb"]) == (2.0, 3.0)
+        assert (output / "memory_snapshot.pickle").read_bytes() == b"pickled"
+        assert [list(given) for given in calls] == [["max_entries"], ["enabled"]]
+
+
+class TestDistributions:
+    def test_they_are_those_of_all_numbers_together(self) -> None:
+        found = Distribution()
+        numbers = torch.tensor([0.0, 1.0, -1.5, 2.0**-40, 1e9, -1e9, 0.5], dtype=torch.bfloat16)
+        found.add(numbers[:3])
+        found.add(numbers[3:])
+        told = found.told()
+        exact = numbers.double()
+        assert (told["count"], told["min"], told["max"]) == (7, float(exact.min()), float(exact.max()))
+        assert told["mean"] == pytest.approx(float(exact.mean()))
+        assert told["std"] == pytest.approx(float(exact.std(correction=0)))
+        ends = [*EDGES[1:], float("inf")]
+        for low, high, held in zip(EDGES, ends, told["bins"], strict=True):
+            assert held == int(((exact >= low) & (exact < high)).sum())
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_a_run_with_everything_told_is_the_same_to_the_last_bit_and_resumes_with_it(
+        self, method: str, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        config = METHODS[method] | COMMON
+        told = config | {"extra": {"distributions_steps": 1, "memory_profile": True}}
+        plain = completed(forks.run(make_job(tmp_path / "1", tiny_model, chats, **config)))
+        watched = completed(forks.run(make_job(tmp_path / "2", tiny_model, chats, **told)))
+        assert watched.steps == plain.steps
+        assert not (plain.output / "distributions.jsonl").exists()
+        assert not (plain.output / "memory_profile.json").exists()
+        messages = " ".join(record["line"] for record in watched.of("message"))
+        assert "`distributions.jsonl`" in messages and "`memory_profile.json`" in messages
+
+        whole = lines(watched.output / "distributions.jsonl")
+        assert [line["step"] for line in whole] == [1, 2, 3, 4]
+        trained = watched.of("config")[0]["facts"]["parameters_trainable"]
+        for line in whole:
+            groups = line["groups"].values()
+            assert sum(group["weights"]["count"] for group in groups) == trained
+            assert all(sum(of["bins"]) == of["count"] for group in groups for of in group.values())
+            assert any(group["gradients"]["std"] > 0 for group in groups)
+        assert not any(part.isdigit() for name in whole[0]["groups"] for part in name.split("."))
+
+        resumed = {"attempt": 2, "output_dir": str(tmp_path / "2" / "a2"), "resume_from": watched.checkpoint(2)}
+        (tmp_path / "2" / "a2").mkdir()
+        again = completed(forks.run(watched.job | resumed))
+        assert lines(again.output / "distributions.jsonl") == whole
+        profile = json.loads((again.output / "memory_profile.json").read_text())
+        assert [(one["step"], one["attempt"]) for one in profile["steps"]] == [(1, 1), (2, 1), (3, 2), (4, 2)]
+        assert all(one["optimizer"]["rss_mb"] > 10 for one in profile["steps"])

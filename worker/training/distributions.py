@@ -1,0 +1,98 @@
+"""How weights and gradients are distributed: every so many steps a line for each kind of parameter, on request."""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from worker.training.run import Run
+from worker.training.state import DISTRIBUTIONS
+
+LOWEST, HIGHEST = -32, 8
+EDGES = [-math.inf, *(-(2.0**n) for n in range(HIGHEST, LOWEST - 1, -1)), *(2.0**n for n in range(LOWEST, HIGHEST + 1))]
+"""Lower edges of the bins, the same in every record: powers of two on either side of zero, which is in the middle."""
+MOST_GROUPS = 200
+_CHUNK = 2**22
+"""Numbers looked at together: a large embedding is not to need its size in memory once more."""
+
+
+class Distribution:
+    """Count, mean, standard deviation, extremes and histogram of numbers that come in pieces."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._sum = self._squares = 0.0
+        self._min, self._max = math.inf, -math.inf
+        self._bins = torch.zeros(len(EDGES), dtype=torch.int64)
+
+    def add(self, numbers: torch.Tensor) -> None:
+        """Take in all elements of a tensor, which stays as it is."""
+        edges = torch.tensor(EDGES[1:], dtype=torch.float32, device=numbers.device)
+        for chunk in numbers.detach().reshape(-1).split(_CHUNK):
+            piece = chunk.float()
+            wide = piece.double()
+            bins = torch.bucketize(piece, edges, right=True)
+            self._bins += torch.bincount(bins, minlength=len(EDGES)).cpu()
+            self._count += piece.numel()
+            self._sum += float(wide.sum())
+            self._squares += float(wide.square().sum())
+            self._min, self._max = min(self._min, float(piece.min())), max(self._max, float(piece.max()))
+
+    def told(self) -> dict[str, Any]:
+        """As part of a record; `bins[i]` are the numbers from `edges[i]` up to the next edge."""
+        mean = self._sum / self._count
+        return {
+            "count": self._count,
+            "mean": mean,
+            "std": math.sqrt(max(self._squares / self._count - mean**2, 0.0)),
+            "min": self._min,
+            "max": self._max,
+            "bins": self._bins.tolist(),
+        }
+
+
+class DistributionWatcher(TrainerCallback):  # type: ignore[misc]
+    """Looks at what trains just before the optimizer does: gradients as it takes them (clipped), weights as they were.
+
+    Parameters of one name in all layers are one group. Reads only, and draws no random number.
+    """
+
+    def __init__(self, run: Run, every: int) -> None:
+        self._run = run
+        self._every = every
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._run.report.message(
+            f"Distributions of weights and gradients, every {self._every} steps, come with the output as "
+            f"`{DISTRIBUTIONS}`."
+        )
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any, **_: Any
+    ) -> None:
+        step = state.global_step + 1
+        if step % self._every:
+            return
+        groups: dict[str, dict[str, Distribution]] = {}
+        # Without clipping nothing takes the scale of float16 off the gradients before the optimizer does.
+        scaled = args.fp16 and not args.max_grad_norm
+        for group, parameter in _trained(model):
+            if group not in groups and len(groups) >= MOST_GROUPS:
+                group = "others"
+            found = groups.setdefault(group, {})
+            found.setdefault("weights", Distribution()).add(parameter)
+            if parameter.grad is not None and not scaled:
+                found.setdefault("gradients", Distribution()).add(parameter.grad)
+            self._run.report.alive()
+        told = {group: {of: one.told() for of, one in found.items()} for group, found in groups.items()}
+        edges = [None, *EDGES[1:]]  # JSON has no infinity
+        self._run.distributions.append({"step": step, "edges": edges, "groups": told})
+
+
+def _trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            yield re.sub(r"(?<=\.)\d+(?=\.)", "*", name), parameter

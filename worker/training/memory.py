@@ -1,0 +1,96 @@
+"""Memory of a run: now and at its peak for every metric, and of every step as a file, on request."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from worker.training.run import Run
+
+SNAPSHOT = "memory_snapshot.pickle"
+"""Every allocation on the GPU, for https://pytorch.org/memory_viz; a pickle, which is not to be loaded by others."""
+PROFILE = "memory_profile.json"
+_MOST_ALLOCATIONS = 100_000
+
+
+class GpuMemory:
+    """Memory of tensors on the GPU, in MiB; on a machine without one there is none to tell.
+
+    The peak is that since the last metric, although phases of a step may reset the counter in between.
+    """
+
+    def __init__(self) -> None:
+        self._peak = 0.0
+
+    def phase(self) -> dict[str, float]:
+        """Memory at the end of a phase, and the peak within it; the next phase begins."""
+        peak = torch.cuda.max_memory_allocated() / 2**20
+        self._peak = max(self._peak, peak)
+        torch.cuda.reset_peak_memory_stats()
+        return {
+            "allocated_mb": round(torch.cuda.memory_allocated() / 2**20, 1),
+            "reserved_mb": round(torch.cuda.memory_reserved() / 2**20, 1),
+            "peak_mb": round(peak, 1),
+        }
+
+    def take(self) -> tuple[float | None, dict[str, float]]:
+        """Peak since the last call, and the present memory by name."""
+        if not torch.cuda.is_available():
+            return None, {}
+        now = self.phase()["allocated_mb"]
+        peak, self._peak = round(self._peak, 1), 0.0
+        return peak, {"gpu_memory_current_mb": now}
+
+
+class MemoryProfiler(TrainerCallback):  # type: ignore[misc]
+    """Writes down the memory of every step: forward and backward together, and the optimizer.
+
+    On a GPU allocated, reserved and peak; on a CPU what the process has in memory.
+    """
+
+    def __init__(self, run: Run, gpu: GpuMemory) -> None:
+        self._run = run
+        self._gpu = gpu
+        self._cuda = run.machine.kind == "cuda"
+        self._every_allocation = self._cuda and run.config.trainer_options.memory_profile is True
+        self._forward_backward: dict[str, float] = {}
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        if self._every_allocation:
+            torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
+        self._run.report.message(
+            f"The memory of every step comes with the output, as `{PROFILE}`"
+            + (f", and the last {_MOST_ALLOCATIONS:,} allocations as `{SNAPSHOT}`." if self._every_allocation else ".")
+        )
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._now()
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self._forward_backward = self._now()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        phases = {"forward_backward": self._forward_backward, "optimizer": self._now()}
+        self._run.memory.append({"step": state.global_step, "attempt": self._run.job["attempt"], **phases})
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        if self._every_allocation:
+            torch.cuda.memory._dump_snapshot(str(self._run.folder / SNAPSHOT))
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _now(self) -> dict[str, float]:
+        if self._cuda:
+            return self._gpu.phase()
+        return {"rss_mb": round(psutil.Process().memory_info().rss / 2**20, 1)}
+
+
+def write_profile(run: Run, folder: Path) -> None:
+    """Put the memory of all steps into an output as one document, and the snapshot of a GPU beside it."""
+    steps = run.memory.records()
+    (folder / PROFILE).write_text(json.dumps({"unit": "MiB", "steps": steps}))
+    snapshot = run.folder / SNAPSHOT
+    if snapshot.exists():
+        snapshot.rename(folder / SNAPSHOT)

@@ -1,0 +1,172 @@
+"""Rows of a data set's file: read in its order, encoded many at a time, those that cannot be used named all at once."""
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+from worker.training.encoding import BadRow, Encoder
+from worker.training.failures import TrainingFailure
+
+_ROWS_AT_ONCE = 256
+_BYTES_AT_ONCE = 256 * 1024
+"""What is encoded in one call, which no stop request interrupts."""
+_THREADS = min(len(os.sched_getaffinity(0)), 8)
+"""More would wait for the one that reads the rows."""
+_BAD_ROWS_TOLD = 20
+_SECONDS_BETWEEN_PROGRESS = 0.5
+_UNUSABLE = (BadRow, KeyError, TypeError, IndexError)
+
+Progress = Callable[[int, int], None]
+"""Called with rows done and rows in all; may raise to stop."""
+
+Result = TypeVar("Result")
+
+
+def count_rows(path: str) -> int:
+    """Rows of a JSONL file; blank lines do not count."""
+    with open(path, "rb") as file:  # noqa: PTH123
+        return sum(1 for line in file if line.strip())
+
+
+def encoded(
+    path: str, encoder: Encoder[Result], *, chosen: list[int] | None, progress: Progress, purpose: str
+) -> Iterator[tuple[int, Result]]:
+    """Number (from 0) and encoding of the `chosen` rows (None: all) of a file, in its order.
+
+    `purpose` is what messages call the data.
+
+    Raises:
+        TrainingFailure: `bad_data` that names the rows which cannot be used, once all have been seen.
+    """
+    wanted = None if chosen is None else set(chosen)
+    total = count_rows(path) if chosen is None else len(chosen)
+    bad = _BadRows()
+    done = 0
+    told = 0.0
+
+    def counted() -> Iterator[_Row]:
+        nonlocal done, told
+        for row in _read(path, bad):
+            if wanted is None or row.number in wanted:
+                done += 1
+                if time.monotonic() - told > _SECONDS_BETWEEN_PROGRESS:
+                    told = time.monotonic()
+                    progress(done, total)
+                yield row
+
+    for number, result in _encoded(counted(), encoder, bad):
+        if not bad.count:
+            yield number, result
+    if bad.count:
+        raise TrainingFailure("bad_data", f"Rows of the {purpose} data cannot be used: {bad}")
+    progress(done, total)
+
+
+@dataclass
+class _BadRows:
+    """The first of the rows that cannot be used, and how many there are."""
+
+    count: int = 0
+    first: list[tuple[int, str]] = field(default_factory=list)
+
+    def note(self, line: int, why: str) -> None:
+        self.count += 1
+        # Found in groups, not quite in the order of the file.
+        self.first = sorted([*self.first, (line, why)])[:_BAD_ROWS_TOLD]
+
+    def __str__(self) -> str:
+        more = "" if self.count <= _BAD_ROWS_TOLD else f" (and {self.count - _BAD_ROWS_TOLD} more)"
+        return "; ".join(f"line {line}: {why}" for line, why in self.first) + more
+
+
+class _Row(NamedTuple):
+    number: int
+    """Among the rows, from 0."""
+    line: int
+    """In the file, from 1."""
+    bytes: int
+    content: dict[str, Any]
+
+
+_Outcome: TypeAlias = tuple[_Row, Result | None, str | None]
+"""A row, and its encoding or why it has none."""
+
+
+def _read(path: str, bad: _BadRows) -> Iterator[_Row]:
+    number = 0
+    with open(path, "rb") as file:  # noqa: PTH123
+        for line, raw in enumerate(file, start=1):
+            if not raw.strip():
+                continue
+            number += 1
+            try:
+                row = json.loads(raw)
+            except (ValueError, RecursionError) as error:
+                bad.note(line, f"not JSON ({error})")
+                continue
+            if not isinstance(row, dict):
+                bad.note(line, "not an object")
+                continue
+            yield _Row(number - 1, line, len(raw), row)
+
+
+def _encoded(rows: Iterator[_Row], encoder: Encoder[Result], bad: _BadRows) -> Iterator[tuple[int, Result]]:
+    """Number and encoding of each row that can be used; while some are encoded, the next ones are read."""
+    under_way: deque[Future[list[_Outcome[Result]]]] = deque()
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="tokens") as pool:
+        try:
+            for group in _groups(rows, encoder, bad):
+                under_way.append(pool.submit(_encode, group, encoder))
+                if len(under_way) > _THREADS:
+                    yield from _usable(under_way.popleft().result(), bad)
+            while under_way:
+                yield from _usable(under_way.popleft().result(), bad)
+        finally:
+            for future in under_way:
+                future.cancel()
+
+
+def _groups(rows: Iterator[_Row], encoder: Encoder[Any], bad: _BadRows) -> Iterator[list[tuple[_Row, Any]]]:
+    """Rows that are encoded in one call, with what was prepared of each."""
+    group: list[tuple[_Row, Any]] = []
+    size = 0
+    for row in rows:
+        try:
+            group.append((row, encoder.prepare(row.content)))
+        except _UNUSABLE as error:
+            bad.note(row.line, _why(error))
+            continue
+        size += row.bytes
+        if len(group) == _ROWS_AT_ONCE or size > _BYTES_AT_ONCE:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _encode(group: list[tuple[_Row, Any]], encoder: Encoder[Result]) -> list[_Outcome[Result]]:
+    """Of each row its encoding, or why it has none."""
+    try:
+        found = encoder.encode([prepared for _, prepared in group])
+        return [(row, result, None) for (row, _), result in zip(group, found, strict=True)]
+    except _UNUSABLE as error:
+        if len(group) == 1:
+            return [(group[0][0], None, _why(error))]
+    return [_encode([one], encoder)[0] for one in group]  # which of them it was
+
+
+def _usable(outcomes: list[_Outcome[Result]], bad: _BadRows) -> Iterator[tuple[int, Result]]:
+    for row, result, why in outcomes:
+        if why is not None:
+            bad.note(row.line, why)
+        elif result is not None:
+            yield row.number, result
+
+
+def _why(error: Exception) -> str:
+    return f"field {error} is missing" if isinstance(error, KeyError) else str(error)
