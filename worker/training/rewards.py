@@ -29,9 +29,11 @@ from app.runs.rewards import (
     needs_answer,
 )
 
-__all__ = ["RewardFunction", "functions", "needs_answer"]
+__all__ = ["RewardFunction", "bad_answer", "functions", "needs_answer"]
 
 _SECONDS = 1.0
+_MOST_TIMEOUTS = 3
+"""In one call: a round has up to thousands of completions, and a second for each of them would be an hour."""
 _NUMBER = re.compile(
     r"(?:(?<![\w.)])[-+\N{MINUS SIGN}])?[$€£]?((?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
     r"(?:[eE][-+]?[0-9]+)?|\.[0-9]+)"
@@ -50,12 +52,20 @@ class _TimedOut(Exception):
     """A pattern or a schema of the user's took longer than it may."""
 
 
+def _nothing(*_: Any) -> None:
+    """For who wants to hear of nothing."""
+
+
 @dataclass
 class RewardFunction:
     """A reward as TRL calls it; `__name__` is what it is called in metrics."""
 
     name: str
     judge: Callable[[_Completion], float | None]
+    alive: Callable[[], None] = _nothing
+    """Called after each completion, since judging them all may take long."""
+    warn: Callable[[str], None] = _nothing
+    """Told once where judging takes too long again and again."""
     timeouts: int = field(default=0, init=False)
     """How many completions got 0 because judging them took too long."""
 
@@ -72,28 +82,57 @@ class RewardFunction:
     ) -> list[float | None]:
         """One reward for each completion, a text or a list of messages; None where there is no answer to go by."""
         answers = answer if answer is not None else [None] * len(completions)
-        return [
-            self._of(_Completion(_text(completion), tokens, expected))
-            for completion, tokens, expected in zip(completions, completion_ids, answers, strict=True)
-        ]
+        given_up_at = self.timeouts + _MOST_TIMEOUTS
+        found: list[float | None] = []
+        for completion, tokens, expected in zip(completions, completion_ids, answers, strict=True):
+            given_up = self.timeouts >= given_up_at
+            found.append(0.0 if given_up else self._of(_Completion(_text(completion), tokens, expected)))
+            self.alive()
+        return found
 
     def _of(self, completion: _Completion) -> float | None:
         try:
             return self.judge(completion)
         except _TimedOut:
             self.timeouts += 1
+            # Counted over all calls: one of few completions would never get so far.
+            if self.timeouts == _MOST_TIMEOUTS:
+                self.warn(
+                    f"Reward `{self.name}` took longer than {_SECONDS:g} second to judge each of {_MOST_TIMEOUTS} "
+                    "completions: its pattern or schema is too slow for what the model writes. These got 0 from it, "
+                    f"and in each round the rest will after {_MOST_TIMEOUTS} such completions. Stop this run and start "
+                    "one whose pattern repeats nothing that is repeated, as `(a+)+` does, or without this reward."
+                )
             return 0.0
 
 
-def functions(rewards: Sequence[Reward], tokenizer: Any) -> list[RewardFunction]:
+def functions(
+    rewards: Sequence[Reward],
+    tokenizer: Any,
+    alive: Callable[[], None] = _nothing,
+    warn: Callable[[str], None] = _nothing,
+) -> list[RewardFunction]:
     """A function for each reward that is not a model, in their order; weights are not in them.
 
-    `tokenizer` tells which tokens are special: of it `all_special_ids` is asked.
+    `tokenizer` tells which tokens are special: of it `all_special_ids` is asked. `alive` is called after every
+    completion, and `warn` told of a reward that is too slow, once.
     """
-    named = zip(names(rewards), rewards, strict=True)
     return [
-        RewardFunction(name, _judge(reward, tokenizer)) for name, reward in named if not isinstance(reward, ModelReward)
+        RewardFunction(name, _judge(reward, tokenizer), alive, warn)
+        for name, reward in zip(names(rewards), rewards, strict=True)
+        if not isinstance(reward, ModelReward)
     ]
+
+
+def bad_answer(rewards: Sequence[Reward], answer: str | None) -> str | None:
+    """Why completions cannot be held against the `answer` of a row, or None where they can or need not be."""
+    if not needs_answer(rewards):
+        return None
+    if not isinstance(answer, str):
+        return "it has no `answer`, and a reward compares with it"
+    if _number(answer) is None and any(isinstance(reward, NumericMatchReward) for reward in rewards):
+        return f"its `answer` {answer[:100]!r} holds no number, and the reward `numeric_match` compares with one"
+    return None
 
 
 def _judge(reward: Reward, tokenizer: Any) -> Callable[[_Completion], float | None]:
