@@ -126,8 +126,8 @@ def _wrong_with_schema(text: str) -> str | None:
     except (RecursionError, ArithmeticError, ValueError) as error:
         return f"is not a JSON Schema: {error}"
     for keyword, value in _keywords({name: value for name, value in schema.items() if name != "$schema"}):
-        if keyword in ("$schema", "$id", "$dynamicRef", "unevaluatedProperties"):
-            # These move what a reference means; the last matches patterns where no time limit reaches.
+        if keyword in ("$schema", "$id", "$dynamicRef", "unevaluatedItems", "unevaluatedProperties"):
+            # These move what a reference means; the last two do what no time limit reaches.
             return f"cannot hold `{keyword}`"
         if keyword == "$ref" and isinstance(value, str) and not _is_in(schema, value):
             return f"has a `$ref` to {value[:100]!r}; it can be to `#` or to what there is below `#/$defs/`"

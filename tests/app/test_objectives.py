@@ -192,6 +192,7 @@ BAD: list[tuple[Any, str, str, str]] = [
     ({"type": "json_schema", "schema": {"$ref": "#/$defs/gone"}}, ".schema", "bad_schema", "gone"),
     ({"type": "json_schema", "schema": {"$ref": "#/title", "title": "a"}}, ".schema", "bad_schema", "$ref"),
     ({"type": "json_schema", "schema": {"items": {"$id": "b"}}}, ".schema", "bad_schema", "$id"),
+    ({"type": "json_schema", "schema": {"unevaluatedItems": False}}, ".schema", "bad_schema", "unevaluatedItems"),
     ({"type": "json_schema", "schema": {"$schema": "http://json-schema.org/draft-07/schema#"}}, ".schema",
      "bad_schema", "2020-12"),
     ({"type": "json_schema", "schema": {"title": "a" * 20_000}}, ".schema", "bad_schema", "20,000"),

@@ -38,7 +38,8 @@ _NUMBER = re.compile(
     r"(?:(?<![\w.)])[-+\N{MINUS SIGN}])?[$€£]?((?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
     r"(?:[eE][-+]?[0-9]+)?|\.[0-9]+)"
 )
-_JSON_BLOCK = re.compile(r"```json[^\n]*\n(.*?)```", re.DOTALL)
+# As in CommonMark without a backtick behind the language, of which a long line would be read again and again.
+_JSON_BLOCK = re.compile(r"```json[^\n`]*\n(.*?)```", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -279,12 +280,14 @@ class _BoundedSchema:
     """A schema that has to say within a second whether a document is valid."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
-        checks: dict[str, Any] = {
-            "$ref": self._reference,
+        own: dict[str, Any] = {
             "pattern": self._pattern,
             "patternProperties": self._pattern_properties,
             "additionalProperties": self._additional_properties,
+            "uniqueItems": self._unique_items,
         }
+        # A keyword takes as long as its value and the instance are; it is how often they meet that knows no bound.
+        checks = {name: self._in_time(check) for name, check in {**Draft202012Validator.VALIDATORS, **own}.items()}
         # Where a schema names its draft, the library would take its own checks for that in place of these.
         without_draft = {name: value for name, value in schema.items() if name != "$schema"}
         self._validator = extend(Draft202012Validator, checks)(without_draft)
@@ -295,11 +298,29 @@ class _BoundedSchema:
         self._ends = time.monotonic() + _SECONDS
         return bool(self._validator.is_valid(document))
 
-    def _reference(self, validator: Any, reference: str, instance: Any, schema: Any) -> Iterator[ValidationError]:
-        # Without a reference a schema takes as long as it is; with some it can take exponentially longer.
-        if time.monotonic() > self._ends:
+    def _in_time(self, check: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
+            self._still_in_time()
+            return check(validator, value, instance, schema)
+
+        return checked
+
+    def _still_in_time(self) -> float:
+        """How many seconds are left."""
+        left = self._ends - time.monotonic()
+        if left <= 0:
             raise _TimedOut
-        yield from Draft202012Validator.VALIDATORS["$ref"](validator, reference, instance, schema)
+        return left
+
+    def _unique_items(self, validator: Any, wanted: bool, instance: Any, schema: Any) -> Iterator[ValidationError]:
+        # The library's own compares each item with each other.
+        if wanted and isinstance(instance, list):
+            seen: set[str] = set()
+            for item in instance:
+                self._still_in_time()
+                seen.add(json.dumps(_canonical(item), sort_keys=True))
+            if len(seen) < len(instance):
+                yield ValidationError("has an item twice")
 
     def _pattern(self, validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[ValidationError]:
         if isinstance(instance, str) and not self._is_in(pattern, instance):
@@ -328,10 +349,17 @@ class _BoundedSchema:
                 yield name
 
     def _is_in(self, pattern: str, text: str) -> bool:
-        left = self._ends - time.monotonic()
-        if left <= 0:
-            raise _TimedOut
+        left = self._still_in_time()
         try:
             return regex.search(pattern, text, timeout=left) is not None
         except (TimeoutError, MemoryError):
             raise _TimedOut from None
+
+
+def _canonical(value: Any) -> Any:
+    """The value with `1.0` as `1`, which JSON Schema takes for the same."""
+    if isinstance(value, dict):
+        return {name: _canonical(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_canonical(inner) for inner in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value

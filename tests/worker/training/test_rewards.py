@@ -113,6 +113,19 @@ class TestJsonSchema:
         schema = {"properties": {"a": True}, "additionalProperties": {"type": "integer"}}
         assert judge({"type": "json_schema", "schema": schema}, '{"a": "x", "b": 1}', '{"b": "x"}') == [1, 0]
 
+    @pytest.mark.parametrize(
+        ("document", "given"),
+        [
+            ("[]", 1), ("[1, 2]", 1), ("[1, 1.0]", 0), ("[1, true]", 1), ("[0, false]", 1), ("[0, -0.0]", 0),
+            ('["1", 1]', 1), ('[{"a": 1, "b": [2]}, {"b": [2.0], "a": 1}]', 0), ("[[1, 2], [2, 1]]", 1),
+            ("[null, null]", 0), ('{"a": 1}', 1), ("[9007199254740993, 9007199254740992.0]", 1),
+            ('[[], {}, "", null]', 1), ("[[true], [1]]", 1),
+        ],
+    )  # fmt: skip
+    def test_items_are_the_same_as_json_schema_says(self, document: str, given: float) -> None:
+        assert judge({"type": "json_schema", "schema": {"uniqueItems": True}}, document) == [given]
+        assert judge({"type": "json_schema", "schema": {"uniqueItems": False}}, document) == [1]
+
 
 class TestLength:
     def test_within_bounds_it_is_one_and_falls_to_zero_over_the_slack(self) -> None:
@@ -172,6 +185,31 @@ class TestNothingHangs:
     )  # fmt: skip
     def test_a_catastrophic_schema_too(self, schema: dict[str, Any], document: Any) -> None:
         self.takes_a_second({"type": "json_schema", "schema": schema}, json.dumps(document))
+
+    @pytest.mark.parametrize(
+        ("schema", "given"),
+        [
+            ({"uniqueItems": True}, 1),
+            ({"items": {"properties": {"a": {"uniqueItems": True}}}, "uniqueItems": True}, 1),
+            # Each item two hundred times.
+            ({"allOf": [{"items": {"properties": {"a": {"type": "integer"}}}}] * 200}, 0),
+            ({"allOf": [{"items": {"additionalProperties": {"type": "integer"}}}] * 200}, 0),
+            ({"allOf": [{"contains": {"required": ["c"]}, "minContains": 0}] * 200}, 0),
+        ],
+        ids=["unique", "unique-within", "properties", "further-properties", "contains"],
+    )  # fmt: skip
+    def test_a_long_document_ends_soon_whatever_is_asked_of_it(self, schema: dict[str, Any], given: float) -> None:
+        (function,) = functions([reward(type="json_schema", schema=schema)], TOKENIZER)
+        document = json.dumps([{"a": at, "b": -at} for at in range(20_000)])
+        started = time.monotonic()
+        assert function(["?"], [document], [[2]]) == [given]
+        assert time.monotonic() - started < 10
+        assert function.timeouts == (given == 0)
+
+    def test_a_long_line_of_opened_blocks_ends_soon(self) -> None:
+        started = time.monotonic()
+        assert judge({"type": "json_schema", "schema": {}}, "```json" * 20_000) == [0]
+        assert time.monotonic() - started < 5
 
     def test_a_schema_that_goes_round_in_circles_gives_nothing(self) -> None:
         assert judge({"type": "json_schema", "schema": {"$ref": "#"}}, "1") == [0]
