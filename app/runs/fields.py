@@ -127,10 +127,15 @@ class TrainerOptions(Strict):
         description="What the device can do at most, in 10^12 operations a second, for `mfu`; None: as known of it.",
     )
     distributions_steps: int | None = Field(
-        default=None, ge=1, le=100_000_000, description="Steps between two distributions of weights and gradients."
+        default=None,
+        ge=1,
+        le=100_000_000,
+        description="Steps between two distributions of weights and gradients; of more than 1,000 every second goes.",
     )
     memory_profile: bool | Literal["steps"] = Field(
-        default=False, description="Memory of every step as a file of the output; true: on a GPU every allocation too."
+        default=False,
+        description="Memory of every step as a file of the output (of more than 10,000 every second goes); true: on "
+        "a GPU every allocation too.",
     )
 
 

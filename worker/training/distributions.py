@@ -9,7 +9,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from worker.training.run import Run
-from worker.training.state import DISTRIBUTIONS
+from worker.training.state import DISTRIBUTIONS, MOST_RECORDS
 
 LOWEST, HIGHEST = -32, 8
 EDGES = [-math.inf, *(-(2.0**n) for n in range(HIGHEST, LOWEST - 1, -1)), *(2.0**n for n in range(LOWEST, HIGHEST + 1))]
@@ -42,14 +42,17 @@ class Distribution:
             self._min, self._max = min(self._min, float(piece.min())), max(self._max, float(piece.max()))
 
     def told(self) -> dict[str, Any]:
-        """As part of a record; `bins[i]` are the numbers from `edges[i]` up to the next edge."""
+        """As part of a record; `bins[i]` are the numbers from `edges[i]` up to the next edge.
+
+        What is not finite is null, since JSON has neither NaN nor infinity.
+        """
         mean = self._sum / self._count
         return {
             "count": self._count,
-            "mean": mean,
-            "std": math.sqrt(max(self._squares / self._count - mean**2, 0.0)),
-            "min": self._min,
-            "max": self._max,
+            "mean": _finite(mean),
+            "std": _finite(math.sqrt(max(self._squares / self._count - mean**2, 0.0))),
+            "min": _finite(self._min),
+            "max": _finite(self._max),
             "bins": self._bins.tolist(),
         }
 
@@ -67,14 +70,14 @@ class DistributionWatcher(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self._run.report.message(
             f"Distributions of weights and gradients, every {self._every} steps, come with the output as "
-            f"`{DISTRIBUTIONS}`."
+            f"`{DISTRIBUTIONS}`; whenever these are more than {MOST_RECORDS[DISTRIBUTIONS]:,}, every second one goes."
         )
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any, **_: Any
     ) -> None:
         step = state.global_step + 1
-        if step % self._every:
+        if step % self._every or not self._run.distributions.wants(step):
             return
         groups: dict[str, dict[str, Distribution]] = {}
         # Without clipping nothing takes the scale of float16 off the gradients before the optimizer does.
@@ -90,6 +93,10 @@ class DistributionWatcher(TrainerCallback):  # type: ignore[misc]
         told = {group: {of: one.told() for of, one in found.items()} for group, found in groups.items()}
         edges = [None, *EDGES[1:]]  # JSON has no infinity
         self._run.distributions.append({"step": step, "edges": edges, "groups": told})
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
 
 
 def _trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -9,6 +9,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from worker.training.run import Run
+from worker.training.state import MEMORY, MOST_RECORDS
 
 SNAPSHOT = "memory_snapshot.pickle"
 """Every allocation on the GPU, for https://pytorch.org/memory_viz; a pickle, which is not to be loaded by others."""
@@ -62,7 +63,8 @@ class MemoryProfiler(TrainerCallback):  # type: ignore[misc]
         if self._every_allocation:
             torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
         self._run.report.message(
-            f"The memory of every step comes with the output, as `{PROFILE}`"
+            f"The memory of every step comes with the output, as `{PROFILE}` (whenever these are more than "
+            f"{MOST_RECORDS[MEMORY]:,}, every second one goes)"
             + (f", and the last {_MOST_ALLOCATIONS:,} allocations as `{SNAPSHOT}`." if self._every_allocation else ".")
         )
 
@@ -90,7 +92,7 @@ class MemoryProfiler(TrainerCallback):  # type: ignore[misc]
 def write_profile(run: Run, folder: Path) -> None:
     """Put the memory of all steps into an output as one document, and the snapshot of a GPU beside it."""
     steps = run.memory.records()
-    (folder / PROFILE).write_text(json.dumps({"unit": "MiB", "steps": steps}))
+    (folder / PROFILE).write_text(json.dumps({"unit": "MiB", "steps": steps}, allow_nan=False))
     snapshot = run.folder / SNAPSHOT
     if snapshot.exists():
         snapshot.rename(folder / SNAPSHOT)

@@ -1,7 +1,9 @@
 """What a run remembers beside the trainer's own state: saved in every checkpoint, restored on resume."""
 
 import json
+import math
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ FILE = "anneal_state.json"
 METRICS = "metrics.jsonl"
 DISTRIBUTIONS = "distributions.jsonl"
 MEMORY = "memory_profile.jsonl"
+MOST_RECORDS = {DISTRIBUTIONS: 1000, MEMORY: 10_000}
+"""What is written at every step goes into every checkpoint, and a run may have millions of steps."""
 
 
 @dataclass
@@ -86,10 +90,15 @@ class History:
     """A file of an attempt with a line for each thing of a kind since the first step of the training.
 
     `metrics.jsonl` has metrics and evaluations. On disk and never in memory, since a long run has very many.
+    Of those with a bound every second line goes when it is reached, and so on: the rest stays evenly spaced.
     """
 
     def __init__(self, folder: Path, name: str = METRICS) -> None:
         self._path = folder / name
+        self._most = MOST_RECORDS.get(name)
+        self._count = 0
+        self._spacing = 1
+        """Steps that this power of two divides are kept."""
 
     def begin(self, checkpoint: Path | None) -> None:
         """Start with the lines of a checkpoint, or with none."""
@@ -97,11 +106,42 @@ class History:
             self._path.unlink(missing_ok=True)
         else:
             shutil.copyfile(checkpoint / self._path.name, self._path)
+        if self._most is not None:
+            steps = [json.loads(line)["step"] for line in self._lines()]
+            self._count = len(steps)
+            # The spacing shows in what is left, of which there is always more than a quarter.
+            common = math.gcd(*steps)
+            self._spacing = common & -common if len(steps) > self._most // 4 else 1
+
+    def wants(self, step: int) -> bool:
+        """Whether a line about this step would be kept."""
+        return step % self._spacing == 0
 
     def append(self, record: dict[str, Any]) -> None:
-        """Add a line; floats survive exactly."""
+        """Add a line, if it is wanted; floats survive exactly."""
+        if self._most is not None and not self.wants(record["step"]):
+            return
         with self._path.open("a") as file:
             file.write(json.dumps(record) + "\n")
+        self._count += 1
+        while self._most is not None and self._count > self._most and self._spacing <= record["step"]:
+            self._spacing *= 2
+            self._thin()
+
+    def _thin(self) -> None:
+        thinned = self._path.with_suffix(".thinned")
+        self._count = 0
+        with thinned.open("w") as file:
+            for line in self._lines():
+                if self.wants(json.loads(line)["step"]):
+                    file.write(line)
+                    self._count += 1
+        thinned.replace(self._path)
+
+    def _lines(self) -> Iterator[str]:
+        if self._path.exists():
+            with self._path.open() as file:
+                yield from file
 
     def copy_to(self, folder: Path) -> None:
         """Put all lines so far into a checkpoint or an output; without any, an empty file."""

@@ -1,7 +1,8 @@
 """What a run tells of itself changes nothing in it: speed, memory, and on request distributions and a profile."""
 
 import json
-from itertools import count
+import math
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from worker.training import memory, throughput
 from worker.training.distributions import EDGES, Distribution
 from worker.training.flops import Flops
 from worker.training.run import Run
+from worker.training.state import DISTRIBUTIONS, MEMORY, MOST_RECORDS, History
 
 COMMON: dict[str, Any] = {
     "max_seq_length": 64, "learning_rate": 1e-3, "max_steps": 4, "logging_steps": 2, "batch_size": 2, "save_steps": 2,
@@ -181,6 +183,47 @@ class TestGpuMemory:
         assert [list(given) for given in calls] == [["max_entries"], ["enabled"]]
 
 
+class TestHistory:
+    @pytest.mark.parametrize("every", [1, 3, 8])
+    def test_however_long_a_run_what_is_written_at_its_steps_is_bounded_and_evenly_spaced(
+        self, every: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setitem(MOST_RECORDS, DISTRIBUTIONS, 20)
+        history = History(tmp_path, DISTRIBUTIONS)
+        history.begin(None)
+        for step in range(every, 1000 * every, every):
+            history.append({"step": step})
+            steps = [record["step"] for record in history.records()]
+            assert len(steps) <= 20 and len(steps) >= min(step // every, 10)
+            assert len({later - earlier for earlier, later in pairwise(steps)}) <= 1
+            assert step - steps[-1] < (steps[1] - steps[0] if len(steps) > 1 else 1)
+
+    @pytest.mark.parametrize("saved", [1, 4, 19, 20, 21, 39, 40, 41, 63, 200, 333])
+    def test_a_resumed_run_keeps_what_an_uninterrupted_one_keeps(
+        self, saved: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setitem(MOST_RECORDS, MEMORY, 20)
+        for name in ("one", "two", "checkpoint"):
+            (tmp_path / name).mkdir()
+        whole, resumed = History(tmp_path / "one", MEMORY), History(tmp_path / "two", MEMORY)
+        whole.begin(None)
+        for step in range(1, 500):
+            whole.append({"step": step})
+            if step == saved:
+                whole.copy_to(tmp_path / "checkpoint")
+        resumed.begin(tmp_path / "checkpoint")
+        for step in range(saved + 1, 500):
+            resumed.append({"step": step})
+        assert resumed.records() == whole.records()
+
+    def test_metrics_have_no_bound(self, tmp_path: Path) -> None:
+        history = History(tmp_path)
+        history.begin(None)
+        for step in range(2000):
+            history.append({"step": step})
+        assert len(history.records()) == 2000
+
+
 class TestDistributions:
     def test_they_are_those_of_all_numbers_together(self) -> None:
         found = Distribution()
@@ -195,6 +238,15 @@ class TestDistributions:
         ends = [*EDGES[1:], float("inf")]
         for low, high, held in zip(EDGES, ends, told["bins"], strict=True):
             assert held == int(((exact >= low) & (exact < high)).sum())
+
+    @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+    def test_what_is_not_finite_is_null_and_the_record_is_json(self, odd: float) -> None:
+        for numbers in ([1.0, odd, 2.0], [odd]):
+            found = Distribution()
+            found.add(torch.tensor(numbers))
+            told = json.loads(json.dumps(found.told(), allow_nan=False))
+            assert told["mean"] is None and told["std"] is None
+            assert told["count"] == len(numbers)
 
     @pytest.mark.parametrize("method", METHODS)
     def test_a_run_with_everything_told_is_the_same_to_the_last_bit_and_resumes_with_it(
