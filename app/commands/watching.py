@@ -94,6 +94,8 @@ class Seen:
     status: str
     step: int
     total: int | None
+    learns_from_rewards: bool = False
+    """Then what counts of an evaluation is the reward, and its loss says little."""
     loss: float | None = None
     evaluated: float | None = None
     phase: str = ""
@@ -103,7 +105,8 @@ class Seen:
     def of(cls, run: "RunRead") -> "Seen":
         """As the run stands when the watching begins."""
         last = run.metrics_history[-1].loss if run.metrics_history else None
-        return cls(run.id, run.name, run.status, run.current_step, run.total_steps, loss=last)
+        rewarded = run.config.get("method") == "rlhf"
+        return cls(run.id, run.name, run.status, run.current_step, run.total_steps, rewarded, loss=last)
 
     def take(self, event: Event) -> str | None:
         """Take in an event; answers a line where it is one to be told anyway."""
@@ -117,7 +120,7 @@ class Seen:
             if event.loss is not None:
                 self.loss = self.curve[event.step] = event.loss
         elif isinstance(event, EvalEvent):
-            found = event.metrics.get("eval_loss")
+            found = event.metrics.get("eval_reward" if self.learns_from_rewards else "eval_loss")
             self.evaluated = found if isinstance(found, int | float) else self.evaluated
             return f"step {event.step}  {'  '.join(_figures(event.metrics))}"
         elif isinstance(event, CheckpointEvent):
@@ -136,8 +139,9 @@ class Seen:
 
     @property
     def figures(self) -> str:
-        """The newest losses."""
-        return "  ".join(filter(None, (_loss(self.loss), _loss(self.evaluated, "held-out"))))
+        """The newest loss, and what the newest evaluation found."""
+        held_out = "held-out reward" if self.learns_from_rewards else "held-out"
+        return "  ".join(filter(None, (_loss(self.loss), _loss(self.evaluated, held_out))))
 
 
 def _figures(metrics: dict[str, Any]) -> Iterator[str]:

@@ -175,7 +175,11 @@ class TrainingConfig(Strict):
     )
 
     learning_rate: float = Field(default=2e-4, gt=0, le=10, description="Highest learning rate.")
-    batch_size: BatchSize = Field(default=4, description="Sequences (`rlhf`: completions) per device and micro-batch.")
+    batch_size: BatchSize = Field(
+        default=4,
+        description="Sequences per device and micro-batch; `rlhf`: completions, of which a whole round, `batch_size` x "
+        "`gradient_accumulation_steps`, is generated at once.",
+    )
     gradient_accumulation_steps: MicroBatches = Field(default=4, description="Micro-batches a step.")
     epochs: float = Field(default=3, gt=0, le=10_000, description="Passes over the data; may be a fraction.")
     max_steps: Steps | None = Field(default=None, description="Optimizer steps in all; wins over `epochs`.")
@@ -226,7 +230,10 @@ class TrainingConfig(Strict):
     time_limit_seconds: Seconds | None = Field(default=None, description="Save and stop after this long in training.")
     stop_at_step: Steps | None = Field(default=None, description="Save and stop after this step of the run.")
     early_stopping_patience: int | None = Field(
-        default=None, ge=1, le=10_000, description="Stop after so many evaluations without a better loss."
+        default=None,
+        ge=1,
+        le=10_000,
+        description="Stop after so many evaluations without a better loss (`rlhf`: reward).",
     )
     on_non_finite: Literal["stop", "rewind"] = Field(default="stop", description="When the loss is NaN or Inf.")
     on_spike: Literal["ignore", "stop", "rewind"] = Field(default="ignore", description="When the loss leaps.")

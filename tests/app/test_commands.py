@@ -20,7 +20,9 @@ from typer.testing import CliRunner
 
 from app import client
 from app.cli import cli
+from app.client.events import EvalEvent
 from app.client.transport import SyncTransport
+from app.commands.watching import Seen
 from app.db import sync_engine
 from app.errors import RETRY_SECONDS
 from app.storage import Storage
@@ -263,6 +265,16 @@ class TestFollowing:
         assert anneal("runs", "logs", "-f", trainer.run_id, code=code).stdout == ""
         if how == "failed":
             assert "internal: it broke" in watched.stdout
+
+    @pytest.mark.parametrize(
+        ("learns_from_rewards", "shown"), [(False, "loss 0.5000  held-out 2.0000"),
+                                           (True, "loss 0.5000  held-out reward 0.7500")],
+    )  # fmt: skip
+    def test_of_an_evaluation_what_the_method_goes_by_is_shown(self, learns_from_rewards: bool, shown: str) -> None:
+        seen = Seen("run_1", "counting", "running", 0, 10, learns_from_rewards, loss=0.5)
+        measured = {"eval_loss": 2.0, "eval_reward": 0.75}
+        seen.take(EvalEvent(type="eval", run_id="run_1", seq=1, step=5, metrics=measured))
+        assert seen.figures == shown
 
     def test_json_is_a_line_for_each_event(self, anneal: Anneal, trainer: Trainer) -> None:
         trainer.log("first", "second")
