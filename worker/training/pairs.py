@@ -101,8 +101,10 @@ class PromptEncoder:
         prompt, answer = row["prompt"], row.get("answer")
         if self._needs_answer and not isinstance(answer, str):
             raise BadRow("it has no `answer`, and a reward compares with it")
+        if row.get("tools"):
+            raise BadRow("it has `tools`, which the trainer does not show to the model: write them into the prompt")
         is_text = isinstance(prompt, str)
-        text = prompt if is_text else self._texts.rendered(prompt, row.get("tools"), add_generation_prompt=True)
+        text = prompt if is_text else self._texts.rendered(prompt, None, add_generation_prompt=True)
         return {"prompt": prompt, "answer": answer}, text
 
     def encode(self, prepared: Sequence[tuple[dict[str, Any], str]]) -> list[tuple[dict[str, Any], Ints]]:
@@ -136,7 +138,7 @@ class Texts:
 
 
 def converse(path: str) -> bool:
-    """Whether the prompts of a file are messages, not texts; told by its first row, as all rows are of one kind."""
+    """Whether the prompts of a file are messages, not texts; told by its first row."""
     try:
         with open(path, "rb") as file:  # noqa: PTH123
             first = next((raw for raw in file if raw.strip()), b"{}")
@@ -279,7 +281,7 @@ class _Table:
     def add(self, number: int, columns: dict[str, Ints]) -> None:
         for name, ids in columns.items():
             self._columns[name].append(ids)
-            self.tokens += len(ids)
+            self.tokens += len(ids) * (2 if name == "prompt_ids" else 1)  # it stands before either answer
             self.highest_id = max(self.highest_id, int(ids.max(initial=0)))
         self._columns["rows"].append([number])
         self.rows += 1
