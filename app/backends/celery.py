@@ -1,5 +1,6 @@
 """Runs on our own workers, on this machine or on any that shares database, broker and storage."""
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ class CeleryBackend(TrainingBackend):
         name = self.capabilities.name
         async with self._sessions() as session:
             machines = await online_machines(session, self._around.settings, name, self.rules)
-        problems, _ = config_problems(self.rules, config, machines=machines)
+        problems, _ = await asyncio.to_thread(config_problems, self.rules, config, machines=machines)
         return problems
 
     async def launch(self, run: TrainingRun, dataset_path: Path, output_dir: Path) -> str:

@@ -91,7 +91,10 @@ async def examine(
         _check_answers(request.config, name, item, found)
     machines = await online_machines(session, settings, request.backend, rules)
     data_format = dataset.format if dataset else None
-    wrong, machine = config_problems(rules, request.config, request.eval_dataset_id is not None, data_format, machines)
+    # In a thread, here and below: long schemas take a second, in which others are to be served.
+    wrong, machine = await asyncio.to_thread(
+        config_problems, rules, request.config, request.eval_dataset_id is not None, data_format, machines
+    )
     told = {problem.field for problem in wrong}
     wrong += [one for one in await destination_problems(session, settings, request.config) if one.field not in told]
     found.errors += [_about_config(problem) for problem in wrong]
@@ -108,7 +111,7 @@ async def examine(
             )
         )
     if not found.errors:
-        _resolve(request.config, machine, found)
+        await asyncio.to_thread(_resolve, request.config, machine, found)
     return found
 
 

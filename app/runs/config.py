@@ -220,7 +220,7 @@ def _replacements(config: TrainingConfig, given: set[str], machine: Machine, fou
 _CHOICES = {"gradient_checkpointing": '"auto"', "memory_profile": '"steps"'}
 """Fields that are true, false, or this."""
 _NO_TYPE = {"union_tag_invalid": "unknown_value", "union_tag_not_found": "missing"}
-_OWN_CODES = ("bad_pattern", "bad_schema", "bad_bounds", "bad_count")
+_OWN_CODES = ("bad_pattern", "bad_schema", "bad_bounds", "bad_count", "out_of_range")
 """Of checks of our own, whose message is the whole sentence."""
 _CODES = {
     "missing": "missing", "extra_forbidden": "unknown_field", "literal_error": "unknown_value",

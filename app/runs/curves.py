@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.errors import not_found
 from app.events.log import MEASURED
 from app.runs.metrics import Points, all_points
-from app.runs.rollups import MOST_STEP, highest_level, points_of, step_of, values
+from app.runs.rollups import MOST_STEP, VALUES, highest_level, points_of, step_of, values
 from app.runs.schemas import Series
 
 READS_AT_A_TIME = 2
@@ -245,7 +245,8 @@ class _Reading:
         # In one piece: to parse each by itself takes three times as long.
         texts = [row.extents for row in rows if row.extents]
         for series in json.loads(f"[{','.join(texts)}]"):
-            for name, (first, at_first, low, lowest, high, highest, last, at_last) in series.items():
+            for name, extent in series.items():
+                first, at_first, low, lowest, high, highest, last, at_last = extent[:VALUES]
                 points = self.points.setdefault(name, {})
                 if lowest is None:
                     points[first] = at_first  # of nothing but gaps there is one to show

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, StringConstraints
 
 from app.runs.counts import COUNT, SECONDS
-from app.runs.rewards import ModelName, Reward, Strict
+from app.runs.rewards import ModelName, Rewards, Strict
 
 
 class TrainingMethod(StrEnum):
@@ -86,8 +86,8 @@ class RlhfOptions(Strict):
     """Reinforcement learning from rewards; for method `rlhf` only."""
 
     algorithm: Literal["grpo", "rloo"] = Field(default="grpo", description="How a completion is held against others.")
-    rewards: list[Reward] = Field(
-        default_factory=list, max_length=20, description="What a completion is rewarded for: the weighted sum of these."
+    rewards: Rewards = Field(
+        default_factory=list, description="What a completion is rewarded for: the weighted sum of these."
     )
     num_generations: int = Field(
         default=8, ge=2, le=1024, description="Completions of a prompt that are held against each other."

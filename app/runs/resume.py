@@ -1,5 +1,6 @@
 """Going on with a run that has ended, as a new run."""
 
+import asyncio
 import math
 from typing import Any
 
@@ -37,7 +38,7 @@ async def resume(
         return earlier
     parent = await _ended(session, run_id)
     sent = await destination_problems(session, around.settings, {**parent.config, **request.config})
-    config, given = _configuration(around, parent, request, sent)
+    config, given = await asyncio.to_thread(_configuration, around, parent, request, sent)
     if request.from_ == "start":
         if request.checkpoint_id is not None:
             message = 'cannot be given together with `"from": "start"`; choose one'

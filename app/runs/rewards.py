@@ -7,15 +7,20 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 from urllib.parse import unquote
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
 _MOST_CHARACTERS = 1000
 _MOST_UNROLLED = 100_000
 _MOST_SCHEMA_CHARACTERS = 20_000
+_MOST_BYTES = 64 * 1024
+"""Of all rewards together: half of what a trainer can tell in one record, where its configuration has to fit in."""
+_LONG = ("schema", "pattern", "extract", "sections", "model")
+"""What of a reward is as long as the user likes, and the same with all defaults written out."""
 _TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(?P<least>[0-9]{0,9})(?:,(?P<most>[0-9]{0,9}))?\}|.", re.DOTALL)
 """An escape, a class, a repetition, or one character."""
 _LITERAL_BRACE = re.compile(r"(?<!\\)\{(?!\d*,?\d*\})")
@@ -93,28 +98,36 @@ class _Weighted(Strict):
 
 def _checked_schema(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema, if completions can be judged by it without reading anything else and in bounded time."""
-    if reason := _wrong_with_schema(schema):
+    try:
+        text = json.dumps(schema, ensure_ascii=False)
+    except (RecursionError, TypeError, ValueError) as error:
+        reason: str | None = f"is not a JSON Schema: {error}"
+    else:
+        too_long = f"is too long: a schema has at most {_MOST_SCHEMA_CHARACTERS:,} characters"
+        reason = too_long if len(text) > _MOST_SCHEMA_CHARACTERS else _wrong_with_schema(text)
+    if reason:
         raise PydanticCustomError("bad_schema", "{reason}", {"reason": reason})
     return schema
 
 
-def _wrong_with_schema(schema: dict[str, Any]) -> str | None:
+# A configuration is validated several times on its way, and a long schema takes some tenths of a second.
+@lru_cache(maxsize=64)
+def _wrong_with_schema(text: str) -> str | None:
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError
 
-    if schema.get("$schema", _DRAFT) != _DRAFT:
-        return f"must be a schema of draft 2020-12: leave `$schema` out, or write {_DRAFT}"
     try:
-        if len(json.dumps(schema, ensure_ascii=False)) > _MOST_SCHEMA_CHARACTERS:
-            return f"is too long: a schema has at most {_MOST_SCHEMA_CHARACTERS:,} characters"
+        schema = json.loads(text)
+        if schema.get("$schema", _DRAFT) != _DRAFT:
+            return f"must be a schema of draft 2020-12: leave `$schema` out, or write {_DRAFT}"
         Draft202012Validator.check_schema(schema)
     except SchemaError as error:
         return f"is not a JSON Schema, at {error.json_path}: {error.message[:200]}"
     except (RecursionError, ArithmeticError, ValueError) as error:
         return f"is not a JSON Schema: {error}"
     for keyword, value in _keywords({name: value for name, value in schema.items() if name != "$schema"}):
-        if keyword in ("$schema", "$id", "$dynamicRef", "unevaluatedProperties"):
-            # These move what a reference means; the last matches patterns where no time limit reaches.
+        if keyword in ("$schema", "$id", "$dynamicRef", "unevaluatedItems", "unevaluatedProperties"):
+            # These move what a reference means; the last two do what no time limit reaches.
             return f"cannot hold `{keyword}`"
         if keyword == "$ref" and isinstance(value, str) and not _is_in(schema, value):
             return f"has a `$ref` to {value[:100]!r}; it can be to `#` or to what there is below `#/$defs/`"
@@ -238,6 +251,26 @@ Reward = Annotated[
     Field(discriminator="type"),
 ]
 """One term of the reward."""
+
+
+def _not_too_long(rewards: Any) -> Any:
+    """The rewards as they came, if they are short enough to be looked at one by one."""
+    listed = rewards if isinstance(rewards, list) else []
+    long = [one[name] for one in listed if isinstance(one, dict) for name in _LONG if one.get(name) is not None]
+    try:
+        is_too_long = sum(len(json.dumps(value)) for value in long) > _MOST_BYTES
+    except RecursionError:
+        is_too_long = True
+    except (TypeError, ValueError):  # no JSON, which is said of its place
+        return rewards
+    if is_too_long:
+        message = "are too long: schemas, patterns and names of all rewards have at most {most} bytes of JSON together"
+        raise PydanticCustomError("out_of_range", message, {"most": f"{_MOST_BYTES:,}"})
+    return rewards
+
+
+Rewards = Annotated[list[Reward], Field(max_length=20), BeforeValidator(_not_too_long)]
+"""All terms of the reward."""
 WITH_ANSWER = ("exact_match", "numeric_match")
 """Types of rewards that hold a completion against the `answer` of its row."""
 

@@ -5,7 +5,7 @@ A *pass* is a stretch of an attempt in which steps only rise; a rewind begins th
 the level below. The last row of a level is rewritten as it fills, so every level covers all points at any time.
 
 A row holds an *extent* for each series: `[first_step, first, min_step, min, max_step, max, last_step, last]`, with null
-for a value that was no finite number.
+for a value that was no finite number. Rows of earlier versions have a ninth element, which nobody reads.
 """
 
 import json
@@ -26,6 +26,8 @@ NAMED = ("epoch", "loss", "learning_rate", "grad_norm", "gpu_memory_mb", "sample
 POINTS_OF_FIRST = 16
 ROWS_OF_NEXT = 4
 MOST_STEP = 2**53
+VALUES = 8
+"""What is read of an extent."""
 _LOWEST, _HIGHEST = -sys.float_info.max, sys.float_info.max
 _FLOATS, _NOTHING = {float}, {type(None)}
 

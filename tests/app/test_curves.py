@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Engine, delete, event, select, text, update
+from sqlalchemy.orm import Session
 
 from app.db import async_engine, session_maker, sync_engine
 from app.events.log import NewEvent, append
@@ -140,6 +141,19 @@ class TestTruth:
         part = series(shared_api, trainer.run_id, names="loss", from_step=low, to_step=high)["loss"]
         assert part["steps"] and low <= part["steps"][0] and part["steps"][-1] <= high
         assert all(stored["loss"][step] == value for step, value in zip(part["steps"], part["values"], strict=True))
+
+    def test_rows_of_earlier_versions_with_a_count_at_the_end_are_read(
+        self, shared_api: ApiServer, engine: Engine
+    ) -> None:
+        trainer = new_trainer(shared_api, engine)
+        train(trainer, random.Random(8), 300, 0)
+        queries: list[dict[str, Any]] = [{"max_points": 20}, {"max_points": 20, "names": "loss", "from_step": 7}]
+        before = [series(shared_api, trainer.run_id, **query) for query in queries]
+        with Session(engine) as session:
+            for row in session.scalars(select(MetricRollup).where(MetricRollup.run_id == trainer.run_id)):
+                row.series = {name: [*extent, row.points] for name, extent in row.series.items()}
+            session.commit()
+        assert [series(shared_api, trainer.run_id, **query) for query in queries] == before
 
     @pytest.mark.parametrize("seed", range(3))
     def test_roll_ups_count_of_odd_points_what_the_events_count(

@@ -1,12 +1,14 @@
 """Configurations of `dpo`, `reward` and `rlhf`: what goes with these methods and what does not, rewards included."""
 
 import json
+import time
 import warnings
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 from pydantic import TypeAdapter
 
 from app.runs.config import Machine, TrainingConfig, given_fields, problems, resolve
@@ -190,6 +192,7 @@ BAD: list[tuple[Any, str, str, str]] = [
     ({"type": "json_schema", "schema": {"$ref": "#/$defs/gone"}}, ".schema", "bad_schema", "gone"),
     ({"type": "json_schema", "schema": {"$ref": "#/title", "title": "a"}}, ".schema", "bad_schema", "$ref"),
     ({"type": "json_schema", "schema": {"items": {"$id": "b"}}}, ".schema", "bad_schema", "$id"),
+    ({"type": "json_schema", "schema": {"unevaluatedItems": False}}, ".schema", "bad_schema", "unevaluatedItems"),
     ({"type": "json_schema", "schema": {"$schema": "http://json-schema.org/draft-07/schema#"}}, ".schema",
      "bad_schema", "2020-12"),
     ({"type": "json_schema", "schema": {"title": "a" * 20_000}}, ".schema", "bad_schema", "20,000"),
@@ -238,6 +241,34 @@ class TestRewards:
     def test_all_of_them_are_told_at_once(self) -> None:
         told = found(rlhf({"type": "regex", "pattern": "("}, ANSWER, {"type": "format"}))
         assert set(told) == {"rlhf.rewards.0.pattern", "rlhf.rewards.2.sections"}
+
+    def test_together_they_are_short_enough_to_be_judged_soon_and_told_whole(self) -> None:
+        schemas = [{"type": "json_schema", "schema": {"title": "a" * 19_900, "minimum": at}} for at in range(4)]
+        started = time.monotonic()
+        assert found(rlhf(*schemas[:3])) == {}
+        ((name, (code, message)),) = found(rlhf(*schemas)).items()
+        assert (name, code) == ("rlhf.rewards", "out_of_range") and "65,536 bytes" in message
+        assert set(found(rlhf(*schemas * 5))) == {"rlhf.rewards"}
+        assert time.monotonic() - started < 5
+
+    def test_what_is_short_enough_stays_so_with_all_defaults_written_out(self) -> None:
+        def patterns(spare: int) -> list[dict[str, Any]]:
+            many = [{"type": "exact_match", "extract": "\N{GRINNING FACE}" * 300} for _ in range(18)]
+            return [*many, {"type": "regex", "pattern": "a" * (64 * 1024 - 18 * (300 * 12 + 2) - 2 - spare)}]
+
+        longest = patterns(0)
+        kept = TrainingConfig.model_validate({"base_model": "tiny", **rlhf(*longest)}).model_dump(mode="json")
+        assert len(json.dumps(kept)) > 64 * 1024
+        assert TrainingConfig.model_validate(kept).model_dump(mode="json") == kept
+        assert set(found(rlhf(*patterns(-1)))) == {"rlhf.rewards"}
+
+    def test_a_schema_is_looked_at_once_however_often_a_configuration_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        looked = []
+        check = Draft202012Validator.check_schema
+        monkeypatch.setattr(Draft202012Validator, "check_schema", lambda schema: looked.append(1) or check(schema))
+        config = rlhf({"type": "json_schema", "schema": {"title": "looked at once"}})
+        assert [found(config) for _ in range(3)] == [{}] * 3
+        assert len(looked) == 1
 
     def test_each_has_a_name_of_its_own(self) -> None:
         kinds = ["length", "regex", "length", "length"]

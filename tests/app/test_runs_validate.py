@@ -1,5 +1,6 @@
 """Bad input gets a clear error and loses nothing: status, code and a sentence for each, and no run is made."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ from sqlalchemy import Engine
 from app.config import Settings
 from app.db import sync_engine
 from app.ids import new_id
+from app.runs import checks
 from app.storage import Storage
 from tests.factories import Trainer, count_runs, make_dataset, make_model, make_run
 from tests.rows import add_worker, run_row
@@ -299,6 +301,31 @@ class TestValidate:
         assert answer["effective_config"]["load_in_4bit"] is False
         assert answer["effective_config"]["lora_r"] is None
         assert count_runs(engine) == 0
+
+
+def test_while_a_configuration_is_judged_others_are_served(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    inline = []
+    judge = checks.problems
+
+    def judged(*given: Any, **more: Any) -> Any:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            inline.append(False)
+        else:
+            inline.append(True)
+        return judge(*given, **more)
+
+    monkeypatch.setattr(checks, "problems", judged)
+    with ThreadServer(settings) as api:
+        engine = sync_engine(settings.database_url or "", pool_size=0)
+        body = {"dataset_id": make_dataset(engine), "config": {"base_model": "org/model"}}
+        engine.dispose()
+        calls = [api.client.post("/v1/runs/validate", json=body), api.client.post("/v1/runs", json=body)]
+        run = f"/v1/runs/{calls[-1].json()['id']}"
+        calls += [api.client.post(f"{run}/stop"), api.client.post(f"{run}/resume", json={"from": "start"})]
+    assert all(answer.is_success for answer in calls), [answer.text for answer in calls]
+    assert len(inline) >= 3 and not any(inline)
 
 
 def test_a_model_that_the_operator_does_not_allow_is_refused_and_the_allowed_ones_are_named(settings: Settings) -> None:

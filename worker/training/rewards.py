@@ -29,14 +29,17 @@ from app.runs.rewards import (
     needs_answer,
 )
 
-__all__ = ["RewardFunction", "functions", "needs_answer"]
+__all__ = ["RewardFunction", "bad_answer", "functions", "needs_answer"]
 
 _SECONDS = 1.0
+_MOST_TIMEOUTS = 3
+"""In one call: a round has up to thousands of completions, and a second for each of them would be an hour."""
 _NUMBER = re.compile(
     r"(?:(?<![\w.)])[-+\N{MINUS SIGN}])?[$€£]?((?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
     r"(?:[eE][-+]?[0-9]+)?|\.[0-9]+)"
 )
-_JSON_BLOCK = re.compile(r"```json[^\n]*\n(.*?)```", re.DOTALL)
+# As in CommonMark without a backtick behind the language, of which a long line would be read again and again.
+_JSON_BLOCK = re.compile(r"```json[^\n`]*\n(.*?)```", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,20 @@ class _TimedOut(Exception):
     """A pattern or a schema of the user's took longer than it may."""
 
 
+def _nothing(*_: Any) -> None:
+    """For who wants to hear of nothing."""
+
+
 @dataclass
 class RewardFunction:
     """A reward as TRL calls it; `__name__` is what it is called in metrics."""
 
     name: str
     judge: Callable[[_Completion], float | None]
+    alive: Callable[[], None] = _nothing
+    """Called after each completion, since judging them all may take long."""
+    warn: Callable[[str], None] = _nothing
+    """Told once where judging takes too long again and again."""
     timeouts: int = field(default=0, init=False)
     """How many completions got 0 because judging them took too long."""
 
@@ -72,28 +83,57 @@ class RewardFunction:
     ) -> list[float | None]:
         """One reward for each completion, a text or a list of messages; None where there is no answer to go by."""
         answers = answer if answer is not None else [None] * len(completions)
-        return [
-            self._of(_Completion(_text(completion), tokens, expected))
-            for completion, tokens, expected in zip(completions, completion_ids, answers, strict=True)
-        ]
+        given_up_at = self.timeouts + _MOST_TIMEOUTS
+        found: list[float | None] = []
+        for completion, tokens, expected in zip(completions, completion_ids, answers, strict=True):
+            given_up = self.timeouts >= given_up_at
+            found.append(0.0 if given_up else self._of(_Completion(_text(completion), tokens, expected)))
+            self.alive()
+        return found
 
     def _of(self, completion: _Completion) -> float | None:
         try:
             return self.judge(completion)
         except _TimedOut:
             self.timeouts += 1
+            # Counted over all calls: one of few completions would never get so far.
+            if self.timeouts == _MOST_TIMEOUTS:
+                self.warn(
+                    f"Reward `{self.name}` took longer than {_SECONDS:g} second to judge each of {_MOST_TIMEOUTS} "
+                    "completions: its pattern or schema is too slow for what the model writes. These got 0 from it, "
+                    f"and in each round the rest will after {_MOST_TIMEOUTS} such completions. Stop this run and start "
+                    "one whose pattern repeats nothing that is repeated, as `(a+)+` does, or without this reward."
+                )
             return 0.0
 
 
-def functions(rewards: Sequence[Reward], tokenizer: Any) -> list[RewardFunction]:
+def functions(
+    rewards: Sequence[Reward],
+    tokenizer: Any,
+    alive: Callable[[], None] = _nothing,
+    warn: Callable[[str], None] = _nothing,
+) -> list[RewardFunction]:
     """A function for each reward that is not a model, in their order; weights are not in them.
 
-    `tokenizer` tells which tokens are special: of it `all_special_ids` is asked.
+    `tokenizer` tells which tokens are special: of it `all_special_ids` is asked. `alive` is called after every
+    completion, and `warn` told of a reward that is too slow, once.
     """
-    named = zip(names(rewards), rewards, strict=True)
     return [
-        RewardFunction(name, _judge(reward, tokenizer)) for name, reward in named if not isinstance(reward, ModelReward)
+        RewardFunction(name, _judge(reward, tokenizer), alive, warn)
+        for name, reward in zip(names(rewards), rewards, strict=True)
+        if not isinstance(reward, ModelReward)
     ]
+
+
+def bad_answer(rewards: Sequence[Reward], answer: str | None) -> str | None:
+    """Why completions cannot be held against the `answer` of a row, or None where they can or need not be."""
+    if not needs_answer(rewards):
+        return None
+    if not isinstance(answer, str):
+        return "it has no `answer`, and a reward compares with it"
+    if _number(answer) is None and any(isinstance(reward, NumericMatchReward) for reward in rewards):
+        return f"its `answer` {answer[:100]!r} holds no number, and the reward `numeric_match` compares with one"
+    return None
 
 
 def _judge(reward: Reward, tokenizer: Any) -> Callable[[_Completion], float | None]:
@@ -240,12 +280,14 @@ class _BoundedSchema:
     """A schema that has to say within a second whether a document is valid."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
-        checks: dict[str, Any] = {
-            "$ref": self._reference,
+        own: dict[str, Any] = {
             "pattern": self._pattern,
             "patternProperties": self._pattern_properties,
             "additionalProperties": self._additional_properties,
+            "uniqueItems": self._unique_items,
         }
+        # A keyword takes as long as its value and the instance are; it is how often they meet that knows no bound.
+        checks = {name: self._in_time(check) for name, check in {**Draft202012Validator.VALIDATORS, **own}.items()}
         # Where a schema names its draft, the library would take its own checks for that in place of these.
         without_draft = {name: value for name, value in schema.items() if name != "$schema"}
         self._validator = extend(Draft202012Validator, checks)(without_draft)
@@ -256,11 +298,29 @@ class _BoundedSchema:
         self._ends = time.monotonic() + _SECONDS
         return bool(self._validator.is_valid(document))
 
-    def _reference(self, validator: Any, reference: str, instance: Any, schema: Any) -> Iterator[ValidationError]:
-        # Without a reference a schema takes as long as it is; with some it can take exponentially longer.
-        if time.monotonic() > self._ends:
+    def _in_time(self, check: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
+            self._still_in_time()
+            return check(validator, value, instance, schema)
+
+        return checked
+
+    def _still_in_time(self) -> float:
+        """How many seconds are left."""
+        left = self._ends - time.monotonic()
+        if left <= 0:
             raise _TimedOut
-        yield from Draft202012Validator.VALIDATORS["$ref"](validator, reference, instance, schema)
+        return left
+
+    def _unique_items(self, validator: Any, wanted: bool, instance: Any, schema: Any) -> Iterator[ValidationError]:
+        # The library's own compares each item with each other.
+        if wanted and isinstance(instance, list):
+            seen: set[str] = set()
+            for item in instance:
+                self._still_in_time()
+                seen.add(json.dumps(_canonical(item), sort_keys=True))
+            if len(seen) < len(instance):
+                yield ValidationError("has an item twice")
 
     def _pattern(self, validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[ValidationError]:
         if isinstance(instance, str) and not self._is_in(pattern, instance):
@@ -289,10 +349,17 @@ class _BoundedSchema:
                 yield name
 
     def _is_in(self, pattern: str, text: str) -> bool:
-        left = self._ends - time.monotonic()
-        if left <= 0:
-            raise _TimedOut
+        left = self._still_in_time()
         try:
             return regex.search(pattern, text, timeout=left) is not None
         except (TimeoutError, MemoryError):
             raise _TimedOut from None
+
+
+def _canonical(value: Any) -> Any:
+    """The value with `1.0` as `1`, which JSON Schema takes for the same."""
+    if isinstance(value, dict):
+        return {name: _canonical(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_canonical(inner) for inner in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value

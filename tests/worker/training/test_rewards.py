@@ -11,7 +11,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from app.runs.rewards import Reward
-from worker.training.rewards import functions, needs_answer
+from worker.training.rewards import bad_answer, functions, needs_answer
 
 TOKENIZER = SimpleNamespace(all_special_ids=[0, 1])
 CATASTROPHE = r"^(([a-z])+.)+[A-Z]([a-z])+$"
@@ -113,6 +113,19 @@ class TestJsonSchema:
         schema = {"properties": {"a": True}, "additionalProperties": {"type": "integer"}}
         assert judge({"type": "json_schema", "schema": schema}, '{"a": "x", "b": 1}', '{"b": "x"}') == [1, 0]
 
+    @pytest.mark.parametrize(
+        ("document", "given"),
+        [
+            ("[]", 1), ("[1, 2]", 1), ("[1, 1.0]", 0), ("[1, true]", 1), ("[0, false]", 1), ("[0, -0.0]", 0),
+            ('["1", 1]', 1), ('[{"a": 1, "b": [2]}, {"b": [2.0], "a": 1}]', 0), ("[[1, 2], [2, 1]]", 1),
+            ("[null, null]", 0), ('{"a": 1}', 1), ("[9007199254740993, 9007199254740992.0]", 1),
+            ('[[], {}, "", null]', 1), ("[[true], [1]]", 1),
+        ],
+    )  # fmt: skip
+    def test_items_are_the_same_as_json_schema_says(self, document: str, given: float) -> None:
+        assert judge({"type": "json_schema", "schema": {"uniqueItems": True}}, document) == [given]
+        assert judge({"type": "json_schema", "schema": {"uniqueItems": False}}, document) == [1]
+
 
 class TestLength:
     def test_within_bounds_it_is_one_and_falls_to_zero_over_the_slack(self) -> None:
@@ -173,8 +186,52 @@ class TestNothingHangs:
     def test_a_catastrophic_schema_too(self, schema: dict[str, Any], document: Any) -> None:
         self.takes_a_second({"type": "json_schema", "schema": schema}, json.dumps(document))
 
+    @pytest.mark.parametrize(
+        ("schema", "given"),
+        [
+            ({"uniqueItems": True}, 1),
+            ({"items": {"properties": {"a": {"uniqueItems": True}}}, "uniqueItems": True}, 1),
+            # Each item two hundred times.
+            ({"allOf": [{"items": {"properties": {"a": {"type": "integer"}}}}] * 200}, 0),
+            ({"allOf": [{"items": {"additionalProperties": {"type": "integer"}}}] * 200}, 0),
+            ({"allOf": [{"contains": {"required": ["c"]}, "minContains": 0}] * 200}, 0),
+        ],
+        ids=["unique", "unique-within", "properties", "further-properties", "contains"],
+    )  # fmt: skip
+    def test_a_long_document_ends_soon_whatever_is_asked_of_it(self, schema: dict[str, Any], given: float) -> None:
+        (function,) = functions([reward(type="json_schema", schema=schema)], TOKENIZER)
+        document = json.dumps([{"a": at, "b": -at} for at in range(20_000)])
+        started = time.monotonic()
+        assert function(["?"], [document], [[2]]) == [given]
+        assert time.monotonic() - started < 10
+        assert function.timeouts == (given == 0)
+
+    def test_a_long_line_of_opened_blocks_ends_soon(self) -> None:
+        started = time.monotonic()
+        assert judge({"type": "json_schema", "schema": {}}, "```json" * 20_000) == [0]
+        assert time.monotonic() - started < 5
+
     def test_a_schema_that_goes_round_in_circles_gives_nothing(self) -> None:
         assert judge({"type": "json_schema", "schema": {"$ref": "#"}}, "1") == [0]
+
+    def test_one_that_is_always_too_slow_is_told_once_and_costs_a_call_three_seconds(self) -> None:
+        told: list[str] = []
+        beats: list[int] = []
+        slow, quick = functions(
+            [reward(type="regex", pattern=CATASTROPHE), reward(type="length", max=1)],
+            TOKENIZER, lambda: beats.append(len(told)), told.append,
+        )  # fmt: skip
+        started = time.monotonic()
+        assert slow(["?"] * 2, [VICTIM] * 2, [[2]] * 2) == [0, 0]
+        assert told == [] and len(beats) == 2
+        assert slow(["?"] * 50, ["a.Bc", *[VICTIM] * 49], [[2]] * 50) == [1, *[0] * 49]
+        assert time.monotonic() - started < 15
+        assert len(beats) == 52, "each completion is a sign of life"
+        assert slow.timeouts == 5
+        (line,) = told
+        assert "`regex`" in line and "too slow" in line
+        assert slow(["?"], ["a.Bc"], [[2]]) == [1], "the next call is judged again"
+        assert quick(["?"], ["a"], [[2]]) == [1] and len(told) == 1
 
     @staticmethod
     def takes_a_second(fields: dict[str, Any], completion: str) -> None:
@@ -209,6 +266,19 @@ class TestFunctions:
         assert needs_answer([reward(type="length", max=3), reward(type="numeric_match")])
         assert needs_answer([reward(type="exact_match")])
         assert not needs_answer([reward(type="length", max=3), reward(type="model", model="org/judge")])
+
+    @pytest.mark.parametrize("answer", ["", "seven", "1e999", "x = ?"])
+    def test_an_answer_without_a_number_is_named_where_numbers_are_compared(self, answer: str) -> None:
+        compares = [reward(type="length", max=3), reward(type="numeric_match")]
+        assert "holds no number" in (bad_answer(compares, answer) or "")
+        assert bad_answer([reward(type="exact_match")], answer) is None
+        assert bad_answer([reward(type="length", max=3)], answer) is None
+        assert bad_answer(compares, "so #### 1,042") is None
+
+    def test_no_answer_is_bad_where_one_is_needed(self) -> None:
+        for kind in ("exact_match", "numeric_match"):
+            assert "no `answer`" in (bad_answer([reward(type=kind)], None) or "")
+        assert bad_answer([reward(type="length", max=3)], None) is None
 
     def test_importing_them_imports_no_torch(self) -> None:
         program = "import sys, worker.training.rewards; sys.exit(any(m in sys.modules for m in ('torch', 'numpy')))"

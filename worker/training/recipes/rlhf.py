@@ -1,6 +1,7 @@
 """Learning from rewards (`rlhf`, GRPO or RLOO): prompts → rewards → model → trainer → facts → train → export."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -189,7 +190,8 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
 def _rewards(run: Run, tokenizer: Any, max_length: int) -> list[Any]:
     """A function for each reward, in the order of the configuration."""
     wanted = run.config.rlhf.rewards
-    checks = iter(rewards.functions(wanted, tokenizer))
+    warn = partial(run.report.message, level="warning")
+    checks = iter(rewards.functions(wanted, tokenizer, run.report.alive, warn))
     located = iter(run.job.get("reward_models", ()))
     return [
         RewardModel(next(located), name, run, max_length) if one.type == "model" else next(checks)
