@@ -9,7 +9,7 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from app.runs.config import Replacement
-from app.runs.rewards import names, needs_answer
+from app.runs.rewards import names
 from worker.training import model, pairs, rewards
 from worker.training.failures import TrainingFailure
 from worker.training.pairs import Pairs, PromptEncoder
@@ -133,7 +133,7 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
 
     def read(source: dict[str, Any], chosen: list[int] | None, purpose: steps.Purpose) -> Pairs:
         rows = steps.pairs_of(run, TokenCache(), source, chosen, purpose)
-        return pairs.prompts(rows, tokenizer, max_length=longest_prompt, needs_answer=needs_answer(wanted.rewards))
+        return pairs.prompts(rows, tokenizer, max_length=longest_prompt, compared_by=wanted.rewards)
 
     training, held_out = steps.read_data(run, read)
     prompts_in_a_step = config.batch_size * config.gradient_accumulation_steps // wanted.num_generations
