@@ -13,8 +13,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +42,10 @@ _PREFERENCE: dict[str, Any] = {
     "max_steps": 120, "batch_size": 8, "gradient_accumulation_steps": 1, "eval_steps": 120, "learning_rate": 1e-3,
 }  # fmt: skip
 _RLHF: dict[str, Any] = {
-    "max_steps": 40, "batch_size": 16, "gradient_accumulation_steps": 1, "eval_steps": 40, "learning_rate": 2e-3,
+    "max_steps": 30, "batch_size": 16, "gradient_accumulation_steps": 1, "eval_steps": 30, "learning_rate": 2e-3,
 }  # fmt: skip
-_TASK = {"type": "length", "min": 1, "max": 24, "unit": "tokens", "slack": 24}
-"""Checkable, and nothing that the base does: it answers in sentences of thirty tokens and more."""
+_TASK = {"type": "length", "min": 1, "max": 12, "unit": "tokens", "slack": 24}
+"""Checkable, and nothing that the base does: it goes on for longer."""
 
 
 @dataclass(frozen=True)
@@ -89,30 +91,36 @@ def main() -> int:
 
 
 def _table(folder: Path, base: Path, rows: data.Rows) -> Iterator[Row]:
+    """The rows, as many at once as there are cores."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield from pool.map(lambda call: call(), list(_calls(folder, base, rows)))
+
+
+def _calls(folder: Path, base: Path, rows: data.Rows) -> Iterator[Callable[[], Row]]:
     chats = _write(folder / "chats.jsonl", (one.chat for one in rows.training))
     held_out = _write(folder / "held-out.jsonl", (one.chat for one in rows.held_out))
     for method in ("full", "lora", "qlora"):
-        yield _supervised(folder, base, method, chats, held_out)
+        yield partial(_supervised, folder, base, method, chats, held_out)
     pairs = _write(folder / "pairs.jsonl", _pairs(rows.training[:_PAIRS]))
     held_pairs = _write(folder / "held-out-pairs.jsonl", _pairs(rows.held_out[:_HELD_OUT_PAIRS]))
     for method in ("dpo", "reward"):
         for adapter in ADAPTERS:
-            yield _preference(folder, base, method, adapter, pairs, held_pairs)
+            yield partial(_preference, folder, base, method, adapter, pairs, held_pairs)
     prompts = _write(folder / "prompts.jsonl", ({"prompt": one.prompt} for one in rows.training[:_PROMPTS]))
     held_prompts = _write(
         folder / "held-out-prompts.jsonl", ({"prompt": one.prompt} for one in rows.held_out[:_HELD_OUT_PROMPTS])
     )
     for algorithm in ("grpo", "rloo"):
         for adapter in ADAPTERS:
-            yield _rewarded(folder, base, algorithm, adapter, prompts, held_prompts)
+            yield partial(_rewarded, folder, base, algorithm, adapter, prompts, held_prompts)
 
 
 def _pretrained(folder: Path, rows: data.Rows) -> Path:
-    """A base that knows what code and its docstrings look like."""
+    """A base that knows what code and its docstrings look like, and has never been asked for one."""
     model = folder / "architecture"
     base_model.write_model(model, base_model.train_tokenizer(one.text["text"] for one in rows.training))
-    path = _write(folder / "texts.jsonl", (one.chat for one in rows.training))
-    return _run(folder / "base", model, path, "chat", **BASE).output
+    path = _write(folder / "texts.jsonl", (one.text for one in rows.training))
+    return _run(folder / "base", model, path, "text", **BASE).output
 
 
 def _supervised(folder: Path, base: Path, method: str, chats: Path, held_out: Path) -> Row:
@@ -135,7 +143,7 @@ def _preference(folder: Path, base: Path, method: str, adapter: str, pairs: Path
 
 
 def _rewarded(folder: Path, base: Path, algorithm: str, adapter: str, prompts: Path, held_out: Path) -> Row:
-    rlhf = {"algorithm": algorithm, "num_generations": 8, "max_completion_length": 48, "rewards": [_TASK]}
+    rlhf = {"algorithm": algorithm, "num_generations": 8, "max_completion_length": 40, "rewards": [_TASK]}
     config = _RLHF | ADAPTERS[adapter] | {"method": "rlhf", "rlhf": rlhf}
     found = [
         _run(folder / f"{algorithm}-{adapter}-{seed}", base, prompts, "prompt", held_out, seed=seed, **config)

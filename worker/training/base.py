@@ -60,11 +60,7 @@ def find_base(job: dict[str, Any], config: TrainingConfig) -> Base:
     Raises:
         TrainingFailure: `model_not_found` or `config_error`.
     """
-    named = job["base_model"]
-    options: dict[str, Any] = {
-        "local_files_only": bool(job.get("offline")),
-        "trust_remote_code": bool(job.get("trust_remote_code")),
-    }
+    named, options = job["base_model"], _options(job)
     if named.get("path") is None:
         return _pinned(named["hub"], options, named.get("revision") or config.revision)
     folder = Path(named["path"])
@@ -78,6 +74,22 @@ def find_base(job: dict[str, Any], config: TrainingConfig) -> Base:
         _pinned(str(folder), options, None),
         from_scratch=_has_no_weights(folder, named["name"], config),
     )
+
+
+def find_reward_model(job: dict[str, Any], named: dict[str, Any]) -> Base:
+    """Locate a reward model (name, path, hub, revision) and pin what it is.
+
+    Raises:
+        TrainingFailure: `model_not_found` or `config_error`.
+    """
+    if named.get("path") is None:
+        return _pinned(named["hub"], _options(job), named.get("revision"))
+    folder = Path(named["path"])
+    if not folder.is_dir():
+        raise TrainingFailure("model_not_found", f"The reward model {named['name']} is not there any more.")
+    if (folder / ADAPTER_CONFIG).is_file():
+        return _adapted(folder, named["name"], _options(job))
+    return _pinned(str(folder), _options(job), None)
 
 
 @contextmanager
@@ -117,6 +129,13 @@ def load_tokenizer(base: Base) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _options(job: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "local_files_only": bool(job.get("offline")),
+        "trust_remote_code": bool(job.get("trust_remote_code")),
+    }
 
 
 def not_loaded(error: Exception, source: str, what: str) -> TrainingFailure:

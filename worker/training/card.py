@@ -56,7 +56,7 @@ def model_card(
         "```python",
         *_loading(adapter, judges, where),
         "```",
-        *(["", "It gives a text one number, its reward: `model(**tokenizer(text)).logits[0, 0]`."] if judges else []),
+        *(["", _JUDGES] if judges else []),
         "",
         "## Data",
         "",
@@ -80,6 +80,12 @@ def model_card(
         "",
     ]
     return "\n".join(lines)
+
+
+_JUDGES = (
+    "It gives a text with its end one number, its reward: "
+    '`model(**tokenizer(text + tokenizer.eos_token, return_tensors="pt")).logits[0, 0]`.'
+)
 
 
 def _loading(adapter: bool, judges: bool, place: str) -> list[str]:

@@ -40,7 +40,8 @@ def classify(error: BaseException) -> TrainingFailure:
             return TrainingFailure(
                 "out_of_memory",
                 f"Out of memory: {str(cause)[:500]}. Lower `batch_size` (and raise "
-                "`gradient_accumulation_steps`) or `max_seq_length`.",
+                "`gradient_accumulation_steps`) or `max_seq_length`. Method `rlhf` writes all completions of a step at "
+                "once: there lower both, or `rlhf.max_completion_length`.",
             )
     return TrainingFailure("internal", f"{type(error).__name__}: {str(error)[:2000]}")
 

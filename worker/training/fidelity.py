@@ -19,6 +19,7 @@ PROBE = "probe"
 _SAID = {
     "base_model": "The base model is another one than at the checkpoint.",
     "dataset": "The data set is another one than at the checkpoint.",
+    "reward_models": "A reward model is another one than at the checkpoint.",
     "eval_dataset": "The evaluation data set is another one than at the checkpoint.",
 }
 ON_A_GPU = "A GPU does not always add numbers in the same order."

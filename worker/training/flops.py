@@ -97,6 +97,8 @@ def _attention(config: Any) -> tuple[int, int]:
     heads = getattr(config, "num_attention_heads", None)
     if not heads:
         return 0, 0
+    if not isinstance(heads, int):
+        return 0, 0  # other numbers of heads in each layer, which only the model's own code knows
     width = (getattr(config, "head_dim", None) or config.hidden_size // heads) * heads
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     return sum("linear" not in kind and "mamba" not in kind and kind != "conv" for kind in kinds), 4 * int(width)

@@ -74,7 +74,7 @@ def load_model(base: Base, config: TrainingConfig, machine: Machine, head: Head 
     if head == "reward":
         options["num_labels"] = 1
     if base.from_scratch:
-        return _initialise(base, config, machine, head, options)
+        return _initialise(base, config, machine, options)
     # The new head trains whole, so it stays as it is; the other kind knows its own.
     unquantised = [SCORE] if head == "reward" else None
     if config.load_in_4bit:
@@ -121,17 +121,12 @@ def _attention(base: Base, config: TrainingConfig, machine: Machine) -> str | No
 _AUTO: dict[Head, Any] = {"causal": AutoModelForCausalLM, "reward": AutoModelForSequenceClassification}
 
 
-def _initialise(
-    base: Base, config: TrainingConfig, machine: Machine, head: Head, options: dict[str, Any]
-) -> PreTrainedModel:
+def _initialise(base: Base, config: TrainingConfig, machine: Machine, options: dict[str, Any]) -> PreTrainedModel:
     """The architecture with random weights, the same for the same seed on every device."""
     transformers.set_seed(config.seed)
     chosen = {name: options[name] for name in ("attn_implementation", "trust_remote_code") if name in options}
-    architecture = base.architecture
-    if head == "reward":
-        architecture.num_labels = options["num_labels"]
     try:
-        model = _AUTO[head].from_config(architecture, dtype=weights_dtype(config, machine), **chosen)
+        model = AutoModelForCausalLM.from_config(base.architecture, dtype=weights_dtype(config, machine), **chosen)
     except (RuntimeError, MemoryError):
         raise
     except Exception as error:

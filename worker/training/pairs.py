@@ -12,9 +12,11 @@ from datasets import Dataset
 from datasets.table import InMemoryTable
 from transformers import PreTrainedTokenizerBase
 
+from app.runs.rewards import Reward
 from worker.training import encoding, rows
 from worker.training.encoding import BadRow, Ids, Ints
 from worker.training.failures import TrainingFailure
+from worker.training.rewards import bad_answer
 from worker.training.rows import Progress
 from worker.training.token_cache import TokenCache, Write
 
@@ -92,17 +94,20 @@ class PairEncoder:
 class PromptEncoder:
     """Passes prompts on, with the token ids that a model is given of them."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, needs_answer: bool = False) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, compared_by: Sequence[Reward] = ()) -> None:
         self._texts = Texts(tokenizer)
-        self._needs_answer = needs_answer
+        self._rewards = compared_by
 
     def prepare(self, row: dict[str, Any]) -> tuple[dict[str, Any], str]:
         """The row as the trainer takes it, and its prompt as a text."""
         prompt, answer = row["prompt"], row.get("answer")
-        if self._needs_answer and not isinstance(answer, str):
-            raise BadRow("it has no `answer`, and a reward compares with it")
+        wrong = bad_answer(self._rewards, answer)
+        if wrong is not None:
+            raise BadRow(wrong)
+        if row.get("tools"):
+            raise BadRow("it has `tools`, which the trainer does not show to the model: write them into the prompt")
         is_text = isinstance(prompt, str)
-        text = prompt if is_text else self._texts.rendered(prompt, row.get("tools"), add_generation_prompt=True)
+        text = prompt if is_text else self._texts.rendered(prompt, None, add_generation_prompt=True)
         return {"prompt": prompt, "answer": answer}, text
 
     def encode(self, prepared: Sequence[tuple[dict[str, Any], str]]) -> list[tuple[dict[str, Any], Ints]]:
@@ -136,7 +141,7 @@ class Texts:
 
 
 def converse(path: str) -> bool:
-    """Whether the prompts of a file are messages, not texts; told by its first row, as all rows are of one kind."""
+    """Whether the prompts of a file are messages, not texts; told by its first row."""
     try:
         with open(path, "rb") as file:  # noqa: PTH123
             first = next((raw for raw in file if raw.strip()), b"{}")
@@ -192,16 +197,19 @@ def comparisons(source: Source, tokenizer: PreTrainedTokenizerBase, *, max_lengt
     return _pairs(source, tokenizer, made_from, ["chosen_ids", "rejected_ids"], kept, left_out=left_out)
 
 
-def prompts(source: Source, tokenizer: PreTrainedTokenizerBase, *, max_length: int, needs_answer: bool) -> Pairs:
+def prompts(
+    source: Source, tokenizer: PreTrainedTokenizerBase, *, max_length: int, compared_by: Sequence[Reward]
+) -> Pairs:
     """Prompts for `rlhf`, columns `prompt` (a text or messages), `answer` (a text or None) and `rows`.
 
     A prompt of more than `max_length` tokens is left out: cut, it would be another question. The trainer makes tokens
     of prompts as it goes, so there are none to keep.
 
     Raises:
-        TrainingFailure: `bad_data` that names the lines, of rows without the answer that a reward compares with too.
+        TrainingFailure: `bad_data` that names the lines, of rows too whose answer no reward of `compared_by` could
+            compare with.
     """
-    encoder = PromptEncoder(tokenizer, needs_answer)
+    encoder = PromptEncoder(tokenizer, compared_by)
     taken: list[dict[str, Any]] = []
     done = tokens = highest = 0
     for number, (row, ids) in rows.encoded(
@@ -279,7 +287,7 @@ class _Table:
     def add(self, number: int, columns: dict[str, Ints]) -> None:
         for name, ids in columns.items():
             self._columns[name].append(ids)
-            self.tokens += len(ids)
+            self.tokens += len(ids) * (2 if name == "prompt_ids" else 1)  # it stands before either answer
             self.highest_id = max(self.highest_id, int(ids.max(initial=0)))
         self._columns["rows"].append([number])
         self.rows += 1

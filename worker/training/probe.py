@@ -25,7 +25,7 @@ def measure(trainer: "Faithful", ids: Sequence[int]) -> float:
     trains = model.training
     model.eval()
     try:
-        with torch.no_grad(), trainer.compute_loss_context_manager():
+        with torch.no_grad(), trainer.accelerator.autocast():
             outputs = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
     finally:
         model.train(trains)
@@ -35,7 +35,7 @@ def measure(trainer: "Faithful", ids: Sequence[int]) -> float:
 def compare(trainer: "Faithful", checkpoint: Path) -> dict[str, Any]:
     """Facts about what was loaded from a checkpoint: `fidelity_difference`, and what follows from it.
 
-    None where the checkpoint does not say what the pinned text gave.
+    Nothing where the checkpoint does not say what the pinned text gave.
     """
     before = fidelity.probed(checkpoint)
     if before is None:

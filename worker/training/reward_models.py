@@ -1,14 +1,14 @@
 """A trained reward model as a reward: what it says of a text, as it was trained to judge texts."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
-from peft import AutoPeftModelForSequenceClassification
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from peft import PeftConfig, PeftModel
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 from trl.trainer.reward_trainer import suppress_seqcls_warning
 
-from worker.training.base import ADAPTER_CONFIG, not_loaded
+from worker.training import base
+from worker.training.base import Base, not_loaded
 from worker.training.chat import ensure_template
 from worker.training.failures import TrainingFailure
 from worker.training.pulse import while_growing
@@ -20,71 +20,93 @@ _TEXTS_AT_ONCE = 8
 class RewardModel:
     """Scores completions; called as TRL calls a reward function."""
 
-    def __init__(self, located: dict[str, Any], name: str, run: Run) -> None:
-        """Load the model that `located` (name, path, hub, revision) leads to, on the run's device, to be read only.
+    def __init__(self, named: dict[str, Any], name: str, run: Run, max_length: int) -> None:
+        """Load the model that `named` (name, path, hub, revision) means, on the run's device, to be read only.
+
+        It is to judge texts of up to `max_length` tokens.
 
         Raises:
             TrainingFailure: `model_not_found` or `config_error`.
         """
         self.__name__ = name
-        self._alive = run.report.alive
-        source = located["path"] or located["hub"]
-        options = {
-            "local_files_only": bool(run.job.get("offline")),
-            "trust_remote_code": bool(run.job.get("trust_remote_code")),
-            "revision": located["revision"] or "main",
-        }
+        self._run, self._alive = run, run.report.alive
+        self._named = str(named["name"])
+        found = base.find_reward_model(run.job, named)
+        self.identity = found.identity
+        """What tells its weights from others."""
+        self._tokenizer = base.load_tokenizer(found)
         cuda = run.machine.kind == "cuda"
         dtype = torch.bfloat16 if cuda and run.machine.bf16 else torch.float32
-        try:
-            with while_growing(self._alive, Path(source)), suppress_seqcls_warning():
-                self._tokenizer = AutoTokenizer.from_pretrained(source, **options)
-                self._model = _load(source, options, dtype)
-        except TrainingFailure:
-            raise
-        except (RuntimeError, MemoryError):
-            raise
-        except Exception as error:
-            raise not_loaded(error, located["name"], "reward model") from error
-        if self._tokenizer.pad_token is None:
-            self._tokenizer.pad_token = self._tokenizer.eos_token
-        ensure_template(self._tokenizer)
-        self._model.config.get_text_config().pad_token_id = self._tokenizer.pad_token_id
+        with while_growing(self._alive, found.folder):
+            self._model = _load(found, self._named, dtype)
+        text_config = self._model.config.get_text_config()
+        text_config.pad_token_id = self._tokenizer.pad_token_id
+        longest = getattr(text_config, "max_position_embeddings", None)
+        if isinstance(longest, int) and longest < max_length:
+            raise TrainingFailure(
+                "config_error",
+                f"The reward model {self._named} takes at most {longest} tokens, and prompt and completion may have "
+                f"{max_length}: lower `max_seq_length`.",
+            )
         self._model.to("cuda" if cuda else "cpu").eval().requires_grad_(False)
 
     def __call__(self, prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
         """A number for each completion, in their order."""
+        are_chats = bool(prompts) and not isinstance(prompts[0], str)
+        if are_chats and ensure_template(self._tokenizer):
+            self._run.report.message(
+                f"The reward model {self._named} has no chat template; a plain one (<|user|>, <|assistant|>) is used.",
+                level="warning",
+            )
         texts = [self._whole(*one) for one in zip(prompts, completions, strict=True)]
         scores: list[float] = []
         for start in range(0, len(texts), _TEXTS_AT_ONCE):
             self._alive()
-            scores += self._scores(texts[start : start + _TEXTS_AT_ONCE])
+            scores += self._scores(texts[start : start + _TEXTS_AT_ONCE], are_chats)
         return scores
 
     def _whole(self, prompt: Any, completion: Any) -> str:
         if not isinstance(prompt, str):
             return str(self._tokenizer.apply_chat_template(prompt + completion, tokenize=False))
         # The end is where a reward is read, and texts that it was trained on end in this.
-        return f"{prompt}{completion}{self._tokenizer.eos_token}"
+        end = str(self._tokenizer.eos_token)
+        return f"{prompt}{completion}" if completion.endswith(end) else f"{prompt}{completion}{end}"
 
-    def _scores(self, texts: list[str]) -> list[float]:
-        batch = self._tokenizer(
-            texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
-        ).to(self._model.device)
+    def _scores(self, texts: list[str], are_chats: bool) -> list[float]:
+        # A template writes its special tokens itself; to texts they are added, as when it was trained.
+        batch = _padded(self._tokenizer, texts, add_special_tokens=not are_chats).to(self._model.device)
         with torch.inference_mode():
             logits = self._model(**batch).logits
         scores: list[float] = logits[:, 0].float().tolist()
         return scores
 
 
-def _load(source: str, options: dict[str, Any], dtype: torch.dtype) -> Any:
-    if (Path(source) / ADAPTER_CONFIG).is_file():
-        model = AutoPeftModelForSequenceClassification.from_pretrained(source, dtype=dtype, num_labels=1)
-        return model.merge_and_unload()
-    model = AutoModelForSequenceClassification.from_pretrained(source, dtype=dtype, use_safetensors=True, **options)
+def _padded(tokenizer: PreTrainedTokenizerBase, texts: list[str], add_special_tokens: bool) -> Any:
+    return tokenizer(
+        texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=add_special_tokens
+    )
+
+
+def _load(found: Base, name: str, dtype: torch.dtype) -> Any:
+    """The classifier, an adapter merged into it; weights from safetensors only."""
+    labels: dict[str, Any] = {}
+    if found.adapter is not None:
+        if PeftConfig.from_pretrained(str(found.adapter)).task_type != "SEQ_CLS":
+            raise TrainingFailure("config_error", f"{name} is an adapter, but not one of a reward model.")
+        labels = {"num_labels": 1}  # which an adapter's configuration does not say
+    try:
+        with suppress_seqcls_warning():
+            model = AutoModelForSequenceClassification.from_pretrained(
+                found.source, dtype=dtype, use_safetensors=True, **labels, **found.options
+            )
+        if found.adapter is not None:
+            model = PeftModel.from_pretrained(model, str(found.adapter), is_trainable=False).merge_and_unload()
+    except (RuntimeError, MemoryError):
+        raise
+    except Exception as error:
+        raise not_loaded(error, name, "reward model") from error
     if model.config.num_labels != 1:
         raise TrainingFailure(
-            "config_error",
-            f"{Path(source).name} gives {model.config.num_labels} numbers for a text, and a reward is one number.",
+            "config_error", f"{name} gives {model.config.num_labels} numbers for a text, and a reward is one number."
         )
     return model

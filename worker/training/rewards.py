@@ -29,8 +29,6 @@ from app.runs.rewards import (
     needs_answer,
 )
 
-__all__ = ["RewardFunction", "bad_answer", "functions", "needs_answer"]
-
 _SECONDS = 1.0
 _MOST_TIMEOUTS = 3
 """In one call: a round has up to thousands of completions, and a second for each of them would be an hour."""

@@ -35,9 +35,10 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "grpo": {"method": "rlhf", "algorithm": "grpo", "beta": 0.05},
     "rloo": {"method": "rlhf", "algorithm": "rloo", "beta": 0.05},
 }
-DIFFICULTIES = ("remainder", "dropout", "packing")
+DIFFICULTIES = ("remainder", "dropout", "packing", "evaluation")
 """A last step of an epoch with fewer micro-batches than the others (rounds of `rlhf` are always whole, there rows are
-left over); dropout in adapter and attention; several rows in a sequence (supervised methods only)."""
+left over); dropout in adapter and attention; several rows in a sequence (supervised methods only); an evaluation after
+every second step, which for `rlhf` draws random numbers."""
 PLACES = ("first step", "mid-epoch", "epoch end", "second epoch", "last step")
 
 
@@ -129,6 +130,8 @@ class Lab:
             config["lora_dropout"] = 0.1
         if is_packed:
             config["packing"] = True
+        if cell.difficulty == "evaluation":
+            config |= {"eval_split": 0.2, "eval_steps": 2}
         data = self._data["packed" if is_packed else kind]
         model = self._models[0.1 if has_dropout else 0.0]
         job = make_job(folder, model, data, data_format=kind, attempt=attempt, resume_from=resume_from, **config)

@@ -1,6 +1,7 @@
 """Methods that learn from preferences and rewards: each learns, equals plain TRL, and what it writes is usable."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,8 @@ RLHF: dict[str, Any] = {"num_generations": 4, "max_completion_length": 12, "rewa
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a chat template."""
-    folder = make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", chat_template=CHATML)
-    return folder
+    """A tiny model with a chat template, whose tokenizer begins every text with a token of its own."""
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", chat_template=CHATML, bos=True)
 
 
 @pytest.fixture(scope="module")
@@ -280,6 +280,30 @@ class TestData:
         rows = [{"prompt": "p", "answer": "1"}, {"prompt": "q"}]
         told = refused("rlhf", "prompt", rows, rlhf=RLHF | {"rewards": [{"type": "exact_match"}]})
         assert "line 2: it has no `answer`, and a reward compares with it" in told
+
+    def test_tools_that_the_model_would_not_see_are_refused(self, refused: Callable[..., str]) -> None:
+        rows = [{"prompt": "p"}] * 3 + [{"prompt": "p", "tools": [{"name": "clock"}]}]
+        assert "line 4: it has `tools`" in refused("rlhf", "prompt", rows, rlhf=RLHF)
+
+    def test_a_reward_model_that_takes_fewer_tokens_than_are_judged_is_refused(
+        self, forks: Forks, model: Path, prompts: Path, tmp_path: Path
+    ) -> None:
+        judge = tmp_path / "judge"
+        shutil.copytree(model, judge)
+        config = json.loads((judge / "config.json").read_text())
+        (judge / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64, "num_labels": 1}))
+        rewards = [{"type": "model", "model": "judge"}]
+        job = make_job(
+            tmp_path, model, prompts, data_format="prompt", method="rlhf", **COMMON, rlhf=RLHF | {"rewards": rewards}
+        )
+        job["reward_models"] = [{"name": "judge", "path": str(judge), "hub": None, "revision": None}]
+        told = forks.run(job).result["error"]["message"]
+        assert told.startswith("The reward model judge takes at most 64 tokens, and prompt and completion may have 128")
+
+    def test_an_answer_without_a_number_is_named_where_numbers_are_compared(self, refused: Callable[..., str]) -> None:
+        rows = [{"prompt": "p", "answer": "about 7"}, {"prompt": "q", "answer": "unknown"}]
+        told = refused("rlhf", "prompt", rows, rlhf=RLHF | {"rewards": [{"type": "numeric_match"}]})
+        assert "line 2: its `answer` 'unknown' holds no number" in told and "line 1" not in told
 
     def test_fewer_prompts_than_a_step_takes_are_refused(self, refused: Callable[..., str]) -> None:
         told = refused("rlhf", "prompt", [{"prompt": "p"}], rlhf=RLHF)

@@ -20,7 +20,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Lab:
         Cell("reward", "qlora", "remainder"),
         Cell("grpo", "full", "dropout"),
         Cell("grpo", "qlora", "remainder"),
-        Cell("rloo", "lora", "remainder"),
+        Cell("grpo", "lora", "evaluation"),
+        Cell("rloo", "lora", "evaluation"),
     ],
     ids=str,
 )

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from app.runs.rewards import Reward
-from worker.training.rewards import bad_answer, functions, needs_answer
+from app.runs.rewards import Reward, needs_answer
+from worker.training.rewards import bad_answer, functions
 
 TOKENIZER = SimpleNamespace(all_special_ids=[0, 1])
 CATASTROPHE = r"^(([a-z])+.)+[A-Z]([a-z])+$"

@@ -41,13 +41,15 @@ def make_tiny_model(
     layers: int = 2,
     dropout: float = 0.0,
     chat_template: str | None = None,
+    bos: bool = False,
 ) -> Path:
     """Write a Llama with random weights and a byte-level BPE tokenizer trained on the spot into `folder`.
 
-    Its vocabulary has about 300 tokens, `<|end|>` ends a text, and it takes at most 256 tokens.
+    Its vocabulary has about 300 tokens, `<|end|>` ends a text, and it takes at most 256 tokens. With `bos` the
+    tokenizer puts `<|begin|>` before every text, as those of many families do.
     """
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     folder = Path(folder)
@@ -56,11 +58,14 @@ def make_tiny_model(
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=300,
-        special_tokens=["<|end|>", "<|pad|>"],
+        special_tokens=["<|end|>", "<|pad|>", *(["<|begin|>"] if bos else [])],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     bpe.train_from_iterator(CORPUS, trainer)
+    if bos:
+        begin = ("<|begin|>", bpe.token_to_id("<|begin|>"))
+        bpe.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[begin])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token="<|end|>", pad_token="<|pad|>", model_max_length=256
     )

@@ -46,14 +46,13 @@ class PreferenceTrainer(Faithful, DPOTrainer):  # type: ignore[misc]
 
     def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
         self._reference_done, self._reference_rows = 0, len(dataset)
-        self.run.report.message(f"Computing the reference log-probabilities of {len(dataset)} pairs ({name}), once.")
+        self.run.report.message(f"Computing the reference log-probabilities of {len(dataset)} pairs ({name}) first.")
         return super()._precompute_ref_logps(dataset, name, batch_size)
 
     def compute_ref_log_probs(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Any:
         self._reference_done += len(inputs["input_ids"]) // 2
         self.run.report.alive()
         self.run.progress("loading", self._reference_done, self._reference_rows)
-        inputs = {name: value for name, value in inputs.items() if name != "rows"}
         return super().compute_ref_log_probs(model, inputs)
 
 
@@ -67,8 +66,7 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
     found, tokenizer = steps.begin(run)
     max_length = steps.longest(run, found, tokenizer, replaced)
     no_dropout = steps.no_dropout(run, replaced)
-    if pairs.converse(run.job["dataset"]["path"]):
-        steps.chat_template(run, tokenizer)
+    steps.chat_template_if_needed(run, tokenizer)
     config = run.config
 
     cache = steps.token_cache(run)
@@ -99,9 +97,7 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
                 # every step, which is more work from the second pass over the data on.
                 precompute_ref_log_probs=config.lora_r is None or total_steps > steps_in_a_pass,
             ),
-            train_dataset=data.first_batch(training.dataset, config)
-            if config.overfit_first_batch
-            else training.dataset,
+            train_dataset=steps.seen(run, training),
             eval_dataset=held_out.dataset if held_out else None,
             processing_class=tokenizer,
             peft_config=model.lora_config(config, start.revision),

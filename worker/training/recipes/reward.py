@@ -38,8 +38,7 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
     found, tokenizer = steps.begin(run)
     max_length = steps.longest(run, found, tokenizer, replaced)
     no_dropout = steps.no_dropout(run, replaced)
-    if pairs.converse(run.job["dataset"]["path"]):
-        steps.chat_template(run, tokenizer)
+    steps.chat_template_if_needed(run, tokenizer)
     config = run.config
 
     cache = steps.token_cache(run)
@@ -61,9 +60,7 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
                 max_length=None,  # what is too long has been left out
                 disable_dropout=no_dropout,
             ),
-            train_dataset=data.first_batch(training.dataset, config)
-            if config.overfit_first_batch
-            else training.dataset,
+            train_dataset=steps.seen(run, training),
             eval_dataset=held_out.dataset if held_out else None,
             processing_class=tokenizer,
             peft_config=model.lora_config(config, start.revision, "reward"),

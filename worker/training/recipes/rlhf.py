@@ -9,7 +9,7 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from app.runs.config import Replacement
-from app.runs.rewards import names, needs_answer
+from app.runs.rewards import names
 from worker.training import model, pairs, rewards
 from worker.training.failures import TrainingFailure
 from worker.training.pairs import Pairs, PromptEncoder
@@ -56,6 +56,12 @@ class RewardedTrainer(Faithful):
             for _ in range(self.saved_step // (sampler.num_samples // prompts_in_a_step)):
                 torch.randperm(sampler.num_samples, generator=sampler.generator)
         return sampler
+
+    def _generate_single_turn(self, *arguments: Any, **options: Any) -> Any:
+        # A model with an adapter writes by its base's own forward, which nothing else puts under mixed precision:
+        # modules that train whole, in 32 bits, would not fit their neighbours of 16.
+        with self.accelerator.autocast():
+            return super()._generate_single_turn(*arguments, **options)
 
     def with_rows(self, collate: Any) -> Any:
         return collate  # a batch is the list of its rows
@@ -115,8 +121,7 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
     """
     found, tokenizer = steps.begin(run)
     max_length = steps.longest(run, found, tokenizer, replaced)
-    if pairs.converse(run.job["dataset"]["path"]):
-        steps.chat_template(run, tokenizer)
+    steps.chat_template_if_needed(run, tokenizer)
     config, wanted = run.config, run.config.rlhf
     longest_prompt = max_length - wanted.max_completion_length
     if longest_prompt < 1:
@@ -128,7 +133,7 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
 
     def read(source: dict[str, Any], chosen: list[int] | None, purpose: steps.Purpose) -> Pairs:
         rows = steps.pairs_of(run, TokenCache(), source, chosen, purpose)
-        return pairs.prompts(rows, tokenizer, max_length=longest_prompt, needs_answer=needs_answer(wanted.rewards))
+        return pairs.prompts(rows, tokenizer, max_length=longest_prompt, compared_by=wanted.rewards)
 
     training, held_out = steps.read_data(run, read)
     prompts_in_a_step = config.batch_size * config.gradient_accumulation_steps // wanted.num_generations
@@ -145,7 +150,7 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
         network = steps.load(run, start, steps.highest_id(tokenizer, training, held_out))
         # Generating takes long, and each token is a sign of life.
         network.register_forward_pre_hook(lambda *_: run.report.alive())
-        functions = _rewards(run, tokenizer)
+        functions = _rewards(run, tokenizer, max_length)
         arguments = steps.arguments(run, total_steps) | {
             "num_generations": wanted.num_generations,
             "max_completion_length": wanted.max_completion_length,
@@ -154,6 +159,9 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
             "reward_weights": [one.weight for one in wanted.rewards],
             "steps_per_generation": config.gradient_accumulation_steps,
         }
+        if wanted.beta > 0 and config.lora_r is None:
+            # TRL loads the reference itself: the very weights that the policy starts from.
+            arguments["model_init_kwargs"] = {**start.options, "use_safetensors": True}
         if config.trainer_options.eval_batch_size is None:  # whole groups
             groups = max(config.batch_size // wanted.num_generations, 1)
             arguments["per_device_eval_batch_size"] = groups * wanted.num_generations
@@ -171,18 +179,21 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
             processing_class=tokenizer,
             peft_config=model.lora_config(config, start.revision),
         )
-        facts = steps.tell(trainer, found, replaced, training, held_out, max_length=max_length)
+        judges = [one.identity for one in functions if isinstance(one, RewardModel)]
+        facts = steps.tell(
+            trainer, found, replaced, training, held_out, max_length=max_length, reward_models=judges or None
+        )
         steps.train(trainer)
         return steps.finish(trainer, start, facts)
 
 
-def _rewards(run: Run, tokenizer: Any) -> list[Any]:
+def _rewards(run: Run, tokenizer: Any, max_length: int) -> list[Any]:
     """A function for each reward, in the order of the configuration."""
     wanted = run.config.rlhf.rewards
     warn = partial(run.report.message, level="warning")
     checks = iter(rewards.functions(wanted, tokenizer, run.report.alive, warn))
     located = iter(run.job.get("reward_models", ()))
     return [
-        RewardModel(next(located), name, run) if one.type == "model" else next(checks)
+        RewardModel(next(located), name, run, max_length) if one.type == "model" else next(checks)
         for one, name in zip(wanted, names(wanted), strict=True)
     ]

@@ -19,7 +19,7 @@ from worker.training.distributions import DistributionWatcher
 from worker.training.export import export
 from worker.training.failures import TrainingFailure
 from worker.training.memory import MemoryProfiler
-from worker.training.pairs import Source
+from worker.training.pairs import Source, converse
 from worker.training.peaks import peak_tflops
 from worker.training.pulse import each, while_growing
 from worker.training.rows import count_rows
@@ -152,6 +152,12 @@ def read_data(run: Run, read: Read[Some]) -> tuple[Some, Some | None]:
 def seen(run: Run, training: Rows) -> Dataset:
     """What of the data is trained on: all, or the rows of one step again and again."""
     return data.first_batch(training.dataset, run.config) if run.config.overfit_first_batch else training.dataset
+
+
+def chat_template_if_needed(run: Run, tokenizer: PreTrainedTokenizerBase) -> None:
+    """`chat_template`, where the pairs or prompts of a data set are messages."""
+    if any(converse(one["path"]) for one in (run.job["dataset"], run.job.get("eval_dataset")) if one):
+        chat_template(run, tokenizer)
 
 
 def said_of_cache(run: Run, *some: Rows | None) -> dict[str, str]:
@@ -376,6 +382,7 @@ def _fingerprint(run: Run, found: Base, facts: dict[str, Any]) -> dict[str, Any]
         "base_model": found.identity,
         "dataset": run.job["dataset"].get("sha256"),
         "eval_dataset": held_out.get("sha256") if held_out else None,
+        "reward_models": facts.get("reward_models"),
         "weights": facts["weights_dtype"],
         **{name: facts.get(name) for name in ("device", "device_name", "cpu_instructions", "threads", "versions")},
     }
