@@ -240,10 +240,11 @@ class Wandb:
     def connect(self) -> None:
         os.environ["WANDB_ERROR_REPORTING"] = "false"  # to its makers
         import wandb
+        from wandb.env import get_project
 
         about = self._about
         self._run = wandb.init(
-            project=wandb.env.get_project() or PROJECT,
+            project=get_project() or PROJECT,
             id=about.run_id,
             name=about.run_id,
             resume="allow",

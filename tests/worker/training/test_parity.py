@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from tests.worker.training.test_data import CHATML
@@ -22,8 +23,17 @@ def plain_losses(model: Path, data: Path, folder: Path, lora: bool, **options: A
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = CHATML
     set_seed(42)
+    quantised: dict[str, Any] = {}
+    if quantization := options.pop("quantization", None):
+        if "load_in_4bit" in quantization:
+            quantization |= {
+                "bnb_4bit_quant_type": "nf4",
+                "bnb_4bit_compute_dtype": torch.float32,
+                "bnb_4bit_use_double_quant": True,
+            }
+        quantised = {"quantization_config": BitsAndBytesConfig(**quantization), "device_map": {"": "cpu"}}
     trainer = SFTTrainer(
-        model=AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, **quantised),
         args=SFTConfig(
             output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=2, gradient_accumulation_steps=2,
             learning_rate=1e-2, lr_scheduler_type="cosine", warmup_steps=0.03, weight_decay=0.01, optim="adamw_torch",
@@ -45,6 +55,12 @@ def plain_losses(model: Path, data: Path, folder: Path, lora: bool, **options: A
     [
         ("full", {"max_seq_length": 40}, {"max_length": 40}),
         ("lora", {"max_seq_length": 128, "packing": True}, {"max_length": 128, "packing": True}),
+        ("qlora", {"max_seq_length": 60}, {"max_length": 60, "quantization": {"load_in_4bit": True}}),
+        (
+            "sft",
+            {"max_seq_length": 60, "load_in_8bit": True},
+            {"max_length": 60, "quantization": {"load_in_8bit": True}},
+        ),
     ],
 )
 def test_losses_equal_plain_trls(
@@ -68,7 +84,7 @@ def test_losses_equal_plain_trls(
     done = forks.run(job)
     assert done.result["outcome"] == "completed", done.result
     losses = [float.fromhex(loss) for loss, _ in done.steps.values()]
-    assert losses == pytest.approx(plain_losses(model, chats, tmp_path / "plain", method == "lora", **theirs), abs=1e-6)
+    assert losses == pytest.approx(plain_losses(model, chats, tmp_path / "plain", method != "full", **theirs), rel=1e-6)
 
 
 def test_losses_on_completions_alone_equal_plain_trls_and_not_those_on_everything(
