@@ -81,7 +81,7 @@ def lie_about_commits(folder: Path, process: str) -> None:
     @event.listens_for(Engine, "before_execute")
     def note(connection: Any, clause: Any, _many: Any, _params: Any, options: Any) -> None:
         verb = options.get("chaos_verb")
-        if clause is event_log._RESERVE:
+        if clause is event_log._STORE:
             verb = "append"
         elif getattr(clause, "is_insert", False) and clause.table.name == "checkpoints":
             verb = "checkpoint"
