@@ -20,6 +20,7 @@ STEPS = 8
 def plain_losses(model: Path, data: Path, folder: Path, lora: bool, **options: Any) -> list[float]:
     """Losses of TRL's trainer, used as its manual says."""
     rows = [json.loads(line) for line in data.read_text().splitlines()]
+    torch.set_num_threads(1)  # as in the process beside it: the order of sums depends on it
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = CHATML
     set_seed(42)

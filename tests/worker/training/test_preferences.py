@@ -161,6 +161,7 @@ class TestEveryAdapter:
 def plain(kind: str, model: Path, data: Path, folder: Path, lora: bool, four_bit: bool, **options: Any) -> list[float]:
     """Losses of TRL's trainer, used as its manual says."""
     rows = [json.loads(line) for line in data.read_text().splitlines()]
+    torch.set_num_threads(1)  # as in the process beside it: the order of sums depends on it
     tokenizer = AutoTokenizer.from_pretrained(model)
     auto = AutoModelForSequenceClassification if kind == "reward" else AutoModelForCausalLM
     set_seed(42)
