@@ -41,8 +41,11 @@ def mlflow_server(folder: Path) -> Iterator[str]:
 
 
 def _answers(url: str, process: "subprocess.Popen[bytes]", log: Path) -> bool:
+    """Whether the store answers: MLflow makes it at the first request that needs it, and two such at once race."""
     assert process.poll() is None, log.read_text()[-3000:]
+    listing = f"{url}/api/2.0/mlflow/experiments/search"
     try:
-        return httpx.get(f"{url}/health", trust_env=False).status_code == 200
+        httpx.get(f"{url}/health", trust_env=False)
+        return httpx.get(listing, params={"max_results": 1}, trust_env=False, timeout=60).status_code == 200
     except httpx.TransportError:
         return False
