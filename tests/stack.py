@@ -20,7 +20,7 @@ from app.db import sync_engine
 from app.embedded import EmbeddedServers
 from tests.server import ProcessServer
 from tests.waiting import eventually
-from worker.training.report import read_journal
+from worker.training.journal import read_journal
 
 
 class WorkerProcess:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from worker.training.report import Control, arm_deadline
+from worker.training.control import Control, arm_deadline
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4

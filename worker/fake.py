@@ -26,7 +26,9 @@ from typing import Any
 from app.backends.fake_options import FakeOptions
 from app.runs.config import TrainingConfig
 from worker.training import fidelity, manifest
-from worker.training.report import Control, Journal, Report, parse_args
+from worker.training.control import Control
+from worker.training.journal import Journal
+from worker.training.report import Report, parse_args
 
 _ROWS_WITHOUT_DATASET = 1000
 

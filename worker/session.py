@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from worker.training.report import boot_id
+from worker.training.journal import boot_id
 
 log = logging.getLogger(__name__)
 

@@ -29,9 +29,9 @@ from app.runs.config import (
     resolve,
 )
 from app.runs.destinations import destination_problems
-from app.runs.lifecycle import seconds
 from app.runs.models import Run
 from app.runs.schemas import RunCreate
+from app.runs.transitions import seconds
 from app.storage import Storage
 from app.workers.models import Device, Worker
 from app.workers.service import FRESH_LEASES

@@ -28,34 +28,16 @@ from sqlalchemy import (
     or_,
     select,
     text,
-    union_all,
     update,
 )
-from sqlalchemy.dialects.postgresql import JSON, insert
+from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.sql.selectable import CTE
 
-from app.events.models import RunEvent
-from app.runs.models import LIVE, TERMINAL, Attempt, Run
-from app.workers.models import Device
-
-runs: Any = Run.__table__
-attempts: Any = Attempt.__table__
-devices: Any = Device.__table__
-events: Any = RunEvent.__table__
+from app.runs.models import LIVE, TERMINAL
+from app.runs.transitions import EVENT_COLUMNS, as_json, attempts, devices, events, move, runs, seconds, statement
 
 _LEAST_PAUSE = 1.0
 _MOST_DOUBLINGS = 6
-_EVENT_COLUMNS = ["run_id", "seq", "type", "attempt", "ts", "data"]
-
-
-def seconds(value: float) -> ColumnElement[Any]:
-    """An interval; all leases and delays are counted by the database's clock."""
-    return func.make_interval(0, 0, 0, 0, 0, 0, literal(value))
-
-
-def _json(**fields: Any) -> ColumnElement[Any]:
-    pairs = [part for name, value in fields.items() for part in (text(f"'{name}'"), value)]
-    return cast(func.json_build_object(*pairs), JSON)
 
 
 def create(values: dict[str, Any], reason: str = "created") -> Executable:
@@ -68,9 +50,9 @@ def create(values: dict[str, Any], reason: str = "created") -> Executable:
         literal("status"),
         literal(0),
         func.clock_timestamp(),
-        _json(**{"from": null(), "to": made.c.status, "reason": literal(reason), "attempt": literal(0)}),
+        as_json(**{"from": null(), "to": made.c.status, "reason": literal(reason), "attempt": literal(0)}),
     )
-    logged = insert(events).from_select(_EVENT_COLUMNS, first).returning(events.c.seq).cte("logged")
+    logged = insert(events).from_select(EVENT_COLUMNS, first).returning(events.c.seq).cte("logged")
     return select(made).add_cte(logged)
 
 
@@ -104,7 +86,7 @@ def claim(worker_id: str, backends: list[str], lease_seconds: float, kind: str, 
         .with_for_update(of=runs, skip_locked=True)
         .cte("picked")
     )
-    moved, parts = _move(
+    moved, parts = move(
         picked,
         literal("initializing"),
         reason=func.concat("claimed by ", worker_id),
@@ -148,7 +130,7 @@ def begin(
         "total_steps": total_steps,
     }
     where = and_(runs.c.id == run_id, runs.c.epoch == epoch, runs.c.status == "initializing")
-    moved, parts = _move(_pick(where), literal("running"), literal("training"), **progress)
+    moved, parts = move(_pick(where), literal("running"), literal("training"), **progress)
     started = (
         update(attempts)
         .where(attempts.c.run_id == moved.c.id, attempts.c.attempt == moved.c.attempt)
@@ -224,7 +206,7 @@ def reap_dead(worker_ids: list[str]) -> Executable:
 def request_stop(run_id: str, save_checkpoint: bool) -> Executable:
     """Ask a run to stop; one that waits ends at once, so no claim can slip in between. No row: it has ended."""
     unfinished = and_(runs.c.id == run_id, runs.c.status.not_in(TERMINAL))
-    return _statement(
+    return statement(
         _pick(unfinished),
         case((runs.c.status == "pending", "cancelled"), else_=runs.c.status),
         "stopped on request",
@@ -277,7 +259,7 @@ def _pick(where: ColumnElement[bool], skip_locked: bool = False) -> CTE:
 
 def _guarded(run_id: str, epoch: int, sources: tuple[str, ...], target: str, reason: str, **values: Any) -> Executable:
     where = and_(runs.c.id == run_id, runs.c.epoch == epoch, runs.c.status.in_(sources))
-    return _statement(_pick(where), literal(target), reason, **values)
+    return statement(_pick(where), literal(target), reason, **values)
 
 
 def _requeue(
@@ -298,7 +280,7 @@ def _requeue(
         reason, " (", runs.c.lost_count + 1, " times without a new checkpoint, max_restarts is ", runs.c.max_restarts,
         "): see the last log lines, then resume the run",
     )  # fmt: skip
-    return _statement(
+    return statement(
         _pick(where, skip_locked),
         target,
         reason,
@@ -310,91 +292,4 @@ def _requeue(
         not_before=func.clock_timestamp() + delay * func.power(2, func.least(runs.c.lost_count, _MOST_DOUBLINGS)),
         error_code=case((fails, "worker_lost"), else_=None),
         error_message=case((fails, gave_up), else_=None),
-    )
-
-
-def _statement(
-    picked: CTE, target: ColumnElement[Any], reason: str, outcome: str | None = None, **values: Any
-) -> Executable:
-    moved, parts = _move(picked, target, literal(reason), outcome=outcome, **values)
-    return select(moved).add_cte(*parts)
-
-
-def _move(
-    picked: CTE, target: ColumnElement[Any], reason: Any, outcome: str | None = None, **values: Any
-) -> tuple[CTE, list[CTE]]:
-    """The guarded UPDATE as a CTE, and the statements that belong to it."""
-    changed = target != runs.c.status
-    ends = and_(changed, target.in_(TERMINAL))
-    fails = and_(changed, target == "failed")
-    leaves = target.in_((*TERMINAL, "pending"))
-    values.setdefault("lease_owner", case((leaves, None), else_=runs.c.lease_owner))
-    values.setdefault("lease_expires_at", case((leaves, None), else_=runs.c.lease_expires_at))
-    moved = (
-        update(runs)
-        .where(runs.c.id == picked.c.id)
-        .values(
-            **values,
-            status=target,
-            finished_at=case((ends, func.now()), else_=runs.c.finished_at),
-            event_seq=runs.c.event_seq + cast(changed, Integer) + cast(ends, Integer) + cast(fails, Integer),
-        )
-        .returning(*runs.c, picked.c.from_status)
-        .cte("moved")
-    )
-    return moved, [_logged(moved, reason), _closed(moved, outcome), _released(moved)]
-
-
-def _logged(moved: CTE, reason: Any) -> CTE:
-    """Insert `error`, `status` and `end`, in this order, as far as the move calls for them."""
-    row = moved.c
-    now = func.clock_timestamp()
-    has_moved = row.status != row.from_status
-    has_ended = and_(has_moved, row.status.in_(TERMINAL))
-    status = {"from": row.from_status, "to": row.status, "reason": reason, "attempt": row.attempt}
-    error = {"code": row.error_code, "message": row.error_message}
-    told = union_all(
-        select(row.id, row.event_seq - 2, literal("error"), row.attempt, now, _json(**error)).where(
-            has_moved, row.status == "failed"
-        ),
-        select(
-            row.id,
-            row.event_seq - cast(has_ended, Integer),
-            literal("status"),
-            row.attempt,
-            now,
-            _json(**status),
-        ).where(has_moved),
-        select(row.id, row.event_seq, literal("end"), row.attempt, now, _json(status=row.status)).where(has_ended),
-    )
-    return insert(events).from_select(_EVENT_COLUMNS, told).returning(events.c.seq).cte("logged")
-
-
-def _closed(moved: CTE, outcome: str | None) -> CTE:
-    """End the attempt that the move ended."""
-    return (
-        update(attempts)
-        .where(
-            attempts.c.run_id == moved.c.id,
-            attempts.c.attempt == moved.c.attempt,
-            attempts.c.ended_at.is_(None),
-            moved.c.lease_owner.is_(None),
-        )
-        .values(
-            ended_at=func.clock_timestamp(),
-            outcome=case((moved.c.status == "pending", outcome or "requeued"), else_=moved.c.status),
-        )
-        .returning(attempts.c.attempt)
-        .cte("closed")
-    )
-
-
-def _released(moved: CTE) -> CTE:
-    """Free the devices of a run that nobody trains any more."""
-    return (
-        update(devices)
-        .where(devices.c.run_id == moved.c.id, moved.c.lease_owner.is_(None))
-        .values(run_id=None, run_epoch=None)
-        .returning(devices.c.index)
-        .cte("released")
     )

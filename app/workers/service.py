@@ -8,8 +8,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.config import Settings
 from app.pagination import Paging, fetch
-from app.runs.lifecycle import seconds
 from app.runs.models import LIVE, Run
+from app.runs.transitions import seconds
 from app.workers.models import Device, Worker
 
 FRESH_LEASES = 3

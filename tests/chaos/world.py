@@ -28,7 +28,7 @@ from tests.chaos.proxy import Proxies, Proxy
 from tests.server import _free_port
 from tests.waiting import eventually
 from tests.worker.training.tiny import make_chat_dataset, make_tiny_model
-from worker.training.report import read_journal
+from worker.training.journal import read_journal
 
 LEASE_SECONDS = 3.0 * SLOWNESS
 HANG_SECONDS = 8.0

@@ -17,7 +17,7 @@ from tests.worker.trainers import write_job
 from worker.launcher import Launcher
 from worker.process import Exit
 from worker.training import manifest
-from worker.training.report import read_journal
+from worker.training.journal import read_journal
 
 
 @pytest.fixture(scope="module")

@@ -15,16 +15,9 @@ from typing import Any
 
 import pytest
 
-from worker.training.report import (
-    MAX_RECORD_BYTES,
-    Control,
-    Journal,
-    Report,
-    StopRequest,
-    boot_id,
-    parse_args,
-    read_journal,
-)
+from worker.training.control import Control, StopRequest
+from worker.training.journal import Journal, boot_id, read_journal
+from worker.training.report import MAX_RECORD_BYTES, Report, parse_args
 
 
 class Number:

@@ -12,7 +12,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from worker.training.report import Control, Report, parse_args
+from worker.training.control import Control
+from worker.training.report import Report, parse_args
 
 libc = ctypes.CDLL(None)
 

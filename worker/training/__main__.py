@@ -19,10 +19,12 @@ from pydantic import ValidationError
 
 from app.runs.config import SUPERVISED, Replacement, TrainingConfig, TrainingMethod, problems, resolve
 from worker.training import hub, trackers
+from worker.training.control import Control
 from worker.training.failures import Stopped, TrainingFailure, classify
+from worker.training.journal import Journal
 from worker.training.model import machine_of
 from worker.training.recipes import dpo, reward, rlhf, supervised
-from worker.training.report import Control, Journal, Report, parse_args
+from worker.training.report import Report, parse_args
 from worker.training.run import Run
 
 _RECIPES: dict[TrainingMethod, Callable[[Run, list[Replacement]], dict[str, Any]]] = {

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from app.runs.config import Machine, TrainingConfig
+from worker.training.control import Control, StopRequest
 from worker.training.failures import Stopped
-from worker.training.report import Control, Journal, Report, StopRequest
+from worker.training.journal import Journal
+from worker.training.report import Report
 from worker.training.state import DISTRIBUTIONS, MEMORY, History, RunState
 from worker.training.trackers import Trackers
 

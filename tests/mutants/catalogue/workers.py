@@ -36,7 +36,7 @@ MUTANTS = (
         about="The trainer sets itself no deadline, so it outlives the lease of a supervisor that stands still.",
         changes=(
             Change(
-                "worker/training/report.py",
+                "worker/training/control.py",
                 "    signal.setitimer(signal.ITIMER_REAL, max(until - time.monotonic(), 0.001))\n",
                 "    del until\n",
             ),

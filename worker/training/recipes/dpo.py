@@ -12,7 +12,7 @@ from trl.trainer import dpo_trainer
 from app.runs.config import Replacement
 from worker.training import data, model, pairs
 from worker.training.pairs import Pairs
-from worker.training.recipes import steps
+from worker.training.recipes import course, steps
 from worker.training.run import Run
 from worker.training.trainer import Faithful
 
@@ -81,12 +81,12 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
     total_steps = steps.steps_in_all(run, steps_in_a_pass)
     with steps.weights(run, found) as start:
         network = steps.load(run, start, steps.highest_id(tokenizer, training, held_out))
-        trainer = steps.build(
+        trainer = course.build(
             PreferenceTrainer,
             run,
             model=network,
             args=DPOConfig(
-                **steps.arguments(run, total_steps),
+                **course.arguments(run, total_steps),
                 beta=config.dpo.beta,
                 loss_type=[config.dpo.loss_type],
                 label_smoothing=config.dpo.label_smoothing,
@@ -102,6 +102,6 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
             processing_class=tokenizer,
             peft_config=model.lora_config(config, start.revision),
         )
-        facts = steps.tell(trainer, found, replaced, training, held_out, max_length=max_length, **tokenized)
-        steps.train(trainer)
-        return steps.finish(trainer, start, facts)
+        facts = course.tell(trainer, found, replaced, training, held_out, max_length=max_length, **tokenized)
+        course.train(trainer)
+        return course.finish(trainer, start, facts)

@@ -8,7 +8,7 @@ from trl import RewardConfig, RewardTrainer
 from app.runs.config import Replacement
 from worker.training import data, model, pairs
 from worker.training.pairs import Pairs
-from worker.training.recipes import steps
+from worker.training.recipes import course, steps
 from worker.training.run import Run
 from worker.training.trainer import Faithful
 
@@ -51,12 +51,12 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
     total_steps = steps.steps_in_all(run, data.steps_in(training.dataset, config))
     with steps.weights(run, found) as start:
         network = steps.load(run, start, steps.highest_id(tokenizer, training, held_out), "reward")
-        trainer = steps.build(
+        trainer = course.build(
             RewardModelTrainer,
             run,
             model=network,
             args=RewardConfig(
-                **steps.arguments(run, total_steps),
+                **course.arguments(run, total_steps),
                 max_length=None,  # what is too long has been left out
                 disable_dropout=no_dropout,
             ),
@@ -65,6 +65,6 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
             processing_class=tokenizer,
             peft_config=model.lora_config(config, start.revision, "reward"),
         )
-        facts = steps.tell(trainer, found, replaced, training, held_out, max_length=max_length, **tokenized)
-        steps.train(trainer)
-        return steps.finish(trainer, start, facts)
+        facts = course.tell(trainer, found, replaced, training, held_out, max_length=max_length, **tokenized)
+        course.train(trainer)
+        return course.finish(trainer, start, facts)

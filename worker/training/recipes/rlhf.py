@@ -13,7 +13,7 @@ from app.runs.rewards import names
 from worker.training import model, pairs, rewards
 from worker.training.failures import TrainingFailure
 from worker.training.pairs import Pairs, PromptEncoder
-from worker.training.recipes import steps
+from worker.training.recipes import course, steps
 from worker.training.reward_models import RewardModel
 from worker.training.run import Run
 from worker.training.token_cache import TokenCache
@@ -151,7 +151,7 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
         # Generating takes long, and each token is a sign of life.
         network.register_forward_pre_hook(lambda *_: run.report.alive())
         functions = _rewards(run, tokenizer, max_length)
-        arguments = steps.arguments(run, total_steps) | {
+        arguments = course.arguments(run, total_steps) | {
             "num_generations": wanted.num_generations,
             "max_completion_length": wanted.max_completion_length,
             "temperature": wanted.temperature,
@@ -165,7 +165,7 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
         if config.trainer_options.eval_batch_size is None:  # whole groups
             groups = max(config.batch_size // wanted.num_generations, 1)
             arguments["per_device_eval_batch_size"] = groups * wanted.num_generations
-        trainer: RewardedTrainer = steps.build(
+        trainer: RewardedTrainer = course.build(
             GroupTrainer if wanted.algorithm == "grpo" else LeaveOneOutTrainer,
             run,
             model=network,
@@ -180,11 +180,11 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
             peft_config=model.lora_config(config, start.revision),
         )
         judges = [one.identity for one in functions if isinstance(one, RewardModel)]
-        facts = steps.tell(
+        facts = course.tell(
             trainer, found, replaced, training, held_out, max_length=max_length, reward_models=judges or None
         )
-        steps.train(trainer)
-        return steps.finish(trainer, start, facts)
+        course.train(trainer)
+        return course.finish(trainer, start, facts)
 
 
 def _rewards(run: Run, tokenizer: Any, max_length: int) -> list[Any]:

@@ -11,7 +11,7 @@ from app.runs.config import Replacement
 from worker.training import data, metric_functions, model
 from worker.training.data import Tokens
 from worker.training.metric_functions import Evaluation, Factories
-from worker.training.recipes import steps
+from worker.training.recipes import course, steps
 from worker.training.run import Run
 from worker.training.trainer import Faithful
 
@@ -73,13 +73,13 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
     total_steps = steps.steps_in_all(run, data.steps_in(training.dataset, config))
     with steps.weights(run, found) as start:
         network = steps.load(run, start, steps.highest_id(tokenizer, training, held_out))
-        trainer = steps.build(
+        trainer = course.build(
             SupervisedTrainer,
             run,
             metric_functions=functions,
             model=network,
             args=SFTConfig(
-                **steps.arguments(run, total_steps),
+                **course.arguments(run, total_steps),
                 neftune_noise_alpha=config.neftune_noise_alpha,
                 max_length=max_length,
                 packing=config.packing,
@@ -91,6 +91,6 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
             processing_class=tokenizer,
             peft_config=model.lora_config(config, start.revision),
         )
-        facts = steps.tell(trainer, found, replaced, training, held_out, max_length=max_length, **tokenized)
-        steps.train(trainer)
-        return steps.finish(trainer, start, facts)
+        facts = course.tell(trainer, found, replaced, training, held_out, max_length=max_length, **tokenized)
+        course.train(trainer)
+        return course.finish(trainer, start, facts)

@@ -1,0 +1,132 @@
+"""What a training process hears from its supervisor: renewals of the lease, requests, and its end.
+
+Imports nothing heavy: the `fake` backend and the tests use it without torch.
+"""
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+Why = Literal["stop", "drain"]
+
+
+@dataclass(frozen=True)
+class StopRequest:
+    """End early; `save` asks for a checkpoint first, `why` tells a user's stop from a worker's drain."""
+
+    save: bool
+    why: Why
+
+
+class Control:
+    """Hears the supervisor: renewals of the lease, requests for a checkpoint or a stop, and its end."""
+
+    _by_descriptor: dict[int, "Control"] = {}
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # re-entrant: a signal handler may interrupt a holder
+        self._request: StopRequest | None = None
+        self._callbacks: list[Callable[[StopRequest], None]] = []
+        self._wants_checkpoint = threading.Event()
+        self._heeds_sigterm = False
+
+    @classmethod
+    def start(cls, control_fd: int | None) -> "Control":
+        """Listen on `control_fd` in a thread; None hears nothing. The same descriptor gives the same object.
+
+        A launched process starts this before its slow imports, since renewals have to reach it in time.
+        """
+        if control_fd is None:
+            return cls()
+        control = cls._by_descriptor.get(control_fd)
+        if control is None:
+            control = cls._by_descriptor[control_fd] = cls()
+            channel = socket.socket(fileno=control_fd)
+            threading.Thread(target=control._listen, args=(channel,), name="control", daemon=True).start()
+        return control
+
+    @property
+    def stop_requested(self) -> StopRequest | None:
+        """The stop request in force, if any."""
+        return self._request
+
+    def take_checkpoint_request(self) -> bool:
+        """Whether a checkpoint was asked for since the last call; training goes on after it."""
+        wanted = self._wants_checkpoint.is_set()
+        self._wants_checkpoint.clear()
+        return wanted
+
+    def on_stop(self, callback: Callable[[StopRequest], None]) -> None:
+        """Call `callback` (from another thread or a signal handler) when a stop is asked for or changes."""
+        with self._lock:
+            self._callbacks.append(callback)
+            request = self._request
+        if request is not None:
+            callback(request)
+
+    def request_stop(self, save: bool, why: Why) -> None:
+        """Ask this process itself to stop. A user's stop outranks a drain, and not saving outranks saving."""
+        with self._lock:
+            before = self._request
+            if before is not None:
+                why = "stop" if "stop" in (before.why, why) else "drain"
+                save = before.save and save
+            request = StopRequest(save=save, why=why)
+            if request == before:
+                return
+            self._request = request
+            callbacks = list(self._callbacks)
+        for callback in callbacks:
+            callback(request)
+
+    def stop_on_sigterm(self) -> None:
+        """Let SIGTERM mean: save and hand back. Main thread only; children of this process die of it as ever.
+
+        A launched process does this before its slow imports, and what comes then is in `stop_requested` after them.
+        """
+        if self._heeds_sigterm:
+            return
+        self._heeds_sigterm = True
+        signal.signal(signal.SIGTERM, lambda _number, _frame: self.request_stop(save=True, why="drain"))
+        # A pool ends its workers with SIGTERM and waits for them; they must not inherit the handler, and a
+        # signal in the moment of the fork must not be lost to it.
+        term = {signal.SIGTERM}
+        os.register_at_fork(
+            before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, term),
+            after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, term),
+            after_in_child=lambda: (
+                signal.signal(signal.SIGTERM, signal.SIG_DFL),
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, term),
+            ),
+        )
+
+    def _listen(self, channel: socket.socket) -> None:
+        while True:
+            try:
+                packet = channel.recv(64 * 1024)
+            except ConnectionError:
+                packet = b""
+            if not packet:
+                # The supervisor is gone: whatever this process still did could meet its successor.
+                os._exit(1)
+            message = json.loads(packet)
+            if "renew_until" in message:
+                arm_deadline(float(message["renew_until"]))
+            if "checkpoint" in message:
+                self._wants_checkpoint.set()
+            if "stop" in message:
+                self.request_stop(save=bool(message["stop"]["save"]), why=message["stop"]["why"])
+
+
+def arm_deadline(until: float) -> None:
+    """Let the kernel end this process at `until` (CLOCK_MONOTONIC seconds), whatever holds the interpreter.
+
+    The timer survives exec, and is not inherited by children.
+    """
+    signal.setitimer(signal.ITIMER_REAL, max(until - time.monotonic(), 0.001))

@@ -1,0 +1,84 @@
+"""The trainers' own witness of what ran when, which the tests hold everything else against.
+
+Imports nothing heavy: the `fake` backend and the tests use it without torch.
+"""
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from worker.training.report import plain, write_all
+
+
+class Journal:
+    """The trainers' own witness of what ran when: one file per run, shared by all its attempts.
+
+    A line is written at once and in one piece; start, save and stop are on disk before the call returns,
+    steps within 0.2 s.
+    """
+
+    SYNC_SECONDS = 0.2
+
+    def __init__(self, path: str | Path, attempt: int) -> None:
+        self._attempt = attempt
+        self._boot_id = boot_id()
+        self._synced = 0.0
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        size = os.fstat(self._file).st_size
+        # A power cut may have torn the last line of an earlier attempt; ours must not be glued to it.
+        self._torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
+
+    def start(self) -> None:
+        """Training begins: this process now counts as the run's one trainer."""
+        self._write({"event": "start"}, sync=True)
+
+    def step(self, n: int, loss_hex: str, samples: Sequence[Any]) -> None:
+        """Step `n` is done; `loss_hex` is `float.hex` of its exact loss, `samples` the row ids it saw."""
+        self._write({"event": "step", "step": n, "loss_hex": loss_hex, "samples": list(samples)}, sync=False)
+
+    def save(self, step: int) -> None:
+        """A checkpoint of `step` is on disk."""
+        self._write({"event": "save", "step": step}, sync=True)
+
+    def stop(self, outcome: str) -> None:
+        """Nothing of this attempt will run any more."""
+        self._write({"event": "stop", "outcome": outcome}, sync=True)
+
+    def _write(self, event: dict[str, Any], sync: bool) -> None:
+        now = time.clock_gettime(time.CLOCK_BOOTTIME)
+        about = {"attempt": self._attempt, "pid": os.getpid(), "boot_id": self._boot_id, "t": now}
+        line = json.dumps({**event, **about}, default=plain) + "\n"
+        write_all(self._file, ("\n" + line if self._torn else line).encode())
+        self._torn = False
+        if sync:
+            os.fsync(self._file)
+        elif now - self._synced >= self.SYNC_SECONDS:
+            os.fdatasync(self._file)
+        else:
+            return
+        self._synced = now
+
+
+def read_journal(path: str | Path) -> list[dict[str, Any]]:
+    """The events of a journal in order; a torn line (power cut) is left out, a missing file is empty."""
+    events = []
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict):
+            events.append(event)
+    return events
+
+
+def boot_id() -> str:
+    """The id of this boot of the machine: process ids and CLOCK_BOOTTIME mean something only within it."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,0 +1,190 @@
+"""The steps of every recipe from its model on: build the trainer, tell the facts, train, export."""
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+from app.runs.config import Replacement
+from worker.training import fidelity, flops, hub, model
+from worker.training.base import Base
+from worker.training.callbacks import StepWatcher
+from worker.training.distributions import DistributionWatcher
+from worker.training.export import export
+from worker.training.failures import TrainingFailure
+from worker.training.memory import MemoryProfiler
+from worker.training.peaks import peak_tflops
+from worker.training.recipes.steps import Rows
+from worker.training.run import Run
+from worker.training.trainer import EndedBeforeStep, Faithful
+
+_COMPLETES = {None, "early_stopping"}
+_EXPORTS = _COMPLETES | {"time_limit", "stop_at_step"}
+
+Trains = TypeVar("Trains", bound=Faithful)
+
+
+def arguments(run: Run, total_steps: int) -> dict[str, Any]:
+    """The configuration in the words of every trainer; names that are not ours to choose are all set here."""
+    config, options, cuda = run.config, run.config.trainer_options, run.machine.kind == "cuda"
+    return {
+        "output_dir": str(run.folder),
+        "max_steps": total_steps,
+        "per_device_train_batch_size": config.batch_size,
+        "per_device_eval_batch_size": options.eval_batch_size or config.batch_size,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "learning_rate": config.learning_rate,
+        "lr_scheduler_type": config.lr_scheduler_type,
+        "warmup_steps": config.warmup_ratio,
+        "weight_decay": config.weight_decay,
+        "optim": config.optim,
+        "adam_beta1": options.adam_beta1,
+        "adam_beta2": options.adam_beta2,
+        "adam_epsilon": options.adam_epsilon,
+        "max_grad_norm": options.max_grad_norm,
+        "activation_checkpointing": bool(config.gradient_checkpointing),
+        "use_cpu": not cuda,
+        "bf16": cuda and run.machine.bf16,
+        "fp16": cuda and not run.machine.bf16,
+        "seed": config.seed,
+        "remove_unused_columns": False,
+        "dataloader_pin_memory": cuda,
+        "logging_steps": config.logging_steps,
+        "logging_nan_inf_filter": False,
+        "eval_strategy": "steps" if config.eval_steps else "no",
+        "eval_steps": config.eval_steps,
+        # A resumed run has begun before.
+        "eval_on_start": options.eval_on_start and run.resume_from is None,
+        # When to save is decided after each step, and how is ours: the trainer's own way is not atomic.
+        "save_strategy": "no",
+        "save_total_limit": None,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
+def build(make: type[Trains], run: Run, **options: Any) -> Trains:
+    """The trainer, watched after every step.
+
+    Raises:
+        TrainingFailure: options that do not go together, or not with this model.
+    """
+    try:
+        trainer = make(run, **options)
+    except ValueError as error:  # how TRL and peft refuse them
+        raise TrainingFailure("config_error", str(error)) from error
+    model.check_modules(trainer.model, run.config)
+    model.keep_full_precision(trainer.model, run.machine)
+    trainer.add_callback(StepWatcher(run, trainer))
+    asked = run.config.trainer_options
+    if asked.distributions_steps is not None:
+        trainer.add_callback(DistributionWatcher(run, asked.distributions_steps))
+    if asked.memory_profile:
+        trainer.add_callback(MemoryProfiler(run, trainer.gpu_memory))
+    return trainer
+
+
+def tell(
+    trainer: Faithful, found: Base, replaced: list[Replacement], training: Rows, held_out: Rows | None, **more: Any
+) -> dict[str, Any]:
+    """Tell the configuration in force and the first facts, and remember what the numbers depend on."""
+    run = trainer.run
+    facts = model.first_facts(trainer.model, run.machine)
+    facts |= _costs(trainer, training, facts.get("device_name"))
+    facts |= {
+        "rows": training.rows, "tokens": training.tokens, "sequences": len(training.dataset),
+        "eval_rows": held_out.rows if held_out else 0, "total_steps": trainer.args.max_steps,
+        "weights_dtype": str(model.weights_dtype(run.config, run.machine)), "base_revision": found.revision, **more,
+    }  # fmt: skip
+    run.fingerprint = _fingerprint(run, found, facts)
+    facts |= fidelity.facts(_differences(run))
+    trainer.facts, trainer.replaced = facts, replaced
+    if run.resume_from is None:
+        trainer.tell_facts()  # else once it is known how well the checkpoint was loaded
+    return facts
+
+
+def _costs(trainer: Faithful, training: Rows, device: str | None) -> dict[str, Any]:
+    """Operations of a token, and what the device can do of them: what MFU is made of."""
+    throughput, run = trainer.throughput, trainer.run
+    throughput.flops = flops.count(
+        trainer.model,
+        checkpointing=bool(run.config.gradient_checkpointing),
+        reference=trainer.passes_reference(),
+    )
+    throughput.peak_tflops = run.config.trainer_options.peak_tflops or peak_tflops(device)
+    length = trainer.usual_length(training.tokens / training.rows)
+    return {
+        "flops_per_token": throughput.flops.per_token(length),
+        "flops_per_token_hardware": throughput.flops.per_token_of_hardware(length),
+        "flops_sequence_length": round(length),
+        "flops_not_counted": trainer.NOT_COUNTED,
+        "peak_tflops": throughput.peak_tflops,
+    }
+
+
+def train(trainer: Faithful) -> None:
+    """Train to the end or to a stop, from the beginning or from the checkpoint."""
+    run, total_steps = trainer.run, trainer.args.max_steps
+    if run.resume_from is None:
+        for history in run.histories:
+            history.begin(None)
+        trainer.train()
+    else:
+        _go_on(trainer, Path(run.resume_from["path"]), total_steps)
+    if trainer.state.global_step >= total_steps:
+        run.ended_by = None
+
+
+def finish(trainer: Faithful, start: Base, facts: dict[str, Any]) -> dict[str, Any]:
+    """Export where training is over, and push; returns the fields of the result record."""
+    run, state = trainer.run, trainer.run.state
+    output = export(trainer, start, facts) if run.ended_by in _EXPORTS else None
+    return {
+        "outcome": "completed" if run.ended_by in _COMPLETES else "stopped",
+        "why": run.ended_by,
+        "output": output,
+        "hub": hub.push(run, run.folder / output) if output else None,
+        "step": trainer.state.global_step,
+        "epoch": trainer.state.epoch,
+        "metrics": {
+            "loss": state.loss,
+            "best_loss": state.best_loss,
+            trainer.OBJECTIVE: state.objective,
+            f"best_{trainer.OBJECTIVE}": state.best_objective,
+            "tokens": state.tokens,
+        },
+    }
+
+
+def _go_on(trainer: Faithful, checkpoint: Path, total_steps: int) -> None:
+    run = trainer.run
+    trainer.go_on_from(checkpoint)
+    limit = run.state.limit_reached(run.config, trainer.saved_step)
+    if limit is not None or trainer.saved_step >= total_steps:
+        # Trained as far as it is to go already, and lost before its output was written.
+        run.ended_by = limit
+        trainer.restore_finished(checkpoint)
+        return
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    except EndedBeforeStep:
+        pass
+
+
+def _fingerprint(run: Run, found: Base, facts: dict[str, Any]) -> dict[str, Any]:
+    held_out = run.job.get("eval_dataset")
+    return {
+        "base_model": found.identity,
+        "dataset": run.job["dataset"].get("sha256"),
+        "eval_dataset": held_out.get("sha256") if held_out else None,
+        "reward_models": facts.get("reward_models"),
+        "weights": facts["weights_dtype"],
+        **{name: facts.get(name) for name in ("device", "device_name", "cpu_instructions", "threads", "versions")},
+    }
+
+
+def _differences(run: Run) -> list[str]:
+    """Why this attempt may not go on exactly where the checkpoint stands."""
+    if run.resume_from is None:
+        return []
+    found = fidelity.reasons(Path(run.resume_from["path"]), run.fingerprint)
+    return [*found, fidelity.ON_A_GPU] if run.machine.kind == "cuda" else found
