@@ -39,6 +39,8 @@ class Pump:
         """Whether the trainer has reached its first step, so that there is something to save."""
         self.heard_at = time.monotonic()
         """When the trainer last said anything at all."""
+        self.step: int | None = None
+        """The last step that it told of."""
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
         """The last lines it printed."""
         self._host = host
@@ -134,6 +136,7 @@ class Pump:
         self._writer.put(event)
 
     def _reach(self, step: int, epoch: float) -> None:
+        self.step = step
         self._writer.progress = Progress(step, epoch, self._total_steps, self._best_loss)
 
     def _take_total(self, told: Any) -> None:

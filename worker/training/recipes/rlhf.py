@@ -1,6 +1,6 @@
 """Learning from rewards (`rlhf`, GRPO or RLOO): prompts → rewards → model → trainer → facts → train → export."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -70,6 +70,15 @@ class RewardedTrainer(Faithful):
         if self._micro_losses:
             return []  # every micro-batch comes with the rows of the whole round
         return list(dict.fromkeys(row for one in inputs for row in one["rows"]))
+
+    def rows_of(self, batch: Any) -> list[int]:
+        return [row for one in batch for row in one["rows"]]
+
+    def pass_over(self) -> None:
+        self._step += 1  # by which the library knows when another round is to be written
+
+    def sequences_of(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        return []  # what went wrong are completions, not the prompts
 
     def measures(self) -> Mapping[str, str]:
         own = {f"rewards/{name}/mean": f"reward_{name}" for name in self.reward_func_names}
