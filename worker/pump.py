@@ -34,6 +34,8 @@ class Pump:
     def __init__(self, host: Host, run: Any, writer: Writer) -> None:
         self.result: dict[str, Any] | None = None
         """What the trainer said last: outcome, error, output."""
+        self.effective: dict[str, Any] | None = None
+        """The configuration that the trainer really uses, once it has told."""
         self.phase = "loading"
         self.has_begun = False
         """Whether the trainer has reached its first step, so that there is something to save."""
@@ -117,11 +119,14 @@ class Pump:
         self._writer.put(NewEvent.of("log", ts, line))
 
     def _take_config(self, record: dict[str, Any], ts: float) -> None:
+        effective = record.get("effective")
+        self.effective = effective if isinstance(effective, dict) else None
+
         def keep(connection: Connection) -> None:
             connection.execute(
                 update(Run)
                 .where(Run.id == self._run.id, Run.epoch == self._run.epoch)
-                .values(effective_config=record.get("effective"))
+                .values(effective_config=effective)
             )
 
         self._writer.put(Step(keep, NewEvent.of("config", ts, record)))

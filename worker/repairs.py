@@ -42,7 +42,7 @@ class Repair:
 def repair_for(config: Mapping[str, Any], phase: str, code: str, found: Mapping[str, Any] | None) -> Repair | None:
     """How a run that failed with `code` can go on; None: it cannot, or was not to.
 
-    `config` is what the attempt was told to train, `found` what the trainer proposes by itself.
+    `config` is what the attempt really used, `found` what the trainer proposes by itself.
     """
     if found is not None:
         step = int(found["step"])

@@ -197,12 +197,12 @@ def went_wrong(pump: Pump, killed_for: KilledFor | None) -> bool:
 
 def repair_of(job: Job, pump: Pump, end: Exit, killed_for: KilledFor | None) -> Repair | None:
     """What another attempt can do otherwise, so that the run goes on by itself; None: nothing is known, or wanted."""
-    result = pump.result or {}
+    result, config = pump.result or {}, pump.effective or job.config
     if result.get("outcome") == "failed":
         code = (result.get("error") or {}).get("code", "internal")
-        return repairs.repair_for(job.config, pump.phase, code, result.get("repair"))
+        return repairs.repair_for(config, pump.phase, code, result.get("repair"))
     if not result and end.out_of_memory and not killed_for:
-        return repairs.repair_for(job.config, pump.phase, repairs.OUT_OF_MEMORY, None)
+        return repairs.repair_for(config, pump.phase, repairs.OUT_OF_MEMORY, None)
     return None
 
 

@@ -44,15 +44,15 @@ class TestOutOfMemory:
             for run_id in (calm, scarce)
         ]
         assert rows[0] == rows[1]
-        assert [one["outcome"] for one in postmortem(stack, scarce)["attempts"]] == [
-            "repaired",
-            "repaired",
-            "completed",
-        ]
+        ends = [one["outcome"] for one in postmortem(stack, scarce)["attempts"]]
+        assert ends == ["repaired", "repaired", "completed"]
 
     def test_it_ends_once_nothing_is_left_to_make_smaller_and_says_what_else_would_help(self, stack: Stack) -> None:
         stack.add_worker()
-        run_id = stack.create({"steps": 9, "crash_at_step": 3, "crash": "memory"}, {"batch_size": 2, "method": "full"})
+        run_id = stack.create(
+            {"steps": 9, "crash_at_step": 3, "crash": "memory"},
+            {"batch_size": 2, "method": "full", "gradient_checkpointing": False, "logging_steps": 1},
+        )
         shown = stack.until(run_id, "completed", "failed")
         assert (shown["status"], shown["error_code"], shown["attempt"]) == ("failed", "out_of_memory", 3)
         assert [*repairs_told(stack, run_id)[-1]["changes"]] == ["gradient_checkpointing"]

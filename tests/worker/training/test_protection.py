@@ -147,6 +147,29 @@ class TestRewind:
         assert "extra.max_rewinds" in done.result["error"]["message"]
 
 
+def test_smaller_micro_batches_train_on_the_same_rows_and_say_that_sums_are_taken_otherwise(
+    forks: Forks, tmp_path: Path, tiny_model: Path, leaping: Path
+) -> None:
+    """What a run does that goes on after it ran out of memory; 160 rows leave a remainder in a pass of sixes."""
+    config = CONFIG | {"max_steps": 30, "batch_size": 6, "gradient_accumulation_steps": 1, "save_steps": 10}
+    whole = forks.run(make_job(tmp_path / "whole", tiny_model, leaping, data_format="text", **config))
+    smaller = config | {"batch_size": 3, "gradient_accumulation_steps": 2}
+    resumed = make_job(
+        tmp_path / "smaller", tiny_model, leaping, data_format="text", attempt=2,
+        resume_from=whole.checkpoint(10), **smaller,
+    )  # fmt: skip
+    done = forks.run(resumed)
+    assert done.result["outcome"] == "completed", done.result
+    for step, (loss, rows) in done.steps.items():
+        wanted, its_rows = whole.steps[step]
+        assert rows == its_rows
+        assert float.fromhex(loss) == pytest.approx(float.fromhex(wanted), rel=1e-4)
+    assert [*done.steps] == [*range(11, 31)]
+    facts = done.of("config")[0]["facts"]
+    assert facts["fidelity"] == "approximate"
+    assert "batch_size: 6 at the checkpoint, 3 now." in facts["fidelity_reasons"]
+
+
 class TestJudge:
     """What counts as a leap, on made-up losses."""
 
