@@ -33,7 +33,7 @@ MUTANTS = (
         changes=(
             Change(
                 "worker/training/protection.py",
-                "        self._rows = {int(row) for one in earlier for row in one[\"singled_out\"]}\n",
+                '        self._rows = {int(row) for one in earlier for row in one["singled_out"]}\n',
                 "        self._rows: set[int] = set()\n",
             ),
         ),
