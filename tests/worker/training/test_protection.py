@@ -136,6 +136,28 @@ class TestRewind:
         assert second.result["outcome"] == "completed", second.result
         assert all(LATE not in rows for _, rows in second.steps.values())
 
+    @pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+    def test_a_round_that_is_passed_over_is_neither_written_nor_learnt_and_a_resume_is_exact(
+        self, forks: Forks, tmp_path: Path, tiny_model: Path, algorithm: str
+    ) -> None:
+        rows = [{"prompt": f"what is row {row}\n"} for row in range(12)]
+        data = write_rows(tmp_path / "prompts.jsonl", rows)
+        wanted = {"type": "length", "min": 4, "max": 8, "unit": "characters", "slack": 30}
+        config = {
+            **CONFIG, "method": "rlhf", "lora_r": None, "max_steps": 8, "save_steps": 4, "batch_size": 4,
+            "rlhf": {"algorithm": algorithm, "num_generations": 4, "max_completion_length": 8, "rewards": [wanted]},
+        }  # fmt: skip
+        bad = {"kind": "non_finite", "step": 3, "rows": [], "singled_out": [5], "changes": {}}
+        job = make_job(tmp_path, tiny_model, data, data_format="prompt", **config) | {"repairs": [bad]}
+        whole = forks.run(job)
+        assert whole.result["outcome"] == "completed", (whole.result, whole.stderr[-2000:])
+        assert 3 not in whole.steps and all(5 not in held for _, held in whole.steps.values())
+        assert {sample["step"] for sample in whole.of("sample")} == {*whole.steps}
+        folder = tmp_path / "a2"
+        folder.mkdir()
+        later = forks.run(job | {"attempt": 2, "output_dir": str(folder), "resume_from": whole.checkpoint(4)})
+        assert later.steps == {step: told for step, told in whole.steps.items() if step > 4}
+
     def test_no_more_often_than_allowed(
         self, forks: Forks, tmp_path: Path, tainted_model: Path, poisoned: Path
     ) -> None:

@@ -13,11 +13,15 @@ from app.runs.rewards import names
 from worker.training import model, pairs, rewards
 from worker.training.failures import TrainingFailure
 from worker.training.pairs import Pairs, PromptEncoder
+from worker.training.protection import Trouble
 from worker.training.recipes import course, steps
 from worker.training.reward_models import RewardModel
 from worker.training.run import Run
 from worker.training.token_cache import TokenCache
 from worker.training.trainer import Faithful
+
+_NO_NUMBERS = "probability tensor contains either"
+"""How torch refuses to sample from what a spoilt model says."""
 
 
 class RewardedTrainer(Faithful):
@@ -61,7 +65,13 @@ class RewardedTrainer(Faithful):
         # A model with an adapter writes by its base's own forward, which nothing else puts under mixed precision:
         # modules that train whole, in 32 bits, would not fit their neighbours of 16.
         with self.accelerator.autocast():
-            return super()._generate_single_turn(*arguments, **options)
+            try:
+                return super()._generate_single_turn(*arguments, **options)
+            except RuntimeError as error:
+                if _NO_NUMBERS not in str(error) or not self.model.training:
+                    raise
+                says = "the model's answers became no numbers while it wrote"
+                raise self.guard.failure(self, Trouble("non_finite", says)) from error
 
     def with_rows(self, collate: Any) -> Any:
         return collate  # a batch is the list of its rows
