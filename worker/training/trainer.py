@@ -1,6 +1,7 @@
 """What a service needs of every trainer of TRL: exact losses, stops, checkpoints that hold."""
 
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,6 +13,7 @@ from transformers.trainer_callback import TrainerState
 
 from app.runs.config import Replacement
 from worker.training import checkpoints, flops, probe
+from worker.training.actions import Actions
 from worker.training.data import WithRows
 from worker.training.failures import Stopped, TrainingFailure
 from worker.training.memory import GpuMemory
@@ -53,6 +55,7 @@ class Faithful(Trainer):  # type: ignore[misc]
         self._eval_total = 0
         self._micro_losses: list[torch.Tensor] = []
         self._step_loss = 0.0
+        self.actions = Actions(self)
         super().__init__(**options)
         self.data_collator: Any = self.with_rows(self.data_collator)
 
@@ -90,6 +93,10 @@ class Faithful(Trainer):  # type: ignore[misc]
         return tokens_of_a_row
 
     # Steps
+
+    def set_initial_training_values(self, *args: Any) -> Any:
+        # Training ends by the count of its steps alone, which may be raised while it goes on.
+        return (sys.maxsize, *super().set_initial_training_values(*args)[1:])
 
     def get_batch_samples(self, *args: Any) -> Any:
         with self.throughput.waiting():
@@ -147,7 +154,7 @@ class Faithful(Trainer):  # type: ignore[misc]
         except Stopped:
             torch.random.set_rng_state(random_state)
             self._metrics["eval"].clear()
-            run.state.eval_pending = True
+            run.state.eval_pending = self.actions.drop_evaluation()
             request = run.stop_requested
             if self.state.global_step < self.state.max_steps:
                 run.ended_by = request.why if request else "stop"
@@ -157,7 +164,9 @@ class Faithful(Trainer):  # type: ignore[misc]
             self.control.should_evaluate = False
             return {}
         run.state.eval_pending = False
-        run.evaluation(self.state.global_step, self.state.epoch, self.evaluated(metrics))
+        found = self.evaluated(metrics)
+        run.evaluation(self.state.global_step, self.state.epoch, found)
+        self.actions.evaluated(found)
         if not self.control.should_training_stop:
             run.report.phase("training")
         return dict(metrics)
@@ -210,6 +219,7 @@ class Faithful(Trainer):  # type: ignore[misc]
         self.run.state = RunState.load(folder, str(self.run.job["run_id"]), self.saved_step)
         for history in self.run.histories:
             history.begin(folder)
+        self.actions.go_on()
         self._total_train_tokens = self.run.state.tokens
         for name, values in self.run.state.averages.items():
             self._metrics["train"][name] = list(values)
