@@ -12,7 +12,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine, Executable, select
 
-from app.actions.service import done_behind
+from app.actions.replay import done_behind
 from app.checkpoints import retention
 from app.checkpoints.models import Checkpoint
 from app.datasets.models import Dataset

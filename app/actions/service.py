@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Select, func, select, text
-from sqlalchemy.dialects.postgresql import aggregate_order_by
+from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.actions.models import RunAction
@@ -93,20 +92,6 @@ async def changes(session: AsyncSession, run_id: str) -> dict[str, Any]:
             changed |= {"max_steps": None}  # which would win over the epochs
         changed |= parameters
     return changed
-
-
-def done_behind(run_id: str, step: int) -> Select[Any]:
-    """One row: what took effect behind steps after `step`, as a JSON list in its order.
-
-    An attempt that goes on from `step` does each once more, behind the same step.
-    """
-    asked = func.jsonb_build_object(
-        "id", RunAction.id, "action", RunAction.action, "parameters", RunAction.parameters, "step", RunAction.step
-    )
-    found = func.jsonb_agg(aggregate_order_by(asked, RunAction.step, RunAction.id))
-    return select(func.coalesce(found, text("'[]'::jsonb"))).where(
-        RunAction.run_id == run_id, RunAction.status == "done", RunAction.step > step
-    )
 
 
 async def _replayed(

@@ -59,6 +59,6 @@ async def _how_long(
     step = f"step {last.step}, its last checkpoint" if last else "the start"
     return (
         f"Its saves took up to {seconds:.1f} s, and after {grace_seconds:g} s the trainer is killed: this save may "
-        f"come to nothing, and what lies behind {step}, be lost. For the next time raise ANNEAL_LEASE_SECONDS (the grace is "
-        "twice the lease) or ask for the mode `epoch_end`."
+        f"come to nothing, and what lies behind {step}, be lost. For the next time raise "
+        "ANNEAL_LEASE_SECONDS (the grace is twice the lease) or ask for the mode `epoch_end`."
     )

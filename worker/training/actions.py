@@ -135,16 +135,13 @@ class Actions:
         state: RunState = self._run.state
         state.changed |= changed
         state.total_steps = total_steps or state.total_steps
-        self._put_in_force()
+        self.put_in_force()
         trainer = self._trainer
         trainer.lr_scheduler.lr_lambdas = [self._factor()] * len(trainer.lr_scheduler.lr_lambdas)
         checkpoints.reapply_rates(trainer, [group["weight_decay"] for group in trainer.optimizer.param_groups])
 
-    def go_on(self) -> None:
-        """Put in force what was changed before the checkpoint from which training goes on; before the trainer begins."""
-        self._put_in_force()
-
-    def _put_in_force(self) -> None:
+    def put_in_force(self) -> None:
+        """Let what was changed hold: now, or before a trainer that goes on from a checkpoint begins."""
         trainer, run = self._trainer, self._run
         if run.state.changed:
             run.config = run.config.model_copy(update=run.state.changed)

@@ -219,7 +219,7 @@ class Faithful(Trainer):  # type: ignore[misc]
         self.run.state = RunState.load(folder, str(self.run.job["run_id"]), self.saved_step)
         for history in self.run.histories:
             history.begin(folder)
-        self.actions.go_on()
+        self.actions.put_in_force()
         self._total_train_tokens = self.run.state.tokens
         for name, values in self.run.state.averages.items():
             self._metrics["train"][name] = list(values)
