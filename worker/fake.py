@@ -19,12 +19,13 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from app.backends.fake_options import FakeOptions
 from app.runs.config import TrainingConfig
+from worker.fake_actions import Actions
 from worker.training import fidelity, manifest
 from worker.training.control import Control
 from worker.training.journal import Journal
@@ -59,6 +60,10 @@ class _State:
     """Of the last evaluation, which was at `eval_step`."""
     eval_step: int | None = None
     best_eval_loss: float | None = None
+    changed: dict[str, Any] = field(default_factory=dict)
+    """Fields of the configuration that actions have changed while this run trained."""
+    ended_by: str | None = None
+    """What ended training at this very step."""
 
 
 def main(argv: list[str]) -> int:
@@ -72,7 +77,7 @@ def main(argv: list[str]) -> int:
     try:
         journal = Journal(job["journal"], job["attempt"])
         journal.start()
-        training = _Training(job, report, control, journal)
+        training = Training(job, report, control, journal)
         try:
             result = training.run()
         finally:
@@ -88,7 +93,9 @@ def main(argv: list[str]) -> int:
     return 1 if result["outcome"] == "failed" else 0
 
 
-class _Training:
+class Training:
+    """One run, from its first to its last step."""
+
     def __init__(self, job: dict[str, Any], report: Report, control: Control, journal: Journal) -> None:
         self.job = job
         self.report = report
@@ -111,6 +118,7 @@ class _Training:
             "device": job["device"]["kind"],
             "versions": {"python": sys.version.split()[0]},
         }
+        self.actions = Actions(self)
         self.asked = threading.Event()
         if not self.options.ignore_stop:
             control.on_stop(lambda _request: self.asked.set())
@@ -120,38 +128,37 @@ class _Training:
         self.report.phase("loading")
         self.asked.wait(self.options.load_seconds)
         self._resume()
-        self.report.config(
-            effective=self.config.model_dump(mode="json"),
-            replaced=[],
-            facts={
-                "parameters_total": self.options.checkpoint_bytes // 4,
-                "parameters_trainable": self.options.checkpoint_bytes // 4,
-                "device": self.job["device"]["id"],
-                "versions": self.fingerprint["versions"],
-                **fidelity.facts(self._differences()),
-            },
-        )
+        self.facts = {
+            "parameters_total": self.options.checkpoint_bytes // 4,
+            "parameters_trainable": self.options.checkpoint_bytes // 4,
+            "device": self.job["device"]["id"],
+            "versions": self.fingerprint["versions"],
+            **fidelity.facts(self._differences()),
+        }
+        self.tell_config()
         self.report.phase("training", start_step=self.state.step, total_steps=self.total)
-        why = self._stop_reason()
+        why = self.state.ended_by or self._stop_reason()
         while why is None and self.state.step < self.total:
             self._step()
             why = self._stop_reason()
             if why is None and self.state.step < self.total:
+                self.actions.take()
                 self._save_if_due()
         if self.state.step >= self.total:
             why = None
         request = self.control.stop_requested
-        if why in ("stop", "drain"):
+        if why in ("stop", "drain", "epoch_end"):
+            self.state.ended_by = why if why == "epoch_end" else None
             if request is None or request.save:
                 self._save("stop")
-            return {"outcome": "stopped", "why": why, "step": self.state.step, "epoch": self._epoch()}
+            return {"outcome": "stopped", "why": why, "step": self.state.step, "epoch": self.epoch()}
         self._save("stop" if why else "final")
         self._export()
         return {
             "outcome": "stopped" if why else "completed",
             "why": why,
             "step": self.state.step,
-            "epoch": self._epoch(),
+            "epoch": self.epoch(),
             "output": "output",
             "metrics": self._losses(),
         }
@@ -164,10 +171,26 @@ class _Training:
             return max(1, math.ceil(self.config.epochs * self.rows / self.per_step))
         return self.options.steps
 
+    def change(self, **changed: Any) -> None:
+        """Put a change of the configuration in force, and into every checkpoint from now on."""
+        self.state.changed |= changed
+        self.config = self.config.model_copy(update=self.state.changed)
+        self.total = self._total_steps()
+
+    def tell_config(self) -> None:
+        """Tell the configuration in force and the first facts."""
+        self.report.config(effective=self.config.model_dump(mode="json"), replaced=[], facts=self.facts)
+
+    def rate(self) -> float:
+        """The learning rate at the present step."""
+        return self.config.learning_rate * (1 - self.state.step / (self.total + 1))
+
     def _stop_reason(self) -> str | None:
         request = self.control.stop_requested
         if request is not None and not self.options.ignore_stop:
             return request.why
+        if self.control.ends_with_epoch and self.state.step > self.saved_step and self._is_epoch_over():
+            return "epoch_end"
         limit, at = self.config.time_limit_seconds, self.config.stop_at_step
         if limit is not None and self.state.seconds >= limit:
             return "time_limit"
@@ -184,7 +207,12 @@ class _Training:
             "best_eval_loss": state.best_eval_loss,
         }
 
-    def _epoch(self) -> float:
+    def _is_epoch_over(self) -> bool:
+        before = (self.state.step - 1) * self.per_step // self.rows
+        return self.state.step * self.per_step // self.rows > before
+
+    def epoch(self) -> float:
+        """Passes over the data so far."""
         return self.state.step * self.per_step / self.rows
 
     # One step
@@ -215,12 +243,13 @@ class _Training:
         if not math.isfinite(loss):
             raise _Failure("non_finite_loss", f"the loss of step {step} is {loss}")
         if self.config.eval_steps is not None and step % self.config.eval_steps == 0:
-            self._evaluate(loss + 0.1)
+            self.evaluate(loss + 0.1)
 
-    def _evaluate(self, loss: float) -> None:
+    def evaluate(self, loss: float) -> None:
+        """Pretend that an evaluation found this loss."""
         state = self.state
         self.report.phase("evaluating")
-        self.report.eval(state.step, {"eval_loss": loss}, epoch=self._epoch())
+        self.report.eval(state.step, {"eval_loss": loss}, epoch=self.epoch())
         state.eval_loss, state.eval_step = loss, state.step
         self.improved = state.best_eval_loss is None or loss < state.best_eval_loss
         state.best_eval_loss = min(loss, state.best_eval_loss or math.inf)
@@ -241,9 +270,9 @@ class _Training:
     def _measure(self, loss: float, seconds: float) -> None:
         self.report.metric(
             self.state.step,
-            epoch=self._epoch(),
+            epoch=self.epoch(),
             loss=loss,
-            learning_rate=self.config.learning_rate * (1 - self.state.step / (self.total + 1)),
+            learning_rate=self.rate(),
             grad_norm=loss / 10,
             samples_per_second=self.per_step / max(seconds, 1e-6),
             total_steps=self.total,
@@ -262,7 +291,7 @@ class _Training:
     # Checkpoints
 
     def _save_if_due(self) -> None:
-        asked = self.control.take_checkpoint_request()
+        asked = self.control.take_checkpoint_request() or self.actions.wants_checkpoint
         periodic = asked or self.state.step % self.config.save_steps == 0
         if periodic or self.improved:
             self._save("periodic" if periodic else "best")
@@ -272,6 +301,7 @@ class _Training:
         if self.state.step == self.saved_step:
             return
         self.report.phase("saving")
+        began = time.monotonic()
         name = f"checkpoint-{self.state.step}"
         with _staging(self.folder / f".{name}.tmp") as staging:
             (staging / "state.json").write_text(json.dumps(asdict(self.state)))
@@ -289,7 +319,9 @@ class _Training:
             kind=kind,
             bytes=size,
             manifest_sha256=sha256,
-            epoch=self._epoch(),
+            seconds=time.monotonic() - began,
+            **self.actions.saved(),
+            epoch=self.epoch(),
             metrics=self._losses(),
         )
 
@@ -305,6 +337,8 @@ class _Training:
         self.saved_step = self.state.step
         if self.state.run_id != self.job["run_id"]:  # a new run that continues another has its own clock and limits
             self.state.run_id, self.state.first_step, self.state.seconds = self.job["run_id"], self.state.step, 0.0
+            self.state.changed, self.state.ended_by = {}, None
+        self.change()
 
     def _differences(self) -> list[str]:
         source = self.job.get("resume_from")
