@@ -82,9 +82,10 @@ async def best_good(session: AsyncSession, run_id: str) -> Checkpoint | None:
 async def slowest_save(session: AsyncSession, run_id: str) -> float | None:
     """Seconds that the slowest of the run's last saves took; None while it has none."""
     last = select(Checkpoint.save_seconds).where(Checkpoint.run_id == run_id, Checkpoint.save_seconds.is_not(None))
-    return await session.scalar(
+    seconds: float | None = await session.scalar(
         select(func.max(last.order_by(Checkpoint.id.desc()).limit(_LAST_SAVES).subquery().c.save_seconds))
     )
+    return seconds
 
 
 async def furthest_good(session: AsyncSession, run_id: str, most_step: int | None = None) -> Checkpoint | None:

@@ -36,7 +36,6 @@ class Actions:
         self._again: deque[Asked] = deque(self._run.job.get("actions", ()))
         self._saves: list[Asked] = []
         self._evaluations: list[Asked] = []
-        self._has_due_evaluation = False
         self._do: dict[str, Callable[[Asked, TrainerControl], None]] = {
             "checkpoint": self._checkpoint,
             "evaluate": self._evaluate,
@@ -89,8 +88,6 @@ class Actions:
     def _evaluate(self, asked: Asked, control: TrainerControl) -> None:
         if self._trainer.eval_dataset is None:
             raise Refused("The run has no evaluation data.")
-        if not self._evaluations:
-            self._has_due_evaluation = bool(control.should_evaluate)
         control.should_evaluate = True
         self._evaluations.append(asked)
 
@@ -106,7 +103,7 @@ class Actions:
         One that was only asked for waits on, and is done behind a later one.
         """
         asked, self._evaluations = self._evaluations, []
-        return not asked or self._has_due_evaluation or any("step" in one for one in asked)
+        return self._trainer.evaluation_is_due() or any("step" in one for one in asked)
 
     # What changes how the run goes on
 

@@ -89,15 +89,24 @@ def _as_seen(run: Run, tokenizer: Any, prompt: str) -> str:
 def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
     """Evaluation mode, and afterwards every mode and every random number generator as before."""
     modes = [(module, module.training) for module in model.modules()]
+    try:
+        with same_numbers():
+            model.eval()
+            yield
+    finally:
+        for module, was in modes:
+            module.training = was
+
+
+@contextmanager
+def same_numbers() -> Iterator[None]:
+    """Afterwards every random number generator is as it was before."""
     numbers, drawn = numpy.random.get_state(), random.getstate()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     cpu = torch.random.get_rng_state()
     try:
-        model.eval()
         yield
     finally:
-        for module, was in modes:
-            module.training = was
         torch.random.set_rng_state(cpu)
         if cuda is not None:
             torch.cuda.set_rng_state_all(cuda)

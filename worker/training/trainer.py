@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 
 from app.runs.config import Replacement
-from worker.training import checkpoints, flops, probe
+from worker.training import checkpoints, flops, probe, sampling
 from worker.training.actions import Actions
 from worker.training.data import WithRows
 from worker.training.failures import Stopped, TrainingFailure
@@ -148,9 +149,12 @@ class Faithful(Trainer):  # type: ignore[misc]
         run = self.run
         run.report.phase("evaluating")
         random_state = torch.random.get_rng_state()
+        # One that was only asked for leaves no trace in the training; one that is due is part of it, as in TRL.
+        trace = nullcontext() if self.evaluation_is_due() else sampling.same_numbers()
         self._eval_batches = 0
         try:
-            metrics = super().evaluate(*args, **options)
+            with trace:
+                metrics = super().evaluate(*args, **options)
         except Stopped:
             torch.random.set_rng_state(random_state)
             self._metrics["eval"].clear()
@@ -170,6 +174,11 @@ class Faithful(Trainer):  # type: ignore[misc]
         if not self.control.should_training_stop:
             run.report.phase("training")
         return dict(metrics)
+
+    def evaluation_is_due(self) -> bool:
+        """Whether the configuration wants an evaluation behind the present step, asked for or not."""
+        step, every = self.state.global_step, self.run.config.eval_steps
+        return step == 0 or step >= self.state.max_steps or (every is not None and step % every == 0)
 
     def evaluated(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """What an evaluation found, by the names used here; numbers that are none are left out."""

@@ -99,7 +99,7 @@ class TestExactness:
             one["completion"] for one in whole.of("sample")
         ]
 
-    def test_samples_leave_no_trace_in_the_training(
+    def test_samples_and_an_evaluation_that_was_asked_for_leave_no_trace_in_the_training(
         self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path, whole: Outcome
     ) -> None:
         job = make_job(tmp_path, tiny_model, chats, **QUICK)

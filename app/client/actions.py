@@ -1,0 +1,43 @@
+"""`client.actions`: what can be asked of a run while it trains."""
+
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, Literal
+
+from app.actions.schemas import ActionRead
+from app.client.modes import M, call, stream
+from app.client.resource import ApiResource, given
+
+Name = Literal["checkpoint", "evaluate", "sample", "set_learning_rate", "extend"]
+
+
+class Actions(ApiResource[M]):
+    """Actions: things that a run does between two steps."""
+
+    @call
+    async def create(
+        self, run_id: str, action: Name, *, idempotency_key: str | None = None, **parameters: Any
+    ) -> ActionRead:
+        """Have something done: `checkpoint` (pin), `evaluate`, `sample` (prompts, max_new_tokens, temperature),
+        `set_learning_rate` (learning_rate) or `extend` (max_steps or epochs).
+
+        It waits until the run comes to the end of a step; an `action` event, or `get`, tells what came of it.
+        """
+        body = {"action": action, **given(**parameters)}
+        key = idempotency_key or str(uuid.uuid4())
+        return await self._session.post(ActionRead, f"/runs/{run_id}/actions", body, key=key)
+
+    @stream
+    async def list(
+        self, run_id: str, *, limit: int | None = None, after: str | None = None
+    ) -> AsyncGenerator[ActionRead]:
+        """What was asked of a run, newest first."""
+        async with aclosing(self._items(f"/runs/{run_id}/actions", ActionRead, {}, limit, after)) as items:
+            async for item in items:
+                yield item
+
+    @call
+    async def get(self, run_id: str, action_id: str) -> ActionRead:
+        """One action, and what came of it."""
+        return await self._session.get(ActionRead, f"/runs/{run_id}/actions/{action_id}")
