@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, and_, case, func, select
-from sqlalchemy.dialects.postgresql import array
+from sqlalchemy import ColumnElement, Double, Integer, Select, and_, case, cast, func, select
+from sqlalchemy.dialects.postgresql import ARRAY, array
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.checkpoints.models import Checkpoint
@@ -56,9 +56,11 @@ def preferred_place(run: Any) -> ColumnElement[Any]:
     place = array([Checkpoint.step, Checkpoint.attempt])
     good = (Checkpoint.run_id == run.id, Checkpoint.deleted_at.is_(None), Checkpoint.bad_reason.is_(None))
     furthest = select(func.max(place)).where(*good).scalar_subquery()
-    best = select(place).where(*good, _BADNESS.is_not(None)).order_by(_BADNESS, Checkpoint.step).limit(1)
+    judged = array([_BADNESS, cast(Checkpoint.step, Double), cast(Checkpoint.attempt, Double)])
+    lowest = cast(func.min(judged, type_=ARRAY(Double))[2:3], ARRAY(Integer))
+    best = select(lowest).where(*good, _BADNESS.is_not(None)).scalar_subquery()
     is_best = and_(run.stop_mode == "best", run.status.not_in(("completed", "failed")))
-    return case((is_best, func.coalesce(best.scalar_subquery(), furthest)), else_=furthest)
+    return case((is_best, func.coalesce(best, furthest)), else_=furthest)
 
 
 async def preferred(session: AsyncSession, run: Run) -> Checkpoint | None:

@@ -38,16 +38,23 @@ def upgrade() -> None:
             "(status = 'waiting') = (finished_at IS NULL)", name=op.f("ck_run_actions_finished_iff_not_waiting")
         ),
         sa.CheckConstraint("status <> 'done' OR step IS NOT NULL", name=op.f("ck_run_actions_done_at_a_step")),
+        if_not_exists=True,
     )
-    op.create_index("ix_run_actions_run_id_id", "run_actions", ["run_id", "id"])
-    op.create_index("ix_run_actions_waiting", "run_actions", ["run_id"], postgresql_where=sa.text("status = 'waiting'"))
-    op.add_column("runs", sa.Column("stop_mode", sa.Text(), nullable=True))
-    op.add_column("checkpoints", sa.Column("save_seconds", sa.Double(), nullable=True))
+    op.create_index("ix_run_actions_run_id_id", "run_actions", ["run_id", "id"], if_not_exists=True)
+    op.create_index(
+        "ix_run_actions_waiting",
+        "run_actions",
+        ["run_id"],
+        postgresql_where=sa.text("status = 'waiting'"),
+        if_not_exists=True,
+    )
+    op.add_column("runs", sa.Column("stop_mode", sa.Text(), nullable=True), if_not_exists=True)
+    op.add_column("checkpoints", sa.Column("save_seconds", sa.Double(), nullable=True), if_not_exists=True)
     # A trigger and not the statement that ends runs: each query of a trigger sees what is committed by then, so that an
     # action that was accepted while the end waited for its lock is found too; and old replicas end runs as well.
     op.execute(
         """
-        CREATE FUNCTION runs_refuse_actions() RETURNS trigger LANGUAGE plpgsql AS $$
+        CREATE OR REPLACE FUNCTION runs_refuse_actions() RETURNS trigger LANGUAGE plpgsql AS $$
         BEGIN
             UPDATE run_actions SET status = 'refused', finished_at = clock_timestamp(),
                 message = 'The run is ' || NEW.status || ': it ended before this could be done.'
@@ -58,7 +65,7 @@ def upgrade() -> None:
     )
     op.execute(
         f"""
-        CREATE TRIGGER runs_refuse_actions AFTER UPDATE OF status ON runs FOR EACH ROW
+        CREATE OR REPLACE TRIGGER runs_refuse_actions AFTER UPDATE OF status ON runs FOR EACH ROW
         WHEN (NEW.status IN {_ENDED} AND OLD.status IS DISTINCT FROM NEW.status)
         EXECUTE FUNCTION runs_refuse_actions()
         """

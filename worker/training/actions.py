@@ -103,7 +103,7 @@ class Actions:
         One that was only asked for waits on, and is done behind a later one.
         """
         asked, self._evaluations = self._evaluations, []
-        return self._trainer.evaluation_is_due() or any("step" in one for one in asked)
+        return not asked or self._trainer.evaluation_is_due() or any("step" in one for one in asked)
 
     # What changes how the run goes on
 

@@ -41,8 +41,8 @@ MUTANTS = (
         changes=(
             Change(
                 "app/runs/endpoints.py",
-                "after_commit.add_task(_queue(request).stop, run_id)",
-                "await _queue(request).stop(run_id)",
+                "after_commit.add_task(_queue(request).call_worker, run_id)",
+                "await _queue(request).call_worker(run_id)",
             ),
         ),
         test=f"{_TOLD}::TestARequestToStop::test_is_told_to_the_worker_when_it_can_be_seen",
