@@ -1,9 +1,9 @@
 """`client.actions`: what can be asked of a run while it trains."""
 
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any, Literal
+from typing import Literal
 
 from app.actions.schemas import ActionRead
 from app.client.modes import M, call, stream
@@ -17,16 +17,30 @@ class Actions(ApiResource[M]):
 
     @call
     async def create(
-        self, run_id: str, action: Name, *, idempotency_key: str | None = None, **parameters: Any
+        self,
+        run_id: str,
+        action: Name,
+        *,
+        pin: bool | None = None,
+        prompts: Sequence[str] | None = None,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        learning_rate: float | None = None,
+        max_steps: int | None = None,
+        epochs: float | None = None,
+        idempotency_key: str | None = None,
     ) -> ActionRead:
         """Have something done: `checkpoint` (pin), `evaluate`, `sample` (prompts, max_new_tokens, temperature),
         `set_learning_rate` (learning_rate) or `extend` (max_steps or epochs).
 
         It waits until the run comes to the end of a step; an `action` event, or `get`, tells what came of it.
         """
-        body = {"action": action, **given(**parameters)}
+        asked = given(
+            pin=pin, prompts=prompts, max_new_tokens=max_new_tokens, temperature=temperature,
+            learning_rate=learning_rate, max_steps=max_steps, epochs=epochs,
+        )  # fmt: skip
         key = idempotency_key or str(uuid.uuid4())
-        return await self._session.post(ActionRead, f"/runs/{run_id}/actions", body, key=key)
+        return await self._session.post(ActionRead, f"/runs/{run_id}/actions", {"action": action, **asked}, key=key)
 
     @stream
     async def list(

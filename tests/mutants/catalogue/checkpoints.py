@@ -27,6 +27,13 @@ _RENAME = """    if final.exists():
 
 MUTANTS = (
     Mutant(
+        name="action-done-twice",
+        promises=(10,),
+        about="An attempt does again what took effect behind the very step of its checkpoint, which holds it already.",
+        changes=(Change("app/actions/replay.py", "RunAction.step > step", "RunAction.step >= step"),),
+        test="tests/app/test_actions.py::test_an_attempt_does_again_what_lies_behind_its_checkpoint",
+    ),
+    Mutant(
         name="pruning-forgets-who-resumed",
         promises=(12,),
         about="Retention deletes a checkpoint that a later run went on from.",

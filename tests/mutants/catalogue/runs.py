@@ -142,6 +142,20 @@ MUTANTS = (
         test=f"{_STATES}::TestStop::test_ends_a_waiting_run_at_once",
     ),
     Mutant(
+        name="epoch-end-stops-at-once",
+        promises=(8,),
+        about="A run that is to train to the end of its epoch counts as stopped, so a lost worker ends it.",
+        changes=(
+            Change(
+                _LIFECYCLE,
+                "stop_requested_at=case((never_begun, func.now()), else_=runs.c.stop_requested_at),",
+                "stop_requested_at=func.coalesce(runs.c.stop_requested_at, func.now()),",
+            ),
+        ),
+        test="tests/app/test_stopping.py::TestAtTheEndOfTheEpoch::"
+        "test_one_that_waits_for_its_next_attempt_goes_on_until_a_stop_ends_it",
+    ),
+    Mutant(
         name="requeue-forgets-stop",
         promises=(8,),
         about="A lost run that was to stop waits for another worker instead of ending.",
