@@ -5,14 +5,11 @@ later loss, and its samples come from a seeded order of the data set's rows.
 """
 
 import contextlib
-import ctypes
-import errno
 import hashlib
 import json
 import math
 import os
 import random
-import resource
 import shutil
 import signal
 import sys
@@ -26,20 +23,13 @@ from typing import Any
 from app.backends.fake_options import FakeOptions
 from app.runs.config import TrainingConfig
 from worker.fake_actions import Actions
+from worker.fake_faults import Failure, classify, crash
 from worker.training import fidelity, manifest
 from worker.training.control import Control
 from worker.training.journal import Journal
 from worker.training.report import Report, parse_args
 
 _ROWS_WITHOUT_DATASET = 1000
-
-
-class _Failure(Exception):
-    """A failure with a stable code."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 @dataclass
@@ -84,8 +74,9 @@ def main(argv: list[str]) -> int:
             step = training.state.step
     except Exception as problem:
         traceback.print_exc()
-        error = {"code": _classify(problem), "message": str(problem) or type(problem).__name__}
-        result = {"outcome": "failed", "step": step, "error": error}
+        error = {"code": classify(problem), "message": str(problem) or type(problem).__name__}
+        repair = problem.repair if isinstance(problem, Failure) else None
+        result = {"outcome": "failed", "step": step, "error": error, "repair": repair}
     if journal is not None:
         with contextlib.suppress(OSError):  # a full disk, which the result tells about
             journal.stop(result["outcome"])
@@ -110,6 +101,8 @@ class Training:
         self.faulty = job["attempt"] <= (self.options.faults_until_attempt or job["attempt"])
         self.state = _State(0, hashlib.sha256(str(self.config.seed).encode()).hexdigest(), str(job["run_id"]))
         self.saved_step = 0
+        self.bad_steps = {repair["step"] for repair in job.get("repairs", ())}
+        """Steps that an earlier attempt has found to spoil the run."""
         self.improved = False
         """Whether the evaluation of the present step is the best so far."""
         self.fingerprint = {
@@ -224,6 +217,11 @@ class Training:
             self._go_wrong(step)
         self.asked.wait(self.options.step_seconds)
         samples = self._samples(step)
+        if step in self.bad_steps:
+            self.state.step, self.improved = step, False
+            self.journal.pass_over(step, samples)
+            self.report.message(f"Step {step} is passed over: it was found to spoil the run.", level="warning")
+            return
         chain = hashlib.sha256(f"{self.state.chain} {step} {samples}".encode()).hexdigest()
         loss = 1 + 7 / (1 + step / 5) + int(chain[:13], 16) / 16**13 / 10
         if self.faulty and step == self.options.non_finite_at_step:
@@ -241,9 +239,14 @@ class Training:
         if step % self.config.logging_steps == 0 or step == self.total or not math.isfinite(loss):
             self._measure(loss, time.monotonic() - began)
         if not math.isfinite(loss):
-            raise _Failure("non_finite_loss", f"the loss of step {step} is {loss}")
+            raise Failure("non_finite_loss", f"the loss of step {step} is {loss}", self._rewind(step, samples))
         if self.config.eval_steps is not None and step % self.config.eval_steps == 0:
             self.evaluate(loss + 0.1)
+
+    def _rewind(self, step: int, samples: list[int]) -> dict[str, Any] | None:
+        if self.config.on_non_finite != "rewind":
+            return None
+        return {"kind": "non_finite", "step": step, "rows": samples, "singled_out": []}
 
     def evaluate(self, loss: float) -> None:
         """Pretend that an evaluation found this loss."""
@@ -280,13 +283,15 @@ class Training:
 
     def _go_wrong(self, step: int) -> None:
         options = self.options
+        if options.out_of_memory_above is not None and self.config.batch_size > options.out_of_memory_above:
+            raise Failure("out_of_memory", f"a batch of {self.config.batch_size} was asked to be too large")
         if step == options.fail_at_step:
-            raise _Failure(options.fail_code, f"step {step} was asked to fail")
+            raise Failure(options.fail_code, f"step {step} was asked to fail")
         if step == options.hang_at_step:
             while True:
                 signal.pause()
         if step == options.crash_at_step:
-            _crash(options.crash)
+            crash(options.crash)
 
     # Checkpoints
 
@@ -332,7 +337,7 @@ class Training:
         folder = Path(source["path"])
         wrong = manifest.verify(folder, source["manifest_sha256"])
         if wrong:
-            raise _Failure("internal", f"checkpoint {folder.name} is not whole: {'; '.join(wrong)}")
+            raise Failure("internal", f"checkpoint {folder.name} is not whole: {'; '.join(wrong)}")
         self.state = _State(**json.loads((folder / "state.json").read_text()))
         self.saved_step = self.state.step
         if self.state.run_id != self.job["run_id"]:  # a new run that continues another has its own clock and limits
@@ -368,31 +373,6 @@ def _fill(descriptor: int, size: int, seed: str) -> None:
     block = random.Random(seed).randbytes(min(size, 1 << 20))
     while size > 0:
         size -= os.write(descriptor, block[:size])
-
-
-def _crash(how: str) -> None:
-    match how:
-        case "exception":
-            raise RuntimeError("this step was asked to raise")
-        case "segv":
-            ctypes.string_at(0)
-        case "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "exit":
-            os._exit(3)
-        case "memory":
-            resource.setrlimit(resource.RLIMIT_AS, (1 << 32, resource.RLIM_INFINITY))
-            bytearray(1 << 33)
-
-
-def _classify(problem: Exception) -> str:
-    if isinstance(problem, _Failure):
-        return problem.code
-    if isinstance(problem, MemoryError):
-        return "out_of_memory"
-    if isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "disk_full"
-    return "internal"
 
 
 if __name__ == "__main__":
