@@ -31,16 +31,16 @@ def answer(run: Any, record: dict[str, Any], ts: float) -> Answer:
     if status not in _OUTCOMES or isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**31:
         raise ValueError(f"an action cannot be {status!r} at step {step!r}")
     told = {name: record.get(name) for name in ("action", "step", "status", "result", "message")}
-    change = (
-        update(RunAction)
-        .where(RunAction.id == str(record["id"]), RunAction.run_id == run.id, RunAction.status.in_(("waiting", "done")))
-        .values(
-            status=status,
-            step=step,
-            attempt=run.attempt,
-            result=record.get("result"),
-            message=record.get("message"),
-            finished_at=func.clock_timestamp(),
-        )
+    outcome = {
+        "status": status,
+        "step": step,
+        "attempt": run.attempt,
+        "result": record.get("result"),
+        "message": record.get("message"),
+        "finished_at": func.clock_timestamp(),
+    }
+    asked = (RunAction.id == str(record["id"]), RunAction.run_id == run.id, RunAction.status.in_(("waiting", "done")))
+    return Answer(
+        update(RunAction).where(*asked).values(outcome),
+        NewEvent.of("action", ts, {"action_id": str(record["id"]), **told}),
     )
-    return Answer(change, NewEvent.of("action", ts, {"action_id": str(record["id"]), **told}))
