@@ -39,8 +39,7 @@ def answer(run: Any, record: dict[str, Any], ts: float) -> Answer:
         "message": record.get("message"),
         "finished_at": func.clock_timestamp(),
     }
-    asked = (RunAction.id == str(record["id"]), RunAction.run_id == run.id, RunAction.status.in_(("waiting", "done")))
-    return Answer(
-        update(RunAction).where(*asked).values(outcome),
-        NewEvent.of("action", ts, {"action_id": str(record["id"]), **told}),
-    )
+    action_id = str(record["id"])
+    asked = (RunAction.id == action_id, RunAction.run_id == run.id, RunAction.status.in_(("waiting", "done")))
+    change = update(RunAction).where(*asked).values(outcome)
+    return Answer(change, NewEvent.of("action", ts, {"action_id": action_id, **told}))
