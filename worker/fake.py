@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from app.backends.fake_options import FakeOptions
-from app.runs.config import TrainingConfig
+from app.runs.config import TrainingConfig, understood
 from worker.fake_actions import Actions
 from worker.fake_faults import Failure, classify, crash
 from worker.training import fidelity, manifest
@@ -93,7 +93,7 @@ class Training:
         self.control = control
         self.journal = journal
         self.folder = Path(job["output_dir"])
-        self.config = TrainingConfig.model_validate(job["config"])
+        self.config = TrainingConfig.model_validate(understood(job["config"], job.get("given", ())))
         self.options = FakeOptions.model_validate(self.config.extra)
         self.rows = int((job.get("dataset") or {}).get("rows") or _ROWS_WITHOUT_DATASET)
         self.per_step = self.config.batch_size * self.config.gradient_accumulation_steps
