@@ -14,6 +14,7 @@ from app.ids import new_id
 from app.runs import lifecycle
 from app.runs.models import LIVE, Run
 from app.storage import checkpoint_name
+from worker.answers import answer
 from worker.channel import Source
 from worker.host import Host
 from worker.job import Job, remove_folders
@@ -105,6 +106,7 @@ class Pump:
             "metric": self._take_metric,
             "phase": self._take_phase,
             "checkpoint": self._take_checkpoint,
+            "action": self._take_action,
             "result": self._take_result,
         }.get(kind)
         if take:
@@ -195,6 +197,8 @@ class Pump:
             "kind": record["kind"],
             "bytes": record["bytes"],
             "manifest_sha256": record["manifest_sha256"],
+            "save_seconds": record.get("seconds"),
+            "pinned": bool(record.get("pinned")),
             "metrics": {
                 **{name: value for name, value in metrics.items() if isinstance(value, int | float)},
                 "best_loss": self._best_loss,
@@ -216,11 +220,31 @@ class Pump:
             if keep_last:
                 rows = connection.execute(retention.retire(run.id, keep_last)).all()
                 retired[:] = [(attempt, name) for attempt, name in rows]
+            for one in answered:
+                connection.execute(one.change)
 
         self._reach(step, float(row["epoch"]))
         told = {"checkpoint_id": checkpoint_id, "step": row["step"], "kind": row["kind"], "bytes": row["bytes"]}
         event = NewEvent.of("checkpoint", ts, told)
-        self._writer.put(Step(keep, event, lambda: remove_folders(self._host, run.id, retired)))
+        # Of one transaction: an action is done when its checkpoint is there, and the checkpoint is not there without.
+        found = {"checkpoint_id": checkpoint_id, "pinned": row["pinned"]}
+        answered = [
+            answer(run, {**asked, "step": step, "status": "done", "result": found}, ts)
+            for asked in record.get("actions", ())
+        ]
+        more = tuple(one.event for one in answered)
+        self._writer.put(Step(keep, event, lambda: remove_folders(self._host, run.id, retired), more))
+
+    def _take_action(self, record: dict[str, Any], ts: float) -> None:
+        answered = answer(self._run, record, ts)
+        if record.get("total_steps"):
+            self._take_total(record["total_steps"])
+            self._reach(_count(record["step"], "step"), float(record.get("epoch") or 0))
+
+        def keep(connection: Connection) -> None:
+            connection.execute(answered.change)
+
+        self._writer.put(Step(keep, answered.event))
 
 
 def _count(value: Any, name: str) -> int:

@@ -56,11 +56,13 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
         if asked or step % run.config.save_steps == 0:
             control.should_save = True
             run.save_kind = "periodic"
-        limit = run.state.limit_reached(run.config, step)
+        limit = run.state.limit_reached(run.config, step) or self.trainer.actions.epoch_is_over()
         if run.stop_requested is not None:
             self._end(control, run.stop_requested.why, save=run.stop_requested.save)
         elif limit is not None:
             self._end(control, limit, save=True)
+        else:
+            self.trainer.actions.take(control)
 
     def on_substep_end(self, *_: Any, **__: Any) -> None:
         self.run.report.alive()

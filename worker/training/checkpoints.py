@@ -1,6 +1,7 @@
 """Checkpoints of a trainer: written whole or not at all, and restored so that training goes on exactly."""
 
 import shutil
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ def save(trainer: "Faithful") -> None:
     Raises:
         TrainingFailure: `disk_full`; nothing half-written stays.
     """
-    run, step = trainer.run, trainer.state.global_step
+    run, step, began = trainer.run, trainer.state.global_step, time.monotonic()
     run.report.phase("saving")
     name = f"checkpoint-{step}"
     staging = run.folder / f".{name}.tmp"
@@ -50,6 +51,8 @@ def save(trainer: "Faithful") -> None:
         kind=run.save_kind,
         bytes=size,
         manifest_sha256=sha256,
+        seconds=time.monotonic() - began,
+        **trainer.actions.saved(),
         epoch=trainer.state.epoch,
         metrics={
             "loss": run.state.loss,

@@ -27,6 +27,13 @@ _RENAME = """    if final.exists():
 
 MUTANTS = (
     Mutant(
+        name="action-done-twice",
+        promises=(10,),
+        about="An attempt does again what took effect behind the very step of its checkpoint, which holds it already.",
+        changes=(Change("app/actions/replay.py", "RunAction.step > step", "RunAction.step >= step"),),
+        test="tests/app/test_actions.py::test_an_attempt_does_again_what_lies_behind_its_checkpoint",
+    ),
+    Mutant(
         name="a-bad-step-is-taken-again",
         promises=(14,),
         about="The next attempt does not know which rows went wrong by themselves, and meets them in a later pass.",
