@@ -95,8 +95,8 @@ MUTANTS = (
         changes=(
             Change(
                 "worker/training/checkpoints.py",
-                "    except Exception as error:\n        shutil.rmtree(staging, ignore_errors=True)\n",
-                "    except Exception as error:\n",
+                "    except BaseException:\n        shutil.rmtree(staging, ignore_errors=True)\n        raise\n",
+                "    except BaseException:\n        raise\n",
             ),
         ),
         test="tests/worker/training/test_ends.py::TestFailures"
@@ -132,7 +132,7 @@ MUTANTS = (
         name="random-state-not-saved",
         promises=(10,),
         about="A checkpoint leaves out the state of the random numbers, so dropout differs after a resume.",
-        changes=(Change("worker/training/checkpoints.py", "    trainer._save_rng_state(str(folder))\n", ""),),
+        changes=(Change("worker/training/snapshot.py", "        trainer._save_rng_state(str(folder))\n", ""),),
         test="tests/worker/training/test_resume.py::TestExact"
         "::test_losses_rows_and_weights_equal_the_undisturbed_runs[lora-mid-epoch]",
     ),

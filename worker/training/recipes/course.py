@@ -124,12 +124,13 @@ def _costs(trainer: Faithful, training: Rows, device: str | None) -> dict[str, A
 def train(trainer: Faithful) -> None:
     """Train to the end or to a stop, from the beginning or from the checkpoint."""
     run, total_steps = trainer.run, trainer.args.max_steps
-    if run.resume_from is None:
-        for history in run.histories:
-            history.begin(None)
-        trainer.train()
-    else:
-        _go_on(trainer, Path(run.resume_from["path"]), total_steps)
+    with trainer.saving.in_flight.settled_after(run.report.alive):
+        if run.resume_from is None:
+            for history in run.histories:
+                history.begin(None)
+            trainer.train()
+        else:
+            _go_on(trainer, Path(run.resume_from["path"]), total_steps)
     if trainer.state.global_step >= total_steps:
         run.ended_by = None
 
