@@ -91,6 +91,7 @@ def prepare(host: Host, run: Any, device: dict[str, Any]) -> Job:
             "reward_models": reward_models,
             "output_dir": str(folder),
             "token_cache": _token_cache(host),
+            "disk_reserve_bytes": host.settings.disk_reserve_bytes,
             "resume_from": _resume(host, checkpoint),
             "journal": str(host.storage.journal(run.id)),
             "device": device,

@@ -137,6 +137,20 @@ MUTANTS = (
         "::test_losses_rows_and_weights_equal_the_undisturbed_runs[lora-mid-epoch]",
     ),
     Mutant(
+        name="written-from-live-weights",
+        promises=(10,),
+        about="A checkpoint that a thread writes refers to the weights instead of copying them.",
+        changes=(
+            Change(
+                "worker/training/checkpoints.py",
+                "            return snapshot.copied_to(self._memory)\n",
+                "            return snapshot\n",
+            ),
+        ),
+        test="tests/worker/training/test_background.py::TestWhileTrainingGoesOn"
+        "::test_a_checkpoint_on_a_slow_disk_holds_the_moment_of_its_step[full]",
+    ),
+    Mutant(
         name="clean-up-takes-the-newest",
         promises=(12,),
         about="Clean-up keeps the oldest checkpoints instead of the newest.",
