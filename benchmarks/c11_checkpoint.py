@@ -24,7 +24,7 @@ from tests.worker.training.tiny import make_job, make_tiny_model, parse_records,
 from worker.training.journal import read_journal
 from worker.training.manifest import verify
 
-ROUNDS, STEPS, EVERY = 3, 26, 12
+ROUNDS, STEPS, EVERY = 3, 20, 9
 HIDDEN, LAYERS, LENGTH, RATE = 1024, 4, 32, 1e-3
 SMALLEST = 500_000_000
 
