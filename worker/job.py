@@ -99,6 +99,7 @@ def prepare(host: Host, run: Any, device: dict[str, Any]) -> Job:
             "reward_models": reward_models,
             "output_dir": str(folder),
             "token_cache": _token_cache(host),
+            "disk_reserve_bytes": host.settings.disk_reserve_bytes,
             "resume_from": _resume(host, checkpoint),
             "actions": connection.execute(done_behind(run.id, checkpoint.step if checkpoint else 0)).scalar_one(),
             "journal": str(host.storage.journal(run.id)),

@@ -50,7 +50,8 @@ class Pump:
         self._run = run
         self._writer = writer
         self._job: Job | None = None
-        self._best_loss: float | None = None
+        self._bests: list[tuple[int, float | None]] = [(0, None)]
+        """Steps at which the loss was the lowest so far, as far back as a checkpoint may still come from."""
         self._total_steps: int | None = None
         self._redact = Redactor()
         self._lines = LogLines(redact=self._redact)
@@ -58,7 +59,7 @@ class Pump:
 
     def start_from(self, job: Job) -> None:
         """Where the attempt takes up the run; what lies beyond rolls back."""
-        self._job, self._best_loss = job, job.best_loss
+        self._job, self._bests = job, [(job.start_step, job.best_loss)]
         self._redact.hide(job.secrets.values())
         for remark in job.remarks:
             self.say(remark, "warning")
@@ -134,17 +135,24 @@ class Pump:
         self._writer.put(Step(keep, NewEvent.of("config", ts, record)))
 
     def _take_metric(self, record: dict[str, Any], ts: float) -> None:
-        loss = record.get("loss")
-        if isinstance(loss, float | int) and (self._best_loss is None or loss < self._best_loss):
-            self._best_loss = float(loss)
+        loss, best = record.get("loss"), self._bests[-1][1]
         self._take_total(record.pop("total_steps", None))
         event = NewEvent.of("metric", ts, record)
-        self._reach(_count(record["step"], "step"), float(record.get("epoch") or 0))
+        step = _count(record["step"], "step")
+        if isinstance(loss, float | int) and (best is None or loss < best):
+            self._bests.append((step, float(loss)))
+        self._reach(step, float(record.get("epoch") or 0))
         self._writer.put(event)
 
     def _reach(self, step: int, epoch: float) -> None:
         self.step = step
-        self._writer.progress = Progress(step, epoch, self._total_steps, self._best_loss)
+        self._writer.progress = Progress(step, epoch, self._total_steps, self._bests[-1][1])
+
+    def _best_at(self, step: int) -> float | None:
+        """The lowest loss up to `step`; checkpoints come in their order, so nobody asks for what is before it again."""
+        while len(self._bests) > 1 and self._bests[1][0] <= step:
+            self._bests.pop(0)
+        return self._bests[0][1]
 
     def _take_total(self, told: Any) -> None:
         if told:
@@ -162,7 +170,7 @@ class Pump:
             self.has_begun = True
             self._take_total(record.get("total_steps"))
             start = (self._job.start_step, self._job.start_epoch) if self._job else (0, 0.0)
-            self._move(lifecycle.begin(run_id, epoch, *start, self._total_steps, self._best_loss), "running")
+            self._move(lifecycle.begin(run_id, epoch, *start, self._total_steps, self._bests[-1][1]), "running")
         elif self.phase == "saving" and self._status == "running":
             self._move(lifecycle.saving(run_id, epoch), "checkpointing")
         elif self.phase != "saving" and self._status == "checkpointing":
@@ -201,7 +209,7 @@ class Pump:
             "pinned": bool(record.get("pinned")),
             "metrics": {
                 **{name: value for name, value in metrics.items() if isinstance(value, int | float)},
-                "best_loss": self._best_loss,
+                "best_loss": self._best_at(step),
             },
         }
         retired: list[tuple[int, str]] = []
@@ -223,7 +231,9 @@ class Pump:
             for one in answered:
                 connection.execute(one.change)
 
-        self._reach(step, float(row["epoch"]))
+        if self._writer.progress is None or self._writer.progress.step < step:
+            # It is told of when it is on the disk, and training may have gone on meanwhile.
+            self._reach(step, float(row["epoch"]))
         told = {"checkpoint_id": checkpoint_id, "step": row["step"], "kind": row["kind"], "bytes": row["bytes"]}
         event = NewEvent.of("checkpoint", ts, told)
         # Of one transaction: an action is done when its checkpoint is there, and the checkpoint is not there without.

@@ -46,6 +46,7 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
             run.state.losses.append(loss)
             run.state.samples += len(rows)
             self.trainer.throughput.stepped(took, len(rows))
+        self.trainer.saving.stepped(self.trainer)
 
         if step >= state.max_steps:  # a stop that comes now finds the run complete
             control.should_log = control.should_save = True
@@ -137,6 +138,8 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
         self.run.save_kind = "stop"
         control.should_training_stop = True
         control.should_save = save
+        if not save:
+            self.trainer.saving.in_flight.abandon()
         if control.should_evaluate:
             # Asked to go: the evaluation that is due is left to the resumed run, which does it first.
             control.should_evaluate = False

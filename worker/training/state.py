@@ -2,8 +2,9 @@
 
 import json
 import math
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -154,8 +155,22 @@ class History:
 
     def copy_to(self, folder: Path) -> None:
         """Put all lines so far into a checkpoint or an output; without any, an empty file."""
+        self.held()(folder)
+
+    def held(self) -> Callable[[Path], None]:
+        """Hold on to all lines so far: what it answers puts them into a folder, whatever comes to them meanwhile."""
         self._path.touch()
-        shutil.copyfile(self._path, folder / self._path.name)
+        file, name = self._path.open("rb"), self._path.name
+        size = os.fstat(file.fileno()).st_size
+
+        def put(folder: Path) -> None:
+            left = size
+            with file, (folder / name).open("wb") as copy:
+                while left and (piece := file.read(min(left, 1 << 20))):
+                    copy.write(piece)
+                    left -= len(piece)
+
+        return put
 
     def records(self) -> list[dict[str, Any]]:
         """All lines so far."""

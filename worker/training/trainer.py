@@ -47,6 +47,7 @@ class Faithful(Trainer):  # type: ignore[misc]
         self.step_rows: list[int] = []
         """Numbers of the rows in the present optimizer step."""
         self.saved_step = -1
+        self.saving = checkpoints.Saving(run)
         self.facts: dict[str, Any] = {}
         """The first facts of the run, told with its configuration."""
         self.replaced: list[Replacement] = []
@@ -250,8 +251,7 @@ class Faithful(Trainer):  # type: ignore[misc]
     # Checkpoints
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        checkpoints.save(self)
-        if not self.control.should_training_stop:
+        if checkpoints.save(self) and not self.control.should_training_stop:
             self.run.report.phase("training")
 
     def go_on_from(self, folder: Path) -> None:

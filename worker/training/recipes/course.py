@@ -124,12 +124,13 @@ def _costs(trainer: Faithful, training: Rows, device: str | None) -> dict[str, A
 def train(trainer: Faithful) -> None:
     """Train to the end or to a stop, from the beginning or from the checkpoint."""
     run = trainer.run
-    if run.resume_from is None:
-        for history in run.histories:
-            history.begin(None)
-        trainer.train()
-    else:
-        _go_on(trainer, Path(run.resume_from["path"]))
+    with trainer.saving.in_flight.settled_after(run.report.alive):
+        if run.resume_from is None:
+            for history in run.histories:
+                history.begin(None)
+            trainer.train()
+        else:
+            _go_on(trainer, Path(run.resume_from["path"]))
     if trainer.state.global_step >= trainer.args.max_steps:  # more by now than at the start, if it was extended
         run.ended_by = None
 
