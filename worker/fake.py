@@ -194,7 +194,7 @@ class _Training:
         began = time.monotonic()
         if self.faulty:
             self._go_wrong(step)
-        self.asked.wait(self.options.step_seconds)
+        self.asked.wait(self._duration(step))
         samples = self._samples(step)
         chain = hashlib.sha256(f"{self.state.chain} {step} {samples}".encode()).hexdigest()
         loss = 1 + 7 / (1 + step / 5) + int(chain[:13], 16) / 16**13 / 10
@@ -216,6 +216,15 @@ class _Training:
             raise _Failure("non_finite_loss", f"the loss of step {step} is {loss}")
         if self.config.eval_steps is not None and step % self.config.eval_steps == 0:
             self._evaluate(loss + 0.1)
+
+    def _duration(self, step: int) -> float:
+        spread = self.options.step_jitter
+        if spread == 0:
+            return self.options.step_seconds
+        # Its mean stays what it is without any.
+        return self.options.step_seconds * random.Random(f"{self.config.seed} {step}").lognormvariate(
+            -spread * spread / 2, spread
+        )
 
     def _evaluate(self, loss: float) -> None:
         state = self.state

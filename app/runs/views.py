@@ -1,6 +1,6 @@
 """Runs as they go over the wire."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic_core import to_json
@@ -10,6 +10,7 @@ from app.checkpoints.service import furthest_good
 from app.runs import service
 from app.runs.metrics import recent
 from app.runs.models import Run
+from app.runs.prediction import Prediction
 from app.runs.schemas import RunRead
 from app.storage import Storage
 
@@ -25,7 +26,7 @@ _SAME = (*PLAIN, *NUMBERS, *MOMENTS, *DOCUMENTS)
 _HISTORY = 100
 
 
-async def one(session: AsyncSession, storage: Storage, run: Run) -> RunRead:
+async def one(session: AsyncSession, storage: Storage, run: Run, prediction: Prediction | None = None) -> RunRead:
     """A run with its newest metrics."""
     history = await recent(session, run.id, _HISTORY) if run.attempt else []
     same = {name: getattr(run, name) for name in _SAME}
@@ -33,12 +34,17 @@ async def one(session: AsyncSession, storage: Storage, run: Run) -> RunRead:
     saved = await furthest_good(session, run.id) if run.attempt else None
     derived = _derived(storage, run, [saved.step, saved.attempt] if saved else None)
     judges = await service.reward_run_ids(session, run)
-    return RunRead(**same, **derived, reward_run_ids=list(judges), metrics_history=history)
+    return RunRead(**same, **derived, reward_run_ids=list(judges), metrics_history=history, prediction=prediction)
 
 
-def page(storage: Storage, rows: Sequence[Any], has_more: bool) -> bytes:
+def page(storage: Storage, rows: Sequence[Any], has_more: bool, predictions: Mapping[str, Prediction | None]) -> bytes:
     """A `Page[RunSummary]` in JSON, of the rows that `app.runs.listing` finds."""
-    items = [f"{to_json(_derived(storage, row, row.furthest)).decode()[:-1]},{row.shown[1:]}" for row in rows]
+    items = []
+    for row in rows:
+        told = predictions.get(row.id)
+        more = {"prediction": told.model_dump(mode="json") if told else None}
+        head = to_json(_derived(storage, row, row.furthest) | more).decode()
+        items.append(f"{head[:-1]},{row.shown[1:]}")
     return f'{{"data":[{",".join(items)}],"has_more":{"true" if has_more else "false"}}}'.encode()
 
 
