@@ -18,6 +18,7 @@ from app.datasets.models import Dataset
 from app.runs import base_models
 from app.runs.config import TrainingMethod
 from app.runs.models import Run
+from app.runs.plugins import has_copies
 from app.secrets import store
 from app.secrets.keyring import KeyringError
 from worker.host import Host
@@ -239,8 +240,12 @@ def _resume(host: Host, checkpoint: Any) -> dict[str, Any] | None:
 
 def _newest_good(host: Host, run: Any, remarks: list[str]) -> Any:
     """The furthest checkpoint whose files all have the hashes of its manifest; None starts from the beginning."""
+    elsewhere: Any = None
     for checkpoint in _candidates(host.engine, run):
         place = host.storage.attempt_dir(checkpoint.run_id, checkpoint.attempt) / checkpoint.name
+        if has_copies(run.config) and not place.exists():
+            elsewhere = elsewhere or checkpoint  # the trainer asks for its copy
+            continue
         wrong = manifest.verify(place, checkpoint.manifest_sha256)
         if not wrong:
             return checkpoint
@@ -249,6 +254,8 @@ def _newest_good(host: Host, run: Any, remarks: list[str]) -> Any:
         remarks.append(reason + "; taking the one before it")
         with host.engine.begin() as connection:
             connection.execute(retention.mark_bad(checkpoint.id, "; ".join(wrong[:3]), run.id, run.epoch))
+    if elsewhere is not None:
+        return elsewhere
     if run.resume_checkpoint_id:
         raise JobError(
             "config_error",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
-from worker.training import fidelity, manifest, probe
+from worker.training import fidelity, manifest, plugins, probe
 from worker.training.failures import TrainingFailure, classify
 from worker.training.pulse import Alive, nobody, while_growing
 
@@ -60,6 +60,7 @@ def save(trainer: "Faithful") -> None:
         },
     )
     trainer.saved_step = step
+    plugins.keep(run, run.folder / name)
 
 
 def check(path: Path, manifest_sha256: str, alive: Alive = nobody) -> None:

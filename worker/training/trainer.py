@@ -11,7 +11,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 
 from app.runs.config import Replacement
-from worker.training import checkpoints, flops, probe
+from worker.training import checkpoints, flops, plugins, probe
 from worker.training.data import WithRows
 from worker.training.failures import Stopped, TrainingFailure
 from worker.training.memory import GpuMemory
@@ -88,6 +88,18 @@ class Faithful(Trainer):  # type: ignore[misc]
     def usual_length(self, tokens_of_a_row: float) -> float:
         """Tokens of the sequences that the model sees, on average, given those of a row of the data."""
         return tokens_of_a_row
+
+    # What a plugin may take over
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        self.optimizer = self.optimizer or plugins.optimizer(self, model or self.model)
+        return super().create_optimizer(model)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        self.lr_scheduler = self.lr_scheduler or plugins.scheduler(
+            self, num_training_steps, optimizer or self.optimizer
+        )
+        return super().create_scheduler(num_training_steps, optimizer)
 
     # Steps
 
@@ -221,9 +233,13 @@ class Faithful(Trainer):  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         decays = [group["weight_decay"] for group in self.optimizer.param_groups]
+        rates = plugins.initial_rates(self)
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            checkpoints.reapply_rates(self, decays)
+            if plugins.makes_rates(self.run.config):
+                plugins.reapply_rates(self, decays, rates)
+            else:
+                checkpoints.reapply_rates(self, decays)
             self._tell_what_was_loaded(Path(checkpoint))
 
     def _init_training_state(self, max_steps: int, *args: Any) -> Any:
