@@ -197,7 +197,7 @@ def step_seconds(windows: Sequence[tuple[int, float]]) -> float | None:
     most = _OUTLIER * median(rate for _, rate in used)
     half = max(len(used) / 2, 1.0)
     weighed = [(steps * 0.5 ** ((len(used) - 1 - at) / half), rate) for at, (steps, rate) in enumerate(used)]
-    return sum(weight * min(rate, most) for weight, rate in weighed) / sum(weight for weight, _ in weighed)
+    return float(sum(weight * min(rate, most) for weight, rate in weighed) / sum(weight for weight, _ in weighed))
 
 
 def habit(past: Sequence[Past], wanted: Task, device: str | None = None) -> Habit | None:

@@ -133,7 +133,9 @@ def _wrong_with_schema(text: str) -> str | None:
             return f"cannot hold `{keyword}`"
         if keyword == "$ref" and isinstance(value, str) and not _is_in(schema, value):
             return f"has a `$ref` to {value[:100]!r}; it can be to `#` or to what there is below `#/$defs/`"
-        patterns = {"pattern": [value], "patternProperties": value}.get(keyword, ())
+        # Behind `default` or `enum` these words may stand for anything.
+        properties = value if isinstance(value, dict) else ()
+        patterns = {"pattern": [value], "patternProperties": properties}.get(keyword, ())
         for pattern in patterns:
             if isinstance(pattern, str) and (reason := _wrong_with(pattern)):
                 return f"has a pattern {pattern[:100]!r} that {reason}"

@@ -183,7 +183,7 @@ def optimizer(trainer: "Faithful", network: torch.nn.Module) -> torch.optim.Opti
     held = {id(one) for group in made.param_groups for one in group["params"]}
     if left := [name for name, one in training.items() if id(one) not in held]:
         raise registry.wrong(kind, name, f"leaves out {len(left)} parameters that are to train, {left[0]} among them")
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def scheduler(trainer: "Faithful", steps: int, of: torch.optim.Optimizer) -> LRScheduler | None:
@@ -196,7 +196,7 @@ def scheduler(trainer: "Faithful", steps: int, of: torch.optim.Optimizer) -> LRS
     registry.checked(kind, name, made, LRScheduler, "torch.optim.lr_scheduler.LRScheduler")
     if isinstance(made, ReduceLROnPlateau):
         raise registry.wrong(kind, name, "returned a ReduceLROnPlateau, which goes by a measure and not by steps")
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def makes_rates(config: TrainingConfig) -> bool:

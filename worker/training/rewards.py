@@ -149,8 +149,8 @@ def _judge(reward: Reward, tokenizer: Any) -> Callable[[_Completion], float | No
             return _length(reward, frozenset(tokenizer.all_special_ids))
         case FormatReward():
             return _format(reward)
-        case ModelReward():
-            raise TypeError("a reward model is no function")
+        case ModelReward() | PluginReward():
+            raise TypeError(f"a reward of type {reward.type} is none of the functions here")
 
 
 def _text(completion: Any) -> str:

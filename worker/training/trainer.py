@@ -39,6 +39,9 @@ class Faithful(Trainer):  # type: ignore[misc]
     NOT_COUNTED: ClassVar[str | None] = None
     """What of the method's work is in the time of its steps, but not in the operations that MFU is made of."""
 
+    optimizer: Any
+    lr_scheduler: Any
+
     def __init__(self, run: Run, **options: Any) -> None:
         self.run = run
         self.step_rows: list[int] = []
@@ -92,13 +95,13 @@ class Faithful(Trainer):  # type: ignore[misc]
     # What a plugin may take over
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        self.optimizer = self.optimizer or plugins.optimizer(self, model or self.model)
+        made = plugins.optimizer(self, self.model if model is None else model)
+        self.optimizer = self.optimizer if made is None else made
         return super().create_optimizer(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        self.lr_scheduler = self.lr_scheduler or plugins.scheduler(
-            self, num_training_steps, optimizer or self.optimizer
-        )
+        made = plugins.scheduler(self, num_training_steps, self.optimizer if optimizer is None else optimizer)
+        self.lr_scheduler = self.lr_scheduler if made is None else made
         return super().create_scheduler(num_training_steps, optimizer)
 
     # Steps
