@@ -24,6 +24,8 @@ from app.workers.service import FRESH_LEASES
 _SECONDS = 1.0
 _SECONDS_FOR_NEW = 0.25
 """For a run that the newest forecast does not know: it was made since."""
+_PAUSES = 5
+"""Times as long as a forecast took is the least pause before the next, however many runs there are."""
 _MOST_RUNS = 1000
 _MOST_LIKE = 20
 _FIELDS = ", ".join(f"'{name}', runs.config->'{name}'" for name in prediction.FIELDS)
@@ -80,6 +82,7 @@ class Forecasts:
         self._settings = settings
         self._backends = list(backends)
         self._made_at = -math.inf
+        self._took = 0.0
         self._found: Mapping[str, tuple[bool, Prediction | None]] = {}
         self._turn = asyncio.Lock()
 
@@ -91,14 +94,16 @@ class Forecasts:
         if self._is_due(waits):
             async with self._turn:
                 if self._is_due(waits):
+                    began = time.monotonic()
                     self._found = await _forecast(session, self._settings, self._backends)
                     self._made_at = time.monotonic()
+                    self._took = self._made_at - began
         known = {id: self._found.get(id, (not is_pending, None)) for id, is_pending in waits.items()}
         return {id: told for id, (was_pending, told) in known.items() if was_pending == waits[id]}
 
     def _is_due(self, waits: Mapping[str, bool]) -> bool:
         age = time.monotonic() - self._made_at
-        if age < _SECONDS_FOR_NEW:
+        if age < max(_SECONDS_FOR_NEW, self._took * _PAUSES):
             return False
         return age > _SECONDS or any(self._found.get(id, (None,))[0] != pending for id, pending in waits.items())
 

@@ -2,7 +2,7 @@
 
 A running run: steps left times the time of its own steps, the newest counting most; evaluations and saves on the way at
 what they took so far; and what comes after the last step, from like runs. While less than a tenth is done, like runs
-have a part in the time of a step too. A waiting run: when devices come free, in the order of claims.
+have a part in the time of a step too, twins the longest. A waiting run: when devices come free, in the order of claims.
 """
 
 import hashlib
@@ -21,6 +21,8 @@ Confidence = Literal["low", "medium", "high"]
 
 OWN_PART = 0.1
 """Once this part of its steps is done, a run's own speed alone counts."""
+_OWN_PART_AMONG_OTHERS = 0.02
+"""The same where like runs are no twins: their steps may be of quite another kind."""
 _ENOUGH_RUNS, _STEADY = 3, 0.25
 _OUTLIER = 3.0
 _LEVELS: tuple[Confidence, ...] = ("low", "medium", "high")
@@ -262,7 +264,8 @@ def remaining(wanted: Task, so_far: Timings, like: Habit | None) -> Estimate | N
     own = so_far.step_seconds
     if own is None and like is None:
         return None
-    part = 0.0 if own is None else 1.0 if like is None else min(done / OWN_PART, 1.0)
+    fades = OWN_PART if like and like.are_twins else _OWN_PART_AMONG_OTHERS
+    part = 0.0 if own is None else 1.0 if like is None else min(done / fades, 1.0)
     each = part * (own or 0.0) + (1 - part) * (like.step_seconds if like else 0.0)
     steps, training = _steps(wanted, so_far.step, left, each, _spent(wanted, so_far, each))
     evaluation = so_far.evaluating / so_far.evaluations if so_far.evaluations else like and like.evaluation

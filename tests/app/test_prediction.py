@@ -60,6 +60,14 @@ class TestRemaining:
         assert told is not None and told.seconds == pytest.approx((1000 - step) * seconds_a_step + 30)
         assert told.confidence == ("high" if step >= 100 else "medium")
 
+    def test_like_runs_with_other_steps_count_only_at_the_very_first(self) -> None:
+        plain = replace(TASK, evaluate_every=None, save_every=None)
+        others = prediction.habit(like(replace(DONE, twin="other", training=90_000.0, finishing=0.0)), plain)
+        for step, seconds_a_step in ((0, 90.0), (10, 46.5), (20, 3.0)):
+            so_far = Timings(total_steps=1000, step=step, training=step * 3.0, step_seconds=3.0 if step else None)
+            told = prediction.remaining(plain, so_far, others)
+            assert told is not None and told.seconds == pytest.approx((1000 - step) * seconds_a_step)
+
     def test_without_any_like_run_its_own_speed_has_to_do(self) -> None:
         told = prediction.remaining(TASK, HALFWAY, None)
         assert told is not None and told.confidence == "medium"
