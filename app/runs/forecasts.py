@@ -31,7 +31,8 @@ _MOST_LIKE = 20
 _FIELDS = ", ".join(f"'{name}', runs.config->'{name}'" for name in prediction.FIELDS)
 _RUN = f"""
     runs.id, runs.backend, runs.given, runs.dataset_id, runs.eval_dataset_id, runs.total_steps, runs.attempt,
-    runs.started_at, jsonb_build_object({_FIELDS}) AS config, datasets.rows, checkpoints.step AS resumed_at
+    runs.started_at, jsonb_build_object({_FIELDS}) AS config, datasets.rows, checkpoints.step AS resumed_at,
+    coalesce(runs.checkpoint_step, 0) AS saved_at
 """
 _WITH = """
     LEFT JOIN datasets ON datasets.id = runs.dataset_id
@@ -48,7 +49,7 @@ _LIVE = text(f"""
 """)
 # A branch for each backend: each comes from the index in the order of claims.
 _PENDING = text(f"""
-    SELECT {_RUN}, runs.priority, runs.devices_needed, runs.requirements, coalesce(runs.checkpoint_step, 0) AS saved_at,
+    SELECT {_RUN}, runs.priority, runs.devices_needed, runs.requirements,
         cast(extract(epoch FROM runs.not_before - clock_timestamp()) AS float) AS wait
     FROM unnest(cast(:backends AS text[])) AS known(backend)
     CROSS JOIN LATERAL (
@@ -171,7 +172,7 @@ class _Forecast:
             return None
         start = run.resumed_at or 0
         if run.timings is None:  # no step yet
-            like = self._habit(wanted := _Task.of(run, start), None, run.id)
+            like = self._habit(wanted := _Task.of(run, max(start, run.saved_at)), None, run.id)
             told = prediction.whole(wanted.task, like)
             ago = run.claimed_ago or 0.0
         else:
