@@ -48,7 +48,7 @@ class Prediction(BaseModel):
     finish_at: Moment | None = Field(description="When it finishes; null: there is nothing to go by yet.")
     confidence: Confidence = Field(
         description="`high`: its own speed over a tenth of its steps or more, and what follows from like runs; "
-        "`medium`: its own speed, or three like runs or more that took about the same; `low`: a rough guess."
+        "`medium`: its own speed, or runs with this very configuration; `low`: a rough guess."
     )
     basis: str = Field(description="What it rests on, in a sentence.")
 
@@ -272,7 +272,8 @@ def remaining(wanted: Task, so_far: Timings, like: Habit | None) -> Estimate | N
     save = so_far.saving / so_far.saves if so_far.saves else like and like.save
     finishing = like.finishing if like and like.finishing is not None else save
     asides = _asides(wanted, so_far.step, steps, evaluation or 0.0, save or 0.0)
-    level = (1 if done >= OWN_PART else 0) + (like is not None)
+    # Of runs that are no twins only the end is believed.
+    level = 1 + (like is not None) if done >= OWN_PART else int(like is not None and like.are_twins)
     by = f"its own speed, {each:.3g} s a step" if part == 1 else f"{like}"
     if 0 < part < 1:
         by = f"its own speed and {like}"

@@ -67,6 +67,7 @@ class TestRemaining:
             so_far = Timings(total_steps=1000, step=step, training=step * 3.0, step_seconds=3.0 if step else None)
             told = prediction.remaining(plain, so_far, others)
             assert told is not None and told.seconds == pytest.approx((1000 - step) * seconds_a_step)
+            assert told.confidence == "low"
 
     def test_without_any_like_run_its_own_speed_has_to_do(self) -> None:
         told = prediction.remaining(TASK, HALFWAY, None)
