@@ -125,9 +125,11 @@ async def get_run(run_id: str, request: Request, session: Session, storage: Curr
 
 
 @router.patch("/{run_id}")
-async def edit_run(run_id: str, body: RunEdit, session: Session, storage: CurrentStorage) -> RunRead:
+async def edit_run(run_id: str, body: RunEdit, request: Request, session: Session, storage: CurrentStorage) -> RunRead:
     """Rename or tag a run, or pin it, so that it is kept."""
-    return await views.one(session, storage, await service.edit(session, run_id, body))
+    run = await service.edit(session, run_id, body)
+    predictions = await _forecasts(request).of(session, {run.id: run.status})
+    return await views.one(session, storage, run, predictions.get(run.id))
 
 
 @router.delete("/{run_id}", status_code=204, responses={409: {"description": "It is live, pinned, or needed."}})

@@ -218,7 +218,7 @@ class RunSummary(TrainingRun):
     prediction: Prediction | None = Field(
         default=None,
         description="When it starts and finishes; null of runs that have ended, and where there is nothing to go by. "
-        "Answers to calls that change a run have none: they wait for nothing.",
+        "Answers to requests for a run, a stop or a resume have none: they wait for nothing.",
     )
 
 
