@@ -25,12 +25,18 @@ def moment(told: dict[str, Any], name: str) -> float:
     return datetime.fromisoformat(told[name]).timestamp()
 
 
+def all_told(stack: Stack, *run_ids: str) -> dict[str, Any] | None:
+    """The list, by id, once it has a prediction of each: one made just now may lack it for a quarter of a second."""
+    listed = {run["id"]: run for run in stack.client.get("/v1/runs").json()["data"]}
+    return listed if all(listed[id]["prediction"] for id in run_ids) else None
+
+
 def test_runs_say_when_they_start_and_finish_from_the_queue_to_their_end(stack: Stack) -> None:
     def create() -> str:
         return stack.create(OPTIONS, {"logging_steps": 2, "save_steps": 1000})
 
     first = create()
-    told = stack.run(first)["prediction"]
+    told = eventually(lambda: stack.run(first)["prediction"])
     assert (told["start_at"], told["finish_at"]) == (None, None)
     assert told["basis"].startswith("No worker that is online has backend `fake`")
 
@@ -52,7 +58,7 @@ def test_runs_say_when_they_start_and_finish_from_the_queue_to_their_end(stack: 
 
     second, third, fourth = create(), create(), create()
     stack.until(second, "running")
-    listed = {run["id"]: run for run in stack.client.get("/v1/runs").json()["data"]}
+    listed = eventually(lambda: all_told(stack, second, third, fourth))
     begun, next, last = (listed[id]["prediction"] for id in (second, third, fourth))
     assert listed[first]["prediction"] is None
     assert "1 earlier run with this configuration" in begun["basis"], begun
@@ -62,6 +68,6 @@ def test_runs_say_when_they_start_and_finish_from_the_queue_to_their_end(stack: 
     assert next["basis"].startswith("It is next;") and last["basis"].startswith("1 run is before it;")
     # Whoever is more urgent goes before them.
     urgent = stack.create(OPTIONS, priority=5)
-    assert stack.run(urgent)["prediction"]["basis"].startswith("It is next;")
+    assert eventually(lambda: stack.run(urgent)["prediction"])["basis"].startswith("It is next;")
     assert stack.stop(second).status_code == 202
     assert eventually(lambda: stack.run(second)["prediction"] is None)
