@@ -31,6 +31,7 @@ import app.workers.endpoints
 from app import docs, embedded, errors, openapi
 from app.audit.middleware import Audit
 from app.auth import Auth, Authentication
+from app.backends.registry import RULES
 from app.config import Settings, get_settings
 from app.db import async_engine, session_maker
 from app.events.stream import Streams
@@ -42,6 +43,7 @@ from app.monitoring.requests import RequestMetrics, Requests
 from app.monitoring.snapshot import Snapshots
 from app.queue import Queue
 from app.runs.dispatcher import Dispatcher
+from app.runs.forecasts import Forecasts
 from app.storage import Storage
 
 DESCRIPTION = "Fine-tune language models on your own machines: durable runs, live event streams, exact resume."
@@ -120,6 +122,7 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     api.state.auth, api.state.queue, api.state.streams = Auth(sessions), queue, streams
     api.state.curve_reads = asyncio.Semaphore(app.runs.curves.READS_AT_A_TIME)
     api.state.log_searches = asyncio.Semaphore(app.runs.log_endpoints.SEARCHES_AT_A_TIME)
+    api.state.forecasts = Forecasts(settings, sorted(RULES))
     api.state.snapshots = Snapshots(dispatching, settings)
     api.state.metrics = Metrics(api.state.requests, streams, queue, dispatcher)
     # Every stream stalls while the collector passes over all that lives: so it leaves out what was imported, and takes

@@ -215,7 +215,7 @@ class Training:
         began = time.monotonic()
         if self.faulty:
             self._go_wrong(step)
-        self.asked.wait(self.options.step_seconds)
+        self.asked.wait(self._duration(step))
         samples = self._samples(step)
         if step in self.bad_steps:
             self.state.step, self.improved = step, False
@@ -242,6 +242,15 @@ class Training:
             raise Failure("non_finite_loss", f"the loss of step {step} is {loss}", self._rewind(step, samples))
         if self.config.eval_steps is not None and step % self.config.eval_steps == 0:
             self.evaluate(loss + 0.1)
+
+    def _duration(self, step: int) -> float:
+        spread = self.options.step_jitter
+        if spread == 0:
+            return self.options.step_seconds
+        # Its mean stays what it is without any.
+        return self.options.step_seconds * random.Random(f"{self.config.seed} {step}").lognormvariate(
+            -spread * spread / 2, spread
+        )
 
     def _rewind(self, step: int, samples: list[int]) -> dict[str, Any] | None:
         if self.config.on_non_finite != "rewind":

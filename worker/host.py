@@ -27,6 +27,7 @@ from app.workers.local import Notebook
 from worker import devices, session
 from worker.fitness import Fitness
 from worker.launcher import Launcher
+from worker.training.registry import installed as plugins_installed
 
 if TYPE_CHECKING:
     from worker.lease import Lease
@@ -195,6 +196,7 @@ class Host:
                     "backends": self.backends,
                     "launch_mode": self.launcher.mode,
                     "launch_reason": self.launcher.reason,
+                    "plugins": plugins_installed(),
                 }
             )
         )

@@ -19,6 +19,7 @@ from app.datasets.models import Dataset
 from app.runs import base_models
 from app.runs.config import TrainingMethod
 from app.runs.models import Run
+from app.runs.plugins import has_copies
 from app.secrets import store
 from app.secrets.keyring import KeyringError
 from worker import repairs
@@ -258,10 +259,14 @@ def _newest_good(host: Host, run: Any, remarks: list[str], spoilt: set[int]) -> 
 
 
 def _furthest_whole(host: Host, run: Any, remarks: list[str], spoilt: set[int]) -> Any:
+    elsewhere: Any = None
     for checkpoint in _candidates(host.engine, run):
         if checkpoint.step in spoilt:
             continue
         place = host.storage.attempt_dir(checkpoint.run_id, checkpoint.attempt) / checkpoint.name
+        if has_copies(run.config) and not place.exists():
+            elsewhere = elsewhere or checkpoint  # the trainer asks for its copy
+            continue
         wrong = manifest.verify(place, checkpoint.manifest_sha256)
         if not wrong:
             return checkpoint
@@ -270,6 +275,8 @@ def _furthest_whole(host: Host, run: Any, remarks: list[str], spoilt: set[int]) 
         remarks.append(reason + "; taking the one before it")
         with host.engine.begin() as connection:
             connection.execute(retention.mark_bad(checkpoint.id, "; ".join(wrong[:3]), run.id, run.epoch))
+    if elsewhere is not None:
+        return elsewhere
     if run.resume_checkpoint_id and not spoilt:
         raise JobError(
             "config_error",

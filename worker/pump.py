@@ -21,6 +21,7 @@ from worker.job import Job, remove_folders
 from worker.lines import LogLines, parse_record
 from worker.redaction import Redactor
 from worker.spool import Step
+from worker.stopwatch import Stopwatch
 from worker.training.pulse import ALIVE
 from worker.writer import Writer
 
@@ -56,6 +57,7 @@ class Pump:
         self._redact = Redactor()
         self._lines = LogLines(redact=self._redact)
         self._status = "initializing"
+        self._stopwatch = Stopwatch(run)
 
     def start_from(self, job: Job) -> None:
         """Where the attempt takes up the run; what lies beyond rolls back."""
@@ -143,6 +145,8 @@ class Pump:
             self._bests.append((step, float(loss)))
         self._reach(step, float(record.get("epoch") or 0))
         self._writer.put(event)
+        self._stopwatch.step(step)
+        self._note_pace(self._stopwatch.is_due)
 
     def _reach(self, step: int, epoch: float) -> None:
         self.step = step
@@ -160,10 +164,17 @@ class Pump:
 
     def _take_result(self, record: dict[str, Any], _ts: float) -> None:
         self.result = record
+        self._stopwatch.end()
+        self._note_pace(self._stopwatch.has_begun)
+
+    def _note_pace(self, is_due: bool) -> None:
+        if is_due:
+            self._writer.put(Step(self._stopwatch.note()))
 
     def _take_phase(self, record: dict[str, Any], ts: float) -> None:
         self.phase = str(record["name"])
         run_id, epoch = self._run.id, self._run.epoch
+        self._stopwatch.enter(self.phase, record.get("start_step"), record.get("total_steps"))
         progress = {"phase": self.phase, "done": None, "total": None, "message": self.phase}
         self._writer.put(NewEvent.of("progress", ts, progress))
         if self.phase == "training" and not self.has_begun:
@@ -171,6 +182,7 @@ class Pump:
             self._take_total(record.get("total_steps"))
             start = (self._job.start_step, self._job.start_epoch) if self._job else (0, 0.0)
             self._move(lifecycle.begin(run_id, epoch, *start, self._total_steps, self._bests[-1][1]), "running")
+            self._note_pace(self._stopwatch.is_due)
         elif self.phase == "saving" and self._status == "running":
             self._move(lifecycle.saving(run_id, epoch), "checkpointing")
         elif self.phase != "saving" and self._status == "checkpointing":

@@ -16,6 +16,9 @@ class FakeOptions(BaseModel):
 
     steps: int = Field(20, ge=1, le=1_000_000, description="Optimizer steps, unless `max_steps` is set.")
     step_seconds: float = Field(0.05, ge=0, le=3600, description="Duration of a step.")
+    step_jitter: float = Field(
+        0.0, ge=0, le=3, description="How far durations of steps lie apart: sigma of a log-normal, drawn with `seed`."
+    )
     load_seconds: float = Field(0.0, ge=0, le=3600, description="Duration of the loading phase.")
     save_seconds: float = Field(0.0, ge=0, le=3600, description="Time between writing a checkpoint and its commit.")
     log_lines_per_step: int = Field(1, ge=0, le=100_000, description="Lines printed in each step.")

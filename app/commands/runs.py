@@ -25,6 +25,7 @@ from app.commands.console import (
     table,
     transfer,
 )
+from app.commands.outlook import in_words
 from app.commands.postmortem import why
 
 if TYPE_CHECKING:
@@ -112,10 +113,11 @@ def list_runs(
         )  # fmt: skip
         found, has_more = page(runs, limit)
         rows = [
-            (it.id, it.status, f"{it.current_step}/{it.total_steps or '?'}", it.best_loss, it.name, it.created_at)
+            (it.id, it.status, f"{it.current_step}/{it.total_steps or '?'}", it.best_loss, it.name, it.created_at,
+             in_words(it.prediction) or None)
             for it in found
-        ]
-        listing(found, has_more, as_json, ("id", "status", "step", "best loss", "name", "created"), rows)
+        ]  # fmt: skip
+        listing(found, has_more, as_json, ("id", "status", "step", "best loss", "name", "created", "outlook"), rows)
 
 
 @commands.command()
@@ -135,7 +137,7 @@ def show(run_id: RunId, as_json: AsJson = False) -> None:
         last = run.metrics_history[-1] if run.metrics_history else None
         details(
             {
-                "id": run.id, "name": run.name, "status": run.status, "error": run.error_code,
+                "id": run.id, "name": run.name, "status": run.status, "outlook": _outlook(run), "error": run.error_code,
                 "because": run.error_message, "step": f"{run.current_step}/{run.total_steps or '?'}",
                 "loss": last.loss if last else None, "best loss": run.best_loss, "attempt": run.attempt,
                 "model": run.fine_tuned_model, "checkpoint": run.checkpoint_path, "parent": run.parent_run_id,
@@ -145,6 +147,14 @@ def show(run_id: RunId, as_json: AsJson = False) -> None:
                 **{f"config.{name}": value for name, value in run.config.items() if value != usual.get(name)},
             }
         )  # fmt: skip
+
+
+def _outlook(run: "RunRead") -> str | None:
+    """What is predicted, how sure that is, and what it rests on."""
+    told = run.prediction
+    if told is None:
+        return None
+    return f"{in_words(told) or 'not known'} ({told.confidence} confidence: {told.basis})"
 
 
 @commands.command()

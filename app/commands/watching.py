@@ -22,6 +22,7 @@ from app.client.events import (
     StatusEvent,
 )
 from app.commands.console import json_line, note
+from app.commands.outlook import in_words
 
 if TYPE_CHECKING:
     from app.client import Anneal
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 COMPLETED, FAILED, CANCELLED = 0, 3, 4
 _SECONDS_BETWEEN_LINES = 5.0
+_SECONDS_BETWEEN_OUTLOOKS = 30.0
 _POINTS = 400
 # What is told of a run beside its output, which `anneal runs logs -f` shows.
 _TYPES = ("status", "metric", "eval", "checkpoint", "config", "progress", "error", "end")
@@ -49,7 +51,10 @@ def watch_run(client: "Anneal", run: "RunRead", as_json: bool) -> int:
             seen = Seen.of(run)
             screen: _Screen = _Terminal(client, seen) if sys.stdout.isatty() else _Lines(seen)
             with screen:
+                asked = time.monotonic() - _SECONDS_BETWEEN_OUTLOOKS + _SECONDS_BETWEEN_LINES
                 for event in client.runs.events(run.id, after=run.last_seq, types=_TYPES):
+                    if time.monotonic() - asked > _SECONDS_BETWEEN_OUTLOOKS:
+                        asked, seen.outlook = time.monotonic(), in_words(client.runs.get(run.id).prediction)
                     if seen.total is None and isinstance(event, StatusEvent) and event.to == "running":
                         seen.total = client.runs.get(run.id).total_steps
                     screen.show(event)
@@ -100,6 +105,8 @@ class Seen:
     loss: float | None = None
     evaluated: float | None = None
     phase: str = ""
+    outlook: str = ""
+    """When it finishes, as predicted."""
     curve: dict[int, float] = field(default_factory=dict)
 
     @classmethod
@@ -107,7 +114,10 @@ class Seen:
         """As the run stands when the watching begins."""
         last = run.metrics_history[-1].loss if run.metrics_history else None
         rewarded = run.config.get("method") == "rlhf"
-        return cls(run.id, run.name, run.status, run.current_step, run.total_steps, rewarded, loss=last)
+        return cls(
+            run.id, run.name, run.status, run.current_step, run.total_steps, rewarded, loss=last,
+            outlook=in_words(run.prediction),
+        )  # fmt: skip
 
     def take(self, event: Event) -> str | None:
         """Take in an event; answers a line where it is one to be told anyway."""
@@ -143,9 +153,9 @@ class Seen:
 
     @property
     def figures(self) -> str:
-        """The newest loss, and what the newest evaluation found."""
+        """The newest loss, what the newest evaluation found, and when the run finishes."""
         held_out = "held-out reward" if self.learns_from_rewards else "held-out"
-        return "  ".join(filter(None, (_loss(self.loss), _loss(self.evaluated, held_out))))
+        return "  ".join(filter(None, (_loss(self.loss), _loss(self.evaluated, held_out), self.outlook)))
 
 
 def _figures(metrics: dict[str, Any]) -> Iterator[str]:
@@ -169,7 +179,8 @@ class _Lines:
 
     def __enter__(self) -> None:
         seen = self._seen
-        self._say(f"{seen.run_id} {seen.name}: {seen.status}, step {seen.step}/{seen.total or '?'}")
+        outlook = f", {seen.outlook}" if seen.outlook else ""
+        self._say(f"{seen.run_id} {seen.name}: {seen.status}, step {seen.step}/{seen.total or '?'}{outlook}")
 
     def __exit__(self, *problem: Any) -> None:
         pass

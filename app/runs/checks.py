@@ -29,6 +29,7 @@ from app.runs.config import (
     resolve,
 )
 from app.runs.destinations import destination_problems
+from app.runs.installed import plugin_problems
 from app.runs.models import Run
 from app.runs.schemas import RunCreate
 from app.runs.transitions import seconds
@@ -97,6 +98,10 @@ async def examine(
     )
     told = {problem.field for problem in wrong}
     wrong += [one for one in await destination_problems(session, settings, request.config) if one.field not in told]
+    if rules is not None and rules.options is None:
+        refused, warned = await plugin_problems(session, _online(settings, request.backend), request.config)
+        wrong += [one for one in refused if one.field not in told]
+        found.warnings += [_about_config(problem) for problem in warned]
     found.errors += [_about_config(problem) for problem in wrong]
     loads_model = rules is None or rules.loads_model
     await _check_base_model(session, settings, storage, in_numbers(request.config), loads_model, found)

@@ -33,6 +33,7 @@ from app.runs.fields import (
     TrainingMethod,
     TrainingStatus,
 )
+from app.runs.plugins import doubled
 
 __all__ = [
     "CHANGEABLE_ON_RESUME", "PREFERENCE", "SUPERVISED", "DpoOptions", "Effective", "Machine", "Problem",
@@ -150,6 +151,7 @@ def problems(
     together = method_conflicts(config, given)
     together += eval_conflicts(config, given, has_eval_dataset)
     together += data_conflicts(config, given, dataset_format)
+    together += [problem(name, "conflict", why) for name, why in doubled(config_input, given)]
     if machine is not None:
         together += machine_conflicts(config, given, machine)
     # Of a field that was refused by itself the default was looked at here.

@@ -12,6 +12,7 @@ from app.pagination import Page, PageQuery
 from app.queue import Queue
 from app.runs import comparison, curves, listing, removal, service, stopping, views
 from app.runs.config import TrainingStatus
+from app.runs.forecasts import Forecasts
 from app.runs.resume import resume
 from app.runs.schemas import (
     OTHER_RUN_ID,
@@ -76,6 +77,7 @@ async def validate_run(
 
 @router.get("", response_model=Page[RunSummary])
 async def list_runs(
+    request: Request,
     session: Reading,
     storage: CurrentStorage,
     paging: PageQuery,
@@ -95,7 +97,8 @@ async def list_runs(
     """Runs, newest or best first."""
     filters = listing.Filters(experiment_id, tuple(status or ()), tag, parent_run_id, base_model)
     rows, has_more = await listing.page(session, filters, paging, sort)
-    return Response(views.page(storage, rows, has_more), media_type="application/json")
+    predictions = await _forecasts(request).of(session, {row.id: row.status for row in rows})
+    return Response(views.page(storage, rows, has_more, predictions), media_type="application/json")
 
 
 @router.get(
@@ -115,15 +118,19 @@ async def compare_runs(
 
 
 @router.get("/{run_id}")
-async def get_run(run_id: str, session: Session, storage: CurrentStorage) -> RunRead:
+async def get_run(run_id: str, request: Request, session: Session, storage: CurrentStorage) -> RunRead:
     """One run, with its newest metrics."""
-    return await views.one(session, storage, await service.get(session, run_id))
+    run = await service.get(session, run_id)
+    predictions = await _forecasts(request).of(session, {run.id: run.status})
+    return await views.one(session, storage, run, predictions.get(run.id))
 
 
 @router.patch("/{run_id}")
-async def edit_run(run_id: str, body: RunEdit, session: Session, storage: CurrentStorage) -> RunRead:
+async def edit_run(run_id: str, body: RunEdit, request: Request, session: Session, storage: CurrentStorage) -> RunRead:
     """Rename or tag a run, or pin it, so that it is kept."""
-    return await views.one(session, storage, await service.edit(session, run_id, body))
+    run = await service.edit(session, run_id, body)
+    predictions = await _forecasts(request).of(session, {run.id: run.status})
+    return await views.one(session, storage, run, predictions.get(run.id))
 
 
 @router.delete("/{run_id}", status_code=204, responses={409: {"description": "It is live, pinned, or needed."}})
@@ -198,6 +205,11 @@ async def get_metrics(
     wanted = [name.strip() for name in names.split(",") if name.strip()] if names else None
     found = await curves.curves(session, run_id, wanted, from_step, to_step, max_points)
     return RunMetrics(run_id=run_id, series=found)
+
+
+def _forecasts(request: Request) -> Forecasts:
+    forecasts: Forecasts = request.app.state.forecasts
+    return forecasts
 
 
 def _queue(request: Request) -> Queue:

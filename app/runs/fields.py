@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, StringConstraints
 
 from app.runs.counts import COUNT, SECONDS
+from app.runs.plugins import Plugin
 from app.runs.rewards import ModelName, Rewards, Strict
 
 
@@ -144,6 +145,15 @@ class TrainerOptions(Strict):
         description="Memory of every step as a file of the output (of more than 10,000 every second goes); true: on "
         "a GPU every allocation too.",
     )
+    recipe: Plugin | None = Field(
+        default=None,
+        description='`{"type": name, …}`: an installed recipe in the place of the method\'s own (docs/plugins.md).',
+    )
+    data_source: Plugin | None = Field(default=None, description="Where rows come from, in the place of the file.")
+    model_factory: Plugin | None = Field(default=None, description="What makes the base model.")
+    optimizer: Plugin | None = Field(default=None, description="In the place of `optim`.")
+    scheduler: Plugin | None = Field(default=None, description="In the place of `lr_scheduler_type`.")
+    checkpoint_engine: Plugin | None = Field(default=None, description="A second place for checkpoints.")
 
 
 class TrainingConfig(Strict):

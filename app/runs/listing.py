@@ -40,7 +40,7 @@ def _shown() -> ColumnElement[str]:
 
 
 _LISTED = select(
-    *Run.__table__.c["id", "event_seq", "output_attempt"],
+    *Run.__table__.c["id", "status", "event_seq", "output_attempt"],
     preferred_place(Run.__table__.c).label("furthest"),
     _shown().label("shown"),
 )
@@ -50,6 +50,7 @@ class Listed(NamedTuple):
     """A run of a list."""
 
     id: str
+    status: str
     event_seq: int
     output_attempt: int | None
     furthest: list[int] | None

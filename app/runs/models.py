@@ -174,6 +174,28 @@ class Attempt(Base):
     """How it ended as its supervisor saw it, unless that went well: `worker/last_words.py` has the fields."""
 
 
+class Pace(Base):
+    """How fast an attempt goes and how long its parts take: what predictions of it and of like runs rest on."""
+
+    __tablename__ = "run_paces"
+    __table_args__ = (
+        Index("ix_run_paces_likeness_run_id", "likeness", text("run_id DESC")),
+        # Rewritten while the run trains: `likeness` never is, and with room on the page no index is touched.
+        {"postgresql_with": {"fillfactor": "50"}},
+    )
+
+    run_id: Mapped[str] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True)
+    attempt: Mapped[int] = mapped_column(primary_key=True)
+    likeness: Mapped[str]
+    """Backend, method and base model: runs that have all three in common say something about each other."""
+    device: Mapped[str | None]
+    """Name of the device, as the worker offered it."""
+    measured_at: Mapped[datetime]
+    """When `timings.step` was reached, by the clock of the database."""
+    timings: Mapped[dict[str, Any]]
+    """`app.runs.prediction.Timings`."""
+
+
 class MetricRollup(Base):
     """A stretch of a run's points, as `app.runs.rollups` describes it."""
 

@@ -14,12 +14,14 @@ from urllib.parse import unquote
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
+from app.runs.plugins import PluginName
+
 _MOST_CHARACTERS = 1000
 _MOST_UNROLLED = 100_000
 _MOST_SCHEMA_CHARACTERS = 20_000
 _MOST_BYTES = 64 * 1024
 """Of all rewards together: half of what a trainer can tell in one record, where its configuration has to fit in."""
-_LONG = ("schema", "pattern", "extract", "sections", "model")
+_LONG = ("schema", "pattern", "extract", "sections", "model", "name", "options")
 """What of a reward is as long as the user likes, and the same with all defaults written out."""
 _TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(?P<least>[0-9]{0,9})(?:,(?P<most>[0-9]{0,9}))?\}|.", re.DOTALL)
 """An escape, a class, a repetition, or one character."""
@@ -131,7 +133,9 @@ def _wrong_with_schema(text: str) -> str | None:
             return f"cannot hold `{keyword}`"
         if keyword == "$ref" and isinstance(value, str) and not _is_in(schema, value):
             return f"has a `$ref` to {value[:100]!r}; it can be to `#` or to what there is below `#/$defs/`"
-        patterns = {"pattern": [value], "patternProperties": value}.get(keyword, ())
+        # Behind `default` or `enum` these words may stand for anything.
+        properties = value if isinstance(value, dict) else ()
+        patterns = {"pattern": [value], "patternProperties": properties}.get(keyword, ())
         for pattern in patterns:
             if isinstance(pattern, str) and (reason := _wrong_with(pattern)):
                 return f"has a pattern {pattern[:100]!r} that {reason}"
@@ -246,8 +250,23 @@ class ModelReward(_Weighted):
     )
 
 
+class PluginReward(_Weighted):
+    """What a function gives that the operator has installed on the workers (docs/plugins.md)."""
+
+    type: Literal["plugin"]
+    name: PluginName = Field(description="Name of the entry point.")
+    options: dict[str, Any] = Field(default_factory=dict, description="What it is made from.")
+
+
 Reward = Annotated[
-    ExactMatchReward | NumericMatchReward | RegexReward | JsonSchemaReward | LengthReward | FormatReward | ModelReward,
+    ExactMatchReward
+    | NumericMatchReward
+    | RegexReward
+    | JsonSchemaReward
+    | LengthReward
+    | FormatReward
+    | ModelReward
+    | PluginReward,
     Field(discriminator="type"),
 ]
 """One term of the reward."""
@@ -276,12 +295,16 @@ WITH_ANSWER = ("exact_match", "numeric_match")
 
 
 def names(rewards: Sequence[Reward]) -> list[str]:
-    """What the rewards are called in metrics, in their order: the type, the second of a type `regex_2` and so on."""
+    """What the rewards are called in metrics, in their order: the type, the second of a type `regex_2` and so on.
+
+    Plugins have their name behind the type.
+    """
     seen: Counter[str] = Counter()
     found = []
     for reward in rewards:
-        seen[reward.type] += 1
-        found.append(reward.type if seen[reward.type] == 1 else f"{reward.type}_{seen[reward.type]}")
+        name = f"plugin_{reward.name}" if isinstance(reward, PluginReward) else reward.type
+        seen[name] += 1
+        found.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
     return found
 
 

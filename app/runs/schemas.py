@@ -15,6 +15,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from app.runs.config import TrainingConfig, TrainingStatus
+from app.runs.prediction import Prediction
 from app.wire import FieldError
 from app.wire import Moment as Moment
 
@@ -192,6 +193,10 @@ _RUN: JsonDict = {
     "pinned": False, "error_message": None, "fine_tuned_model": None, "last_seq": 57, "created_by": None,
     "created_at": "2026-01-02T03:04:05.678Z", "started_at": "2026-01-02T03:04:06.001Z",
     "finished_at": None, "stop_requested_at": None, "stop_mode": None,
+    "prediction": {
+        "start_at": "2026-01-02T03:04:06.001Z", "finish_at": "2026-01-02T03:19:00.000Z", "confidence": "high",
+        "basis": "160 of 200 steps left, by its own speed, 5.4 s a step.",
+    },
 }  # fmt: skip
 
 
@@ -231,6 +236,11 @@ class RunSummary(TrainingRun):
     stop_requested_at: Moment | None
     stop_mode: StopMode | None = Field(
         description="How it is to stop, or was; `epoch_end` while `stop_requested_at` is null: at the end of the epoch."
+    )
+    prediction: Prediction | None = Field(
+        default=None,
+        description="When it starts and finishes; null of runs that have ended, and where there is nothing to go by. "
+        "Answers to requests for a run, a stop or a resume have none: they wait for nothing.",
     )
 
 

@@ -1,6 +1,6 @@
 """Runs as they go over the wire."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic_core import to_json
@@ -10,6 +10,7 @@ from app.checkpoints.service import preferred
 from app.runs import service
 from app.runs.metrics import recent
 from app.runs.models import Run
+from app.runs.prediction import Prediction
 from app.runs.schemas import RunRead, RunStopped, StopOutlook
 from app.storage import Storage
 
@@ -25,9 +26,9 @@ _SAME = (*PLAIN, *NUMBERS, *MOMENTS, *DOCUMENTS)
 _HISTORY = 100
 
 
-async def one(session: AsyncSession, storage: Storage, run: Run) -> RunRead:
+async def one(session: AsyncSession, storage: Storage, run: Run, prediction: Prediction | None = None) -> RunRead:
     """A run with its newest metrics."""
-    return RunRead(**await _fields(session, storage, run))
+    return RunRead(**await _fields(session, storage, run), prediction=prediction)
 
 
 async def stopped(session: AsyncSession, storage: Storage, run: Run, outlook: StopOutlook) -> RunStopped:
@@ -45,9 +46,14 @@ async def _fields(session: AsyncSession, storage: Storage, run: Run) -> dict[str
     return {**same, **derived, "reward_run_ids": list(judges), "metrics_history": history}
 
 
-def page(storage: Storage, rows: Sequence[Any], has_more: bool) -> bytes:
+def page(storage: Storage, rows: Sequence[Any], has_more: bool, predictions: Mapping[str, Prediction | None]) -> bytes:
     """A `Page[RunSummary]` in JSON, of the rows that `app.runs.listing` finds."""
-    items = [f"{to_json(_derived(storage, row, row.furthest)).decode()[:-1]},{row.shown[1:]}" for row in rows]
+    items = []
+    for row in rows:
+        told = predictions.get(row.id)
+        more = {"prediction": told.model_dump(mode="json") if told else None}
+        head = to_json(_derived(storage, row, row.furthest) | more).decode()
+        items.append(f"{head[:-1]},{row.shown[1:]}")
     return f'{{"data":[{",".join(items)}],"has_more":{"true" if has_more else "false"}}}'.encode()
 
 

@@ -1,6 +1,7 @@
 """Workers, and the devices that each of them offers."""
 
 from datetime import datetime
+from typing import Any
 
 from sqlalchemy import BigInteger, CheckConstraint, ForeignKey, Text, func
 from sqlalchemy.dialects.postgresql import ARRAY
@@ -31,6 +32,8 @@ class Worker(Base):
     launch_mode: Mapped[str]
     launch_reason: Mapped[str] = mapped_column(server_default="")
     """Why training processes start cold, when they do."""
+    plugins: Mapped[dict[str, Any] | None]
+    """Names of the operator's own that it has installed, by kind; null: its version tells none."""
     started_at: Mapped[datetime] = mapped_column(server_default=func.now())
     heartbeat_at: Mapped[datetime] = mapped_column(server_default=func.now())
 

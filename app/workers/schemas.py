@@ -36,6 +36,7 @@ class WorkerRead(BaseModel):
                 "backends": ["celery", "fake"],
                 "launch_mode": "zygote",
                 "launch_reason": "",
+                "plugins": {"optimizer": ["lion-schedule-free"], "reward": ["unit_tests"]},
                 "started_at": "2026-01-02T03:04:05.678Z",
                 "heartbeat_at": "2026-01-02T04:04:05.678Z",
                 "devices": [
@@ -66,6 +67,9 @@ class WorkerRead(BaseModel):
         description="How training processes start: forked from a warm process, or cold."
     )
     launch_reason: str = Field(description="Why they start cold, when they do.")
+    plugins: dict[str, list[str]] | None = Field(
+        description="Names of what the operator has installed for trainings, by kind; null: its version tells none."
+    )
     started_at: Moment
     heartbeat_at: Moment
     devices: list[DeviceRead]

@@ -18,7 +18,7 @@ import transformers
 from pydantic import ValidationError
 
 from app.runs.config import SUPERVISED, Replacement, TrainingConfig, TrainingMethod, problems, resolve, understood
-from worker.training import hub, trackers
+from worker.training import hub, plugins, trackers
 from worker.training.control import Control
 from worker.training.failures import Stopped, TrainingFailure, classify
 from worker.training.journal import Journal
@@ -75,10 +75,15 @@ def _train(job: dict[str, Any], report: Report, control: Control, journal: Journ
         raise TrainingFailure("config_error", " ".join(problem.message for problem in effective.problems))
     run = Run(job, effective.config, given, machine, report, control, journal)
     run.state.run_id = str(job["run_id"])
+    plugins.check(run.config)
     hub.check(run)
     run.trackers = trackers.opened(job, run.config, report)
     try:
-        result = _RECIPES[asked.method](run, list(effective.replaced))
+        recipe = run.config.trainer_options.recipe
+        if recipe is None:
+            result = _RECIPES[asked.method](run, list(effective.replaced))
+        else:
+            result = plugins.train(run, list(effective.replaced), recipe)
     except Exception as error:
         run.trackers.close(trackers.status_after(_ended_by(error, control)))
         raise

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from worker.training import fidelity, manifest, probe
+from worker.training import fidelity, manifest, plugins, probe
 from worker.training.background import InFlight
 from worker.training.failures import TrainingFailure, classify
 from worker.training.host_memory import HostMemory, TooLittleMemory
@@ -176,6 +176,7 @@ def _complete(run: Run, snapshot: Snapshot, staging: Path, about: _About, alive:
     run.journal.save(about.step)
     seconds = time.monotonic() - began
     run.report.checkpoint(name, step=about.step, bytes=size, manifest_sha256=sha256, seconds=seconds, **about.record)
+    plugins.keep(run, run.folder / name)
 
 
 def check(path: Path, manifest_sha256: str, alive: Alive = nobody) -> None:

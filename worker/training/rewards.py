@@ -23,6 +23,7 @@ from app.runs.rewards import (
     LengthReward,
     ModelReward,
     NumericMatchReward,
+    PluginReward,
     RegexReward,
     Reward,
     names,
@@ -111,7 +112,7 @@ def functions(
     alive: Callable[[], None] = _nothing,
     warn: Callable[[str], None] = _nothing,
 ) -> list[RewardFunction]:
-    """A function for each reward that is not a model, in their order; weights are not in them.
+    """A function for each reward that is neither a model nor a plugin, in their order; weights are not in them.
 
     `tokenizer` tells which tokens are special: of it `all_special_ids` is asked. `alive` is called after every
     completion, and `warn` told of a reward that is too slow, once.
@@ -119,7 +120,7 @@ def functions(
     return [
         RewardFunction(name, _judge(reward, tokenizer), alive, warn)
         for name, reward in zip(names(rewards), rewards, strict=True)
-        if not isinstance(reward, ModelReward)
+        if not isinstance(reward, ModelReward | PluginReward)
     ]
 
 
@@ -148,8 +149,8 @@ def _judge(reward: Reward, tokenizer: Any) -> Callable[[_Completion], float | No
             return _length(reward, frozenset(tokenizer.all_special_ids))
         case FormatReward():
             return _format(reward)
-        case ModelReward():
-            raise TypeError("a reward model is no function")
+        case ModelReward() | PluginReward():
+            raise TypeError(f"a reward of type {reward.type} is none of the functions here")
 
 
 def _text(completion: Any) -> str:

@@ -12,7 +12,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 
 from app.runs.config import Replacement
-from worker.training import checkpoints, flops, probe, sampling
+from worker.training import checkpoints, flops, plugins, probe, sampling
 from worker.training.actions import Actions
 from worker.training.data import WithRows
 from worker.training.failures import Stopped
@@ -41,6 +41,9 @@ class Faithful(Trainer):  # type: ignore[misc]
     HIGHER_IS_BETTER: ClassVar[bool] = False
     NOT_COUNTED: ClassVar[str | None] = None
     """What of the method's work is in the time of its steps, but not in the operations that MFU is made of."""
+
+    optimizer: Any
+    lr_scheduler: Any
 
     def __init__(self, run: Run, **options: Any) -> None:
         self.run = run
@@ -96,6 +99,18 @@ class Faithful(Trainer):  # type: ignore[misc]
     def usual_length(self, tokens_of_a_row: float) -> float:
         """Tokens of the sequences that the model sees, on average, given those of a row of the data."""
         return tokens_of_a_row
+
+    # What a plugin may take over
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        made = plugins.optimizer(self, self.model if model is None else model)
+        self.optimizer = self.optimizer if made is None else made
+        return super().create_optimizer(model)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        made = plugins.scheduler(self, num_training_steps, self.optimizer if optimizer is None else optimizer)
+        self.lr_scheduler = self.lr_scheduler if made is None else made
+        return super().create_scheduler(num_training_steps, optimizer)
 
     # Steps
 
@@ -273,9 +288,13 @@ class Faithful(Trainer):  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         decays = [group["weight_decay"] for group in self.optimizer.param_groups]
+        rates = plugins.initial_rates(self)
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            checkpoints.reapply_rates(self, decays)
+            if plugins.makes_rates(self.run.config):
+                plugins.reapply_rates(self, decays, rates)
+            else:
+                checkpoints.reapply_rates(self, decays)
             self._tell_what_was_loaded(Path(checkpoint))
 
     def _init_training_state(self, max_steps: int, *args: Any) -> Any:

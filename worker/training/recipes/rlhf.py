@@ -10,7 +10,7 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from app.runs.config import Replacement
 from app.runs.rewards import names
-from worker.training import model, pairs, rewards
+from worker.training import model, pairs, plugins, rewards
 from worker.training.failures import TrainingFailure
 from worker.training.pairs import Pairs, PromptEncoder
 from worker.training.protection import Trouble
@@ -213,6 +213,10 @@ def _rewards(run: Run, tokenizer: Any, max_length: int) -> list[Any]:
     checks = iter(rewards.functions(wanted, tokenizer, run.report.alive, warn))
     located = iter(run.job.get("reward_models", ()))
     return [
-        RewardModel(next(located), name, run, max_length) if one.type == "model" else next(checks)
+        RewardModel(next(located), name, run, max_length)
+        if one.type == "model"
+        else plugins.Reward(one, name)
+        if one.type == "plugin"
+        else next(checks)
         for one, name in zip(wanted, names(wanted), strict=True)
     ]

@@ -11,7 +11,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from app.runs.config import Replacement
-from worker.training import base, checkpoints, data, model
+from worker.training import base, checkpoints, data, model, plugins
 from worker.training.base import Base
 from worker.training.chat import ensure_template
 from worker.training.failures import TrainingFailure
@@ -65,6 +65,7 @@ def begin(run: Run) -> tuple[Base, PreTrainedTokenizerBase]:
         Stopped: a stop came.
     """
     transformers.set_seed(run.config.seed)
+    plugins.fetch(run)
     resume = run.resume_from
     if resume is not None:
         checkpoints.check(Path(resume["path"]), resume["manifest_sha256"], run.report.alive)
@@ -73,6 +74,7 @@ def begin(run: Run) -> tuple[Base, PreTrainedTokenizerBase]:
     found = base.find_base(run.job, run.config)
     tokenizer = base.load_tokenizer(found)
     run.heed_stop()
+    plugins.take_rows(run)
     return found, tokenizer
 
 
@@ -133,6 +135,7 @@ def read_data(run: Run, read: Read[Some]) -> tuple[Some, Some | None]:
         held_out = read(rest, held, "evaluation") if rest else None
     except FileNotFoundError as error:
         raise TrainingFailure("bad_data", "The data set's file is not there any more.") from error
+    plugins.drop_rows(run)
     for one in (training, held_out):
         for remark in one.remarks if one else []:
             run.report.message(remark, level="warning")
@@ -207,7 +210,7 @@ def load(run: Run, start: Base, highest_id: int, head: model.Head = "causal") ->
             f"seed {run.config.seed}, and the model is trained from scratch."
         )
     with while_growing(run.report.alive, start.folder):
-        network = model.load_model(start, run.config, run.machine, head)
+        network = plugins.model(run, lambda: model.load_model(start, run.config, run.machine, head))
     run.config = run.config.model_copy(update={"attn_implementation": network.config._attn_implementation})
     model.check_vocabulary(network, highest_id)
     run.heed_stop()

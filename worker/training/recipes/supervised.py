@@ -46,8 +46,12 @@ class SupervisedTrainer(Faithful, SFTTrainer):  # type: ignore[misc]
         return {**told, **self._evaluation.results(told)}
 
 
-def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
+def train(
+    run: Run, replaced: list[Replacement], trainer_class: type[SupervisedTrainer] = SupervisedTrainer
+) -> dict[str, Any]:
     """Train one run to its end or to a stop; returns the fields of its result record.
+
+    A recipe of the operator's own may bring another trainer along.
 
     Raises:
         TrainingFailure: with a stable code.
@@ -74,7 +78,7 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
     with steps.weights(run, found) as start:
         network = steps.load(run, start, steps.highest_id(tokenizer, training, held_out))
         trainer = course.build(
-            SupervisedTrainer,
+            trainer_class,
             run,
             metric_functions=functions,
             model=network,

@@ -1,0 +1,37 @@
+"""A prediction as people say it: `finishes in about 2 h 10 min`."""
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from app.runs.prediction import Prediction
+
+
+def in_words(told: "Prediction | None") -> str:
+    """When a run starts, if it has not, and finishes; empty where nothing is predicted."""
+    if told is None:
+        return ""
+    now = datetime.now(UTC)
+    parts = []
+    if told.start_at is not None and told.start_at > now:
+        parts.append(f"starts {_in((told.start_at - now).total_seconds())}")
+    if told.finish_at is not None:
+        parts.append(f"finishes {_in((told.finish_at - now).total_seconds())}")
+    return ", ".join(parts)
+
+
+def _in(seconds: float) -> str:
+    """As exact as such a guess deserves."""
+    if seconds < 1:
+        return "any moment"
+    if seconds < 90:
+        return f"in about {round(seconds)} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"in about {minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 10:
+        return f"in about {hours} h {minutes} min" if minutes else f"in about {hours} h"
+    if hours < 48:
+        return f"in about {hours} h"
+    return f"in about {round(hours / 24)} days"

@@ -1,0 +1,251 @@
+"""Predictions for all runs that wait or train, made together: a few short queries, at most once a second.
+
+Their order in the queue makes each depend on all before it, so that one at a time would cost as much as all.
+"""
+
+import asyncio
+import math
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from datetime import datetime, timedelta
+from typing import Any
+
+from sqlalchemy import bindparam, text
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.config import Settings
+from app.runs import prediction
+from app.runs.models import LIVE, sql_list
+from app.runs.prediction import Estimate, Habit, Past, Prediction, Queue, Seat, Task, Timings, Waiting
+from app.workers.service import FRESH_LEASES
+
+_SECONDS = 1.0
+_SECONDS_FOR_NEW = 0.25
+"""For a run that the newest forecast does not know: it was made since."""
+_PAUSES = 5
+"""Times as long as a forecast took is the least pause before the next, however many runs there are."""
+_MOST_RUNS = 1000
+_MOST_LIKE = 20
+_FIELDS = ", ".join(f"'{name}', runs.config->'{name}'" for name in prediction.FIELDS)
+_RUN = f"""
+    runs.id, runs.backend, runs.given, runs.dataset_id, runs.eval_dataset_id, runs.total_steps, runs.attempt,
+    runs.started_at, jsonb_build_object({_FIELDS}) AS config, datasets.rows, checkpoints.step AS resumed_at,
+    coalesce(runs.checkpoint_step, 0) AS saved_at
+"""
+_WITH = """
+    LEFT JOIN datasets ON datasets.id = runs.dataset_id
+    LEFT JOIN checkpoints ON checkpoints.id = runs.resume_checkpoint_id
+"""
+_LIVE = text(f"""
+    SELECT {_RUN}, runs.stop_requested_at IS NOT NULL AS is_stopping, paces.timings, paces.device,
+        cast(extract(epoch FROM clock_timestamp() - paces.measured_at) AS float) AS ago,
+        cast(extract(epoch FROM clock_timestamp() - run_attempts.started_at) AS float) AS claimed_ago
+    FROM runs {_WITH}
+    LEFT JOIN run_paces AS paces ON paces.run_id = runs.id AND paces.attempt = runs.attempt
+    LEFT JOIN run_attempts ON run_attempts.run_id = runs.id AND run_attempts.attempt = runs.attempt
+    WHERE runs.status IN {sql_list(LIVE)} ORDER BY runs.id LIMIT {_MOST_RUNS}
+""")
+# A branch for each backend: each comes from the index in the order of claims.
+_PENDING = text(f"""
+    SELECT {_RUN}, runs.priority, runs.devices_needed, runs.requirements,
+        cast(extract(epoch FROM runs.not_before - clock_timestamp()) AS float) AS wait
+    FROM unnest(cast(:backends AS text[])) AS known(backend)
+    CROSS JOIN LATERAL (
+        SELECT * FROM runs WHERE runs.backend = known.backend AND runs.status = 'pending'
+        ORDER BY runs.priority DESC, runs.id LIMIT {_MOST_RUNS}
+    ) AS runs {_WITH}
+    ORDER BY runs.priority DESC, runs.id LIMIT {_MOST_RUNS}
+""")
+_SEATS = text("""
+    SELECT workers.id, workers.backends, min(devices.kind) AS kind, min(devices.name) AS device,
+        coalesce(max(devices.memory_mb), 0) AS memory_mb, array_agg(devices.run_id ORDER BY devices.index) AS runs
+    FROM workers JOIN devices ON devices.worker_id = workers.id
+    WHERE workers.state = 'online' AND workers.heartbeat_at > clock_timestamp() - make_interval(secs => :fresh)
+    GROUP BY workers.id ORDER BY workers.id
+""")
+_PAST = text(f"""
+    SELECT wanted.likeness, past.run_id, past.device, past.timings FROM unnest(cast(:likenesses AS text[]))
+        AS wanted(likeness)
+    CROSS JOIN LATERAL (
+        SELECT * FROM run_paces WHERE run_paces.likeness = wanted.likeness ORDER BY run_id DESC LIMIT {_MOST_LIKE}
+    ) AS past
+""").bindparams(bindparam("likenesses"))
+_NOW = text("SELECT clock_timestamp()")
+_TIMINGS = {field.name for field in fields(Timings)}
+
+
+class Forecasts:
+    """The newest predictions of this process."""
+
+    def __init__(self, settings: Settings, backends: Sequence[str]) -> None:
+        self._settings = settings
+        self._backends = list(backends)
+        self._made_at = -math.inf
+        self._took = 0.0
+        self._found: Mapping[str, tuple[bool, Prediction | None]] = {}
+        self._turn = asyncio.Lock()
+
+    async def of(self, session: AsyncSession, runs: Mapping[str, str]) -> dict[str, Prediction | None]:
+        """The predictions of runs, by id; `runs` are their statuses. Of those that have ended there is none."""
+        waits = {id: status == "pending" for id, status in runs.items() if status == "pending" or status in LIVE}
+        if not waits:
+            return {}
+        if self._is_due(waits):
+            async with self._turn:
+                if self._is_due(waits):
+                    began = time.monotonic()
+                    self._found = await _forecast(session, self._settings, self._backends)
+                    self._made_at = time.monotonic()
+                    self._took = self._made_at - began
+        known = {id: self._found.get(id, (not is_pending, None)) for id, is_pending in waits.items()}
+        return {id: told for id, (was_pending, told) in known.items() if was_pending == waits[id]}
+
+    def _is_due(self, waits: Mapping[str, bool]) -> bool:
+        age = time.monotonic() - self._made_at
+        if age < max(_SECONDS_FOR_NEW, self._took * _PAUSES):
+            return False
+        return age > _SECONDS or any(self._found.get(id, (None,))[0] != pending for id, pending in waits.items())
+
+
+async def _forecast(
+    session: AsyncSession, settings: Settings, backends: Sequence[str]
+) -> dict[str, tuple[bool, Prediction | None]]:
+    """Whether each run waits, and what is said of it."""
+    now: datetime = (await session.execute(_NOW)).scalar_one()
+    live = (await session.execute(_LIVE)).all()
+    pending = (await session.execute(_PENDING, {"backends": list(backends)})).all()
+    if not live and not pending:
+        return {}
+    seats = (await session.execute(_SEATS, {"fresh": settings.lease_seconds * FRESH_LEASES})).all()
+    wanted = {prediction.likeness(run.backend, run.config) for run in (*live, *pending)}
+    past = (await session.execute(_PAST, {"likenesses": sorted(wanted)})).all()
+    # In a thread: a thousand runs that wait are some tenths of a second, in which others are to be served.
+    return await asyncio.to_thread(_Forecast(now, past).of, live, pending, seats)
+
+
+@dataclass(frozen=True)
+class _Task:
+    likeness: str
+    task: Task
+
+    @classmethod
+    def of(cls, run: Any, first_step: int) -> "_Task":
+        datasets = (run.dataset_id, run.eval_dataset_id)
+        wanted = prediction.task(run.backend, run.config, run.given, run.rows, datasets, first_step)
+        return cls(prediction.likeness(run.backend, run.config), wanted)
+
+
+class _Forecast:
+    def __init__(self, now: datetime, past: Sequence[Any]) -> None:
+        self._now = now
+        self._past: dict[str, list[tuple[str, Past]]] = defaultdict(list)
+        for one in past:
+            self._past[one.likeness].append((one.run_id, Past(_timings(one.timings), one.device)))
+        self._habits: dict[tuple[Any, ...], Habit | None] = {}
+
+    def of(
+        self, live: Sequence[Any], pending: Sequence[Any], seats: Sequence[Any]
+    ) -> dict[str, tuple[bool, Prediction | None]]:
+        found: dict[str, tuple[bool, Prediction | None]] = {}
+        ends: dict[str, float] = {}
+        for run in live:
+            told = self._running(run)
+            if told is not None:
+                ends[run.id] = told.seconds
+            found[run.id] = (False, self._told(run.started_at, told))
+        queue = Queue(
+            Seat(
+                one.id, frozenset(one.backends), one.kind, one.device, one.memory_mb,
+                tuple(0.0 if run is None else ends.get(run, math.inf) for run in one.runs),
+            )
+            for one in seats
+        )  # fmt: skip
+        for before, run in enumerate(pending):
+            found[run.id] = (True, self._waiting(run, queue, before))
+        return found
+
+    def _running(self, run: Any) -> Estimate | None:
+        """Seconds from now to its end."""
+        if run.is_stopping:
+            return None
+        start = run.resumed_at or 0
+        if run.timings is None:  # no step yet
+            like = self._habit(wanted := _Task.of(run, max(start, run.saved_at)), None, run.id)
+            told = prediction.whole(wanted.task, like)
+            ago = run.claimed_ago or 0.0
+        else:
+            timings = _timings(run.timings)
+            wanted = _Task.of(run, start)
+            told = prediction.remaining(wanted.task, timings, self._habit(wanted, run.device, run.id))
+            ago = run.ago
+        if told is None:
+            return None
+        return Estimate(max(told.seconds - ago, 0.0), told.confidence, told.basis)
+
+    def _waiting(self, run: Any, queue: Queue, before: int) -> Prediction | None:
+        needs = run.requirements or {}
+        one = Waiting(
+            run.id, run.backend, needs.get("kind"), needs.get("memory_mb") or 0, run.devices_needed, max(run.wait, 0.0)
+        )
+        turn = queue.turn(one)
+        if turn.seat is None:
+            return Prediction(start_at=None, finish_at=None, confidence="low", basis=_nobody(one))
+        wanted = _Task.of(run, max(run.saved_at, run.resumed_at or 0))
+        told = prediction.whole(wanted.task, self._habit(wanted, turn.seat.device, run.id))
+        queue.take(one, turn, told.seconds if told else math.inf)
+        ahead = f"{before} {'run is' if before == 1 else 'runs are'} before it" if before else "it is next"
+        if math.isinf(turn.start):
+            why = f"{ahead}, and nobody knows yet when a device is free: of a run before it there is no like run"
+            return Prediction(start_at=None, finish_at=None, confidence="low", basis=_sentence(why))
+        if told is None:
+            why = f"{ahead}; no like run has trained yet that tells how long it takes"
+            return Prediction(start_at=self._at(turn.start), finish_at=None, confidence="low", basis=_sentence(why))
+        # What others take until its turn is less sure than its own time.
+        confidence = told.confidence if turn.start == 0 else "low"
+        return Prediction(
+            start_at=self._at(turn.start),
+            finish_at=self._at(turn.start + told.seconds),
+            confidence=confidence,
+            basis=_sentence(f"{ahead}; {told.basis}"),
+        )
+
+    def _habit(self, wanted: _Task, device: str | None, run_id: str) -> Habit | None:
+        past = self._past[wanted.likeness]
+        if any(id == run_id for id, _ in past):  # its own steps are no history
+            return prediction.habit([one for id, one in past if id != run_id], wanted.task, device)
+        key = (wanted.likeness, wanted.task.twin, wanted.task.work, device)
+        if key not in self._habits:
+            self._habits[key] = prediction.habit([one for _, one in past], wanted.task, device)
+        return self._habits[key]
+
+    def _told(self, started_at: datetime, told: Estimate | None) -> Prediction | None:
+        if told is None:
+            return None
+        return Prediction(
+            start_at=started_at,
+            finish_at=self._at(told.seconds),
+            confidence=told.confidence,
+            basis=_sentence(told.basis),
+        )
+
+    def _at(self, seconds: float) -> datetime:
+        # Beyond some thousand years there is no date.
+        return self._now + timedelta(seconds=min(seconds, 1e10))
+
+
+def _timings(stored: Mapping[str, Any]) -> Timings:
+    # Another version may have stored more.
+    return Timings(**{name: value for name, value in stored.items() if name in _TIMINGS})
+
+
+def _nobody(one: Waiting) -> str:
+    wants = f"{one.devices} free device{'s' if one.devices > 1 else ''}"
+    kind = f" of kind `{one.kind}`" if one.kind else ""
+    memory = f" with {one.memory_mb:,} MB" if one.memory_mb else ""
+    return f"No worker that is online has backend `{one.backend}` and {wants}{kind}{memory}: it starts once one does."
+
+
+def _sentence(basis: str) -> str:
+    return f"{basis[:1].upper()}{basis[1:]}."

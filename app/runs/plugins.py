@@ -1,0 +1,89 @@
+"""Parts of a training that the operator has installed on the workers, as configurations name them.
+
+Pure pydantic: the API checks with it; `worker/training/registry.py` loads what is named.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
+from pydantic_core import PydanticCustomError
+
+PLUGINS = {
+    "recipe": "anneal.recipes",
+    "data_source": "anneal.data_sources",
+    "model_factory": "anneal.model_factories",
+    "optimizer": "anneal.optimizers",
+    "scheduler": "anneal.schedulers",
+    "checkpoint_engine": "anneal.checkpoint_engines",
+    "reward": "anneal.rewards",
+    "metrics": "anneal.metrics",
+}
+"""Groups of entry points, by kind; a kind is also the field of `extra` that names one, but for rewards."""
+_REPLACES = {
+    "optimizer": ("optim", "extra.adam_beta1", "extra.adam_beta2", "extra.adam_epsilon"),
+    "scheduler": ("lr_scheduler_type",),
+}
+_MOST_CHARACTERS = 8_000
+
+PluginName = Annotated[str, StringConstraints(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9_.-]+$")]
+
+
+class Plugin(BaseModel):
+    """`{"type": name}` with the parameters that it takes."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
+
+    type: PluginName
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Everything but the name."""
+        return dict(self.model_extra or {})
+
+    @model_validator(mode="after")
+    def _not_too_long(self) -> "Plugin":
+        try:
+            length = len(json.dumps(self.model_extra, allow_nan=False))
+        except (TypeError, ValueError, RecursionError):
+            raise PydanticCustomError("bad_bounds", "must hold what JSON can say") from None
+        if length > _MOST_CHARACTERS:
+            message = "is too long: its parameters have at most {most} characters of JSON"
+            raise PydanticCustomError("out_of_range", message, {"most": f"{_MOST_CHARACTERS:,}"})
+        return self
+
+
+def named(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Field, kind and name of all that a configuration names, as far as it says so in the right form."""
+    extra = config.get("extra")
+    extra = extra if isinstance(extra, Mapping) else {}
+    for kind in PLUGINS:
+        value = extra.get(kind)
+        if isinstance(value, Mapping) and isinstance(value.get("type"), str):
+            yield f"extra.{kind}", kind, value["type"]
+    metrics = extra.get("metrics")
+    for name in metrics if isinstance(metrics, list) else ():
+        if isinstance(name, str):
+            yield "extra.metrics", "metrics", name
+    options = config.get("rlhf") if config.get("method") == "rlhf" else None
+    rewards = options.get("rewards") if isinstance(options, Mapping) else None
+    for at, reward in enumerate(rewards if isinstance(rewards, list) else ()):
+        if isinstance(reward, Mapping) and reward.get("type") == "plugin" and isinstance(reward.get("name"), str):
+            yield f"rlhf.rewards.{at}.name", "reward", reward["name"]
+
+
+def has_copies(config: Mapping[str, Any]) -> bool:
+    """Whether checkpoints that are gone from their folder may be somewhere else."""
+    return (config.get("extra") or {}).get("checkpoint_engine") is not None
+
+
+def doubled(config: Mapping[str, Any], given: set[str]) -> Iterator[tuple[str, str]]:
+    """Fields that were given although something that is named takes their place, and why they cannot be."""
+    for field, kind, name in named(config):
+        for replaced in _REPLACES.get(kind, ()):
+            if replaced in given:
+                yield (
+                    replaced,
+                    f"cannot be given beside `{field}`, since `{name}` takes its place: leave one of them out",
+                )

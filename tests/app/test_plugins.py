@@ -1,0 +1,104 @@
+"""What the API knows of an operator's plugins: which worker has what, and which names are refused."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine
+
+from app.config import Settings
+from app.db import sync_engine
+from app.runs import plugins
+from app.runs.fields import TrainerOptions
+from tests.factories import make_dataset, make_model
+from tests.rows import add_worker
+from tests.server import ApiServer
+
+HERE = {"optimizer": ["slow-sign"], "reward": ["brevity"], "scheduler": []}
+
+
+@pytest.fixture
+def engine(settings: Settings) -> Iterator[Engine]:
+    engine = sync_engine(settings.database_url or "")
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def check(api: ApiServer, engine: Engine) -> Any:
+    make_model(api.settings)
+    dataset, prompts = make_dataset(engine), make_dataset(engine, "prompt", ["prompt"])
+
+    def validate(extra: dict[str, Any] | None = None, **config: Any) -> dict[str, Any]:
+        wanted = {"base_model": "tiny", "method": "lora", "extra": extra or {}, **config}
+        body = {"dataset_id": prompts if wanted["method"] == "rlhf" else dataset, "config": wanted}
+        answer = api.client.post("/v1/runs/validate", json=body)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    return validate
+
+
+def errors(found: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(one["field"], one["code"]) for one in found["errors"]]
+
+
+def test_a_name_that_no_worker_has_is_refused_with_those_there_are(check: Any, engine: Engine) -> None:
+    add_worker(engine, backends=["celery"], plugins=HERE)
+    assert errors(check({"optimizer": {"type": "slow-sign", "memory": 0.5}})) == []
+    found = check({"optimizer": {"type": "slow-sing"}, "scheduler": {"type": "x"}})
+    named = ("optimizer", "scheduler")
+    assert errors(found) == [(f"config.extra.{field}", "plugin_not_installed") for field in named]
+    assert "'slow-sing', which no worker has installed; there are: slow-sign" in found["errors"][0]["message"]
+    assert "entry point of `anneal.schedulers`" in found["errors"][1]["message"]
+    rlhf: dict[str, Any] = {"rewards": [{"type": "plugin", "name": "brevity"}, {"type": "plugin", "name": "wit"}]}
+    assert errors(check(method="rlhf", rlhf=rlhf)) == [("config.rlhf.rewards.1.name", "plugin_not_installed")]
+
+
+def test_one_that_only_some_workers_have_is_warned_of(check: Any, engine: Engine) -> None:
+    add_worker(engine, backends=["celery"], plugins=HERE)
+    add_worker(engine, backends=["celery"], plugins={})
+    found = check({"optimizer": {"type": "slow-sign"}})
+    assert errors(found) == []
+    (warning,) = [one for one in found["warnings"] if one["code"] == "plugin_not_everywhere"]
+    assert "only 1 of 2 workers" in warning["message"]
+
+
+def test_nobody_is_refused_where_no_worker_tells(check: Any, engine: Engine) -> None:
+    """Without a worker the run waits for one; one of an earlier version told nothing."""
+    assert errors(check({"optimizer": {"type": "slow-sign"}})) == []
+    add_worker(engine, backends=["celery"])
+    assert errors(check({"optimizer": {"type": "slow-sign"}})) == []
+
+
+@pytest.mark.parametrize(
+    ("extra", "more", "wrong"),
+    [
+        ({"optimizer": {"type": "slow-sign"}}, {"optim": "sgd"}, ("config.optim", "conflict")),
+        (
+            {"optimizer": {"type": "slow-sign"}, "adam_beta1": 0.5},
+            {},
+            ("config.extra.adam_beta1", "conflict"),
+        ),
+        ({"scheduler": {"type": "a"}}, {"lr_scheduler_type": "linear"}, ("config.lr_scheduler_type", "conflict")),
+        ({"optimizer": "slow-sign"}, {}, ("config.extra.optimizer", "wrong_type")),
+        ({"optimizer": {}}, {}, ("config.extra.optimizer.type", "missing")),
+        ({"optimizer": {"type": "/etc/x.py"}}, {}, ("config.extra.optimizer.type", "invalid_name")),
+        ({"optimizer": {"type": "a", "x": "y" * 9000}}, {}, ("config.extra.optimizer", "out_of_range")),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    check: Any, extra: dict[str, Any], more: dict[str, Any], wrong: tuple[str, str]
+) -> None:
+    assert wrong in errors(check(extra, **more))
+
+
+def test_each_worker_shows_what_it_has(api: ApiServer, engine: Engine) -> None:
+    add_worker(engine, plugins=HERE)
+    add_worker(engine)
+    assert [one["plugins"] for one in api.client.get("/v1/workers").json()["data"]] == [None, HERE]
+
+
+def test_every_kind_but_rewards_is_a_field_of_extra() -> None:
+    assert plugins.PLUGINS.keys() - {"reward"} <= TrainerOptions.model_fields.keys()

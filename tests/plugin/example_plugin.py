@@ -1,0 +1,134 @@
+"""One plugin of each kind that a training can be made of, and some that are none, to be refused by name."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from transformers import PreTrainedModel
+
+from worker.training.recipes import supervised
+
+A_NUMBER = 3
+
+
+class LengthTrainer(supervised.SupervisedTrainer):
+    """A loss that counts for more or less, the same factor for all: what a recipe of one's own may begin with."""
+
+    factor = 1.0
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        found = super().compute_loss(model, inputs, *args, **options)
+        if isinstance(found, tuple):
+            return (found[0] * self.factor, *found[1:])
+        return found * self.factor
+
+
+def weighted_by_length(run: Any, replaced: Any, factor: float) -> dict[str, Any]:
+    """The supervised recipe with another trainer."""
+    run.report.message(f"This is a recipe of our own, with factor {factor}.")
+    return supervised.train(run, replaced, type("Ours", (LengthTrainer,), {"factor": factor}))
+
+
+def repeated(path: Path, purpose: str, times: int) -> Any:
+    """Each row of the file so many times."""
+    for line in path.read_text().splitlines():
+        for _ in range(times):
+            yield json.loads(line)
+
+
+def quiet_head(load: Any, scale: float) -> PreTrainedModel:
+    """The model as it is configured, with smaller weights in its head."""
+    network: PreTrainedModel = load()
+    with torch.no_grad():
+        network.get_output_embeddings().weight.mul_(scale)
+    return network
+
+
+class SlowSign(torch.optim.Optimizer):
+    """Steps by the sign of a slow average of the gradients; the average is its state."""
+
+    def __init__(self, groups: Any, lr: float, memory: float = 0.9) -> None:
+        super().__init__(groups, {"lr": lr, "memory": memory})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is None:
+                    continue
+                state = self.state[one]
+                if not state:
+                    state["average"] = torch.zeros_like(one)
+                state["average"].lerp_(one.grad, 1 - group["memory"])
+                one.mul_(1 - group["lr"] * group.get("weight_decay", 0.0)).sub_(group["lr"] * state["average"].sign())
+
+
+def stairs(optimizer: Any, num_training_steps: int, num_warmup_steps: int, height: float) -> StepLR:
+    """Lower by a factor at each third of the steps; no `LambdaLR`, and its state is a count."""
+    return StepLR(optimizer, max(num_training_steps // 3, 1), height)
+
+
+class SecondFolder:
+    """Copies of checkpoints in a folder of another disk."""
+
+    def __init__(self, root: str) -> None:
+        self.root = Path(root)
+
+    def save(self, folder: Path, name: str) -> None:
+        shutil.copytree(folder, self.root / name)
+
+    def fetch(self, name: str, folder: Path) -> bool:
+        if not (self.root / name).is_dir():
+            return False
+        shutil.copytree(self.root / name, folder, dirs_exist_ok=True)
+        return True
+
+
+class Brevity:
+    """More for shorter completions."""
+
+    def __init__(self, best: int) -> None:
+        self.best = best
+
+    def __call__(self, prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        return [1.0 / (1 + abs(len(completion) - self.best)) for completion in completions]
+
+
+def returns_a_dict(*arguments: Any, **named: Any) -> dict[str, Any]:
+    return {}
+
+
+def returns_a_text(path: Path, purpose: str) -> str:
+    return "rows"
+
+
+def returns_texts(path: Path, purpose: str) -> list[str]:
+    return ["row"]
+
+
+def returns_nothing(path: Path, purpose: str) -> list[Any]:
+    return []
+
+
+def breaks_at_the_third_row(path: Path, purpose: str) -> Any:
+    yield from ({"text": "a"}, {"text": "b"})
+    raise KeyError("c")
+
+
+def forgetful(groups: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD([groups[0]["params"][0]], lr=lr)
+
+
+def plateau(optimizer: Any, num_training_steps: int, num_warmup_steps: int) -> ReduceLROnPlateau:
+    return ReduceLROnPlateau(optimizer)
+
+
+def too_few() -> Any:
+    return lambda prompts, completions, **columns: [1.0]
+
+
+def text_rewards() -> Any:
+    return lambda prompts, completions, **columns: ["good" for _ in completions]

@@ -1,0 +1,235 @@
+"""Parts of a training that an operator has installed: each does what it is for, and what is none is refused by name."""
+
+import json
+import math
+import shutil
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.runs.config import TrainingConfig
+from app.runs.plugins import PLUGINS, Plugin
+from app.runs.rewards import PluginReward
+from tests.plugin import install
+from tests.worker.training.tiny import Forks, Outcome, make_job, make_prompts
+from worker.training import plugins, registry
+from worker.training.failures import TrainingFailure
+from worker.training.report import Report
+
+STEPS = 8
+CONFIG: dict[str, Any] = {
+    "method": "full", "max_seq_length": 64, "max_steps": STEPS, "save_steps": 4, "batch_size": 2,
+    "gradient_accumulation_steps": 2, "learning_rate": 1e-3, "logging_steps": 1, "save_total_limit": None,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return install(tmp_path_factory.mktemp("site"))
+
+
+@pytest.fixture(scope="module")
+def forks(site: Path) -> Iterator[Forks]:
+    """Training processes that have the package beside the worker's own."""
+    server = Forks(PYTHONPATH=f"{site}:{Path.cwd()}")
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def here(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(site))
+
+
+def completed(outcome: Outcome) -> Outcome:
+    assert outcome.code == 0, (outcome.records[-1], outcome.stderr[-3000:])
+    assert outcome.result["outcome"] == "completed", outcome.result
+    return outcome
+
+
+def rates(outcome: Outcome) -> list[float]:
+    return [record["learning_rate"] for record in outcome.of("metric")]
+
+
+class TestARunMadeOfPlugins:
+    """Data, model, optimizer, scheduler and checkpoints all by plugins, once through and once resumed."""
+
+    @pytest.fixture(scope="class")
+    def extra(self, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+        return {
+            "data_source": {"type": "repeated", "times": 2},
+            "model_factory": {"type": "quiet-head", "scale": 0.0},
+            "optimizer": {"type": "slow-sign", "memory": 0.8},
+            "scheduler": {"type": "stairs", "height": 0.5},
+            "checkpoint_engine": {"type": "second-folder", "root": str(tmp_path_factory.mktemp("copies"))},
+        }
+
+    @pytest.fixture(scope="class")
+    def done(
+        self, forks: Forks, tiny_model: Path, chats: Path, extra: Any, tmp_path_factory: pytest.TempPathFactory
+    ) -> Outcome:
+        folder = tmp_path_factory.mktemp("run_made")
+        return completed(forks.run(make_job(folder, tiny_model, chats, run_id=folder.name, extra=extra, **CONFIG)))
+
+    def test_each_has_had_its_part(self, done: Outcome, extra: Any) -> None:
+        (config,) = done.of("config")
+        assert config["facts"]["rows"] == 80  # forty, twice
+        # A head of zeros gives every token the same chance.
+        vocabulary = json.loads((done.output / "config.json").read_text())["vocab_size"]
+        assert float.fromhex(done.steps[1][0]) == pytest.approx(math.log(vocabulary), rel=1e-5)
+        assert rates(done) == pytest.approx([1e-3] * 2 + [5e-4] * 2 + [2.5e-4] * 2 + [1.25e-4] * 2, rel=1e-6)
+        state = torch.load(done.folder / "checkpoint-4" / "optimizer.pt", weights_only=True)
+        assert {"average"} == {name for one in state["state"].values() for name in one}
+        copies = Path(extra["checkpoint_engine"]["root"]) / done.folder.parent.name / "a1"
+        assert sorted(path.name for path in copies.iterdir()) == ["checkpoint-4", "checkpoint-8"]
+        assert not list(done.folder.glob("rows-*"))
+
+    def test_it_goes_on_exactly_from_a_checkpoint_whose_folder_is_gone(
+        self, done: Outcome, forks: Forks, tiny_model: Path, chats: Path, extra: Any, tmp_path: Path
+    ) -> None:
+        point = done.checkpoint(4)
+        shutil.rmtree(point["path"])
+        job = make_job(tmp_path, tiny_model, chats, run_id="other", resume_from=point, extra=extra, **CONFIG)
+        again = completed(forks.run(job))
+        assert again.steps == {step: told for step, told in done.steps.items() if step > 4}
+        assert rates(again) == rates(done)[4:]
+        (config,) = again.of("config")
+        assert config["facts"]["fidelity"] == "exact", config["facts"]["fidelity_reasons"]
+        for name in ("model.safetensors", "config.json"):
+            assert (again.output / name).read_bytes() == (done.output / name).read_bytes()
+        assert any("`second-folder` had a copy" in record["line"] for record in again.of("message"))
+
+    def test_another_learning_rate_cannot_be_given_to_a_scheduler_that_does_not_say_what_it_makes_of_it(
+        self, done: Outcome, forks: Forks, tiny_model: Path, chats: Path, extra: Any, tmp_path: Path
+    ) -> None:
+        point = done.checkpoint(8)
+        config = {**CONFIG, "learning_rate": 5e-4, "max_steps": 9}
+        ended = forks.run(make_job(tmp_path, tiny_model, chats, resume_from=point, extra=extra, **config))
+        assert ended.result["error"]["code"] == "config_error"
+        assert "`learning_rate` cannot change" in ended.result["error"]["message"]
+
+
+def test_a_recipe_trains_in_the_place_of_the_methods_own(
+    forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    config = {**CONFIG, "method": "lora", "lora_r": 4, "max_steps": 1}
+    own, factored = (
+        completed(forks.run(make_job(tmp_path / str(at), tiny_model, chats, extra=extra, **config)))
+        for at, extra in enumerate([{}, {"recipe": {"type": "weighted-by-length", "factor": 3.0}}])
+    )
+    assert any("a recipe of our own" in record["line"] for record in factored.of("message"))
+    losses = [float.fromhex(one.steps[1][0]) for one in (own, factored)]
+    assert losses[1] == pytest.approx(3 * losses[0], rel=1e-5)
+    assert (factored.output / "adapter_model.safetensors").is_file()
+
+
+def test_a_reward_is_learnt_from_and_told_under_its_name(forks: Forks, tiny_model: Path, tmp_path: Path) -> None:
+    prompts = make_prompts(tmp_path / "prompts.jsonl", 8)
+    rewards = [{"type": "plugin", "name": "brevity", "options": {"best": 5}}]
+    rlhf = {"num_generations": 2, "max_completion_length": 8, "rewards": rewards}
+    config = {**CONFIG, "method": "rlhf", "lora_r": 4, "load_in_4bit": False, "max_steps": 1, "rlhf": rlhf}
+    done = completed(forks.run(make_job(tmp_path, tiny_model, prompts, data_format="prompt", **config)))
+    (metric,) = done.of("metric")
+    assert 0 < metric["extra"]["reward_plugin_brevity"] <= 1
+    assert metric["extra"]["reward"] == pytest.approx(metric["extra"]["reward_plugin_brevity"])
+
+
+def stub(tmp_path: Path, **extra: Any) -> Any:
+    """As much of a run and its trainer as plugins see."""
+    config = TrainingConfig(base_model="tiny", extra=extra)
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"text": "a"}) + "\n")
+    job = {"dataset": {"path": str(data)}, "resume_from": {"path": str(tmp_path / "gone" / "checkpoint-1")}}
+    run = types.SimpleNamespace(
+        config=config, folder=tmp_path, job=job, resume_from=job["resume_from"], report=Report(None),
+        heed_stop=lambda: None,
+    )  # fmt: skip
+    arguments = types.SimpleNamespace(learning_rate=0.1, weight_decay=0.01, get_warmup_steps=lambda steps: 0)
+    return types.SimpleNamespace(run=run, args=arguments, get_decay_parameter_names=lambda model: ["weight"])
+
+
+NETWORK = torch.nn.Linear(2, 2)
+PLAIN = torch.optim.SGD(NETWORK.parameters(), lr=0.1)
+
+
+@pytest.mark.usefixtures("here")
+class TestWhatIsNone:
+    @pytest.mark.parametrize(
+        ("kind", "name", "says"),
+        [
+            ("recipe", "no-result", "returned '{}', not a dict with `outcome`"),
+            ("data_source", "a-text", "returned a str, not rows to iterate over"),
+            ("data_source", "texts", "returned a str as row 0, not a dict"),
+            ("data_source", "breaks", r"failed at row 2: KeyError\('c'\)"),
+            ("data_source", "empty", "returned no rows of the training data"),
+            ("data_source", "repeated", "does not take what it is called with: missing a required argument: 'times'"),
+            ("model_factory", "a-dict", "returned a dict, not a transformers.PreTrainedModel"),
+            ("optimizer", "a-dict", "returned a dict, not a torch.optim.Optimizer"),
+            ("optimizer", "forgetful", "leaves out 1 parameters that are to train, bias among them"),
+            ("optimizer", "a-number", "is a int, and has to be something that can be called"),
+            ("optimizer", "gone", "cannot be imported: ModuleNotFoundError"),
+            ("scheduler", "a-dict", "returned a dict, not a torch.optim.lr_scheduler.LRScheduler"),
+            ("scheduler", "plateau", "goes by a measure and not by steps"),
+            ("checkpoint_engine", "a-dict", "returned a dict, which has no method save and no fetch"),
+        ],
+    )
+    def test_is_refused_by_group_and_name(self, kind: str, name: str, says: str, tmp_path: Path) -> None:
+        trainer = stub(tmp_path, **{kind: {"type": name}})
+        use = {
+            "recipe": lambda: plugins.train(trainer.run, [], Plugin(type=name)),
+            "data_source": lambda: plugins.take_rows(trainer.run),
+            "model_factory": lambda: plugins.model(trainer.run, lambda: None),  # type: ignore[arg-type,return-value]
+            "optimizer": lambda: plugins.optimizer(trainer, NETWORK),
+            "scheduler": lambda: plugins.scheduler(trainer, 10, PLAIN),
+            "checkpoint_engine": lambda: plugins.fetch(trainer.run),
+        }[kind]
+        with pytest.raises(TrainingFailure, match=f"`{PLUGINS[kind]}` entry `{name}` .*{says}") as refused:
+            use()
+        assert refused.value.code == "config_error"
+
+    @pytest.mark.parametrize(
+        ("name", "says"),
+        [
+            ("a-dict", "returned a dict, not a function"),
+            ("too-few", "returned 1 numbers, not one for each of 2"),
+            ("texts", "returned a str among its numbers"),
+            ("brevity", "does not take what it is called with"),
+        ],
+    )
+    def test_a_reward_too(self, name: str, says: str) -> None:
+        with pytest.raises(TrainingFailure, match=f"`anneal.rewards` entry `{name}` {says}"):
+            plugins.Reward(PluginReward(type="plugin", name=name), name)(["p", "p"], ["a", "b"])
+
+    def test_an_unknown_name_comes_with_those_there_are(self, tmp_path: Path) -> None:
+        with pytest.raises(TrainingFailure, match="no scheduler `stares`; installed are: a-dict, plateau, stairs"):
+            plugins.check(stub(tmp_path, scheduler={"type": "stares"}).run.config)
+
+    def test_classes_of_torch_are_optimizers_as_they_are(self, tmp_path: Path) -> None:
+        made = plugins.optimizer(stub(tmp_path, optimizer={"type": "sgd", "momentum": 0.9}), NETWORK)
+        assert made is not None and [group["weight_decay"] for group in made.param_groups] == [0.01, 0.0]
+        assert made.param_groups[0]["lr"] == 0.1 and made.param_groups[0]["momentum"] == 0.9
+
+    def test_a_copy_that_cannot_be_made_costs_nothing_but_the_copy(
+        self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "file").touch()
+        run = stub(tmp_path, checkpoint_engine={"type": "second-folder", "root": str(tmp_path / "file")}).run
+        plugins.keep(run, tmp_path)
+        assert "`second-folder` could not keep" in capfd.readouterr().out
+
+    def test_a_worker_tells_what_there_is(self) -> None:
+        found = registry.installed()
+        assert found["optimizer"] == ["a-dict", "a-number", "forgetful", "gone", "sgd", "slow-sign"]
+        assert found.keys() == PLUGINS.keys()
+
+
+def test_an_unknown_one_ends_a_run_before_anything_is_loaded(
+    forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    ended = forks.run(make_job(tmp_path, tiny_model, chats, **CONFIG, extra={"optimizer": {"type": "absent"}}))
+    assert "no optimizer `absent`" in ended.result["error"]["message"]
+    assert ended.of("phase") == []

@@ -1,0 +1,115 @@
+"""How long the parts of an attempt take, by the worker's monotonic clock: what later predictions rest on."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+from sqlalchemy import Connection, Executable, func, literal, select
+from sqlalchemy.dialects.postgresql import JSONB, insert
+
+from app.runs import prediction
+from app.runs.models import Pace, Run
+from app.runs.prediction import Timings
+from app.workers.models import Device
+
+_SECONDS_BETWEEN_WRITES = 0.5
+_MOST_WINDOWS = 64
+
+
+class Stopwatch:
+    """Told of each phase and metric of one attempt as they come; `due` says when there is something to store."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+        self._claimed = self._turned = self._reached = time.monotonic()
+        self._phase = ""
+        self._in: dict[str, float] = {"training": 0.0, "evaluating": 0.0, "saving": 0.0}
+        self._times: dict[str, int] = {"evaluating": 0, "saving": 0}
+        self._windows: deque[tuple[int, float]] = deque(maxlen=_MOST_WINDOWS)
+        self._written: float | None = None
+        config = run.config
+        task = prediction.task(run.backend, config, run.given, None, (run.dataset_id, run.eval_dataset_id))
+        self._timings = Timings(twin=task.twin, work=task.work)
+        self.has_begun = False
+        """Whether the first step is reached, so that there is something to store."""
+
+    def enter(self, phase: str, start_step: int | None = None, total_steps: int | None = None) -> None:
+        """A phase begins, and the one before it ends."""
+        self._turn()
+        if phase in self._times and phase != self._phase:
+            self._times[phase] += 1
+        self._phase = phase
+        if phase == "training" and not self.has_begun:
+            self.has_begun = True
+            start = start_step or 0
+            self._reached = self._turned
+            loading = self._turned - self._claimed
+            self._timings = replace(
+                self._timings, start_step=start, step=start, total_steps=total_steps, loading=loading
+            )
+
+    def step(self, step: int) -> None:
+        """A metric tells that this step is done."""
+        self._turn()
+        steps, seconds = step - self._timings.step, self._in["training"] - self._timings.training
+        if not self.has_begun or steps <= 0:
+            return
+        self._windows.append((steps, seconds))
+        self._reached = self._turned
+        self._timings = replace(
+            self._timings,
+            step=step,
+            training=self._in["training"],
+            step_seconds=prediction.step_seconds(list(self._windows)),
+            evaluations=self._times["evaluating"],
+            evaluating=self._in["evaluating"],
+            saves=self._times["saving"],
+            saving=self._in["saving"],
+        )
+
+    def end(self) -> None:
+        """The trainer has said its last word."""
+        self._turn()
+        if self.has_begun and self._timings.step == self._timings.total_steps:
+            self._timings = replace(self._timings, finishing=self._turned - self._reached)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether what was measured is to be stored now: at once, and then not all the time."""
+        now = time.monotonic()
+        if not self.has_begun or (self._written is not None and now - self._written < _SECONDS_BETWEEN_WRITES):
+            return False
+        self._written = now
+        return True
+
+    def note(self) -> Callable[[Connection], None]:
+        """What stores all that was measured up to now, unless the run is somebody else's by then."""
+        timings, reached = asdict(self._timings), self._reached
+
+        def apply(connection: Connection) -> None:
+            # Of clocks only that of the database tells a time: how long ago the step was reached is what we know.
+            connection.execute(_statement(self._run, timings, time.monotonic() - reached))
+
+        return apply
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        if self._phase in self._in:
+            self._in[self._phase] += now - self._turned
+        self._turned = now
+
+
+def _statement(run: Any, timings: dict[str, Any], behind: float) -> Executable:
+    device = select(func.min(Device.name)).where(Device.run_id == run.id).scalar_subquery()
+    measured_at = func.clock_timestamp() - func.make_interval(0, 0, 0, 0, 0, 0, behind)
+    like = literal(prediction.likeness(run.backend, run.config))
+    mine = select(Run.id, literal(run.attempt), like, device, measured_at, literal(timings, JSONB)).where(
+        Run.id == run.id, Run.epoch == run.epoch
+    )
+    new = insert(Pace).from_select(["run_id", "attempt", "likeness", "device", "measured_at", "timings"], mine)
+    return new.on_conflict_do_update(
+        index_elements=["run_id", "attempt"],
+        set_={"measured_at": new.excluded.measured_at, "timings": new.excluded.timings},
+    )
