@@ -8,6 +8,8 @@ from app.estimates.architecture import Architecture
 from app.runs.config import TrainingConfig, TrainingMethod
 
 Kind = Literal["linear", "embedding", "norm", "router", "experts"]
+ADAPTED_EXPERTS = ("mixtral", "qwen3_moe")
+"""Families whose experts peft adapts when all linear layers are to be, although they are stored as tensors."""
 SCORE = "score"
 """Name of the layer that gives a text one number, in a reward model."""
 
@@ -68,7 +70,7 @@ class Trained:
     """What of a model trains; counts are of parameters."""
 
     whole: list[Weight]
-    """Weights that train as they are: all of them, or beside an adapter those of `modules_to_save`, which are copies."""
+    """Weights that train as they are: all, or beside an adapter those of `modules_to_save`, which are copies."""
     adapted: list[Weight]
     """Linear layers with an adapter."""
     rank: int
@@ -91,7 +93,12 @@ class Trained:
 
     def adapter_of(self, one: Weight) -> int:
         """Parameters that the adapter adds to a layer."""
-        return self.rank * (one.rows + one.columns) + (one.rows if self.dora else 0)
+        return self.rank_of(one) * (one.rows + one.columns) + (one.rows if self.dora else 0)
+
+    def rank_of(self, one: Weight) -> int:
+        """Rank of a layer's adapter, of all experts together; two matrices that are stored as one have twice as much."""
+        joined = one.kind == "experts" and one.is_named("gate_up_proj")
+        return self.rank * one.copies * (2 if joined else 1)
 
     def tensors(self) -> list[tuple[str, int, int]]:
         """Each trained tensor: kind of weight or `adapter`, rows, columns (1 of a vector)."""
@@ -101,20 +108,20 @@ class Trained:
             found += [(one.kind, one.rows // one.tensors, 1)] * one.tensors if one.kind == "norm" else []
             found += [("norm", one.rows, 1)] if one.bias else []
         for one in self.adapted:
-            found += [("adapter", self.rank, one.columns), ("adapter", one.rows, self.rank)]
+            found += [("adapter", self.rank_of(one), one.columns), ("adapter", one.rows, self.rank_of(one))]
             found += [("adapter", one.rows, 1)] if self.dora else []
         return found
 
 
-class NothingToTrain(ValueError):
-    """A name of `target_modules` or `modules_to_save` that no weight has; its text is a sentence."""
+class CannotTrain(ValueError):
+    """A configuration that this model cannot be trained with; its text is a sentence."""
 
 
 def trained(model: Architecture, config: TrainingConfig) -> Trained:
     """What of the model trains under an effective configuration (`lora_r` null: everything).
 
     Raises:
-        NothingToTrain: a name leads to no weight.
+        CannotTrain: a name leads to no weight, or peft refuses the adapter.
     """
     reward = config.method is TrainingMethod.reward
     every = weights(model, reward_head=reward)
@@ -123,15 +130,22 @@ def trained(model: Architecture, config: TrainingConfig) -> Trained:
     linear = [one for one in every if one.kind == "linear" and one.name not in ("lm_head", SCORE)]
     for name in config.target_modules or ():
         if not any(one.is_named(name) for one in linear):
-            raise NothingToTrain(f"`target_modules`: this model has no linear layer {name}.")
+            raise CannotTrain(f"`target_modules`: this model has no linear layer {name}.")
     wanted = config.target_modules
+    if wanted is None and any(one.kind == "experts" for one in every) and model.family in ADAPTED_EXPERTS:
+        if config.lora_dropout > 0 or config.use_dora:
+            raise CannotTrain(
+                f"On a {model.family} model adapters reach the experts too, which peft trains only with `lora_dropout` "
+                "0 and without `use_dora`: set these, or name `target_modules`."
+            )
+        linear += [one for one in every if one.kind in ("experts", "router")]
     adapted = [one for one in linear if wanted is None or any(one.is_named(name) for name in wanted)]
     saved = [*(config.modules_to_save or ()), *([SCORE] if reward else [])]
     whole: dict[str, Weight] = {}
     for name in saved:
         found = [one for one in _saveable(model, every, reward) if _below(one.name, name)]
         if not found:
-            raise NothingToTrain(f"`modules_to_save`: this model has no module {name}.")
+            raise CannotTrain(f"`modules_to_save`: this model has no module {name}.")
         whole |= {one.name: one for one in found}
     adapted = [one for one in adapted if one.name not in whole]
     return Trained(list(whole.values()), adapted, config.lora_r, config.use_dora)

@@ -100,8 +100,21 @@ def test_a_model_that_cannot_be_counted_is_not_guessed(config: dict[str, Any], s
         architecture.read(config)
 
 
+@pytest.mark.parametrize(("family", "sizes"), [("mixtral", {**_SIZES, "num_local_experts": 4}), ("qwen3_moe", _MOE)])
+def test_experts_that_peft_adapts_are_counted_as_it_does(family: str, sizes: dict[str, Any]) -> None:
+    model, described = built(family, sizes)
+    config = TrainingConfig(base_model="any", method="lora", lora_r=4, lora_dropout=0.0)
+    with torch.device("meta"):
+        model = get_peft_model(model, lora_config(config))
+    theirs = sorted(one.numel() for one in model.parameters() if one.requires_grad)
+    found = parameters.trained(described, config)
+    assert sorted(rows * columns for _, rows, columns in found.tensors()) == theirs
+    with pytest.raises(parameters.CannotTrain, match="`lora_dropout`"):
+        parameters.trained(described, config.model_copy(update={"lora_dropout": 0.1}))
+
+
 def test_a_module_that_the_model_has_not_is_named() -> None:
     described = architecture.read({"model_type": "llama"})
     config = TrainingConfig(base_model="any", method="lora", target_modules=["query"])
-    with pytest.raises(parameters.NothingToTrain, match="no linear layer query"):
+    with pytest.raises(parameters.CannotTrain, match="no linear layer query"):
         parameters.trained(described, config)
