@@ -28,8 +28,6 @@ class Precision:
     base: int
     """Weights that are neither quantised nor trained beside an adapter."""
     adapter: int
-    compute: int
-    """What 4-bit layers compute in."""
 
     @classmethod
     def of(cls, config: TrainingConfig, device: Device, *, bf16: bool = True) -> "Precision":
@@ -42,7 +40,6 @@ class Precision:
             base=2 if gpu and config.lora_r is not None else 4,
             # TRL casts adapters on a quantised base to bfloat16; float16 GPUs need 32 bits for what trains.
             adapter=2 if quantised and not (gpu and not bf16) else 4,
-            compute=4 if config.bnb_4bit_compute_dtype == "float32" else 2,
         )
 
 
@@ -56,6 +53,10 @@ class Activations:
     """Which tokens may see each other: there as long as the forward pass, kept by no operation."""
     head: int
     """Kept for the loss."""
+    operations: int
+    """Of products, forward and backward."""
+    operations_again: int
+    """Of products that are computed a second time."""
     head_workspace: int
     """Of the tile of logits and of the gradients that are summed in 32 bits, in the backward pass."""
 
@@ -78,16 +79,15 @@ def activations(
     tape = Tape(precision.device, precision.autocast)
     forward = Forward(model, batch, attention, loaded.described(), tape)
     value = _embedded(model, loaded, batch, tape, checkpointing)
-    every, again, inside = EVERY.get(checkpointing, 0), 0, 0
+    every, again, repeated = EVERY.get(checkpointing, 0), 0, 0
     for at in range(model.layers):
         if every and at % every == 0:
             tape.save(value)
-            before = dict(tape.saved)
-            after = forward.layer(at, value)
-            inside = tape.total - sum(before.values())
-            # What all layers share (a mask, positions) is held by the first of them, recomputed or not.
+            before, done = dict(tape.saved), tape.forward_operations
+            value = forward.layer(at, value)
+            again = max(again, tape.total - sum(before.values()))
+            repeated += tape.forward_operations - done
             tape.saved = before
-            again, value = max(again, inside), Value(after.elements, after.bytes, after.grad)
         else:
             value = forward.layer(at, value)
     kept, backbone = tape.total, forward.norm(_last_norm(model), value)
@@ -98,6 +98,8 @@ def activations(
         again=again,
         mask=mask if attention == "eager" or (batch.masked and attention == "sdpa") else 0,
         head=tape.total - kept + head,
+        operations=tape.forward_operations + tape.backward_operations,
+        operations_again=repeated,
         head_workspace=workspace,
     )
 
@@ -135,7 +137,6 @@ class _Loaded:
             quantised=("4bit" if config.load_in_4bit else "8bit" if config.load_in_8bit else None)
             if quantises
             else None,
-            compute_bytes=precision.compute,
             rank=self._rank if short in self._adapted else 0,
             adapter_bytes=precision.adapter,
             dropout=config.lora_dropout > 0,
@@ -177,6 +178,8 @@ def _head(
         return 0, 0
     taught = batch.sequences * (batch.length - 1)
     head = loaded.layer(Weight("lm_head", "linear", model.vocabulary, model.hidden))
+    operations = 2 * batch.tokens * model.hidden * model.vocabulary
+    tape.multiplied(operations, head.trains or (model.tied and config.lora_r is None), value.grad)
     # The last position of each sequence teaches nothing; without it the rest is a copy.
     cut = batch.sequences > 1 or tape.device == "cuda"
     tape.save(Value(taught * model.hidden, value.bytes, True) if cut else value)

@@ -108,6 +108,10 @@ class Forward:
             key = self.norm(parts[f"self_attn.k_{suffix}"], key)
         if model.rotary_part:
             query, key = self._turn(query), self._turn(key)
+        # Two products for each pair of tokens, whether the causal half of them is left out or not.
+        grad = query.grad or key.grad or states.grad
+        tape, operations = self.tape, 4 * self._batch.pairs * model.heads * model.head_width
+        tape.multiplied(operations, grad, grad)
         kernel = self._eager if self._attention == "eager" else self._fused
         out = next(name for name in ("attn.c_proj", "self_attn.dense", "self_attn.o_proj") if name in parts)
         return self._linear(parts, out, kernel(query, key, states))
@@ -164,7 +168,8 @@ class Forward:
             query, key, states = (tape.cast(one, 2) for one in (query, key, states))
         size = query.bytes
         if key.grad or query.grad:
-            tape.save(query), tape.save(key)
+            for one in (query, key):
+                tape.save(one)
         scores = tape.made(pairs, size, query, key)
         if self._model.soft_cap and scores.grad:
             tape.save(tape.made(pairs, size, scores))
@@ -227,4 +232,5 @@ class Forward:
         if loaded.rank:
             size = 2 if self.tape.autocast else loaded.bytes
             self.tape.save(Value(weight.weights, size, True))
-        return self.tape.product(value, elements, loaded.bytes, trains=loaded.trains or loaded.rank > 0)
+        trains = loaded.trains or loaded.rank > 0
+        return self.tape.product(value, elements, loaded.bytes, inner=weight.columns, trains=trains)

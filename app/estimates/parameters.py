@@ -96,7 +96,7 @@ class Trained:
         return self.rank_of(one) * (one.rows + one.columns) + (one.rows if self.dora else 0)
 
     def rank_of(self, one: Weight) -> int:
-        """Rank of a layer's adapter, of all experts together; two matrices that are stored as one have twice as much."""
+        """Rank of a layer's adapter, of all experts together; two matrices stored as one have twice as much."""
         joined = one.kind == "experts" and one.is_named("gate_up_proj")
         return self.rank * one.copies * (2 if joined else 1)
 

@@ -43,15 +43,11 @@ class Layer:
     bytes: int = 4
     """Of each of its weights; ignored where it is quantised."""
     quantised: Literal["4bit", "8bit"] | None = None
-    compute_bytes: int = 4
-    """Of what 4-bit layers compute in."""
     rank: int = 0
     """Of its adapter; 0: none."""
     adapter_bytes: int = 4
     dropout: bool = False
     dora: bool = False
-    in_use: float = 1.0
-    """Part of the columns' weights that a token sees (experts)."""
 
 
 @dataclass
@@ -65,6 +61,9 @@ class Tape:
     device: Device
     autocast: bool
     saved: dict[int, int] = field(default_factory=dict)
+    forward_operations: int = 0
+    backward_operations: int = 0
+    """Of products, as `worker.training.flops` counts them."""
 
     @property
     def total(self) -> int:
@@ -103,13 +102,20 @@ class Tape:
         narrow = self.cast(value, layer.adapter_bytes) if cast else value
         dropped = self.dropout(narrow) if layer.dropout else narrow
         if layer.dora:
-            return self._dora(result, narrow, dropped, layer, rows)
-        down = self.product(dropped, value.elements // layer.columns * layer.rank, layer.adapter_bytes, trains=True)
-        up = self.product(down, rows, layer.adapter_bytes, trains=True)
-        return self.made(rows, result.bytes, result, up)
+            return self._dora(result, layer, dropped, rows)
+        return self.made(rows, result.bytes, result, self._adapter(dropped, layer, rows))
 
-    def product(self, value: Value, elements: int, size: int, *, trains: bool, weights: int = 0) -> Value:
-        """`value` times a parameter of `size` bytes an element (`weights` of them); keeps it where that trains."""
+    def multiplied(self, operations: int, trains: bool, needed: bool) -> None:
+        """Count a product of so many operations: one more for its weights where they train, one for its input."""
+        self.forward_operations += operations
+        self.backward_operations += operations * (trains + needed)
+
+    def product(self, value: Value, elements: int, size: int, *, inner: int, trains: bool, weights: int = 0) -> Value:
+        """`value` times a parameter of `size` bytes an element (`weights` of them); keeps it where that trains.
+
+        Each of the `elements` of the result is a sum of `inner` products.
+        """
+        self.multiplied(2 * elements * inner, trains, value.grad)
         if self.autocast:
             value = self.cast(value, 2)
             if size != 2 and value.grad and weights:
@@ -119,18 +125,23 @@ class Tape:
         return Value(elements, 2 if self.autocast else value.bytes, value.grad or trains)
 
     def _base(self, value: Value, layer: Layer, rows: int) -> Value:
-        if layer.quantised == "4bit":
-            return self.made(rows, value.bytes, value)
-        if layer.quantised == "8bit":
-            if value.grad:
-                self.save(value)
-            return self.made(rows, value.bytes, value)
-        return self.product(value, rows, layer.bytes, trains=layer.trains, weights=layer.rows * layer.columns)
+        if layer.quantised is None:
+            weights = layer.rows * layer.columns
+            return self.product(value, rows, layer.bytes, inner=layer.columns, trains=layer.trains, weights=weights)
+        self.multiplied(2 * rows * layer.columns, False, value.grad)
+        if layer.quantised == "8bit" and value.grad:
+            self.save(value)
+        return self.made(rows, value.bytes, value)
 
-    def _dora(self, result: Value, narrow: Value, dropped: Value, layer: Layer, rows: int) -> Value:
-        size = layer.adapter_bytes
-        down = self.product(dropped, dropped.elements // layer.columns * layer.rank, size, trains=True)
-        up = self.product(down, rows, size, trains=True)
+    def _adapter(self, value: Value, layer: Layer, rows: int) -> Value:
+        size, rank = layer.adapter_bytes, layer.rank
+        narrow = value.elements // layer.columns * rank
+        columns = layer.columns
+        down = self.product(value, narrow, size, inner=columns, trains=True, weights=rank * columns)
+        return self.product(down, rows, size, inner=rank, trains=True, weights=rank * layer.rows)
+
+    def _dora(self, result: Value, layer: Layer, dropped: Value, rows: int) -> Value:
+        up = self._adapter(dropped, layer, rows)
         # The matrix of the adapter, of its norm and of what is scaled are tensors of the layer's own size, of which
         # only the scale is kept; the scaled results are.
         self.save(self.made(rows, result.bytes, result))
