@@ -7,7 +7,7 @@ CHAOS := tests/chaos/test_chaos.py
 # Where this is set, every process would compile PyTorch's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo up test lint bench venv chaos mutants fuzz resume-matrix methods docs
+.PHONY: demo up test lint bench venv chaos mutants fuzz resume-matrix methods estimates docs
 
 demo: $(READY)  ## fine-tune a small model through the service and watch; MODEL=<hub name> for another
 	@$(BIN)/anneal demo $(if $(MODEL),--model '$(MODEL)')
@@ -45,6 +45,9 @@ resume-matrix: $(READY)  ## interrupt every method with every adapter at every k
 
 methods: $(READY)  ## every method with every adapter: what it learns, and that plain libraries load what it writes
 	@$(BIN)/python -m benchmarks.methods
+
+estimates: $(READY)  ## the memory of a training step by formula beside what torch holds, over a grid of models and methods
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.estimates
 
 bench: .venv/.bench  ## all benchmarks; ONLY=C8 for one, SCALE=0.01 for a trial in small
 	@$(BIN)/python -m benchmarks $(ONLY) $(if $(SCALE),--scale $(SCALE))

@@ -7,6 +7,7 @@ from pydantic_core import to_json
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.checkpoints.service import furthest_good
+from app.estimates.service import compared
 from app.runs import service
 from app.runs.metrics import recent
 from app.runs.models import Run
@@ -33,7 +34,9 @@ async def one(session: AsyncSession, storage: Storage, run: Run) -> RunRead:
     saved = await furthest_good(session, run.id) if run.attempt else None
     derived = _derived(storage, run, [saved.step, saved.attempt] if saved else None)
     judges = await service.reward_run_ids(session, run)
-    return RunRead(**same, **derived, reward_run_ids=list(judges), metrics_history=history)
+    expected, real = await compared(session, run)
+    taken = {"estimate": expected, "measured": real}
+    return RunRead(**same, **derived, **taken, reward_run_ids=list(judges), metrics_history=history)
 
 
 def page(storage: Storage, rows: Sequence[Any], has_more: bool) -> bytes:
