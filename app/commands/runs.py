@@ -87,6 +87,22 @@ def validate(file: File, sets: Set = None, as_json: AsJson = False) -> None:
         typer.echo("This run can be created.")
 
 
+@commands.command()
+def estimate(file: File, sets: Set = None, as_json: AsJson = False) -> None:
+    """Say what a run would take in memory, steps, time and money, and where it fits; make none.
+
+    Example: `anneal runs estimate -f run.yaml --set config.batch_size=8`
+    """
+    from app.commands import estimating, run_file
+
+    with connected() as client:
+        found = client.runs.estimate(run_file.change(run_file.read(file), sets or []))
+        if as_json:
+            document(found)
+        else:
+            estimating.show(found)
+
+
 @commands.command("list")
 def list_runs(
     experiment: Annotated[str | None, typer.Option(help="Only runs of this experiment.")] = None,

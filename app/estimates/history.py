@@ -37,7 +37,7 @@ async def speed(
 ) -> Speed:
     """How long `tokens` take on a device (kind, name), which are so many operations in all."""
     kind, name = device
-    runs = select(Run.id, Run.config).where(Run.backend == "celery", Run.attempt > 0, Run.current_step > 0)
+    runs = select(Run.id, Run.config).where(Run.backend == "celery", Run.attempt > 0)
     latest = (await session.execute(runs.order_by(Run.id.desc()).limit(_LATEST))).all()
     facts = await _facts(session, [run.id for run in latest])
     speeds = await _speeds(session, [run.id for run in latest])
