@@ -125,7 +125,7 @@ def read(config: Mapping[str, Any]) -> Architecture:
         known = ", ".join(sorted(FAMILIES))
         raise UnknownArchitecture(
             f"The model's family is {str(family)[:60]!r}, which cannot be counted from its config.json; known are "
-            f"{known}. Ask for a probe (`probe: true`), which measures."
+            f"{known}. A short run (`max_steps` 2) on the same device measures its memory."
         )
     # A null means the same as silence, except where null is a choice of its own.
     said = {name: value for name, value in config.items() if value is not None or name == "attn_logit_softcapping"}

@@ -20,5 +20,6 @@ async def estimate_run(
     found = await examine(session, settings, storage, RULES, body)
     if found.errors or found.config is None:
         raise refusal(found.errors)
-    subject = service.Subject(found.config, found.given, body.backend, body.dataset_id)
+    data = await service.data_of(session, body.dataset_id)
+    subject = service.Subject(found.config, found.given, body.backend, data)
     return await service.estimate(session, settings, storage, subject, with_time=True)

@@ -18,7 +18,8 @@ class Data:
     """What is known of a data set without reading it."""
 
     rows: int
-    bytes: int
+    bytes: int | None
+    """Of its file; None: not known."""
     tokens: Mapping[str, Any] | None = None
     """Statistics of a tokenizer: mean, max, total."""
 
@@ -72,6 +73,9 @@ def plan(model: Architecture, config: TrainingConfig, data: Data) -> Plan:
             f"Rows have the lengths that the tokenizer {data.tokens['tokenizer']} counted at the upload: "
             f"{mean:g} tokens on average, {largest} at most, special tokens and chat templates left out."
         )
+    elif data.bytes is None:
+        mean = largest = most
+        assumed.append(f"Every row has the {most} tokens that `max_seq_length` allows: only their number is known.")
     else:
         mean, largest = data.bytes / data.rows / BYTES_OF_A_TOKEN, most
         assumed.append(

@@ -49,7 +49,7 @@ class Subject:
     config: TrainingConfig
     given: list[str]
     backend: str
-    dataset_id: str
+    data: Data
 
 
 class _NoConfig(Exception):
@@ -60,7 +60,6 @@ async def estimate(
     session: AsyncSession, settings: Settings, storage: Storage, subject: Subject, *, with_time: bool
 ) -> RunEstimate:
     """What the run would take; `with_time` looks at earlier runs too. Never raises for what cannot be known."""
-    dataset = await session.get(Dataset, subject.dataset_id)
     devices = await _devices(session, settings, subject.backend)
     name = subject.config.base_model
     attempt = None
@@ -72,8 +71,7 @@ async def estimate(
         trained(model, resolve(subject.config, subject.given, None).config)
     except (_NoConfig, UnknownArchitecture, CannotTrain) as error:
         return _unknown(devices, str(error))
-    data = Data(dataset.rows, dataset.bytes, dataset.token_statistics) if dataset else Data(1, 1)
-    found, planned, chosen = await asyncio.to_thread(_by_formula, model, subject, devices, data)
+    found, planned, chosen = await asyncio.to_thread(_by_formula, model, subject, devices)
     if not with_time:
         return found
     held, sequence = chosen.memory.activations, planned.batch.tokens
@@ -81,6 +79,12 @@ async def estimate(
     kind, device_name = found.device.kind, found.device.name
     took = await speed(session, subject.config, (kind, device_name), planned.tokens, operations)
     return found.model_copy(update=_of_time(settings, found, took, operations))
+
+
+async def data_of(session: AsyncSession, dataset_id: str) -> Data:
+    """What is known of a data set that is there."""
+    dataset = await session.get_one(Dataset, dataset_id)
+    return Data(dataset.rows, dataset.bytes, dataset.token_statistics)
 
 
 async def store(session: AsyncSession, run_id: str, found: RunEstimate) -> None:
@@ -156,11 +160,11 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _by_formula(
-    model: Architecture, subject: Subject, devices: list[EstimatedDevice], data: Data
+    model: Architecture, subject: Subject, devices: list[EstimatedDevice]
 ) -> tuple[RunEstimate, Plan, planner.Choice]:
     assumed = devices[0] if devices else EstimatedDevice(kind="cuda", name=None, memory_mb=None)
-    fits = [_fit(model, subject, device, data) for device in devices]
-    config, planned, chosen = _on(model, subject, assumed, data)
+    fits = [_fit(model, subject, device) for device in devices]
+    config, planned, chosen = _on(model, subject, assumed)
     where = "A process with torch" if assumed.kind == "cpu" else "The context of CUDA and its libraries"
     sentences = [
         f"{where} takes {CONTEXT[assumed.kind] // 2**20} MiB before any tensor.",
@@ -198,21 +202,19 @@ def _by_formula(
     return found, planned, chosen
 
 
-def _on(
-    model: Architecture, subject: Subject, device: EstimatedDevice, data: Data
-) -> tuple[TrainingConfig, Plan, planner.Choice]:
+def _on(model: Architecture, subject: Subject, device: EstimatedDevice) -> tuple[TrainingConfig, Plan, planner.Choice]:
     """The run on a kind of device: its configuration there, its way through the data, and its memory."""
     machine = Machine(kind=device.kind, bf16=True, flash_attention=True, flash_attention_3=True)
     config = resolve(subject.config, subject.given, machine).config
-    planned = plan(model, config, data)
+    planned = plan(model, config, subject.data)
     room = None if device.memory_mb is None else device.memory_mb * 2**20
     choices = planner.asked(config.gradient_checkpointing)
     precision = Precision.of(config, device.kind)
     return config, planned, planner.choose(model, config, precision, planned.batch, room, choices)
 
 
-def _fit(model: Architecture, subject: Subject, device: EstimatedDevice, data: Data) -> Fit:
-    config, planned, chosen = _on(model, subject, device, data)
+def _fit(model: Architecture, subject: Subject, device: EstimatedDevice) -> Fit:
+    config, planned, chosen = _on(model, subject, device)
     advice = []
     if device.memory_mb is not None and not chosen.fits:
         length = min(planned.batch.length, longest(model, config))

@@ -86,7 +86,8 @@ async def create(
     }
     run = await insert(session, values, created_by, idempotency, reward_run_ids=found.reward_run_ids)
     if run.id == values["id"] and around.rules[request.backend].loads_model:
-        subject = estimates.Subject(found.config, found.given, request.backend, request.dataset_id)
+        data = await estimates.data_of(session, request.dataset_id)
+        subject = estimates.Subject(found.config, found.given, request.backend, data)
         expected = await estimates.estimate(session, around.settings, around.storage, subject, with_time=False)
         await estimates.store(session, run.id, expected)
     return run
