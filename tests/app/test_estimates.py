@@ -148,3 +148,12 @@ def test_an_hour_has_its_price(settings: Settings) -> None:
         found = estimated(api, make_dataset(engine), max_steps=100)
         engine.dispose()
     assert found["cost"] == {"amount": pytest.approx(found["seconds"] / 1000, abs=1e-3), "currency": "CHF"}
+
+
+def test_the_command_shows_it_as_tables_and_as_json(anneal: Any, run_file: Any, shared_api: ApiServer) -> None:
+    (make_model(shared_api.settings, "qwen") / "config.json").write_text(json.dumps(_CONFIG))
+    sets = ["--set", "backend=celery", "--set", "config.base_model=qwen", "--set", "config.max_steps=5"]
+    shown = anneal("runs", "estimate", "-f", str(run_file), *sets)
+    assert "43,646,976 of 8,190,735,360 parameters" in shown.stdout and "quantization constants" in shown.stdout
+    as_json = json.loads(anneal("runs", "estimate", "-f", str(run_file), *sets, "--json").stdout)
+    assert as_json["parameters"]["total"] == 8_190_735_360
