@@ -21,6 +21,7 @@ import app.events.endpoints
 import app.experiments.endpoints
 import app.health
 import app.monitoring.endpoints
+import app.postmortems.endpoints
 import app.runs.curves
 import app.runs.endpoints
 import app.runs.log_endpoints
@@ -92,6 +93,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         app.events.endpoints,
         app.checkpoints.endpoints,
         app.artifacts.endpoints,
+        app.postmortems.endpoints,
         app.backends.endpoints,
         app.workers.endpoints,
         app.secrets.endpoints,

@@ -92,6 +92,7 @@ class Queue:
         self._closing = False
         self._counted_at = -_COUNT_SECONDS
         self._has_room = False
+        self._is_away = False
 
     async def start(self) -> None:
         """Begin to listen for wake-ups."""
@@ -106,20 +107,22 @@ class Queue:
         await asyncio.to_thread(self._sender.shutdown, cancel_futures=True)
         await asyncio.to_thread(self._celery.close)
 
-    async def hint(self, count: int = 1) -> None:
-        """Tell `count` idle worker threads that work waits."""
+    async def hint(self, count: int = 1) -> bool:
+        """Tell `count` idle worker threads that work waits; False while the broker cannot be told."""
         try:
             # Hints do not expire: Celery would judge that by the worker's clock, and one that runs ahead would never
             # hear of anything. What nobody takes is bounded here instead.
             now = time.monotonic()
             if now - self._counted_at >= _COUNT_SECONDS:
                 self._has_room = await self._redis.llen(QUEUE) < MOST_HINTS
-                self._counted_at = now
+                self._counted_at, self._is_away = now, False
             if self._has_room:
                 await asyncio.get_running_loop().run_in_executor(self._sender, self._send, count)
         except Exception as error:  # whatever the broker's client raises, the next round of hints comes
-            self._has_room = False  # nobody else waits for a broker that hangs before it was asked once more
+            # Nobody else waits for a broker that hangs before it was asked once more.
+            self._has_room, self._is_away = False, True
             log.warning("no hint sent, the dispatcher will: %s", error)
+        return not self._is_away
 
     async def wake(self, run_id: str) -> None:
         """Tell readers of a run that it has new events."""

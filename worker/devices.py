@@ -92,6 +92,20 @@ def capability(index: int) -> tuple[int, int]:
     return found
 
 
+def memory(device: Device) -> tuple[int, int] | None:
+    """Bytes of a GPU that are taken, by whomever, and that are free; None for a CPU, or when the driver is silent."""
+    if device.kind != "cuda":
+        return None
+    with _nvml() as nvml:
+        if nvml is None:
+            return None
+        try:
+            info = nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByUUID(device.id))
+        except nvml.NVMLError:
+            return None
+    return int(info.used), int(info.free)
+
+
 def _visible(every: tuple[Device, ...], visible: str) -> Iterator[Device]:
     """CUDA's own rule: indexes or UUID prefixes, and everything from the first invalid entry on is hidden."""
     for entry in (part.strip() for part in visible.split(",")):

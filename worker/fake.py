@@ -36,9 +36,10 @@ _ROWS_WITHOUT_DATASET = 1000
 class _Failure(Exception):
     """A failure with a stable code."""
 
-    def __init__(self, code: str, message: str) -> None:
+    def __init__(self, code: str, message: str, repair: dict[str, Any] | None = None) -> None:
         super().__init__(message)
         self.code = code
+        self.repair = repair
 
 
 @dataclass
@@ -80,7 +81,8 @@ def main(argv: list[str]) -> int:
     except Exception as problem:
         traceback.print_exc()
         error = {"code": _classify(problem), "message": str(problem) or type(problem).__name__}
-        result = {"outcome": "failed", "step": step, "error": error}
+        repair = problem.repair if isinstance(problem, _Failure) else None
+        result = {"outcome": "failed", "step": step, "error": error, "repair": repair}
     if journal is not None:
         with contextlib.suppress(OSError):  # a full disk, which the result tells about
             journal.stop(result["outcome"])
@@ -103,6 +105,8 @@ class _Training:
         self.faulty = job["attempt"] <= (self.options.faults_until_attempt or job["attempt"])
         self.state = _State(0, hashlib.sha256(str(self.config.seed).encode()).hexdigest(), str(job["run_id"]))
         self.saved_step = 0
+        self.bad_steps = {repair["step"] for repair in job.get("repairs", ())}
+        """Steps that an earlier attempt has found to spoil the run."""
         self.improved = False
         """Whether the evaluation of the present step is the best so far."""
         self.fingerprint = {
@@ -196,6 +200,11 @@ class _Training:
             self._go_wrong(step)
         self.asked.wait(self.options.step_seconds)
         samples = self._samples(step)
+        if step in self.bad_steps:
+            self.state.step, self.improved = step, False
+            self.journal.pass_over(step, samples)
+            self.report.message(f"Step {step} is passed over: it was found to spoil the run.", level="warning")
+            return
         chain = hashlib.sha256(f"{self.state.chain} {step} {samples}".encode()).hexdigest()
         loss = 1 + 7 / (1 + step / 5) + int(chain[:13], 16) / 16**13 / 10
         if self.faulty and step == self.options.non_finite_at_step:
@@ -213,9 +222,14 @@ class _Training:
         if step % self.config.logging_steps == 0 or step == self.total or not math.isfinite(loss):
             self._measure(loss, time.monotonic() - began)
         if not math.isfinite(loss):
-            raise _Failure("non_finite_loss", f"the loss of step {step} is {loss}")
+            raise _Failure("non_finite_loss", f"the loss of step {step} is {loss}", self._rewind(step, samples))
         if self.config.eval_steps is not None and step % self.config.eval_steps == 0:
             self._evaluate(loss + 0.1)
+
+    def _rewind(self, step: int, samples: list[int]) -> dict[str, Any] | None:
+        if self.config.on_non_finite != "rewind":
+            return None
+        return {"kind": "non_finite", "step": step, "rows": samples, "singled_out": []}
 
     def _evaluate(self, loss: float) -> None:
         state = self.state
@@ -251,6 +265,8 @@ class _Training:
 
     def _go_wrong(self, step: int) -> None:
         options = self.options
+        if options.out_of_memory_above is not None and self.config.batch_size > options.out_of_memory_above:
+            raise _Failure("out_of_memory", f"a batch of {self.config.batch_size} was asked to be too large")
         if step == options.fail_at_step:
             raise _Failure(options.fail_code, f"step {step} was asked to fail")
         if step == options.hang_at_step:

@@ -9,6 +9,7 @@ from worker.host import Host
 from worker.lease import Lease
 from worker.process import Exit, TrainingProcess
 from worker.pump import Pump
+from worker.vitals import Vitals
 from worker.writer import Writer
 
 _NO_SAVE_GRACE_SECONDS = 5.0
@@ -20,12 +21,15 @@ KilledFor = Literal["stop", "drain", "lease", "hang"]
 class Following:
     """The watch over one training process."""
 
-    def __init__(self, host: Host, lease: Lease, writer: Writer, pump: Pump, process: TrainingProcess) -> None:
+    def __init__(
+        self, host: Host, lease: Lease, writer: Writer, pump: Pump, process: TrainingProcess, vitals: Vitals
+    ) -> None:
         self._host = host
         self._lease = lease
         self._writer = writer
         self._pump = pump
         self._process = process
+        self._vitals = vitals
         self._asked_at: float | None = None
         self._has_asked_for_checkpoint = False
         self._waited_for_us_at = time.monotonic()
@@ -39,6 +43,7 @@ class Following:
         killed_for = None
         while (ended := self._process.poll()) is None and killed_for is None:
             self._take()
+            self._vitals.look(self._pump.phase)
             if self._lease.fenced:
                 self._process.kill()
                 raise Fenced(self._lease.run_id)

@@ -20,6 +20,7 @@ from app.runs.config import TrainingMethod
 from app.runs.models import Run
 from app.secrets import store
 from app.secrets.keyring import KeyringError
+from worker import repairs
 from worker.host import Host
 from worker.training import manifest
 
@@ -54,6 +55,8 @@ class Job:
     best_loss: float | None
     remarks: list[str]
     """What the user should read in the log: checkpoints that were passed over, and why."""
+    config: dict[str, Any]
+    """What the attempt is told to train: the run's configuration, as repaired."""
     secrets: dict[str, str] = field(default_factory=dict, repr=False)
     """Variables that the training process is to have, and nobody else: they are in no file."""
 
@@ -74,7 +77,10 @@ def prepare(host: Host, run: Any, device: dict[str, Any]) -> Job:
     folder.parent.mkdir(parents=True, exist_ok=True)
     _sweep(host, run)
     remarks: list[str] = []
-    checkpoint = _newest_good(host, run, remarks)
+    with host.engine.connect() as connection:
+        repaired = repairs.earlier(connection, run.id)
+    checkpoint = _newest_good(host, run, remarks, repairs.spoilt_steps(repaired, run.attempt))
+    config, changed = repairs.apply(run.config, repaired)
     with host.engine.connect() as connection:
         base_model = _base_model(host, connection, run)
         reward_models = _reward_models(host, connection, run)
@@ -83,8 +89,9 @@ def prepare(host: Host, run: Any, device: dict[str, Any]) -> Job:
             "run_id": run.id,
             "attempt": run.attempt,
             "backend": run.backend,
-            "config": run.config,
-            "given": run.given,
+            "config": config,
+            "given": sorted({*run.given, *changed}),
+            "repairs": repaired,
             "dataset": dataset,
             "eval_dataset": evaluation,
             "base_model": base_model,
@@ -105,6 +112,7 @@ def prepare(host: Host, run: Any, device: dict[str, Any]) -> Job:
         start_epoch=checkpoint.epoch if checkpoint else 0.0,
         best_loss=checkpoint.metrics.get("best_loss") if checkpoint else None,
         remarks=remarks,
+        config=config,
         secrets=secrets,
     )
 
@@ -237,9 +245,19 @@ def _resume(host: Host, checkpoint: Any) -> dict[str, Any] | None:
     }
 
 
-def _newest_good(host: Host, run: Any, remarks: list[str]) -> Any:
-    """The furthest checkpoint whose files all have the hashes of its manifest; None starts from the beginning."""
+def _newest_good(host: Host, run: Any, remarks: list[str], spoilt: set[int]) -> Any:
+    """The furthest checkpoint whose files all have the hashes of its manifest; None starts from the beginning.
+
+    Those at the steps `spoilt` only when there is no other one to continue a parent from.
+    """
+    found = _furthest_whole(host, run, remarks, spoilt)
+    return _furthest_whole(host, run, remarks, set()) if found is None and run.resume_checkpoint_id else found
+
+
+def _furthest_whole(host: Host, run: Any, remarks: list[str], spoilt: set[int]) -> Any:
     for checkpoint in _candidates(host.engine, run):
+        if checkpoint.step in spoilt:
+            continue
         place = host.storage.attempt_dir(checkpoint.run_id, checkpoint.attempt) / checkpoint.name
         wrong = manifest.verify(place, checkpoint.manifest_sha256)
         if not wrong:
@@ -249,7 +267,7 @@ def _newest_good(host: Host, run: Any, remarks: list[str]) -> Any:
         remarks.append(reason + "; taking the one before it")
         with host.engine.begin() as connection:
             connection.execute(retention.mark_bad(checkpoint.id, "; ".join(wrong[:3]), run.id, run.epoch))
-    if run.resume_checkpoint_id:
+    if run.resume_checkpoint_id and not spoilt:
         raise JobError(
             "config_error",
             'no checkpoint of the parent run is whole any more: resume it with {"from": "start"} to train anew',

@@ -34,11 +34,15 @@ class Pump:
     def __init__(self, host: Host, run: Any, writer: Writer) -> None:
         self.result: dict[str, Any] | None = None
         """What the trainer said last: outcome, error, output."""
+        self.effective: dict[str, Any] | None = None
+        """The configuration that the trainer really uses, once it has told."""
         self.phase = "loading"
         self.has_begun = False
         """Whether the trainer has reached its first step, so that there is something to save."""
         self.heard_at = time.monotonic()
         """When the trainer last said anything at all."""
+        self.step: int | None = None
+        """The last step that it told of."""
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
         """The last lines it printed."""
         self._host = host
@@ -115,11 +119,14 @@ class Pump:
         self._writer.put(NewEvent.of("log", ts, line))
 
     def _take_config(self, record: dict[str, Any], ts: float) -> None:
+        effective = record.get("effective")
+        self.effective = effective if isinstance(effective, dict) else None
+
         def keep(connection: Connection) -> None:
             connection.execute(
                 update(Run)
                 .where(Run.id == self._run.id, Run.epoch == self._run.epoch)
-                .values(effective_config=record.get("effective"))
+                .values(effective_config=effective)
             )
 
         self._writer.put(Step(keep, NewEvent.of("config", ts, record)))
@@ -134,6 +141,7 @@ class Pump:
         self._writer.put(event)
 
     def _reach(self, step: int, epoch: float) -> None:
+        self.step = step
         self._writer.progress = Progress(step, epoch, self._total_steps, self._best_loss)
 
     def _take_total(self, told: Any) -> None:

@@ -120,6 +120,17 @@ def sweep(folder: Path) -> list[int]:
     return hit
 
 
+def resident_bytes(leader: Identity) -> int:
+    """Memory that the processes of the leader's session hold; what two of them share counts twice."""
+    held = 0
+    for pid in _members(leader):
+        try:
+            held += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return held * os.sysconf("SC_PAGE_SIZE")
+
+
 def _members(leader: Identity) -> Iterator[int]:
     """Living processes of the leader's session; none once its id belongs to somebody else."""
     if leader.boot_id != boot_id():

@@ -14,6 +14,7 @@ from app.db import is_away
 from app.events.log import Fenced
 from app.lean_structlog import bound_contextvars
 from app.runs import lifecycle
+from worker import last_words, repairs
 from worker.devices import Device
 from worker.following import Following, KilledFor
 from worker.host import Host
@@ -22,6 +23,8 @@ from worker.launcher import LaunchAbandoned, LaunchError
 from worker.lease import Lease
 from worker.process import Exit, TrainingProcess
 from worker.pump import Pump
+from worker.repairs import Repair
+from worker.vitals import Vitals
 from worker.writer import LeaseLost, Writer
 
 log = logging.getLogger(__name__)
@@ -141,10 +144,17 @@ def attempt(host: Host, run: Any, lease: Lease, writer: Writer) -> Executable:
         log.exception("%s: attempt %d", run.id, run.attempt)
         return not_here(host, run, f"the attempt could not be prepared: {error}")
     host.fitness.started()
+    vitals = Vitals(process.identity, device)
     try:
-        end, killed_for = Following(host, lease, writer, pump, process).until_the_end()
+        end, killed_for = Following(host, lease, writer, pump, process, vitals).until_the_end()
     finally:
         process.close()
+    repair = repair_of(job, pump, end, killed_for)
+    if repair or went_wrong(pump, killed_for):
+        report = last_words.report(pump, vitals, end, killed_for, repair)
+        writer.put(last_words.kept(run, report, time.time()))
+    if repair:
+        return lifecycle.repair(run.id, run.epoch, repair.reason)
     return conclude(host, run, lease, pump, end, killed_for)
 
 
@@ -177,6 +187,23 @@ def launch(host: Host, run: Any, lease: Lease, job: Job, device: Device) -> Trai
     )
     lease.guard(process)
     return process
+
+
+def went_wrong(pump: Pump, killed_for: KilledFor | None) -> bool:
+    """Whether somebody may ask why the attempt ended."""
+    outcome = (pump.result or {}).get("outcome")
+    return outcome == "failed" or (outcome is None and killed_for not in ("stop", "drain"))
+
+
+def repair_of(job: Job, pump: Pump, end: Exit, killed_for: KilledFor | None) -> Repair | None:
+    """What another attempt can do otherwise, so that the run goes on by itself; None: nothing is known, or wanted."""
+    result, config = pump.result or {}, pump.effective or job.config
+    if result.get("outcome") == "failed":
+        code = (result.get("error") or {}).get("code", "internal")
+        return repairs.repair_for(config, pump.phase, code, result.get("repair"))
+    if not result and end.out_of_memory and not killed_for:
+        return repairs.repair_for(config, pump.phase, repairs.OUT_OF_MEMORY, None)
+    return None
 
 
 def conclude(host: Host, run: Any, lease: Lease, pump: Pump, end: Exit, killed_for: KilledFor | None) -> Executable:

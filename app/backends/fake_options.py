@@ -44,6 +44,9 @@ class FakeOptions(BaseModel):
         ),
     )
     non_finite_at_step: int | None = Field(None, ge=1, description="The loss of this step is not a number.")
+    out_of_memory_above: int | None = Field(
+        None, ge=1, description="Report `out_of_memory` in the first step while `batch_size` is above this."
+    )
     hang_at_step: int | None = Field(None, ge=1, description="Never finish this step.")
     ignore_stop: bool = Field(False, description="Do not listen to stop requests.")
     faults_until_attempt: int | None = Field(

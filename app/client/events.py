@@ -112,6 +112,19 @@ class SampleEvent(Event):
     completion: str
 
 
+class RepairEvent(Event):
+    """The run failed and goes on by itself, with something changed: an attempt of smaller micro-batches, or without
+    the step that spoilt it."""
+
+    type: Literal["repair"]
+    kind: str
+    reason: str
+    step: int | None = None
+    rows: list[int] = Field(default_factory=list)
+    singled_out: list[int] = Field(default_factory=list)
+    changes: dict[str, Any] = Field(default_factory=dict)
+
+
 class ErrorEvent(Event):
     """Why the run failed."""
 
@@ -136,8 +149,8 @@ class TruncatedEvent(Event):
 
 _TYPES: dict[str, type[Event]] = {
     "status": StatusEvent, "log": LogEvent, "metric": MetricEvent, "eval": EvalEvent, "checkpoint": CheckpointEvent,
-    "config": ConfigEvent, "progress": ProgressEvent, "sample": SampleEvent, "error": ErrorEvent, "end": EndEvent,
-    "truncated": TruncatedEvent,
+    "config": ConfigEvent, "progress": ProgressEvent, "sample": SampleEvent, "repair": RepairEvent,
+    "error": ErrorEvent, "end": EndEvent, "truncated": TruncatedEvent,
 }  # fmt: skip
 
 

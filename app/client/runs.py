@@ -13,6 +13,7 @@ from app.client.events import Event, Follower
 from app.client.modes import M, call, stream
 from app.client.resource import ApiResource, body_of, given
 from app.estimates.schemas import RunEstimate
+from app.postmortems.schemas import PostMortem
 from app.runs.schemas import RunCheck, RunComparison, RunCreate, RunMetrics, RunRead, RunSummary
 
 STREAM_PATIENCE = 600.0
@@ -66,6 +67,11 @@ class Runs(ApiResource[M]):
     async def get(self, run_id: str) -> RunRead:
         """A run as it stands, with its newest metrics."""
         return await self._session.get(RunRead, f"/runs/{run_id}")
+
+    @call
+    async def postmortem(self, run_id: str) -> PostMortem:
+        """Why a run failed, or its last attempt that went wrong, and what to change."""
+        return await self._session.get(PostMortem, f"/runs/{run_id}/postmortem")
 
     @call
     async def compare(self, run_ids: Sequence[str]) -> RunComparison:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from app.client import Anneal
 
+RunId = Annotated[str, typer.Argument(metavar="RUN", help="The id that `anneal runs list` shows.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: one document, or a line for each event.")]
 Limit = Annotated[int, typer.Option(min=1, help="Most items to print.")]
 After = Annotated[str | None, typer.Option(help="Go on behind this id, the last one of the list before.")]

@@ -9,6 +9,7 @@ from app.commands.console import (
     After,
     AsJson,
     Limit,
+    RunId,
     connected,
     deleted,
     details,
@@ -24,14 +25,15 @@ from app.commands.console import (
     table,
     transfer,
 )
+from app.commands.postmortem import why
 
 if TYPE_CHECKING:
     from app.client import Anneal
     from app.runs.schemas import RunRead
 
 commands = noun("Runs: one training each. Example: `anneal runs create -f run.yaml --watch`.")
+commands.command()(why)
 
-RunId = Annotated[str, typer.Argument(metavar="RUN", help="The id that `anneal runs list` shows.")]
 File = Annotated[Path, typer.Option("--file", "-f", help="YAML or JSON with what POST /v1/runs takes; - reads stdin.")]
 Set = Annotated[
     list[str] | None,

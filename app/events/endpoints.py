@@ -15,7 +15,7 @@ from app.runs.models import TERMINAL, Run
 router = APIRouter(tags=["events"])
 
 EVENT_TYPES = (
-    "status", "log", "metric", "eval", "checkpoint", "config", "progress", "sample", "error", "end",
+    "status", "log", "metric", "eval", "checkpoint", "config", "progress", "sample", "repair", "error", "end",
 )  # fmt: skip
 _EXAMPLE = (
     "retry: 2000\n\nid: 41\nevent: metric\n"

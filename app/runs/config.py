@@ -43,7 +43,7 @@ __all__ = [
 CHANGEABLE_ON_RESUME = frozenset({
     "epochs", "max_steps", "min_steps", "save_steps", "save_total_limit", "logging_steps", "eval_steps",
     "time_limit_seconds", "stop_at_step", "early_stopping_patience", "learning_rate", "weight_decay",
-    "report_to", "push_to_hub",
+    "report_to", "push_to_hub", "on_non_finite", "on_spike", "on_out_of_memory",
 })  # fmt: skip
 """Fields that a resumed run may change; any other would silently train something else than it continues."""
 
@@ -186,8 +186,6 @@ def _not_available_yet(config: TrainingConfig) -> list[Problem]:
     wanted: dict[str, bool | str] = {
         "activation_offload": config.activation_offload,
         "torch_compile": config.torch_compile,
-        "on_non_finite": config.on_non_finite == "rewind" and "rewind",
-        "on_spike": config.on_spike != "ignore" and config.on_spike,
     }
     return [
         problem(name, "not_available_yet", f"cannot be {str(value).lower()} yet: this version has no such feature")

@@ -131,6 +131,11 @@ def _objective_conflicts(config: TrainingConfig, given: set[str]) -> list[Proble
         found += _dpo_conflicts(config.dpo, given)
     if method is TrainingMethod.rlhf:
         found += _rlhf_conflicts(config, given)
+        if config.on_spike != "ignore":
+            message = "does not go with method `rlhf`, whose loss says nothing about how well a step went"
+            found.append(problem("on_spike", "conflict", message))
+    if "extra.spike_threshold" in given and config.on_spike == "ignore":
+        found.append(problem("extra.spike_threshold", "conflict", "needs `on_spike`, which is `ignore`"))
     return found
 
 

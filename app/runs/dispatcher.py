@@ -59,11 +59,14 @@ class Dispatcher:
             await background.end(self._task)
 
     async def _loop(self) -> None:
+        owed = 0
         while True:
             try:
                 hints, moved = await self.round()
-                if hints:
-                    await self._queue.hint(hints)
+                # Marked in the database as sent: those that the broker could not take are owed until it can.
+                owed = min(owed + hints, _HINTS_A_ROUND)
+                if owed and await self._queue.hint(owed):
+                    owed = 0
                 for run_id in moved:
                     await self._queue.wake(run_id)
             except Exception:  # without this loop no run would ever start again

@@ -126,6 +126,13 @@ class TrainerOptions(Strict):
         le=1e6,
         description="What the device can do at most, in 10^12 operations a second, for `mfu`; None: as known of it.",
     )
+    spike_threshold: float = Field(
+        default=6.0,
+        ge=1,
+        le=1000,
+        description="A leap of the loss: so many times its usual noise above the median of the last 16 steps.",
+    )
+    max_rewinds: int = Field(default=3, ge=0, le=100, description="How often a run goes back by itself, in all.")
     distributions_steps: int | None = Field(
         default=None,
         ge=1,
@@ -237,8 +244,19 @@ class TrainingConfig(Strict):
         le=10_000,
         description="Stop after so many evaluations without a better loss (`rlhf`: reward).",
     )
-    on_non_finite: Literal["stop", "rewind"] = Field(default="stop", description="When the loss is NaN or Inf.")
-    on_spike: Literal["ignore", "stop", "rewind"] = Field(default="ignore", description="When the loss leaps.")
+    on_non_finite: Literal["stop", "rewind"] = Field(
+        default="stop",
+        description="When loss or gradients are no number: end, or go back to the last checkpoint and pass over the "
+        "step; either way its rows are named.",
+    )
+    on_spike: Literal["ignore", "stop", "rewind"] = Field(
+        default="ignore", description="When the loss leaps by `extra.spike_threshold`: the same, or nothing."
+    )
+    on_out_of_memory: Literal["repair", "stop"] = Field(
+        default="repair",
+        description="When memory does not suffice: go on from the last checkpoint with smaller micro-batches and as "
+        "many more of them, then with `gradient_checkpointing`; or end.",
+    )
 
     revision: str | None = Field(
         default=None, min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./-]*$",

@@ -3,7 +3,7 @@
     pending ──claim──▶ initializing ──begin──▶ running ◀──saved── checkpointing
      ▲  │                   │                   │  └────saving───────▲
      │  └─request_stop─▶ cancelled              │
-     └───── hand_back · retry · reap ◀──────────┤   (cancelled when a stop was asked, failed past max_restarts)
+     └──── hand_back · retry · repair · reap ◀──┤   (cancelled when a stop was asked, failed past max_restarts)
                                                 └──▶ complete · fail · cancel
 
 Each function returns one SQLAlchemy statement that async and sync sessions both execute: a guarded UPDATE, the
@@ -176,6 +176,11 @@ def hand_back(run_id: str, epoch: int, reason: str) -> Executable:
 def retry(run_id: str, epoch: int, reason: str, delay_seconds: float) -> Executable:
     """The trainer was lost for a cause outside the run: it waits again, after a pause, so many times."""
     return _requeue(_live(run_id, epoch), reason, "retried", counted=True, delay_seconds=delay_seconds)
+
+
+def repair(run_id: str, epoch: int, reason: str) -> Executable:
+    """The run failed, and can go on once something about it is changed: it waits again, and this is no loss."""
+    return _requeue(_live(run_id, epoch), reason, "repaired", counted=False, delay_seconds=0.0)
 
 
 def reap(lease_seconds: float) -> Executable:

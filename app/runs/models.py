@@ -167,7 +167,9 @@ class Attempt(Base):
     started_at: Mapped[datetime] = mapped_column(server_default=func.now())
     ended_at: Mapped[datetime | None]
     outcome: Mapped[str | None]
-    """Status or requeue reason that ended it: completed, failed, cancelled, lost, handed_back, retried."""
+    """Status or requeue reason that ended it: completed, failed, cancelled, lost, handed_back, retried, repaired."""
+    report: Mapped[dict[str, Any] | None]
+    """How it ended as its supervisor saw it, unless that went well: `worker/last_words.py` has the fields."""
 
 
 class MetricRollup(Base):

@@ -94,7 +94,7 @@ def _configuration(
     refused = resume_problems(parent.config, request.config) + sent
     merged: dict[str, Any] = {**parent.config, **request.config}
     given = set(parent.given) | given_fields(request.config)
-    asked = _as_asked(merged, given)
+    asked = as_asked(merged, given)
     wrong, _ = config_problems(around.rules.get(parent.backend), asked, parent.eval_dataset_id is not None)
     told = {problem.field for problem in refused}
     problems = refused + [problem for problem in wrong if problem.field.split(".")[0] not in told]
@@ -108,7 +108,7 @@ def _configuration(
     return TrainingConfig.model_validate(merged), sorted(given)
 
 
-def _as_asked(config: dict[str, Any], given: set[str]) -> dict[str, Any]:
+def as_asked(config: dict[str, Any], given: set[str]) -> dict[str, Any]:
     """The configuration as a user would write it: defaults left out, so that they conflict with nothing."""
     asked: dict[str, Any] = {}
     for name, value in config.items():

@@ -168,3 +168,31 @@ async def test_the_loop_survives_whatever_a_round_raises(
     finally:
         await dispatcher.stop()
         await dispatcher._queue.close()
+
+
+async def test_a_hint_that_the_broker_could_not_take_is_sent_once_it_can(
+    own: AsyncEngine, settings: Settings, engine: Engine
+) -> None:
+    """Marked as sent in the database, it would else come again only half a minute later."""
+
+    class Away(Queue):
+        told: list[int]
+
+        async def hint(self, count: int = 1) -> bool:
+            self.told.append(count)
+            return len(self.told) > 2
+
+    queue = Away(settings)
+    queue.told = []
+    dispatcher = Dispatcher(own, queue, settings)
+    add_run(engine)
+    await dispatcher.start()
+    try:
+
+        async def was_sent() -> bool:
+            return len(queue.told) >= 3
+
+        await eventually_async(was_sent, timeout=20)
+    finally:
+        await dispatcher.stop()
+    assert len(set(queue.told)) == 1, "as many as waited at first, each time"

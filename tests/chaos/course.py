@@ -14,6 +14,10 @@ from tests.chaos.history import Creation, Event, History, Profile, Row, StopCall
 TOLD_BY_LIFECYCLE = ("status", "error", "end")
 """Types of events that no trainer causes: written together with the change of status that they tell of."""
 REQUEUES = ("lost", "handed_back", "retried")
+REPAIRED = "repaired"
+"""What became of an attempt after which the run goes on by itself, with something changed: nobody has lost it."""
+_REPAIRS = ("out of memory while", "loss or gradients were no number")
+"""How the reasons of such moves begin."""
 COUNTED = ("lost", "retried")
 """Requeues that raise `lost_count`."""
 
@@ -140,8 +144,8 @@ class Course:
         return grouped
 
     def steps_of(self, attempt: int) -> list[int]:
-        """Steps that the trainer of the attempt wrote down, in the order of the file."""
-        return [line["step"] for line in self.lines_of(attempt) if line["event"] == "step"]
+        """Steps that the trainer of the attempt wrote down, in the order of the file; those it passed over too."""
+        return [line["step"] for line in self.lines_of(attempt) if line["event"] in ("step", "pass_over")]
 
     def start_of(self, attempt: int) -> int | None:
         """The step at which the attempt took up the run; None if it never got to the training."""
@@ -172,7 +176,8 @@ class Course:
         """The numbers of all lines that the trainer printed, from its journal; None if it cannot be known."""
         if self.options is None or not _NUMBERED_LINE.match(self.options.log_line.replace("{step}", "1")):
             return None
-        return [step for step in self.steps_of(attempt) for _ in range(self.options.log_lines_per_step)]
+        trained = [line["step"] for line in self.lines_of(attempt) if line["event"] == "step"]
+        return [step for step in trained for _ in range(self.options.log_lines_per_step)]
 
     def to_be_measured(self, attempt: int) -> list[int] | None:
         """The steps of all metrics that the trainer sent, from its journal; None if it cannot be known."""
@@ -205,7 +210,7 @@ class Course:
 
     def _requeue(self, move: Move) -> str | None:
         """How the move took the run from its worker; one that meets a stop or the limit ends the run all the same."""
-        if not move.ends_attempt:
+        if not move.ends_attempt or move.reason.startswith(_REPAIRS):
             return None
         if move.target == "pending":
             rows = (row["outcome"] for row in self.attempts if row["attempt"] == move.attempt)

@@ -34,6 +34,14 @@ PLANS = {
         ),
         Plan("chatty", 25, {"step_seconds": 0.05, "log_lines_per_step": 60}, {"save_steps": 10}, weight=2),
         Plan("loader", 10, {"step_seconds": 0.03, "load_seconds": 0.8}, {"save_steps": 5}, weight=2),
+        # Too large at first, and spoilt by a step: it repairs itself twice.
+        Plan(
+            "mended",
+            24,
+            {"step_seconds": 0.03, "out_of_memory_above": 2, "non_finite_at_step": 9},
+            {"save_steps": 6, "batch_size": 4, "on_non_finite": "rewind"},
+            weight=2,
+        ),
         Plan("crasher", 20, {"crash_at_step": 7, "crash": "segv"}, must_fail_with="trainer_crashed", weight=1),
         Plan("broken", 20, {"non_finite_at_step": 5}, must_fail_with="non_finite_loss", weight=1),
         Plan(

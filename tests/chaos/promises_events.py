@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from app.events.log import timestamp
 from app.runs.models import TERMINAL
-from tests.chaos.course import REQUEUES, TOLD_BY_LIFECYCLE, Course, first_difference, is_prefix
+from tests.chaos.course import REPAIRED, REQUEUES, TOLD_BY_LIFECYCLE, Course, first_difference, is_prefix
 from tests.chaos.history import Event, History, Transcript, Violation
 
 _FOLLOWING: Mapping[str | None, tuple[str, ...]] = {
@@ -176,7 +176,8 @@ def ambiguous_commits_are_safe(history: History, course: Course) -> Iterator[Vio
         attempt = row["attempt"]
         yield from _doubled_or_missing_words(course, attempt)
         end = course.end_of(attempt)
-        if end and not (row["outcome"] == end.target or (end.target == "pending" and row["outcome"] in REQUEUES)):
+        requeued = (*REQUEUES, REPAIRED)
+        if end and not (row["outcome"] == end.target or (end.target == "pending" and row["outcome"] in requeued)):
             yield course.broke(7, f"attempt {attempt} ended as {row['outcome']}, the run went to {end.target}")
     said = len(course.of_trainer(course.row["attempt"])) if course.row["attempt"] else 0
     if course.row["src_hwm"] != said:

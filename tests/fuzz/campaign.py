@@ -234,7 +234,11 @@ class Campaign:
         dataset = self._stack.upload(_ROWS)
         self._stack.dataset_id = dataset
         run_id = self._stack.create(
-            {"steps": 4, "step_seconds": 0}, config={"save_steps": 2}, name="kept", priority=1000
+            # It repairs itself once, so that there is something to explain.
+            {"steps": 4, "step_seconds": 0, "out_of_memory_above": 2},
+            config={"save_steps": 2, "batch_size": 4},
+            name="kept",
+            priority=1000,
         )
         self._stack.until(run_id, "completed", timeout=120)
         client.patch(f"/v1/runs/{run_id}", json={"pinned": True})

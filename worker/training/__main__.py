@@ -91,7 +91,8 @@ def _ended_by(error: Exception, control: Control) -> dict[str, Any]:
         request = control.stop_requested
         return {"outcome": "stopped", "why": request.why if request else "stop"}
     failure = classify(error)
-    return {"outcome": "failed", "error": {"code": failure.code, "message": failure.message}}
+    told = {"code": failure.code, "message": failure.message}
+    return {"outcome": "failed", "error": told, "repair": failure.repair}
 
 
 def _quiet_libraries() -> None:

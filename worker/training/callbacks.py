@@ -35,13 +35,17 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
         run, step = self.run, state.global_step
         run.report.alive()
         loss, rows = self.trainer.take_step()
-        run.journal.step(step, loss.hex(), rows)
         took = time.monotonic() - self._step_began
-        run.state.loss = loss
-        run.state.losses.append(loss)
-        run.state.samples += len(rows)
         run.state.seconds += took
-        self.trainer.throughput.stepped(took, len(rows))
+        if self.trainer.passes_over:
+            run.journal.pass_over(step, rows)
+            run.report.message(f"Step {step} is passed over: it was found to spoil the run.", level="warning")
+        else:
+            run.journal.step(step, loss.hex(), rows)
+            run.state.loss = loss
+            run.state.losses.append(loss)
+            run.state.samples += len(rows)
+            self.trainer.throughput.stepped(took, len(rows))
 
         if step >= state.max_steps:  # a stop that comes now finds the run complete
             control.should_log = control.should_save = True

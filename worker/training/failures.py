@@ -2,6 +2,7 @@
 
 import errno
 from collections.abc import Iterator
+from typing import Any
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FULL_WORDS = (
@@ -15,10 +16,12 @@ _MEMORY_WORDS = ("out of memory", "can't allocate memory", "cannot allocate memo
 class TrainingFailure(Exception):
     """A failure with a stable code and a sentence that says what to do next."""
 
-    def __init__(self, code: str, message: str) -> None:
+    def __init__(self, code: str, message: str, repair: dict[str, Any] | None = None) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
+        self.repair = repair
+        """What another attempt is to do otherwise, where the configuration asks for that: kind, step and rows."""
 
 
 class Stopped(Exception):

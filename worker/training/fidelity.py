@@ -13,6 +13,8 @@ from worker.training.manifest import MANIFEST
 
 FINGERPRINT = "fingerprint"
 """Its name in the manifest of a checkpoint."""
+BATCH_SIZE = "batch_size"
+"""Sums of a step are taken micro-batch by micro-batch; an out-of-memory repair changes that."""
 PROBE = "probe"
 """Name of what a pinned text gave, in the manifest of a checkpoint: `float.hex`."""
 
@@ -39,6 +41,8 @@ def reasons(checkpoint: Path, present: Mapping[str, Any]) -> list[str]:
     if saved is None:
         return ["The checkpoint does not say what it was made with."]
     then, now = _flat(saved), _flat(present)
+    if BATCH_SIZE not in then:  # a checkpoint of a version that never changed it
+        now.pop(BATCH_SIZE, None)
     return [
         _SAID.get(name, f"{name}: {then.get(name)} at the checkpoint, {now.get(name)} now.")
         for name in sorted(then.keys() | now.keys())

@@ -39,6 +39,10 @@ class Journal:
         """Step `n` is done; `loss_hex` is `float.hex` of its exact loss, `samples` the row ids it saw."""
         self._write({"event": "step", "step": n, "loss_hex": loss_hex, "samples": list(samples)}, sync=False)
 
+    def pass_over(self, n: int, samples: Sequence[Any]) -> None:
+        """Step `n` is passed over: its rows were not trained on, and no weight has changed."""
+        self._write({"event": "pass_over", "step": n, "samples": list(samples)}, sync=False)
+
     def save(self, step: int) -> None:
         """A checkpoint of `step` is on disk."""
         self._write({"event": "save", "step": step}, sync=True)

@@ -156,13 +156,15 @@ class Report:
         output: str | None = None,
         hub: dict[str, Any] | None = None,
         metrics: dict[str, Any] | None = None,
+        repair: dict[str, Any] | None = None,
     ) -> None:
         """The last record; `error` is {code, message}, `output` a folder below the attempt's own.
 
-        `hub` is {repo, commit, url} of an output that was pushed, {repo, error} of one that could not be.
+        `hub` is {repo, commit, url} of an output that was pushed, {repo, error} of one that could not be. `repair`
+        says what another attempt is to do otherwise: {kind, step, rows, singled_out}.
         """
         ended = {"outcome": outcome, "why": why, "step": step, "epoch": epoch, "error": error}
-        self.send("result", **ended, output=output, hub=hub, metrics=metrics)
+        self.send("result", **ended, output=output, hub=hub, metrics=metrics, repair=repair)
 
 
 def write_all(descriptor: int, data: bytes) -> None:

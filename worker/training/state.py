@@ -39,6 +39,10 @@ class RunState:
     """Time in training, all attempts of this run together."""
     loss: float | None = None
     """Of the last step."""
+    recent_losses: list[float] = field(default_factory=list)
+    """Of the last steps that were trained on: what a leap of the loss is measured against."""
+    bad_rows: list[int] = field(default_factory=list)
+    """Rows of the data set that no step may hold: found to spoil one."""
     best_loss: float | None = None
     """Lowest logged training loss."""
     objective: float | None = None

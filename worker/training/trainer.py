@@ -1,7 +1,6 @@
 """What a service needs of every trainer of TRL: exact losses, stops, checkpoints that hold."""
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,8 +12,9 @@ from transformers.trainer_callback import TrainerState
 from app.runs.config import Replacement
 from worker.training import checkpoints, flops, probe
 from worker.training.data import WithRows
-from worker.training.failures import Stopped, TrainingFailure
+from worker.training.failures import Stopped
 from worker.training.memory import GpuMemory
+from worker.training.protection import REMEMBERED, Guard
 from worker.training.run import Run
 from worker.training.state import RunState
 from worker.training.throughput import Throughput
@@ -49,6 +49,9 @@ class Faithful(Trainer):  # type: ignore[misc]
         self.replaced: list[Replacement] = []
         self.throughput = Throughput()
         self.gpu_memory = GpuMemory()
+        self.guard = Guard(run.config, run.job)
+        self.passes_over = False
+        """The present step was found to be bad by an earlier attempt: it changes nothing."""
         self._eval_batches = 0
         self._eval_total = 0
         self._micro_losses: list[torch.Tensor] = []
@@ -93,7 +96,10 @@ class Faithful(Trainer):  # type: ignore[misc]
 
     def get_batch_samples(self, *args: Any) -> Any:
         with self.throughput.waiting():
-            return super().get_batch_samples(*args)
+            batches, items = super().get_batch_samples(*args)
+        rows = (row for batch in batches for row in self.rows_of(batch))
+        self.passes_over = self.guard.passes_over(self.state.global_step + 1, rows)
+        return batches, items
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         if model.training:
@@ -102,12 +108,20 @@ class Faithful(Trainer):  # type: ignore[misc]
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         self.step_rows += self.take_rows(inputs)
-        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.passes_over:
+            self.pass_over()
+            loss = torch.zeros((), device=self.args.device)
+        else:
+            loss = super().training_step(model, inputs, num_items_in_batch)
         self._micro_losses.append(loss.detach())
         return loss
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         # The last moment before the optimizer: a step that would spoil the weights is never taken.
+        if self.passes_over:
+            self._micro_losses.clear()
+            self._hold_optimizer()
+            return None
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         self._close_step(norm)
         return norm
@@ -120,19 +134,36 @@ class Faithful(Trainer):  # type: ignore[misc]
     def _close_step(self, norm: Any) -> None:
         self._step_loss = float(torch.stack(self._micro_losses).sum().item())
         self._micro_losses.clear()
-        step = self.state.global_step + 1
-        if not math.isfinite(self._step_loss):
-            raise TrainingFailure(
-                "non_finite_loss",
-                f"The loss became {self._step_loss} at step {step}. Lower `learning_rate`, or look at the rows of "
-                "this step; earlier checkpoints are sound.",
-            )
-        if norm is not None and not self.args.fp16 and not math.isfinite(float(norm)):
-            raise TrainingFailure(
-                "non_finite_loss",
-                f"The gradients became {float(norm)} at step {step} (loss {self._step_loss:.4g}). Lower "
-                "`learning_rate`; earlier checkpoints are sound.",
-            )
+        # With 16-bit floats a scaler looks for its scale by trying: there gradients may leap.
+        known = None if norm is None or self.args.fp16 else float(norm)
+        recent = self.run.state.recent_losses
+        trouble = self.guard.judge(self._step_loss, known, recent)
+        if trouble is not None:
+            raise self.guard.failure(self, trouble)
+        recent.append(self._step_loss)
+        del recent[:-REMEMBERED]
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        return None if self.passes_over else super()._clip_grad_norm(model)
+
+    def _hold_optimizer(self) -> None:
+        """Let the optimizer's next step do nothing at all: no decay, no momentum, no scale."""
+        optimizer = self.optimizer
+        optimizer.step = lambda *_, **__: delattr(optimizer, "step")
+
+    def pass_over(self) -> None:
+        """A micro-batch is passed over: whoever counts them counts it too."""
+
+    def rows_of(self, batch: Any) -> Sequence[int]:
+        """Numbers of the rows of a batch, which keeps them."""
+        rows: Sequence[int] = batch.get("rows", ())
+        return rows
+
+    def sequences_of(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        """The sequences of the training data that hold any of these rows, each to be put through the model alone."""
+        wanted = set(rows)
+        places = [place for place, held in enumerate(self.train_dataset["rows"]) if not wanted.isdisjoint(held)]
+        return [self.train_dataset[place] for place in places]
 
     # Evaluation
 
@@ -196,6 +227,7 @@ class Faithful(Trainer):  # type: ignore[misc]
         """Copy the trainer's own running measures into the state that a checkpoint holds."""
         self.run.state.averages = {name: list(values) for name, values in self._metrics["train"].items()}
         self.run.state.tokens = self.trained_tokens()
+        self.run.state.bad_rows = self.guard.bad_rows
 
     # Checkpoints
 
@@ -208,6 +240,7 @@ class Faithful(Trainer):  # type: ignore[misc]
         """Take over what the run remembered at a checkpoint; call before `train(resume_from_checkpoint=…)`."""
         self.saved_step = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)).global_step
         self.run.state = RunState.load(folder, str(self.run.job["run_id"]), self.saved_step)
+        self.guard.take_over(self.run.state.bad_rows)
         for history in self.run.histories:
             history.begin(folder)
         self._total_train_tokens = self.run.state.tokens

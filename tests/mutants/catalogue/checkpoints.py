@@ -27,6 +27,19 @@ _RENAME = """    if final.exists():
 
 MUTANTS = (
     Mutant(
+        name="a-bad-step-is-taken-again",
+        promises=(14,),
+        about="The next attempt does not know which rows went wrong by themselves, and meets them in a later pass.",
+        changes=(
+            Change(
+                "worker/training/protection.py",
+                '        self._rows = {int(row) for one in earlier for row in one["singled_out"]}\n',
+                "        self._rows: set[int] = set()\n",
+            ),
+        ),
+        test="tests/worker/training/test_protection.py::TestRewind::test_goes_past_a_step_without_numbers_and_names_its_row[full]",
+    ),
+    Mutant(
         name="pruning-forgets-who-resumed",
         promises=(12,),
         about="Retention deletes a checkpoint that a later run went on from.",

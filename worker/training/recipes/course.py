@@ -182,6 +182,7 @@ def _fingerprint(run: Run, found: Base, facts: dict[str, Any]) -> dict[str, Any]
         "dataset": run.job["dataset"].get("sha256"),
         "eval_dataset": held_out.get("sha256") if held_out else None,
         "reward_models": facts.get("reward_models"),
+        fidelity.BATCH_SIZE: run.config.batch_size,
         "weights": facts["weights_dtype"],
         **{name: facts.get(name) for name in ("device", "device_name", "cpu_instructions", "threads", "versions")},
     }

@@ -1,6 +1,6 @@
 """Learning from rewards (`rlhf`, GRPO or RLOO): prompts → rewards → model → trainer → facts → train → export."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -13,11 +13,15 @@ from app.runs.rewards import names
 from worker.training import model, pairs, planning, rewards
 from worker.training.failures import TrainingFailure
 from worker.training.pairs import Pairs, PromptEncoder
+from worker.training.protection import Trouble
 from worker.training.recipes import course, steps
 from worker.training.reward_models import RewardModel
 from worker.training.run import Run
 from worker.training.token_cache import TokenCache
 from worker.training.trainer import Faithful
+
+_NO_NUMBERS = "probability tensor contains either"
+"""How torch refuses to sample from what a spoilt model says."""
 
 
 class RewardedTrainer(Faithful):
@@ -61,7 +65,13 @@ class RewardedTrainer(Faithful):
         # A model with an adapter writes by its base's own forward, which nothing else puts under mixed precision:
         # modules that train whole, in 32 bits, would not fit their neighbours of 16.
         with self.accelerator.autocast():
-            return super()._generate_single_turn(*arguments, **options)
+            try:
+                return super()._generate_single_turn(*arguments, **options)
+            except RuntimeError as error:
+                if _NO_NUMBERS not in str(error) or not self.model.training:
+                    raise
+                says = "the model's answers became no numbers while it wrote"
+                raise self.guard.failure(self, Trouble("non_finite", says)) from error
 
     def with_rows(self, collate: Any) -> Any:
         return collate  # a batch is the list of its rows
@@ -70,6 +80,15 @@ class RewardedTrainer(Faithful):
         if self._micro_losses:
             return []  # every micro-batch comes with the rows of the whole round
         return list(dict.fromkeys(row for one in inputs for row in one["rows"]))
+
+    def rows_of(self, batch: Any) -> list[int]:
+        return [row for one in batch for row in one["rows"]]
+
+    def pass_over(self) -> None:
+        self._step += 1  # by which the library knows when another round is to be written
+
+    def sequences_of(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        return []  # what went wrong are completions, not the prompts
 
     def measures(self) -> Mapping[str, str]:
         own = {f"rewards/{name}/mean": f"reward_{name}" for name in self.reward_func_names}

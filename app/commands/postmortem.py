@@ -1,0 +1,37 @@
+"""`anneal runs why`."""
+
+import json
+
+from app.commands.console import AsJson, RunId, connected, details, document, note, shown, table
+
+_LINES_SHOWN = 12
+
+
+def why(run_id: RunId, as_json: AsJson = False) -> None:
+    """Say why a run failed, or its last attempt that went wrong, and what to change.
+
+    Example: `anneal runs why run_01k3x9m6q2v8s4t0w7y5z1a3b6`
+    """
+    with connected() as client:
+        found = client.runs.postmortem(run_id)
+    if as_json:
+        document(found)
+        return
+    peaks = ", ".join(f"{name.removesuffix('_mb')} {value:,} MB" for name, value in found.peaks.items())
+    details(
+        {
+            "status": found.status, "error": found.code, "probable cause": found.probable_cause,
+            "advice": found.advice, "attempt": found.attempt, "phase": found.phase, "step": found.step,
+            "exit code": found.exit_code, "exit signal": found.exit_signal, "peak memory": peaks or None,
+        }
+    )  # fmt: skip
+    if len(found.attempts) > 1:
+        rows = [
+            (one.attempt, one.outcome, one.phase, one.step, (one.repair or {}).get("reason")) for one in found.attempts
+        ]
+        table(["attempt", "outcome", "phase", "step", "repaired"], [[shown(value) for value in row] for row in rows])
+    if found.last_lines:
+        note("\n  ".join(["Its last lines:", *found.last_lines[-_LINES_SHOWN:]]))
+    if found.correction:
+        request = found.correction.request
+        note(f"This may help: {request.method} {request.path} with\n  {json.dumps(request.body, ensure_ascii=False)}")

@@ -1,0 +1,125 @@
+"""Why a run most probably ended as it did, and what to change: from its error and what was seen of its last attempt."""
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_NATIVE = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A sentence, and fields of the configuration that would have helped."""
+
+    sentence: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    """New values; empty where no other configuration helps."""
+    advice: str | None = None
+    """What the changes do, or what else to do."""
+
+
+def explain(code: str | None, message: str | None, report: Mapping[str, Any], config: Mapping[str, Any]) -> Cause:
+    """The probable cause of an end with this error; `report` is what the supervisor noted, empty if it saw nothing.
+
+    `config` is what the last attempt was told to train.
+    """
+    match code:
+        case "out_of_memory":
+            return _out_of_memory(report, config)
+        case "non_finite_loss" | "loss_spike":
+            return _bad_step(code, message or "", config)
+        case "disk_full":
+            return _disk_full(message or "", config)
+        case "time_limit":
+            limit = config.get("time_limit_seconds")
+            changes = {"time_limit_seconds": 2 * limit} if limit else {}
+            return Cause("The run reached its own `time_limit_seconds`.", changes, "It goes on for as long again.")
+        case "trainer_crashed":
+            return _crash(report)
+        case "worker_lost":
+            return _lost(report)
+        case None:
+            return _lost(report) if not report else _after_a_restart(report)
+        case _:
+            return Cause(message or f"The run ended with `{code}`.")
+
+
+def _out_of_memory(report: Mapping[str, Any], config: Mapping[str, Any]) -> Cause:
+    phase = report.get("phase") or "training"
+    where, seen = ("the machine", "host") if report.get("killed_by_kernel") else ("the device", "device")
+    last = (report.get("memory") or [{}])[-1]
+    told = ""
+    if f"{seen}_mb" in last:
+        told = f": shortly before, {last[f'{seen}_mb']:,} MB were in use and {last[f'{seen}_free_mb']:,} MB free"
+    sentence = f"The memory of {where} did not suffice while {phase}{told}."
+    if config.get("on_out_of_memory") == "stop" and phase not in ("loading", "tokenizing"):
+        return Cause(sentence, {"on_out_of_memory": "repair"}, "The run then makes micro-batches smaller by itself.")
+    if config.get("batch_size", 1) > 1 and phase != "loading":
+        batch, micro_batches = config["batch_size"], config["gradient_accumulation_steps"]
+        changes = {"batch_size": 1, "gradient_accumulation_steps": batch * micro_batches}
+        return Cause(sentence, changes, "The same rows make up a step, one at a time.")
+    method = config.get("method")
+    if method in ("full", "lora"):
+        smaller = "lora" if method == "full" else "qlora"
+        return Cause(sentence, {"method": smaller}, f"Method `{smaller}` needs a fraction of the memory of `{method}`.")
+    length = config.get("max_seq_length")
+    if phase != "loading" and length and length > 256:
+        return Cause(sentence, {"max_seq_length": length // 2}, "Rows that are longer are cut, or left out.")
+    return Cause(sentence, advice="Take a smaller base model, or a device with more memory.")
+
+
+def _bad_step(code: str, message: str, config: Mapping[str, Any]) -> Cause:
+    name = "on_non_finite" if code == "non_finite_loss" else "on_spike"
+    sentence = message.partition(" Look at ")[0] or "A step spoilt the run."
+    if config.get(name) != "rewind":
+        return Cause(sentence, {name: "rewind"}, "The run goes back to its last checkpoint and passes over such steps.")
+    rate = config.get("learning_rate")
+    advice = "It happened again and again: the learning rate is too high more probably than the rows are bad."
+    return Cause(sentence, {"learning_rate": rate / 10} if rate else {}, advice)
+
+
+def _disk_full(message: str, config: Mapping[str, Any]) -> Cause:
+    kept = config.get("save_total_limit")
+    changes = {"save_total_limit": 1} if kept is None or kept > 1 else {}
+    advice = "Free some space first (`anneal prune` does); fewer checkpoints then need less of it."
+    return Cause(message or "The disk of the worker is full.", changes, advice)
+
+
+def _crash(report: Mapping[str, Any]) -> Cause:
+    number, phase = report.get("exit_signal"), report.get("phase") or "its work"
+    if number in _NATIVE:
+        name = signal.Signals(number).name
+        return Cause(
+            f"A library written in C or CUDA crashed ({name}) during {phase}; the last lines may tell which.",
+            advice="Resume the run; if it crashes there again, look at the versions in its `config` event.",
+        )
+    if number == signal.SIGKILL:
+        return Cause(
+            f"Somebody killed the training process from outside during {phase}, not the service, and not for memory.",
+            advice="Resume the run.",
+        )
+    how = f"signal {number}" if number else f"exit code {report.get('exit_code')}"
+    return Cause(f"The training process ended with {how} during {phase} without saying why; its last lines may tell.")
+
+
+def _lost(report: Mapping[str, Any]) -> Cause:
+    if report.get("killed_for") == "hang":
+        phase = report.get("phase") or "its work"
+        return Cause(
+            f"The training process hung during {phase}: for longer than ANNEAL_HANG_SECONDS it gave no sign of life.",
+            advice="A device or a file system that does not answer looks like this; the worker's log has more.",
+        )
+    return Cause(
+        "The worker was lost: its machine or its process ended, so nobody saw how the training process did.",
+        advice="Look at that machine; the run can be resumed.",
+    )
+
+
+def _after_a_restart(report: Mapping[str, Any]) -> Cause:
+    repair = report.get("repair")
+    if repair:
+        return Cause(f"The run repaired itself after this attempt: {repair['reason']}.")
+    if report.get("killed_for") == "hang":
+        return _lost(report)
+    return _crash(report)

@@ -1,0 +1,97 @@
+"""What there is to know about why a run, or an attempt of it, went wrong."""
+
+import signal
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.checkpoints.service import furthest_good
+from app.errors import conflict
+from app.postmortems.causes import explain
+from app.postmortems.schemas import AttemptEnd, CorrectedRequest, Correction, PostMortem
+from app.runs import service
+from app.runs.config import CHANGEABLE_ON_RESUME
+from app.runs.models import TERMINAL, Attempt, Run
+from app.runs.resume import as_asked
+
+_WRONG = ("failed", "lost", "retried", "repaired")
+
+
+async def examine(session: AsyncSession, run_id: str) -> PostMortem:
+    """The post-mortem of a run that failed, or of its last attempt that went wrong.
+
+    Raises 409 `nothing_went_wrong` for a run without either.
+    """
+    run = await service.get(session, run_id)
+    rows = await session.scalars(select(Attempt).where(Attempt.run_id == run.id).order_by(Attempt.attempt))
+    attempts = rows.all()
+    last = next((one for one in reversed(attempts) if one.outcome in _WRONG), None)
+    if last is None and run.status != "failed":
+        raise conflict(
+            "nothing_went_wrong",
+            f"Run {run.id} is {run.status}, and no attempt of it has gone wrong: there is nothing to explain.",
+        )
+    report: dict[str, Any] = (last.report if last else None) or {}
+    told = (run.config | run.effective_config) if run.effective_config else run.config
+    cause = explain(run.error_code, run.error_message, report, told)
+    return PostMortem(
+        run_id=run.id,
+        status=run.status,
+        code=run.error_code,
+        message=run.error_message,
+        attempt=last.attempt if last else None,
+        phase=report.get("phase"),
+        step=report.get("step"),
+        exit_code=report.get("exit_code"),
+        exit_signal=_signal_name(report),
+        killed_by_kernel=bool(report.get("killed_by_kernel")),
+        probable_cause=cause.sentence,
+        advice=cause.advice,
+        peaks=report.get("peaks", {}),
+        memory=report.get("memory", []),
+        last_lines=report.get("last_lines", []),
+        attempts=[_end(one) for one in attempts],
+        correction=await _correction(session, run, cause.changes) if cause.changes else None,
+    )
+
+
+def _end(attempt: Attempt) -> AttemptEnd:
+    report = attempt.report or {}
+    return AttemptEnd(
+        attempt=attempt.attempt,
+        worker_id=attempt.worker_id,
+        started_at=attempt.started_at,
+        ended_at=attempt.ended_at,
+        outcome=attempt.outcome,
+        phase=report.get("phase"),
+        step=report.get("step"),
+        exit_code=report.get("exit_code"),
+        exit_signal=_signal_name(report),
+        repair=report.get("repair"),
+    )
+
+
+def _signal_name(report: dict[str, Any]) -> str | None:
+    number = report.get("exit_signal")
+    if number is None:
+        return None
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+async def _correction(session: AsyncSession, run: Run, changes: dict[str, Any]) -> Correction:
+    config = as_asked(run.config, set(run.given)) | changes
+    can_resume = run.status in TERMINAL and changes.keys() <= CHANGEABLE_ON_RESUME
+    if can_resume and await furthest_good(session, run.id) is not None:
+        request = CorrectedRequest(path=f"/v1/runs/{run.id}/resume", body={"config": changes})
+    else:
+        fields = {
+            "experiment_id": run.experiment_id, "name": run.name, "tags": run.tags, "backend": run.backend,
+            "dataset_id": run.dataset_id, "eval_dataset_id": run.eval_dataset_id, "priority": run.priority,
+            "max_restarts": run.max_restarts,
+        }  # fmt: skip
+        request = CorrectedRequest(path="/v1/runs", body={**fields, "config": config})
+    return Correction(changes=changes, config=config, request=request)

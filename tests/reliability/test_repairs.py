@@ -1,0 +1,156 @@
+"""A run that fails for a reason that can be mended goes on by itself, says what it changed, and explains itself."""
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from app.postmortems.causes import explain
+from tests.stack import Stack
+from worker import repairs
+
+
+def repairs_told(stack: Stack, run_id: str) -> list[dict[str, Any]]:
+    return [event for event in stack.events(run_id) if event["type"] == "repair"]
+
+
+def postmortem(stack: Stack, run_id: str) -> dict[str, Any]:
+    answer = stack.client.get(f"/v1/runs/{run_id}/postmortem")
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+class TestOutOfMemory:
+    def test_the_run_goes_on_with_smaller_micro_batches_of_the_same_rows(self, stack: Stack) -> None:
+        stack.add_worker()
+        calm = stack.create({"steps": 12, "step_seconds": 0.0}, {"batch_size": 4, "gradient_accumulation_steps": 1})
+        scarce = stack.create(
+            {"steps": 12, "step_seconds": 0.0, "out_of_memory_above": 1},
+            {"batch_size": 4, "gradient_accumulation_steps": 1},
+        )
+        for run_id in (calm, scarce):
+            assert stack.until(run_id, "completed", "failed")["status"] == "completed"
+        told = repairs_told(stack, scarce)
+        assert [(one["changes"]["batch_size"], one["changes"]["gradient_accumulation_steps"]) for one in told] == [
+            (2, 2), (1, 4),
+        ]  # fmt: skip
+        shown = stack.run(scarce)
+        assert (shown["config"]["batch_size"], shown["effective_config"]["batch_size"]) == (4, 1)
+        assert shown["attempt"] == 3
+        rows = [
+            {line["step"]: line["samples"] for line in stack.journal(run_id) if line["event"] == "step"}
+            for run_id in (calm, scarce)
+        ]
+        assert rows[0] == rows[1]
+        ends = [one["outcome"] for one in postmortem(stack, scarce)["attempts"]]
+        assert ends == ["repaired", "repaired", "completed"]
+
+    def test_it_ends_once_nothing_is_left_to_make_smaller_and_says_what_else_would_help(self, stack: Stack) -> None:
+        stack.add_worker()
+        run_id = stack.create(
+            {"steps": 9, "crash_at_step": 3, "crash": "memory"},
+            {"batch_size": 2, "method": "full", "gradient_checkpointing": False, "logging_steps": 1},
+        )
+        shown = stack.until(run_id, "completed", "failed")
+        assert (shown["status"], shown["error_code"], shown["attempt"]) == ("failed", "out_of_memory", 3)
+        assert [*repairs_told(stack, run_id)[-1]["changes"]] == ["gradient_checkpointing"]
+        found = postmortem(stack, run_id)
+        assert found["phase"] == "training" and found["step"] == 2 and found["memory"]
+        assert "did not suffice while training" in found["probable_cause"]
+        assert any("step 2 loss" in line for line in found["last_lines"])
+        assert found["correction"]["changes"] == {"method": "lora"}
+        request = found["correction"]["request"]
+        assert stack.client.post(f"{request['path']}/validate", json=request["body"]).json()["valid"]
+
+    def test_a_run_that_is_to_end_instead_does(self, stack: Stack) -> None:
+        stack.add_worker()
+        run_id = stack.create({"out_of_memory_above": 1}, {"on_out_of_memory": "stop"})
+        shown = stack.until(run_id, "completed", "failed")
+        assert (shown["error_code"], shown["attempt"]) == ("out_of_memory", 1)
+        found = postmortem(stack, run_id)["correction"]
+        assert found["changes"] == {"on_out_of_memory": "repair"}
+        again = stack.client.post(found["request"]["path"], json=found["request"]["body"])
+        assert again.status_code == 202, again.text
+        assert stack.until(again.json()["id"], "completed", "failed")["status"] == "completed"
+
+
+class TestRewind:
+    def test_goes_back_to_the_last_checkpoint_and_past_the_step(self, stack: Stack) -> None:
+        stack.add_worker()
+        run_id = stack.create(
+            {"steps": 12, "step_seconds": 0.0, "non_finite_at_step": 7}, {"on_non_finite": "rewind", "save_steps": 5}
+        )
+        assert stack.until(run_id, "completed", "failed")["status"] == "completed"
+        (told,) = repairs_told(stack, run_id)
+        assert (told["kind"], told["step"]) == ("non_finite", 7) and told["rows"]
+        lines = [line for line in stack.journal(run_id) if line["attempt"] == 2]
+        assert [line["step"] for line in lines if line["event"] == "step"] == [6, 8, 9, 10, 11, 12]
+        assert [line["step"] for line in lines if line["event"] == "pass_over"] == [7]
+
+    def test_stop_wins_over_a_repair(self, stack: Stack) -> None:
+        stack.add_worker()
+        run_id = stack.create(
+            {"steps": 12, "step_seconds": 0.0, "load_seconds": 3.0, "out_of_memory_above": 1, "ignore_stop": True}
+        )
+        stack.until(run_id, "initializing")
+        stack.stop(run_id)
+        assert stack.until(run_id, "completed", "failed", "cancelled")["status"] == "cancelled"
+
+    def test_trouble_before_another_checkpoint_leads_further_back(self) -> None:
+        rewinds = [
+            {"kind": "non_finite", "attempt": 1, "start_step": 0},
+            {"kind": "loss_spike", "attempt": 2, "start_step": 40},
+        ]
+        assert repairs.spoilt_steps(rewinds[:1], 2) == set()
+        assert repairs.spoilt_steps(rewinds, 3) == {40}
+        third = {"kind": "non_finite", "attempt": 3, "start_step": 30}
+        assert repairs.spoilt_steps([*rewinds, third], 4) == {40, 30}
+        assert repairs.spoilt_steps([*rewinds, third], 5) == set(), "an attempt in between ended otherwise"
+
+
+class TestPostmortem:
+    def test_a_hang_and_a_crash_are_told_apart(self, stack: Stack) -> None:
+        stack.add_worker()
+        run_id = stack.create({"steps": 9, "crash_at_step": 3, "crash": "segv"})
+        stack.until(run_id, "failed")
+        found = postmortem(stack, run_id)
+        assert (found["exit_signal"], found["code"]) == ("SIGSEGV", "trainer_crashed")
+        assert "crashed (SIGSEGV) during training" in found["probable_cause"]
+        assert found["correction"] is None
+        assert (
+            "hung during evaluating"
+            in explain("worker_lost", "", {"killed_for": "hang", "phase": "evaluating"}, {}).sentence
+        )
+
+    def test_where_nothing_went_wrong_there_is_none(self, stack: Stack) -> None:
+        stack.add_worker()
+        run_id = stack.create({"steps": 2, "step_seconds": 0.0})
+        stack.until(run_id, "completed")
+        answer = stack.client.get(f"/v1/runs/{run_id}/postmortem")
+        assert (answer.status_code, answer.json()["code"]) == (409, "nothing_went_wrong")
+
+    @pytest.mark.parametrize("code", [
+        "out_of_memory", "non_finite_loss", "loss_spike", "bad_data", "model_not_found", "disk_full", "time_limit",
+        "worker_lost", "trainer_crashed", "config_error", "internal",
+    ])  # fmt: skip
+    def test_every_code_has_a_sentence(self, code: str) -> None:
+        config = {"batch_size": 4, "gradient_accumulation_steps": 1, "learning_rate": 1e-4, "time_limit_seconds": 60.0}
+        cause = explain(code, "It said why.", {}, config)
+        assert cause.sentence.endswith(".") and len(cause.sentence) > 10
+        json.dumps(cause.changes)
+
+    def test_memory_is_made_smaller_until_nothing_is_left(self) -> None:
+        config: dict[str, Any] = {
+            "batch_size": 12, "gradient_accumulation_steps": 2, "on_out_of_memory": "repair",
+            "gradient_checkpointing": False,
+        }  # fmt: skip
+        seen = []
+        while repair := repairs.repair_for(config, "training", "out_of_memory", None):
+            config, _ = repairs.apply(config, [repair.stored()])
+            seen.append(config["batch_size"])
+            assert config["batch_size"] * config["gradient_accumulation_steps"] == 24
+        assert all(later <= before for before, later in pairwise(seen)) and seen[-2:] == [1, 1]
+        assert config["gradient_checkpointing"] is True
+        assert repairs.repair_for(config, "loading", "out_of_memory", None) is None
