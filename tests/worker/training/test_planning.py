@@ -49,11 +49,13 @@ def test_losses_and_gradients_are_the_same_bits_whatever_is_computed_again(refer
         assert all(torch.equal(one, other) for one, other in zip(gradients, other_gradients, strict=True))
 
 
-def decided(monkeypatch: pytest.MonkeyPatch, free: int, **config: Any) -> Replacement | None:
+def decided(monkeypatch: pytest.MonkeyPatch, free: int, repairs: Any = (), **config: Any) -> Replacement | None:
     """What is decided for a run of a small model on a GPU with so many bytes free."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, free))
     asked = TrainingConfig(base_model="any", load_in_4bit=False, method="lora", **config)
-    run: Any = SimpleNamespace(config=asked, machine=Machine(kind="cuda", bf16=True), given=set(config))
+    run: Any = SimpleNamespace(
+        config=asked, machine=Machine(kind="cuda", bf16=True), given=set(config), job={"repairs": repairs}
+    )
     found: Any = SimpleNamespace(architecture=_LLAMA)
     data = Dataset.from_dict({"input_ids": [[1] * 8, [1] * 1024]})
     replaced: list[Replacement] = []
@@ -70,6 +72,11 @@ def test_the_less_room_the_more_is_computed_again(monkeypatch: pytest.MonkeyPatc
         assert choice is not None and choice.requested == "auto" and "GiB" in choice.reason
         used.append(choice.used)
     assert used == [False, "selective", True]
+
+
+def test_who_ran_out_of_memory_before_saves_what_there_is_to_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = decided(monkeypatch, 2**40, [{"kind": "out_of_memory"}])
+    assert choice is not None and choice.used is True and "ran out of memory" in choice.reason
 
 
 @pytest.mark.parametrize("forced", [True, False, "selective"])
