@@ -13,6 +13,7 @@ CELLS = [
     Cell("llama", "full", "sdpa", Batch(3, 40), "off"),
     Cell("llama", "lora", "sdpa", _PADDED, "off"),
     Cell("llama", "lora", "eager", Batch(1, 96), "selective"),
+    Cell("llama", "lora", "sdpa", Batch(1, 96, masked=True, positions_each=True), "off"),
     Cell("llama", "qlora", "sdpa", Batch(2, 48), "off"),
     Cell("llama", "dora", "sdpa", Batch(4, 40), "full"),
     Cell("llama", "dpo", "sdpa", Batch(4, 48, masked=True), "off"),
