@@ -65,6 +65,7 @@ class Architecture:
         return None if layer in self.dense_layers else self.experts
 
 
+_MOST_LAYERS = 1000
 _ROTARY = {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "hidden_act": "silu"}
 _GEMMA = {"head_dim": 256, "tie_word_embeddings": True, "attention_bias": False}
 
@@ -131,6 +132,9 @@ def read(config: Mapping[str, Any]) -> Architecture:
     said = {name: value for name, value in config.items() if value is not None or name == "attn_logit_softcapping"}
     whole = {**FAMILIES[family], **said}
     try:
+        layers = _size(whole, "n_layer" if family == "gpt2" else "num_hidden_layers")
+        if layers > _MOST_LAYERS:
+            raise ValueError(f"{layers} layers are more than any model has")
         return _gpt2(whole) if family == "gpt2" else _rotary(family, whole)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UnknownArchitecture(

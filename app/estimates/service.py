@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,10 @@ def _of_folder(folder: Path, roots: tuple[Path, ...], depth: int = 0) -> dict[st
 def _of_hub(name: str, revision: str | None) -> dict[str, Any]:
     from huggingface_hub import try_to_load_from_cache  # it imports much that no other call needs
 
-    cached = try_to_load_from_cache(name, "config.json", revision=revision) if base_models.is_hub_name(name) else None
+    cached = None
+    if base_models.is_hub_name(name) and ".." not in (revision or ""):
+        with suppress(ValueError):  # a name that no repository can have
+            cached = try_to_load_from_cache(name, "config.json", revision=revision)
     if not isinstance(cached, str):
         raise _NoConfig(
             f"The configuration of {name[:100]!r} is not on the API's machine, which looks into its models root and "
