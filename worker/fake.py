@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from app.backends.fake_options import FakeOptions
-from app.runs.config import TrainingConfig
+from app.runs.config import TrainingConfig, understood
 from worker.training import fidelity, manifest
 from worker.training.control import Control
 from worker.training.journal import Journal
@@ -97,7 +97,7 @@ class _Training:
         self.control = control
         self.journal = journal
         self.folder = Path(job["output_dir"])
-        self.config = TrainingConfig.model_validate(job["config"])
+        self.config = TrainingConfig.model_validate(understood(job["config"], job.get("given", ())))
         self.options = FakeOptions.model_validate(self.config.extra)
         self.rows = int((job.get("dataset") or {}).get("rows") or _ROWS_WITHOUT_DATASET)
         self.per_step = self.config.batch_size * self.config.gradient_accumulation_steps

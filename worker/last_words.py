@@ -12,6 +12,8 @@ from worker.repairs import Repair
 from worker.spool import Step
 from worker.vitals import Vitals
 
+_LONGEST_LINE = 2000
+
 
 def report(pump: Pump, vitals: Vitals, end: Exit, killed_for: str | None, repair: Repair | None) -> dict[str, Any]:
     """All of it, as JSON: `exit_code`, `exit_signal`, `killed_by_kernel`, `killed_for`, `phase`, `step`, `error`,
@@ -26,7 +28,7 @@ def report(pump: Pump, vitals: Vitals, end: Exit, killed_for: str | None, repair
         "error": (pump.result or {}).get("error"),
         "peaks": vitals.peaks,
         "memory": vitals.timeline,
-        "last_lines": list(pump.tail),
+        "last_lines": [line[:_LONGEST_LINE] for line in pump.tail],
         "repair": repair.stored() if repair else None,
     }
 

@@ -74,7 +74,7 @@ def going_on(run_id: str) -> Iterator[None]:
 def _tell_end(run: "RunRead") -> None:
     typer.echo(f"{run.id} {run.name}: {run.status} at step {run.current_step}{_loss(run.best_loss, ', best loss')}")
     if run.status == "failed":
-        typer.echo(f"  {run.error_code}: {run.error_message}")
+        typer.echo(f"  {run.error_code}: {run.error_message} (`anneal runs why {run.id}` explains)")
     elif run.status == "completed":
         typer.echo(f"  `anneal runs download {run.id}` fetches the model.")
     elif run.status == "cancelled":

@@ -37,7 +37,7 @@ from app.runs.fields import (
 __all__ = [
     "CHANGEABLE_ON_RESUME", "PREFERENCE", "SUPERVISED", "DpoOptions", "Effective", "Machine", "Problem",
     "Replacement", "RlhfOptions", "TrainerOptions", "TrainingConfig", "TrainingMethod", "TrainingStatus",
-    "given_fields", "in_numbers", "problems", "resolve", "resume_problems",
+    "given_fields", "in_numbers", "problems", "resolve", "resume_problems", "understood",
 ]  # fmt: skip
 
 CHANGEABLE_ON_RESUME = frozenset({
@@ -78,6 +78,20 @@ def given_fields(config_input: Mapping[str, Any]) -> set[str]:
         elif group in config_input:
             names.add(group)
     return names
+
+
+def understood(stored: Mapping[str, Any], given: Iterable[str]) -> dict[str, Any]:
+    """A stored configuration without defaults of fields that this version does not have.
+
+    While a service is updated, a newer API writes for older workers. What the user set stays, and is refused.
+    """
+    given = set(given)
+    kept = {name: value for name, value in stored.items() if name in TrainingConfig.model_fields or name in given}
+    for name, model in (("dpo", DpoOptions), ("rlhf", RlhfOptions)):
+        if isinstance(kept.get(name), Mapping):
+            known = {*model.model_fields, *(one.partition(".")[2] for one in given if one.startswith(f"{name}."))}
+            kept[name] = {member: value for member, value in kept[name].items() if member in known}
+    return kept
 
 
 def in_numbers(config_input: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from app.runs.config import (
     CHANGEABLE_ON_RESUME,
@@ -19,6 +20,7 @@ from app.runs.config import (
     problems,
     resolve,
     resume_problems,
+    understood,
 )
 
 CPU = Machine(kind="cpu", bf16=True)
@@ -341,3 +343,13 @@ class TestResume:
     def test_given_fields_are_dotted_in_groups(self) -> None:
         config = {"seed": 1, "extra": {"max_grad_norm": 1}, "dpo": {"beta": 1}, "rlhf": {}}
         assert given_fields(config) == {"seed", "extra.max_grad_norm", "dpo.beta"}
+
+
+def test_a_worker_of_the_version_before_passes_over_defaults_that_it_does_not_know() -> None:
+    """While a service is updated, the API that writes configurations is newer than some of the workers."""
+    stored = TrainingConfig(base_model="tiny").model_dump(mode="json") | {"of_tomorrow": "repair"}
+    stored["rlhf"]["of_tomorrow"] = 1
+    TrainingConfig.model_validate(understood(stored, {"base_model"}))
+    for asked in ("of_tomorrow", "rlhf.of_tomorrow"):
+        with pytest.raises(ValidationError, match="of_tomorrow"):
+            TrainingConfig.model_validate(understood(stored, {"base_model", asked}))

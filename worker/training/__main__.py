@@ -17,7 +17,7 @@ import datasets
 import transformers
 from pydantic import ValidationError
 
-from app.runs.config import SUPERVISED, Replacement, TrainingConfig, TrainingMethod, problems, resolve
+from app.runs.config import SUPERVISED, Replacement, TrainingConfig, TrainingMethod, problems, resolve, understood
 from worker.training import hub, trackers
 from worker.training.control import Control
 from worker.training.failures import Stopped, TrainingFailure, classify
@@ -63,10 +63,11 @@ def main(argv: list[str]) -> int:
 def _train(job: dict[str, Any], report: Report, control: Control, journal: Journal) -> dict[str, Any]:
     machine = machine_of(job.get("device"))
     given = set(job.get("given", ()))
+    config = understood(job["config"], given)
     try:
-        asked = TrainingConfig.model_validate(job["config"])
+        asked = TrainingConfig.model_validate(config)
     except ValidationError as error:
-        found = problems(job["config"], has_eval_dataset=job.get("eval_dataset") is not None)
+        found = problems(config, has_eval_dataset=job.get("eval_dataset") is not None)
         text = " ".join(problem.message for problem in found) or str(error)
         raise TrainingFailure("config_error", text) from error
     effective = resolve(asked, given, machine)
