@@ -155,6 +155,8 @@ def show(run_id: RunId, as_json: AsJson = False) -> None:
                 "because": run.error_message, "step": f"{run.current_step}/{run.total_steps or '?'}",
                 "loss": last.loss if last else None, "best loss": run.best_loss, "attempt": run.attempt,
                 "model": run.fine_tuned_model, "checkpoint": run.checkpoint_path, "parent": run.parent_run_id,
+                "MiB expected": (run.estimate.memory_mb or {}).get("total") if run.estimate else None,
+                "MiB measured": run.measured.peak_memory_mb if run.measured else None,
                 "experiment": run.experiment_id, "tags": run.tags, "pinned": run.pinned or None,
                 "data set": run.dataset_id, "evaluated on": run.eval_dataset_id, "worker": run.worker_id,
                 "created": run.created_at, "started": run.started_at, "finished": run.finished_at,
