@@ -83,7 +83,7 @@ class CeleryBackend(TrainingBackend):
         )
         settings, storage = self._around.settings, self._storage
         async with self._sessions() as session:
-            return await estimates.estimate(session, settings, storage, subject, with_time=True)
+            return await estimates.estimate(session, settings, storage, subject, thorough=True)
 
     async def launch(self, run: TrainingRun, dataset_path: Path, output_dir: Path) -> str:
         """Insert the run; 422 for a data set or folder that is not the storage's own."""

@@ -58,9 +58,12 @@ class _NoConfig(Exception):
 
 
 async def estimate(
-    session: AsyncSession, settings: Settings, storage: Storage, subject: Subject, *, with_time: bool
+    session: AsyncSession, settings: Settings, storage: Storage, subject: Subject, *, thorough: bool
 ) -> RunEstimate:
-    """What the run would take; `with_time` looks at earlier runs too. Never raises for what cannot be known."""
+    """What the run would take; `thorough` looks at earlier runs and for what would fit too.
+
+    Never raises for what cannot be known: that is null, with its reason.
+    """
     devices = await _devices(session, settings, subject.backend)
     name = subject.config.base_model
     attempt = None
@@ -72,9 +75,10 @@ async def estimate(
         trained(model, resolve(subject.config, subject.given, None).config)
     except (_NoConfig, UnknownArchitecture, CannotTrain) as error:
         return _unknown(devices, str(error))
-    found, planned, chosen = await asyncio.to_thread(_by_formula, model, subject, devices)
-    if not with_time:
-        return found
+    found, planned, chosen = await asyncio.to_thread(_by_formula, model, subject, devices, thorough)
+    if not thorough:
+        untold = Unknown(field="seconds", reason="`POST /v1/runs/estimate` alone tells how long a run takes.")
+        return found.model_copy(update={"unknown": [untold]})
     held, sequence = chosen.memory.activations, planned.batch.tokens
     operations = (held.operations + held.operations_again) / sequence * planned.tokens
     kind, device_name = found.device.kind, found.device.name
@@ -164,10 +168,10 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _by_formula(
-    model: Architecture, subject: Subject, devices: list[EstimatedDevice]
+    model: Architecture, subject: Subject, devices: list[EstimatedDevice], thorough: bool
 ) -> tuple[RunEstimate, Plan, planner.Choice]:
     assumed = devices[0] if devices else EstimatedDevice(kind="cuda", name=None, memory_mb=None)
-    fits = [_fit(model, subject, device) for device in devices]
+    fits = [_fit(model, subject, device, thorough) for device in devices]
     config, planned, chosen = _on(model, subject, assumed)
     where = "A process with torch" if assumed.kind == "cpu" else "The context of CUDA and its libraries"
     sentences = [
@@ -217,10 +221,10 @@ def _on(model: Architecture, subject: Subject, device: EstimatedDevice) -> tuple
     return config, planned, planner.choose(model, config, precision, planned.batch, room, choices)
 
 
-def _fit(model: Architecture, subject: Subject, device: EstimatedDevice) -> Fit:
+def _fit(model: Architecture, subject: Subject, device: EstimatedDevice, thorough: bool) -> Fit:
     config, planned, chosen = _on(model, subject, device)
     advice = []
-    if device.memory_mb is not None and not chosen.fits:
+    if thorough and device.memory_mb is not None and not chosen.fits:
         length = min(planned.batch.length, longest(model, config))
         room = device.memory_mb * 2**20
         advice = planner.advice(model, config, Precision.of(config, device.kind), length, room)

@@ -88,7 +88,7 @@ async def create(
     if run.id == values["id"] and around.rules[request.backend].loads_model:
         data = await estimates.data_of(session, request.dataset_id)
         subject = estimates.Subject(found.config, found.given, request.backend, data)
-        expected = await estimates.estimate(session, around.settings, around.storage, subject, with_time=False)
+        expected = await estimates.estimate(session, around.settings, around.storage, subject, thorough=False)
         await estimates.store(session, run.id, expected)
     return run
 
