@@ -16,7 +16,7 @@ from app.home import HomeError
 from app.plain_errors import given_settings, plain_errors, settings_with_urls
 from app.secrets.commands import secrets
 
-NOUNS = ("datasets", "experiments", "runs", "workers")
+NOUNS = ("actions", "datasets", "experiments", "runs", "workers")
 """Commands over HTTP: each a module of `app.commands`, which a command without HTTP never loads."""
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
+import app.actions.endpoints
 import app.artifacts.endpoints
 import app.audit.endpoints
 import app.backends.endpoints
@@ -91,6 +92,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         app.runs.endpoints,
         app.runs.log_endpoints,
         app.events.endpoints,
+        app.actions.endpoints,
         app.checkpoints.endpoints,
         app.artifacts.endpoints,
         app.postmortems.endpoints,

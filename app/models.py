@@ -39,6 +39,7 @@ class Owned:
 
 def all_models() -> MetaData:
     """The metadata of the whole schema."""
+    import app.actions.models
     import app.audit.models
     import app.auth_models
     import app.checkpoints.models

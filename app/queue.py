@@ -128,8 +128,8 @@ class Queue:
         """Tell readers of a run that it has new events."""
         await self._publish(events_channel(run_id), "")
 
-    async def stop(self, run_id: str) -> None:
-        """Tell the worker of a run that a stop was asked for; its next renewal would tell it too."""
+    async def call_worker(self, run_id: str) -> None:
+        """Tell the worker of a run that a stop or an action was asked for; its next renewal would tell it too."""
         await self._publish(CONTROL_CHANNEL, run_id)
 
     async def ping(self) -> bool:

@@ -19,6 +19,7 @@ BENCHMARKS = {
     "C8": "benchmarks.c8_first_step",
     "C9": "benchmarks.c9_tokens",
     "C10": "benchmarks.c10_step",
+    "C11": "benchmarks.c11_checkpoint",
 }
 SCALED = {"C1", "C3", "C4", "C6", "C9"}
 """Those that can be tried in a small size."""

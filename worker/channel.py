@@ -84,7 +84,7 @@ class Channel:
     def send(self, message: dict[str, Any]) -> bool:
         """Send a request to the trainer without waiting; False when it is gone, does not listen or was closed."""
         try:
-            self._control.send(json.dumps(message).encode())
+            self._control.send(json.dumps(message, ensure_ascii=False).encode())
         except OSError:  # from any thread, also after `close`
             return False
         return True

@@ -5,41 +5,31 @@ later loss, and its samples come from a seeded order of the data set's rows.
 """
 
 import contextlib
-import ctypes
-import errno
 import hashlib
 import json
 import math
 import os
 import random
-import resource
 import shutil
 import signal
 import sys
 import threading
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from app.backends.fake_options import FakeOptions
 from app.runs.config import TrainingConfig, understood
+from worker.fake_actions import Actions
+from worker.fake_faults import Failure, classify, crash
 from worker.training import fidelity, manifest
 from worker.training.control import Control
 from worker.training.journal import Journal
 from worker.training.report import Report, parse_args
 
 _ROWS_WITHOUT_DATASET = 1000
-
-
-class _Failure(Exception):
-    """A failure with a stable code."""
-
-    def __init__(self, code: str, message: str, repair: dict[str, Any] | None = None) -> None:
-        super().__init__(message)
-        self.code = code
-        self.repair = repair
 
 
 @dataclass
@@ -60,6 +50,10 @@ class _State:
     """Of the last evaluation, which was at `eval_step`."""
     eval_step: int | None = None
     best_eval_loss: float | None = None
+    changed: dict[str, Any] = field(default_factory=dict)
+    """Fields of the configuration that actions have changed while this run trained."""
+    ended_by: str | None = None
+    """What ended training at this very step."""
 
 
 def main(argv: list[str]) -> int:
@@ -73,15 +67,15 @@ def main(argv: list[str]) -> int:
     try:
         journal = Journal(job["journal"], job["attempt"])
         journal.start()
-        training = _Training(job, report, control, journal)
+        training = Training(job, report, control, journal)
         try:
             result = training.run()
         finally:
             step = training.state.step
     except Exception as problem:
         traceback.print_exc()
-        error = {"code": _classify(problem), "message": str(problem) or type(problem).__name__}
-        repair = problem.repair if isinstance(problem, _Failure) else None
+        error = {"code": classify(problem), "message": str(problem) or type(problem).__name__}
+        repair = problem.repair if isinstance(problem, Failure) else None
         result = {"outcome": "failed", "step": step, "error": error, "repair": repair}
     if journal is not None:
         with contextlib.suppress(OSError):  # a full disk, which the result tells about
@@ -90,7 +84,9 @@ def main(argv: list[str]) -> int:
     return 1 if result["outcome"] == "failed" else 0
 
 
-class _Training:
+class Training:
+    """One run, from its first to its last step."""
+
     def __init__(self, job: dict[str, Any], report: Report, control: Control, journal: Journal) -> None:
         self.job = job
         self.report = report
@@ -115,6 +111,7 @@ class _Training:
             "device": job["device"]["kind"],
             "versions": {"python": sys.version.split()[0]},
         }
+        self.actions = Actions(self)
         self.asked = threading.Event()
         if not self.options.ignore_stop:
             control.on_stop(lambda _request: self.asked.set())
@@ -124,38 +121,37 @@ class _Training:
         self.report.phase("loading")
         self.asked.wait(self.options.load_seconds)
         self._resume()
-        self.report.config(
-            effective=self.config.model_dump(mode="json"),
-            replaced=[],
-            facts={
-                "parameters_total": self.options.checkpoint_bytes // 4,
-                "parameters_trainable": self.options.checkpoint_bytes // 4,
-                "device": self.job["device"]["id"],
-                "versions": self.fingerprint["versions"],
-                **fidelity.facts(self._differences()),
-            },
-        )
+        self.facts = {
+            "parameters_total": self.options.checkpoint_bytes // 4,
+            "parameters_trainable": self.options.checkpoint_bytes // 4,
+            "device": self.job["device"]["id"],
+            "versions": self.fingerprint["versions"],
+            **fidelity.facts(self._differences()),
+        }
+        self.tell_config()
         self.report.phase("training", start_step=self.state.step, total_steps=self.total)
-        why = self._stop_reason()
+        why = self.state.ended_by or self._stop_reason()
         while why is None and self.state.step < self.total:
             self._step()
             why = self._stop_reason()
             if why is None and self.state.step < self.total:
+                self.actions.take()
                 self._save_if_due()
         if self.state.step >= self.total:
             why = None
         request = self.control.stop_requested
-        if why in ("stop", "drain"):
+        if why in ("stop", "drain", "epoch_end"):
+            self.state.ended_by = why if why == "epoch_end" else None
             if request is None or request.save:
                 self._save("stop")
-            return {"outcome": "stopped", "why": why, "step": self.state.step, "epoch": self._epoch()}
+            return {"outcome": "stopped", "why": why, "step": self.state.step, "epoch": self.epoch()}
         self._save("stop" if why else "final")
         self._export()
         return {
             "outcome": "stopped" if why else "completed",
             "why": why,
             "step": self.state.step,
-            "epoch": self._epoch(),
+            "epoch": self.epoch(),
             "output": "output",
             "metrics": self._losses(),
         }
@@ -168,10 +164,26 @@ class _Training:
             return max(1, math.ceil(self.config.epochs * self.rows / self.per_step))
         return self.options.steps
 
+    def change(self, **changed: Any) -> None:
+        """Put a change of the configuration in force, and into every checkpoint from now on."""
+        self.state.changed |= changed
+        self.config = self.config.model_copy(update=self.state.changed)
+        self.total = self._total_steps()
+
+    def tell_config(self) -> None:
+        """Tell the configuration in force and the first facts."""
+        self.report.config(effective=self.config.model_dump(mode="json"), replaced=[], facts=self.facts)
+
+    def rate(self) -> float:
+        """The learning rate at the present step."""
+        return self.config.learning_rate * (1 - self.state.step / (self.total + 1))
+
     def _stop_reason(self) -> str | None:
         request = self.control.stop_requested
         if request is not None and not self.options.ignore_stop:
             return request.why
+        if self.control.ends_with_epoch and self.state.step > self.saved_step and self._is_epoch_over():
+            return "epoch_end"
         limit, at = self.config.time_limit_seconds, self.config.stop_at_step
         if limit is not None and self.state.seconds >= limit:
             return "time_limit"
@@ -188,7 +200,12 @@ class _Training:
             "best_eval_loss": state.best_eval_loss,
         }
 
-    def _epoch(self) -> float:
+    def _is_epoch_over(self) -> bool:
+        before = (self.state.step - 1) * self.per_step // self.rows
+        return self.state.step * self.per_step // self.rows > before
+
+    def epoch(self) -> float:
+        """Passes over the data so far."""
         return self.state.step * self.per_step / self.rows
 
     # One step
@@ -222,19 +239,20 @@ class _Training:
         if step % self.config.logging_steps == 0 or step == self.total or not math.isfinite(loss):
             self._measure(loss, time.monotonic() - began)
         if not math.isfinite(loss):
-            raise _Failure("non_finite_loss", f"the loss of step {step} is {loss}", self._rewind(step, samples))
+            raise Failure("non_finite_loss", f"the loss of step {step} is {loss}", self._rewind(step, samples))
         if self.config.eval_steps is not None and step % self.config.eval_steps == 0:
-            self._evaluate(loss + 0.1)
+            self.evaluate(loss + 0.1)
 
     def _rewind(self, step: int, samples: list[int]) -> dict[str, Any] | None:
         if self.config.on_non_finite != "rewind":
             return None
         return {"kind": "non_finite", "step": step, "rows": samples, "singled_out": []}
 
-    def _evaluate(self, loss: float) -> None:
+    def evaluate(self, loss: float) -> None:
+        """Pretend that an evaluation found this loss."""
         state = self.state
         self.report.phase("evaluating")
-        self.report.eval(state.step, {"eval_loss": loss}, epoch=self._epoch())
+        self.report.eval(state.step, {"eval_loss": loss}, epoch=self.epoch())
         state.eval_loss, state.eval_step = loss, state.step
         self.improved = state.best_eval_loss is None or loss < state.best_eval_loss
         state.best_eval_loss = min(loss, state.best_eval_loss or math.inf)
@@ -255,9 +273,9 @@ class _Training:
     def _measure(self, loss: float, seconds: float) -> None:
         self.report.metric(
             self.state.step,
-            epoch=self._epoch(),
+            epoch=self.epoch(),
             loss=loss,
-            learning_rate=self.config.learning_rate * (1 - self.state.step / (self.total + 1)),
+            learning_rate=self.rate(),
             grad_norm=loss / 10,
             samples_per_second=self.per_step / max(seconds, 1e-6),
             total_steps=self.total,
@@ -266,19 +284,19 @@ class _Training:
     def _go_wrong(self, step: int) -> None:
         options = self.options
         if options.out_of_memory_above is not None and self.config.batch_size > options.out_of_memory_above:
-            raise _Failure("out_of_memory", f"a batch of {self.config.batch_size} was asked to be too large")
+            raise Failure("out_of_memory", f"a batch of {self.config.batch_size} was asked to be too large")
         if step == options.fail_at_step:
-            raise _Failure(options.fail_code, f"step {step} was asked to fail")
+            raise Failure(options.fail_code, f"step {step} was asked to fail")
         if step == options.hang_at_step:
             while True:
                 signal.pause()
         if step == options.crash_at_step:
-            _crash(options.crash)
+            crash(options.crash)
 
     # Checkpoints
 
     def _save_if_due(self) -> None:
-        asked = self.control.take_checkpoint_request()
+        asked = self.control.take_checkpoint_request() or self.actions.wants_checkpoint
         periodic = asked or self.state.step % self.config.save_steps == 0
         if periodic or self.improved:
             self._save("periodic" if periodic else "best")
@@ -288,6 +306,7 @@ class _Training:
         if self.state.step == self.saved_step:
             return
         self.report.phase("saving")
+        began = time.monotonic()
         name = f"checkpoint-{self.state.step}"
         with _staging(self.folder / f".{name}.tmp") as staging:
             (staging / "state.json").write_text(json.dumps(asdict(self.state)))
@@ -305,7 +324,9 @@ class _Training:
             kind=kind,
             bytes=size,
             manifest_sha256=sha256,
-            epoch=self._epoch(),
+            seconds=time.monotonic() - began,
+            **self.actions.saved(),
+            epoch=self.epoch(),
             metrics=self._losses(),
         )
 
@@ -316,11 +337,13 @@ class _Training:
         folder = Path(source["path"])
         wrong = manifest.verify(folder, source["manifest_sha256"])
         if wrong:
-            raise _Failure("internal", f"checkpoint {folder.name} is not whole: {'; '.join(wrong)}")
+            raise Failure("internal", f"checkpoint {folder.name} is not whole: {'; '.join(wrong)}")
         self.state = _State(**json.loads((folder / "state.json").read_text()))
         self.saved_step = self.state.step
         if self.state.run_id != self.job["run_id"]:  # a new run that continues another has its own clock and limits
             self.state.run_id, self.state.first_step, self.state.seconds = self.job["run_id"], self.state.step, 0.0
+            self.state.changed, self.state.ended_by = {}, None
+        self.change()
 
     def _differences(self) -> list[str]:
         source = self.job.get("resume_from")
@@ -350,31 +373,6 @@ def _fill(descriptor: int, size: int, seed: str) -> None:
     block = random.Random(seed).randbytes(min(size, 1 << 20))
     while size > 0:
         size -= os.write(descriptor, block[:size])
-
-
-def _crash(how: str) -> None:
-    match how:
-        case "exception":
-            raise RuntimeError("this step was asked to raise")
-        case "segv":
-            ctypes.string_at(0)
-        case "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "exit":
-            os._exit(3)
-        case "memory":
-            resource.setrlimit(resource.RLIMIT_AS, (1 << 32, resource.RLIM_INFINITY))
-            bytearray(1 << 33)
-
-
-def _classify(problem: Exception) -> str:
-    if isinstance(problem, _Failure):
-        return problem.code
-    if isinstance(problem, MemoryError):
-        return "out_of_memory"
-    if isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "disk_full"
-    return "internal"
 
 
 if __name__ == "__main__":

@@ -32,6 +32,9 @@ class Following:
         self._vitals = vitals
         self._asked_at: float | None = None
         self._has_asked_for_checkpoint = False
+        self._has_told_of_epoch_end = False
+        self._passed_on: set[str] = set()
+        """Ids of the actions that the process has."""
         self._waited_for_us_at = time.monotonic()
 
     def until_the_end(self) -> tuple[Exit, KilledFor | None]:
@@ -71,6 +74,7 @@ class Following:
         if self._lease.stop or self._host.draining.is_set():
             return self._bring_to_stop()
         self._provide_for_absence()
+        self._pass_on_wishes()
         return None
 
     def _bring_to_stop(self) -> KilledFor | None:
@@ -89,6 +93,17 @@ class Following:
             return None
         self._pump.say(f"the training process did not stop within {grace:.0f} s and was killed", "warning")
         return why
+
+    def _pass_on_wishes(self) -> None:
+        """Hand the trainer what was asked for meanwhile; where its socket has no room, at the next look."""
+        if self._lease.ends_with_epoch and not self._has_told_of_epoch_end:
+            self._has_told_of_epoch_end = self._process.send({"stop_at": "epoch_end"})
+        for action in self._lease.actions:
+            if action["id"] in self._passed_on:
+                continue
+            if not self._process.send({"action": action}):
+                break  # the next ones must not overtake it
+            self._passed_on.add(action["id"])
 
     def _provide_for_absence(self) -> None:
         """Have a checkpoint saved while there is time, if the database is silent for long; once in each absence."""

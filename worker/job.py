@@ -12,6 +12,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine, Executable, select
 
+from app.actions.replay import done_behind
 from app.checkpoints import retention
 from app.checkpoints.models import Checkpoint
 from app.datasets.models import Dataset
@@ -98,7 +99,9 @@ def prepare(host: Host, run: Any, device: dict[str, Any]) -> Job:
             "reward_models": reward_models,
             "output_dir": str(folder),
             "token_cache": _token_cache(host),
+            "disk_reserve_bytes": host.settings.disk_reserve_bytes,
             "resume_from": _resume(host, checkpoint),
+            "actions": connection.execute(done_behind(run.id, checkpoint.step if checkpoint else 0)).scalar_one(),
             "journal": str(host.storage.journal(run.id)),
             "device": device,
             "trust_remote_code": host.settings.trust_remote_code,

@@ -1,9 +1,10 @@
-"""The lease on a run: renewed from a thread of its own, which also brings requests to stop."""
+"""The lease on a run: renewed from a thread of its own, which also brings requests to stop and actions."""
 
 import logging
 import threading
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -36,6 +37,10 @@ class Lease:
         self.run_id = run_id
         self.epoch = epoch
         self.stop: StopAsked | None = None
+        self.ends_with_epoch = False
+        """Somebody wants the run to end when its present epoch does."""
+        self.actions: list[dict[str, Any]] = []
+        """What is to be done between two steps, and was not yet when the lease was last renewed: oldest first."""
         self.fenced = False
         """The run belongs to somebody else."""
         self._host = host
@@ -82,6 +87,7 @@ class Lease:
         """Hand the trainer its deadline, now and with every renewal."""
         self._process = process
         process.send({"renew_until": self.kill_at})
+        self.renew_now()  # what was asked for while the run waited
 
     def renew_now(self) -> None:
         """Renew at once: there may be something to hear."""
@@ -115,6 +121,8 @@ class Lease:
         self._sent = sent
         if row.stop_requested_at is not None:
             self.stop = StopAsked(save=row.stop_save_checkpoint)
+        self.ends_with_epoch = row.stop_mode == "epoch_end"
+        self.actions = row.actions or []
         if self._process:
             self._process.send({"renew_until": self.kill_at})
         return True

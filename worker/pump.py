@@ -14,6 +14,7 @@ from app.ids import new_id
 from app.runs import lifecycle
 from app.runs.models import LIVE, Run
 from app.storage import checkpoint_name
+from worker.answers import answer
 from worker.channel import Source
 from worker.host import Host
 from worker.job import Job, remove_folders
@@ -49,7 +50,8 @@ class Pump:
         self._run = run
         self._writer = writer
         self._job: Job | None = None
-        self._best_loss: float | None = None
+        self._bests: list[tuple[int, float | None]] = [(0, None)]
+        """Steps at which the loss was the lowest so far, as far back as a checkpoint may still come from."""
         self._total_steps: int | None = None
         self._redact = Redactor()
         self._lines = LogLines(redact=self._redact)
@@ -57,7 +59,7 @@ class Pump:
 
     def start_from(self, job: Job) -> None:
         """Where the attempt takes up the run; what lies beyond rolls back."""
-        self._job, self._best_loss = job, job.best_loss
+        self._job, self._bests = job, [(job.start_step, job.best_loss)]
         self._redact.hide(job.secrets.values())
         for remark in job.remarks:
             self.say(remark, "warning")
@@ -105,6 +107,7 @@ class Pump:
             "metric": self._take_metric,
             "phase": self._take_phase,
             "checkpoint": self._take_checkpoint,
+            "action": self._take_action,
             "result": self._take_result,
         }.get(kind)
         if take:
@@ -132,17 +135,24 @@ class Pump:
         self._writer.put(Step(keep, NewEvent.of("config", ts, record)))
 
     def _take_metric(self, record: dict[str, Any], ts: float) -> None:
-        loss = record.get("loss")
-        if isinstance(loss, float | int) and (self._best_loss is None or loss < self._best_loss):
-            self._best_loss = float(loss)
+        loss, best = record.get("loss"), self._bests[-1][1]
         self._take_total(record.pop("total_steps", None))
         event = NewEvent.of("metric", ts, record)
-        self._reach(_count(record["step"], "step"), float(record.get("epoch") or 0))
+        step = _count(record["step"], "step")
+        if isinstance(loss, float | int) and (best is None or loss < best):
+            self._bests.append((step, float(loss)))
+        self._reach(step, float(record.get("epoch") or 0))
         self._writer.put(event)
 
     def _reach(self, step: int, epoch: float) -> None:
         self.step = step
-        self._writer.progress = Progress(step, epoch, self._total_steps, self._best_loss)
+        self._writer.progress = Progress(step, epoch, self._total_steps, self._bests[-1][1])
+
+    def _best_at(self, step: int) -> float | None:
+        """The lowest loss up to `step`; checkpoints come in their order, so nobody asks for what is before it again."""
+        while len(self._bests) > 1 and self._bests[1][0] <= step:
+            self._bests.pop(0)
+        return self._bests[0][1]
 
     def _take_total(self, told: Any) -> None:
         if told:
@@ -160,7 +170,7 @@ class Pump:
             self.has_begun = True
             self._take_total(record.get("total_steps"))
             start = (self._job.start_step, self._job.start_epoch) if self._job else (0, 0.0)
-            self._move(lifecycle.begin(run_id, epoch, *start, self._total_steps, self._best_loss), "running")
+            self._move(lifecycle.begin(run_id, epoch, *start, self._total_steps, self._bests[-1][1]), "running")
         elif self.phase == "saving" and self._status == "running":
             self._move(lifecycle.saving(run_id, epoch), "checkpointing")
         elif self.phase != "saving" and self._status == "checkpointing":
@@ -195,9 +205,11 @@ class Pump:
             "kind": record["kind"],
             "bytes": record["bytes"],
             "manifest_sha256": record["manifest_sha256"],
+            "save_seconds": record.get("seconds"),
+            "pinned": bool(record.get("pinned")),
             "metrics": {
                 **{name: value for name, value in metrics.items() if isinstance(value, int | float)},
-                "best_loss": self._best_loss,
+                "best_loss": self._best_at(step),
             },
         }
         retired: list[tuple[int, str]] = []
@@ -216,11 +228,33 @@ class Pump:
             if keep_last:
                 rows = connection.execute(retention.retire(run.id, keep_last)).all()
                 retired[:] = [(attempt, name) for attempt, name in rows]
+            for one in answered:
+                connection.execute(one.change)
 
-        self._reach(step, float(row["epoch"]))
+        if self._writer.progress is None or self._writer.progress.step < step:
+            # It is told of when it is on the disk, and training may have gone on meanwhile.
+            self._reach(step, float(row["epoch"]))
         told = {"checkpoint_id": checkpoint_id, "step": row["step"], "kind": row["kind"], "bytes": row["bytes"]}
         event = NewEvent.of("checkpoint", ts, told)
-        self._writer.put(Step(keep, event, lambda: remove_folders(self._host, run.id, retired)))
+        # Of one transaction: an action is done when its checkpoint is there, and the checkpoint is not there without.
+        found = {"checkpoint_id": checkpoint_id, "pinned": row["pinned"]}
+        answered = [
+            answer(run, {**asked, "step": step, "status": "done", "result": found}, ts)
+            for asked in record.get("actions", ())
+        ]
+        more = tuple(one.event for one in answered)
+        self._writer.put(Step(keep, event, lambda: remove_folders(self._host, run.id, retired), more))
+
+    def _take_action(self, record: dict[str, Any], ts: float) -> None:
+        answered = answer(self._run, record, ts)
+        if record.get("total_steps"):
+            self._take_total(record["total_steps"])
+            self._reach(_count(record["step"], "step"), float(record.get("epoch") or 0))
+
+        def keep(connection: Connection) -> None:
+            connection.execute(answered.change)
+
+        self._writer.put(Step(keep, answered.event))
 
 
 def _count(value: Any, name: str) -> int:

@@ -36,6 +36,8 @@ class Step:
     event: NewEvent | None = None
     stored: Callable[[], None] = lambda: None
     """Called once the change is committed."""
+    more: tuple[NewEvent, ...] = ()
+    """Events behind `event`, of the same transaction."""
 
 
 @dataclass(frozen=True)
@@ -224,8 +226,6 @@ def _packed(event: NewEvent) -> bytes:
 
 
 def _size(item: NewEvent | Step) -> int:
-    event = item.event if isinstance(item, Step) else item
-    if event is None:
-        return 0
+    events = (item.event, *item.more) if isinstance(item, Step) else (item,)
     # A payload that is kept beside its text takes several times as much as that.
-    return len(event.data) * (1 if event.measured is None else 6)
+    return sum(len(event.data) * (1 if event.measured is None else 6) for event in events if event is not None)

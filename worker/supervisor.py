@@ -226,6 +226,8 @@ def conclude(host: Host, run: Any, lease: Lease, pump: Pump, end: Exit, killed_f
         return lifecycle.fail(run.id, run.epoch, "time_limit", message, output(run, result))
     if outcome == "stopped" and result.get("why") == "stop_at_step":
         return lifecycle.complete(run.id, run.epoch, output(run, result), "stop_at_step was reached")
+    if outcome == "stopped" and result.get("why") == "epoch_end":
+        return lifecycle.cancel(run.id, run.epoch)
     if outcome == "failed":
         error = result.get("error") or {}
         return lifecycle.fail(run.id, run.epoch, error.get("code", "internal"), error.get("message", ""))

@@ -195,7 +195,7 @@ class Writer:
                 step.apply(connection)
             return
         try:
-            self._append([step.event], step.apply)
+            self._append([step.event, *step.more], step.apply)
         except SQLAlchemyError as error:
             if not (event_log.is_refused_data(error) or isinstance(error, IntegrityError)):
                 raise

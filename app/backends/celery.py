@@ -118,8 +118,8 @@ class CeleryBackend(TrainingBackend):
     async def stop(self, run_id: str, save_checkpoint: bool = True) -> None:
         """Ask for a stop; 409 when the run has ended by itself."""
         async with self._sessions() as session, session.begin():
-            await service.stop(session, run_id, save_checkpoint)
-        await self._queue.stop(run_id)
+            await service.stop(session, run_id, "checkpoint" if save_checkpoint else "discard")
+        await self._queue.call_worker(run_id)
         await self._queue.wake(run_id)
 
     async def resume(self, run_id: str, checkpoint_path: Path | None = None) -> str:

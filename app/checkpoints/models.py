@@ -30,6 +30,8 @@ class Checkpoint(Base):
     bytes: Mapped[int] = mapped_column(BigInteger)
     manifest_sha256: Mapped[str]
     metrics: Mapped[dict[str, Any]] = mapped_column(server_default=text("'{}'"))
+    save_seconds: Mapped[float | None]
+    """From the end of the step to the folder's being whole on disk."""
     pinned: Mapped[bool] = mapped_column(server_default=text("false"))
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     deleted_at: Mapped[datetime | None]

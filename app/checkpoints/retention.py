@@ -1,6 +1,8 @@
 """Which checkpoints a run may resume from, and which it may let go."""
 
-from sqlalchemy import Executable, Update, exists, func, select, update
+from typing import Any
+
+from sqlalchemy import ColumnElement, Executable, Update, exists, func, select, update
 from sqlalchemy.orm import aliased
 
 from app.checkpoints.models import Checkpoint
@@ -13,6 +15,12 @@ def good(run_id: str, below_step: int | None = None) -> Executable:
     if below_step is not None:
         kept.append(Checkpoint.step < below_step)
     return select(Checkpoint).where(*kept).order_by(Checkpoint.step.desc(), Checkpoint.id.desc())
+
+
+def badness(one: Any) -> ColumnElement[float]:
+    """By which checkpoints of a run are compared, the best lowest; null where no evaluation was of these weights."""
+    # Runs are judged by the one or by the other.
+    return func.coalesce(one.metrics["eval_loss"].as_float(), -one.metrics["eval_reward"].as_float())
 
 
 def retire(run_id: str, keep: int) -> Executable:
@@ -28,9 +36,7 @@ def _retire(run_id: str, keep: int) -> Update:
     one = aliased(Checkpoint)
     there = select(one.id).where(one.run_id == run_id, one.deleted_at.is_(None), one.bad_reason.is_(None))
     furthest = there.order_by(one.step.desc(), one.id.desc()).limit(max(keep, 1))
-    # Runs are judged by the one or by the other.
-    badness = func.coalesce(one.metrics["eval_loss"].as_float(), -one.metrics["eval_reward"].as_float())
-    best = there.where(badness.is_not(None)).order_by(badness, one.step).limit(1)
+    best = there.where(badness(one).is_not(None)).order_by(badness(one), one.step).limit(1)
     return (
         update(Checkpoint)
         .where(

@@ -32,6 +32,7 @@ class CheckpointRead(BaseModel):
                 "bytes": 1048576,
                 "manifest_sha256": "0f" * 32,
                 "metrics": {"loss": 2.31},
+                "save_seconds": 1.8,
                 "pinned": False,
                 "bad_reason": None,
                 "created_at": "2026-01-02T03:04:05.678Z",
@@ -49,6 +50,7 @@ class CheckpointRead(BaseModel):
     bytes: int
     manifest_sha256: str
     metrics: dict[str, Any]
+    save_seconds: float | None = Field(description="How long it took to write it.")
     pinned: bool
     bad_reason: str | None = Field(description="Why it cannot be resumed, when it was found damaged.")
     created_at: Moment

@@ -2,14 +2,19 @@
 
 from typing import Any
 
-from sqlalchemy import ColumnElement, ScalarSelect, Select, func, select
-from sqlalchemy.dialects.postgresql import array
+from sqlalchemy import ColumnElement, Double, Integer, Select, and_, case, cast, func, select
+from sqlalchemy.dialects.postgresql import ARRAY, array
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.checkpoints.models import Checkpoint
+from app.checkpoints.retention import badness
 from app.errors import ApiError
 from app.ids import is_id
 from app.pagination import Paging, fetch
+from app.runs.models import Run
+
+_BADNESS = badness(Checkpoint)
+_LAST_SAVES = 5
 
 
 def _good() -> Select[Checkpoint]:
@@ -46,11 +51,43 @@ async def pin(session: AsyncSession, run_id: str, checkpoint_id: str, pinned: bo
     return found
 
 
-def furthest_good_place(run_id: ColumnElement[str]) -> ScalarSelect[Any]:
-    """`[step, attempt]` of the furthest checkpoint that a run can be resumed from, as a column of a query of runs."""
+def preferred_place(run: Any) -> ColumnElement[Any]:
+    """`[step, attempt]` of the checkpoint of `preferred`, as a column of a query of the table `run`."""
     place = array([Checkpoint.step, Checkpoint.attempt])
-    good = (Checkpoint.deleted_at.is_(None), Checkpoint.bad_reason.is_(None))
-    return select(func.max(place)).where(Checkpoint.run_id == run_id, *good).scalar_subquery()
+    good = (Checkpoint.run_id == run.id, Checkpoint.deleted_at.is_(None), Checkpoint.bad_reason.is_(None))
+    furthest = select(func.max(place)).where(*good).scalar_subquery()
+    judged = array([_BADNESS, cast(Checkpoint.step, Double), cast(Checkpoint.attempt, Double)])
+    lowest = cast(func.min(judged, type_=ARRAY(Double))[2:3], ARRAY(Integer))
+    best = select(lowest).where(*good, _BADNESS.is_not(None)).scalar_subquery()
+    is_best = and_(run.stop_mode == "best", run.status.not_in(("completed", "failed")))
+    return case((is_best, func.coalesce(best, furthest)), else_=furthest)
+
+
+async def preferred(session: AsyncSession, run: Run) -> Checkpoint | None:
+    """The checkpoint that a run is resumed from unless another is named: the furthest good one.
+
+    Of a run that was stopped with the mode `best`, the one whose evaluation was the best.
+    """
+    if run.stop_mode == "best" and run.status not in ("completed", "failed"):
+        best = await best_good(session, run.id)
+        if best is not None:
+            return best
+    return await furthest_good(session, run.id)
+
+
+async def best_good(session: AsyncSession, run_id: str) -> Checkpoint | None:
+    """The good checkpoint whose evaluation was the best (lowest loss, or highest reward); the earlier of two equals."""
+    query = _good().where(Checkpoint.run_id == run_id, _BADNESS.is_not(None))
+    return await session.scalar(query.order_by(_BADNESS, Checkpoint.step).limit(1))
+
+
+async def slowest_save(session: AsyncSession, run_id: str) -> float | None:
+    """Seconds that the slowest of the run's last saves took; None while it has none."""
+    last = select(Checkpoint.save_seconds).where(Checkpoint.run_id == run_id, Checkpoint.save_seconds.is_not(None))
+    seconds: float | None = await session.scalar(
+        select(func.max(last.order_by(Checkpoint.id.desc()).limit(_LAST_SAVES).subquery().c.save_seconds))
+    )
+    return seconds
 
 
 async def furthest_good(session: AsyncSession, run_id: str, most_step: int | None = None) -> Checkpoint | None:

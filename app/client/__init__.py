@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Generic
 
 from app.client import events
+from app.client.actions import Actions
 from app.client.connection import Connection, find_connection
 from app.client.datasets import Datasets
 from app.client.errors import AnnealError
@@ -36,6 +37,7 @@ class _Client(Generic[M]):
         session = Session(transport, patience)
         is_async = isinstance(transport, AsyncTransport)
         self.url = transport.url
+        self.actions: Actions[M] = Actions(session, is_async)
         self.datasets: Datasets[M] = Datasets(session, is_async)
         self.experiments: Experiments[M] = Experiments(session, is_async)
         self.runs: Runs[M] = Runs(session, is_async)

@@ -112,6 +112,18 @@ class SampleEvent(Event):
     completion: str
 
 
+class ActionEvent(Event):
+    """What came of something that was asked of the run while it trained; it took effect behind `step`."""
+
+    type: Literal["action"]
+    action_id: str
+    action: str
+    step: int
+    status: str
+    result: dict[str, Any] | None = None
+    message: str | None = None
+
+
 class RepairEvent(Event):
     """The run failed and goes on by itself, with something changed: an attempt of smaller micro-batches, or without
     the step that spoilt it."""
@@ -149,8 +161,8 @@ class TruncatedEvent(Event):
 
 _TYPES: dict[str, type[Event]] = {
     "status": StatusEvent, "log": LogEvent, "metric": MetricEvent, "eval": EvalEvent, "checkpoint": CheckpointEvent,
-    "config": ConfigEvent, "progress": ProgressEvent, "sample": SampleEvent, "repair": RepairEvent,
-    "error": ErrorEvent, "end": EndEvent, "truncated": TruncatedEvent,
+    "config": ConfigEvent, "progress": ProgressEvent, "sample": SampleEvent, "action": ActionEvent,
+    "repair": RepairEvent, "error": ErrorEvent, "end": EndEvent, "truncated": TruncatedEvent,
 }  # fmt: skip
 
 

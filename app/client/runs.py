@@ -14,7 +14,7 @@ from app.client.modes import M, call, stream
 from app.client.resource import ApiResource, body_of, given
 from app.estimates.schemas import RunEstimate
 from app.postmortems.schemas import PostMortem
-from app.runs.schemas import RunCheck, RunComparison, RunCreate, RunMetrics, RunRead, RunSummary
+from app.runs.schemas import RunCheck, RunComparison, RunCreate, RunMetrics, RunRead, RunStopped, RunSummary, StopMode
 
 STREAM_PATIENCE = 600.0
 """Seconds for which a stream tries to come back to a service that is away, unless told otherwise."""
@@ -91,10 +91,16 @@ class Runs(ApiResource[M]):
         await self._session.request("DELETE", f"/runs/{run_id}")
 
     @call
-    async def stop(self, run_id: str, *, save_checkpoint: bool = True) -> RunRead:
-        """Ask a run to stop; it has stopped once its events end."""
-        body = {"save_checkpoint": save_checkpoint}
-        return await self._session.post(RunRead, f"/runs/{run_id}/stop", body, repeatable=True)
+    async def stop(
+        self, run_id: str, *, mode: StopMode | None = None, save_checkpoint: bool | None = None
+    ) -> RunStopped:
+        """Ask a run to stop; it has stopped once its events end. `stop` of the answer tells what to expect.
+
+        Modes: `checkpoint` (save and end), `epoch_end` (train to the end of the epoch first), `best` (end at once, to
+        resume from the best checkpoint) and `discard` (save nothing), which `save_checkpoint=False` means too.
+        """
+        body = given(mode=mode, save_checkpoint=save_checkpoint)
+        return await self._session.post(RunStopped, f"/runs/{run_id}/stop", body, repeatable=True)
 
     @call
     async def resume(

@@ -283,16 +283,23 @@ def watch(run_id: RunId, as_json: AsJson = False) -> None:
 @commands.command()
 def stop(
     run_id: RunId,
-    save: Annotated[bool, typer.Option("--save/--no-save", help="Save a checkpoint first, to resume from.")] = True,
+    mode: Annotated[
+        Literal["checkpoint", "epoch_end", "best", "discard"],
+        typer.Option(help="Save and end, finish the epoch first, end with the best checkpoint, or save nothing."),
+    ] = "checkpoint",
+    no_save: Annotated[bool, typer.Option("--no-save", help="The same as --mode discard.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Return when it has ended.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Stop a run, with a checkpoint to resume from.
+    """Stop a run, with a checkpoint to resume from unless --mode says otherwise.
 
-    Example: `anneal runs stop --wait run_01k3x9m6q2v8s4t0w7y5z1a3b6`
+    Example: `anneal runs stop --mode epoch_end --wait run_01k3x9m6q2v8s4t0w7y5z1a3b6`
     """
+    if no_save and mode not in ("checkpoint", "discard"):
+        fail(f"--no-save contradicts --mode {mode}; leave one of them out.")
     with connected() as client:
-        run = client.runs.stop(run_id, save_checkpoint=save)
+        stopping = client.runs.stop(run_id, mode="discard" if no_save else mode)
+        run: RunRead = stopping
         if wait:
             for _ in client.runs.events(run_id, after=run.last_seq, types="end"):
                 pass
@@ -300,7 +307,7 @@ def stop(
         if as_json:
             document(run)
         elif run.finished_at is None:
-            typer.echo(f"{run_id} was asked to stop; it is {run.status}.")
+            typer.echo(f"{run_id} was asked to stop; it is {run.status}. {stopping.stop.message}")
         else:
             typer.echo(f"{run_id} is {run.status}, at step {run.current_step}.")
 

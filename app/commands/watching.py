@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import typer
 
 from app.client.events import (
+    ActionEvent,
     CheckpointEvent,
     ConfigEvent,
     ErrorEvent,
@@ -125,6 +126,9 @@ class Seen:
             return f"step {event.step}  {'  '.join(_figures(event.metrics))}"
         elif isinstance(event, CheckpointEvent):
             return f"step {event.step}  checkpoint {event.checkpoint_id} ({event.kind})"
+        elif isinstance(event, ActionEvent):
+            self.total = (event.result or {}).get("total_steps") or self.total
+            return f"step {event.step}  {event.action}: {event.status}{f' ({event.message})' if event.message else ''}"
         elif isinstance(event, ConfigEvent):
             self.total = event.facts.get("total_steps") or self.total
             replaced = [f"{it.get('field')}={it.get('used')} ({it.get('reason')})" for it in event.replaced]

@@ -15,7 +15,8 @@ from app.runs.models import TERMINAL, Run
 router = APIRouter(tags=["events"])
 
 EVENT_TYPES = (
-    "status", "log", "metric", "eval", "checkpoint", "config", "progress", "sample", "repair", "error", "end",
+    "status", "log", "metric", "eval", "checkpoint", "config", "progress", "sample", "action", "repair",
+    "error", "end",
 )  # fmt: skip
 _EXAMPLE = (
     "retry: 2000\n\nid: 41\nevent: metric\n"

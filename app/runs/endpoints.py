@@ -10,7 +10,7 @@ from app.backends.registry import RULES
 from app.dependencies import CurrentSettings, CurrentStorage, Reading, Session, Snapshot
 from app.pagination import Page, PageQuery
 from app.queue import Queue
-from app.runs import comparison, curves, listing, removal, service, views
+from app.runs import comparison, curves, listing, removal, service, stopping, views
 from app.runs.config import TrainingStatus
 from app.runs.resume import resume
 from app.runs.schemas import (
@@ -24,6 +24,7 @@ from app.runs.schemas import (
     RunRead,
     RunResume,
     RunStop,
+    RunStopped,
     RunSummary,
 )
 
@@ -137,16 +138,21 @@ async def stop_run(
     run_id: str,
     request: Request,
     session: Session,
+    settings: CurrentSettings,
     storage: CurrentStorage,
     after_commit: BackgroundTasks,
     body: RunStop | None = None,
-) -> RunRead:
-    """Stop a run. One that waits ends at once, one that trains within the grace; asking again changes nothing."""
-    save_checkpoint = body.save_checkpoint if body else True
-    run = await service.stop(session, run_id, save_checkpoint)
-    after_commit.add_task(_queue(request).stop, run_id)
+) -> RunStopped:
+    """Stop a run. One that waits ends at once, one that trains within the grace, or at its epoch's end if so asked.
+
+    Asking again changes nothing, but for a stop at once after one at the end of the epoch, and one that saves nothing.
+    """
+    mode = (body or RunStop()).how
+    run = await service.stop(session, run_id, mode)
+    outlook = await stopping.outlook(session, run, mode, settings.save_grace_seconds)
+    after_commit.add_task(_queue(request).call_worker, run_id)
     after_commit.add_task(_queue(request).wake, run_id)
-    return await views.one(session, storage, run)
+    return await views.stopped(session, storage, run, outlook)
 
 
 @router.post(

@@ -30,11 +30,22 @@ from sqlalchemy import (
     text,
     update,
 )
-from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.dialects.postgresql import aggregate_order_by, insert
 from sqlalchemy.sql.selectable import CTE
 
 from app.runs.models import LIVE, TERMINAL
-from app.runs.transitions import EVENT_COLUMNS, as_json, attempts, devices, events, move, runs, seconds, statement
+from app.runs.transitions import (
+    EVENT_COLUMNS,
+    actions,
+    as_json,
+    attempts,
+    devices,
+    events,
+    move,
+    runs,
+    seconds,
+    statement,
+)
 
 _LEAST_PAUSE = 1.0
 _MOST_DOUBLINGS = 6
@@ -165,7 +176,10 @@ def fail(run_id: str, epoch: int, code: str, message: str, output_attempt: int |
 
 def cancel(run_id: str, epoch: int) -> Executable:
     """The run ends because a stop was asked for; without such a request the row refuses."""
-    return _guarded(run_id, epoch, LIVE, "cancelled", "stopped on request")
+    # One that was to stop at the end of its epoch has only now been stopped.
+    stopped_at = case((runs.c.stop_mode == "epoch_end", func.coalesce(runs.c.stop_requested_at, func.now())),
+                      else_=runs.c.stop_requested_at)  # fmt: skip
+    return _guarded(run_id, epoch, LIVE, "cancelled", "stopped on request", stop_requested_at=stopped_at)
 
 
 def hand_back(run_id: str, epoch: int, reason: str) -> Executable:
@@ -208,8 +222,14 @@ def reap_dead(worker_ids: list[str]) -> Executable:
     )
 
 
-def request_stop(run_id: str, save_checkpoint: bool) -> Executable:
-    """Ask a run to stop; one that waits ends at once, so no claim can slip in between. No row: it has ended."""
+def request_stop(run_id: str, save_checkpoint: bool, mode: str | None = None) -> Executable:
+    """Ask a run to stop now; one that waits ends at once, so no claim can slip in between. No row: it has ended.
+
+    The first such request stands, but for one that wants nothing saved. `mode` (None: as `save_checkpoint` says) is
+    checkpoint, best or discard, and is only kept to be shown.
+    """
+    mode = mode or ("checkpoint" if save_checkpoint else "discard")
+    is_first = runs.c.stop_requested_at.is_(None)
     unfinished = and_(runs.c.id == run_id, runs.c.status.not_in(TERMINAL))
     return statement(
         _pick(unfinished),
@@ -217,19 +237,46 @@ def request_stop(run_id: str, save_checkpoint: bool) -> Executable:
         "stopped on request",
         stop_requested_at=func.coalesce(runs.c.stop_requested_at, func.now()),
         stop_save_checkpoint=case(
-            (runs.c.stop_requested_at.is_(None), save_checkpoint),
-            else_=and_(runs.c.stop_save_checkpoint, literal(save_checkpoint)),
+            (is_first, save_checkpoint),
+            else_=and_(runs.c.stop_save_checkpoint, literal(save_checkpoint or mode != "discard")),
         ),
+        stop_mode=case((or_(is_first, literal(mode == "discard")), mode), else_=runs.c.stop_mode),
+    )
+
+
+def request_stop_at_epoch_end(run_id: str) -> Executable:
+    """Ask a run to stop once its epoch is over; a request to stop now, before or after, wins. No row: it has ended.
+
+    A run that has never begun ends at once. Any other goes on, is requeued when its worker is lost, and is `cancelled`
+    by the worker that sees the epoch end.
+    """
+    unfinished = and_(runs.c.id == run_id, runs.c.status.not_in(TERMINAL))
+    never_begun = and_(runs.c.status == "pending", runs.c.attempt == 0)
+    return statement(
+        _pick(unfinished),
+        case((never_begun, "cancelled"), else_=runs.c.status),
+        "stopped on request",
+        stop_requested_at=case((never_begun, func.now()), else_=runs.c.stop_requested_at),
+        stop_mode=case((runs.c.stop_requested_at.is_(None), "epoch_end"), else_=runs.c.stop_mode),
     )
 
 
 def renew(run_id: str, epoch: int, lease_seconds: float) -> Executable:
-    """Keep the lease. The row tells whether a stop was asked for; no row: the run belongs to somebody else."""
+    """Keep the lease. The row tells what was asked for (a stop, actions); no row: the run belongs to somebody else."""
+    asked = func.json_build_object(
+        text("'id'"), actions.c.id, text("'action'"), actions.c.action, text("'parameters'"), actions.c.parameters
+    )
+    waiting = (
+        select(func.json_agg(aggregate_order_by(asked, actions.c.id)))
+        .where(actions.c.run_id == runs.c.id, actions.c.status == "waiting")
+        .scalar_subquery()
+        .label("actions")
+    )
     return (
         update(runs)
         .where(runs.c.id == run_id, runs.c.epoch == epoch, runs.c.lease_owner.is_not(None))
         .values(lease_expires_at=func.clock_timestamp() + seconds(lease_seconds))
-        .returning(runs.c.stop_requested_at, runs.c.stop_save_checkpoint)
+        .returning(runs.c.stop_requested_at, runs.c.stop_save_checkpoint, runs.c.stop_mode, waiting)
     )
 
 

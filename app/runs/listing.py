@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 from sqlalchemy import ColumnElement, Select, Text, literal_column, select, tuple_, union_all
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.checkpoints.service import furthest_good_place
+from app.checkpoints.service import preferred_place
 from app.errors import FieldError, invalid
 from app.pagination import Paging, newest_first
 from app.runs.config import TrainingStatus
@@ -41,7 +41,7 @@ def _shown() -> ColumnElement[str]:
 
 _LISTED = select(
     *Run.__table__.c["id", "event_seq", "output_attempt"],
-    furthest_good_place(Run.__table__.c.id).label("furthest"),
+    preferred_place(Run.__table__.c).label("furthest"),
     _shown().label("shown"),
 )
 
@@ -53,7 +53,7 @@ class Listed(NamedTuple):
     event_seq: int
     output_attempt: int | None
     furthest: list[int] | None
-    """`[step, attempt]` of its furthest good checkpoint."""
+    """`[step, attempt]` of the checkpoint that it would be resumed from."""
     shown: str
     """Its own columns, an object in JSON."""
 

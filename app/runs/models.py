@@ -107,6 +107,8 @@ class Run(Owned, Base):
     max_restarts: Mapped[int] = mapped_column(server_default=text("3"))
     stop_requested_at: Mapped[datetime | None]
     stop_save_checkpoint: Mapped[bool] = mapped_column(server_default=text("true"))
+    stop_mode: Mapped[str | None]
+    """How it is to stop: checkpoint, best, discard; or epoch_end, then `stop_requested_at` is null until it ends."""
     hinted_at: Mapped[datetime | None]
     not_before: Mapped[datetime] = mapped_column(server_default=func.now())
 

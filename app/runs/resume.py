@@ -7,8 +7,9 @@ from typing import Any
 from sqlalchemy import Select, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from app.actions.service import changes
 from app.checkpoints.models import Checkpoint
-from app.checkpoints.service import furthest_good
+from app.checkpoints.service import furthest_good, preferred
 from app.errors import ApiError, FieldError, conflict, invalid
 from app.ids import new_id
 from app.runs import service
@@ -38,7 +39,8 @@ async def resume(
         return earlier
     parent = await _ended(session, run_id)
     sent = await destination_problems(session, around.settings, {**parent.config, **request.config})
-    config, given = await asyncio.to_thread(_configuration, around, parent, request, sent)
+    changed = {} if request.from_ == "start" else await changes(session, parent.id)
+    config, given = await asyncio.to_thread(_configuration, around, parent, changed, request, sent)
     if request.from_ == "start":
         if request.checkpoint_id is not None:
             message = 'cannot be given together with `"from": "start"`; choose one'
@@ -85,15 +87,16 @@ async def _ended(session: AsyncSession, run_id: str) -> Run:
 
 
 def _configuration(
-    around: service.Surroundings, parent: Run, request: RunResume, sent: list[Problem]
+    around: service.Surroundings, parent: Run, changed: dict[str, Any], request: RunResume, sent: list[Problem]
 ) -> tuple[TrainingConfig, list[str]]:
     """The parent's configuration with the overrides, and the names of all fields that a user set.
 
-    `sent` is what is wrong with where the run is to send something.
+    `changed` is what actions have changed of it while the parent trained, `sent` what is wrong with where the run is to
+    send something.
     """
     refused = resume_problems(parent.config, request.config) + sent
-    merged: dict[str, Any] = {**parent.config, **request.config}
-    given = set(parent.given) | given_fields(request.config)
+    merged: dict[str, Any] = {**parent.config, **changed, **request.config}
+    given = set(parent.given) | given_fields(changed) | given_fields(request.config)
     asked = as_asked(merged, given)
     wrong, _ = config_problems(around.rules.get(parent.backend), asked, parent.eval_dataset_id is not None)
     told = {problem.field for problem in refused}
@@ -127,7 +130,8 @@ async def _checkpoint(session: AsyncSession, parent: Run, wanted: str | None) ->
     most_step: int | None = None
     while run is not None:
         if wanted is None:
-            found = await furthest_good(session, run.id, most_step)
+            is_asked = run is parent
+            found = await (preferred(session, run) if is_asked else furthest_good(session, run.id, most_step))
             if found is not None:
                 return found
         else:

@@ -8,6 +8,7 @@ from pydantic import (
     Field,
     GetJsonSchemaHandler,
     StringConstraints,
+    model_validator,
 )
 from pydantic.config import JsonDict
 from pydantic.json_schema import JsonSchemaValue
@@ -25,6 +26,7 @@ _CHECKPOINT_ID = "ckpt_01k3x9m6q2v8s4t0w7y5z1a3b8"
 _EXPERIMENT_ID = "exp_01k3x9m6q2v8s4t0w7y5z1a3b9"
 _CONFIG: JsonDict = {"base_model": "my-model", "method": "qlora", "lora_r": 16, "epochs": 1}
 
+StopMode = Literal["checkpoint", "epoch_end", "best", "discard"]
 Label = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 """A name or tag."""
 
@@ -86,9 +88,26 @@ class RunEdit(_Body):
 class RunStop(_Body):
     """How to stop."""
 
-    model_config = ConfigDict(json_schema_extra={"example": {"save_checkpoint": True}})
+    model_config = ConfigDict(json_schema_extra={"example": {"mode": "checkpoint"}})
 
-    save_checkpoint: bool = Field(default=True, description="Save the state first, so that it can be resumed.")
+    mode: StopMode | None = Field(
+        default=None,
+        description="`checkpoint` (the default): save, and end. `epoch_end`: train to the end of the epoch, save, and "
+        "end; a later stop of another mode ends it at once. `best`: end at once where an evaluation has found a best "
+        "checkpoint, which is then the one to resume from; otherwise as `checkpoint`. `discard`: end and save nothing.",
+    )
+    save_checkpoint: bool | None = Field(default=None, description="False: the mode `discard`.")
+
+    @model_validator(mode="after")
+    def _agree(self) -> "RunStop":
+        if None not in (self.mode, self.save_checkpoint) and self.save_checkpoint is (self.mode == "discard"):
+            raise ValueError(f"`save_checkpoint` contradicts the mode `{self.mode}`; leave `save_checkpoint` out")
+        return self
+
+    @property
+    def how(self) -> StopMode:
+        """The mode that is meant."""
+        return self.mode or ("discard" if self.save_checkpoint is False else "checkpoint")
 
 
 class RunResume(_Body):
@@ -173,7 +192,7 @@ _RUN: JsonDict = {
     "checkpoint_path": f"/srv/anneal/runs/{RUN_ID}/a1/checkpoint-40", "error_code": None,
     "pinned": False, "error_message": None, "fine_tuned_model": None, "last_seq": 57, "created_by": None,
     "created_at": "2026-01-02T03:04:05.678Z", "started_at": "2026-01-02T03:04:06.001Z",
-    "finished_at": None, "stop_requested_at": None,
+    "finished_at": None, "stop_requested_at": None, "stop_mode": None,
 }  # fmt: skip
 
 
@@ -211,6 +230,9 @@ class RunSummary(TrainingRun):
     started_at: Moment | None
     finished_at: Moment | None
     stop_requested_at: Moment | None
+    stop_mode: StopMode | None = Field(
+        description="How it is to stop, or was; `epoch_end` while `stop_requested_at` is null: at the end of the epoch."
+    )
 
 
 class RunRead(RunSummary):
@@ -238,6 +260,30 @@ class RunRead(RunSummary):
     )
     measured: Measured | None = Field(description="What it has taken so far; null while nothing is measured.")
     metrics_history: list[TrainingMetrics] = Field(description="The last 100 points; GET …/metrics has all of them.")
+
+
+class StopOutlook(BaseModel):
+    """What is to be expected of a stop."""
+
+    mode: StopMode = Field(description="That is in force: of two requests, the first, unless the later saves less.")
+    save_seconds: float | None = Field(description="The slowest of the run's last five saves; null: it has none yet.")
+    grace_seconds: float = Field(description="What a trainer gets to save and end; after that it is killed.")
+    grace_suffices: bool | None = Field(description="Null where that is not known, or nothing is to be saved.")
+    message: str
+
+
+_OUTLOOK: JsonDict = {
+    "mode": "checkpoint", "save_seconds": 1.8, "grace_seconds": 120.0, "grace_suffices": True,
+    "message": "It saves a checkpoint and ends; its saves took up to 1.8 s of the 120 s that there are.",
+}  # fmt: skip
+
+
+class RunStopped(RunRead):
+    """A run that was asked to stop."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {**_RUN, "metrics_history": [], "stop": _OUTLOOK}})
+
+    stop: StopOutlook
 
 
 class Series(BaseModel):

@@ -10,6 +10,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.backends.base import Rules
+from app.checkpoints.service import best_good
 from app.config import Settings
 from app.errors import ApiError, FieldError, conflict, invalid, not_found
 from app.estimates import service as estimates
@@ -19,7 +20,7 @@ from app.runs import lifecycle
 from app.runs.checks import Examined, examine, refusal, requirements
 from app.runs.config import TrainingMethod
 from app.runs.models import Run, RunRewardModel
-from app.runs.schemas import RunCheck, RunCreate, RunEdit
+from app.runs.schemas import RunCheck, RunCreate, RunEdit, StopMode
 from app.storage import Storage
 
 
@@ -111,13 +112,17 @@ async def replayed(session: AsyncSession, created_by: str | None, idempotency: I
     query = select(Run).where(Run.created_by == created_by, Run.idempotency_key == idempotency.key)
     run = await session.scalar(query)
     if run is not None and run.request_digest != idempotency.digest:
-        raise ApiError(
-            422,
-            "idempotency_key_reused",
-            f"This Idempotency-Key came with another request before, which made {run.id}; use a new key for a "
-            "new request.",
-        )
+        raise key_reused(run.id)
     return run
+
+
+def key_reused(made: str) -> ApiError:
+    """422 for an idempotency key that came with another request before, which made something else."""
+    return ApiError(
+        422,
+        "idempotency_key_reused",
+        f"This Idempotency-Key came with another request before, which made {made}; use a new key for a new request.",
+    )
 
 
 async def insert(
@@ -182,9 +187,16 @@ async def locked(session: AsyncSession, run_id: str, *, for_child: bool = False)
     return run
 
 
-async def stop(session: AsyncSession, run_id: str, save_checkpoint: bool) -> Run:
+async def stop(session: AsyncSession, run_id: str, mode: StopMode = "checkpoint") -> Run:
     """Ask a run to stop; no error on one that a stop has ended, 409 on one that ended by itself."""
-    moved = (await session.execute(lifecycle.request_stop(run_id, save_checkpoint))).mappings().one_or_none()
+    if mode == "best" and await best_good(session, run_id) is None:
+        mode = "checkpoint"
+    asked = (
+        lifecycle.request_stop_at_epoch_end(run_id)
+        if mode == "epoch_end"
+        else lifecycle.request_stop(run_id, mode == "checkpoint", mode)
+    )
+    moved = (await session.execute(asked)).mappings().one_or_none()
     run = await get(session, run_id)
     if moved is None and run.status != "cancelled":
         raise conflict(

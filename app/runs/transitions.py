@@ -22,6 +22,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import JSON, insert
 from sqlalchemy.sql.selectable import CTE
 
+from app.actions.models import RunAction
 from app.events.models import RunEvent
 from app.runs.models import TERMINAL, Attempt, Run
 from app.workers.models import Device
@@ -29,6 +30,7 @@ from app.workers.models import Device
 runs: Any = Run.__table__
 attempts: Any = Attempt.__table__
 devices: Any = Device.__table__
+actions: Any = RunAction.__table__
 events: Any = RunEvent.__table__
 
 EVENT_COLUMNS = ["run_id", "seq", "type", "attempt", "ts", "data"]

@@ -6,12 +6,12 @@ from typing import Any
 from pydantic_core import to_json
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.checkpoints.service import furthest_good
+from app.checkpoints.service import preferred
 from app.estimates.service import compared
 from app.runs import service
 from app.runs.metrics import recent
 from app.runs.models import Run
-from app.runs.schemas import RunRead
+from app.runs.schemas import RunRead, RunStopped, StopOutlook
 from app.storage import Storage
 
 DOCUMENTS = ("tags", "config", "effective_config")
@@ -20,7 +20,7 @@ MOMENTS = ("created_at", "started_at", "finished_at", "stop_requested_at")
 PLAIN = (
     "experiment_id", "name", "backend", "dataset_id", "eval_dataset_id", "status", "priority", "max_restarts",
     "pinned", "parent_run_id", "resume_checkpoint_id", "base_run_id", "attempt", "worker_id", "current_step",
-    "total_steps", "error_code", "error_message", "created_by",
+    "total_steps", "stop_mode", "error_code", "error_message", "created_by",
 )  # fmt: skip
 _SAME = (*PLAIN, *NUMBERS, *MOMENTS, *DOCUMENTS)
 _HISTORY = 100
@@ -28,15 +28,24 @@ _HISTORY = 100
 
 async def one(session: AsyncSession, storage: Storage, run: Run) -> RunRead:
     """A run with its newest metrics."""
+    return RunRead(**await _fields(session, storage, run))
+
+
+async def stopped(session: AsyncSession, storage: Storage, run: Run, outlook: StopOutlook) -> RunStopped:
+    """The run, and what is to be expected of its stop."""
+    return RunStopped(**await _fields(session, storage, run), stop=outlook)
+
+
+async def _fields(session: AsyncSession, storage: Storage, run: Run) -> dict[str, Any]:
     history = await recent(session, run.id, _HISTORY) if run.attempt else []
     same = {name: getattr(run, name) for name in _SAME}
     # Who has never been claimed has neither checkpoints nor metrics, and a request for a run is not to wait for that.
-    saved = await furthest_good(session, run.id) if run.attempt else None
+    saved = await preferred(session, run) if run.attempt else None
     derived = _derived(storage, run, [saved.step, saved.attempt] if saved else None)
     judges = await service.reward_run_ids(session, run)
     expected, real = await compared(session, run)
     taken = {"estimate": expected, "measured": real}
-    return RunRead(**same, **derived, **taken, reward_run_ids=list(judges), metrics_history=history)
+    return {**same, **derived, **taken, "reward_run_ids": list(judges), "metrics_history": history}
 
 
 def page(storage: Storage, rows: Sequence[Any], has_more: bool) -> bytes:
@@ -46,7 +55,7 @@ def page(storage: Storage, rows: Sequence[Any], has_more: bool) -> bytes:
 
 
 def _derived(storage: Storage, run: Any, furthest: list[int] | None) -> dict[str, Any]:
-    """What is not a column of the same name; `furthest` is step and attempt of its furthest good checkpoint."""
+    """What is not a column of the same name; `furthest` is step and attempt of the checkpoint to resume from."""
     checkpoint = storage.shown(run.id, furthest[1], f"checkpoint-{furthest[0]}") if furthest else None
     output = None if run.output_attempt is None else storage.shown(run.id, run.output_attempt, "output")
     return {

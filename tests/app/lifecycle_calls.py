@@ -142,5 +142,6 @@ _MAKE: dict[str, Callable[[Call, Connection, dict[str, Any]], Any]] = {
     "retry": _lifecycle(lambda it: lifecycle.retry(it.run, it.epoch, "trainer lost", it.delay)),
     "reap": _lifecycle(lambda _: lifecycle.reap(REAP_LEASE)),
     "reap_dead": _lifecycle(lambda it: lifecycle.reap_dead([it.worker.id if it.worker else ""])),
+    "request_stop_at_epoch_end": _lifecycle(lambda it: lifecycle.request_stop_at_epoch_end(it.run)),
     "request_stop": _lifecycle(lambda it: lifecycle.request_stop(it.run, it.save)),
 }

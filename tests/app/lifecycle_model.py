@@ -44,6 +44,8 @@ class ModelRun:
     owner: str | None = None
     stop: bool = False
     save: bool = True
+    ends_with_epoch: bool = False
+    """It is to stop at the end of its epoch, which is no stop until a worker has seen that end."""
     expired: bool = False
     paused: bool = False
     hinted: bool = False
@@ -134,7 +136,7 @@ class Model:
             for run in found:
                 run.hinted = True
             return sorted(run.id for run in found)
-        if call.verb == "cancel" and found and not found[0].stop:
+        if call.verb == "cancel" and found and not (found[0].stop or found[0].ends_with_epoch):
             return "refused"
         return sorted(self._move(call, run) for run in found)
 
@@ -148,9 +150,10 @@ class Model:
         if call.verb == "hint_due":
             due = [run for run in runs if run.status == "pending" and not run.paused and not run.hinted]
             return sorted(due, key=lambda run: (-run.priority, run.id))[: call.limit]
-        if run is None or (call.verb != "request_stop" and run.epoch != call.epoch):
+        asks = call.verb in ("request_stop", "request_stop_at_epoch_end")
+        if run is None or (not asks and run.epoch != call.epoch):
             return []
-        if call.verb == "request_stop":
+        if asks:
             return [run] if run.status not in ENDED else []
         sources = _GUARDED[call.verb][0] if call.verb in _GUARDED else LIVE
         return [run] if run.status in sources else []
@@ -212,8 +215,13 @@ class Model:
     def _move(self, call: Call, run: ModelRun) -> tuple[Any, ...]:
         if call.verb == "request_stop":
             run.save = call.save and (run.save or not run.stop)
-            run.stop = True
+            run.stop, run.ends_with_epoch = True, False
             row = run.move("cancelled" if run.status == "pending" else run.status, "stopped on request")
+        elif call.verb == "request_stop_at_epoch_end":
+            run.ends_with_epoch = not run.stop
+            never_begun = run.status == "pending" and run.attempt == 0
+            run.stop = run.stop or never_begun
+            row = run.move("cancelled" if never_begun else run.status, "stopped on request")
         elif call.verb in _REQUEUES:
             row = self._requeue(call, run)
         else:
@@ -229,6 +237,8 @@ class Model:
         if call.verb == "begin":
             run.step, run.best_loss = START_STEP, None
             run.attempts[-1]["start_step"] = START_STEP
+        if call.verb == "cancel":
+            run.stop = True
         if call.verb in ("complete", "fail"):
             run.output_attempt = 1 if call.verb == "complete" else None
         return run.move(target, reason, error="bad_data")

@@ -88,7 +88,7 @@ class TestARequestToStop:
     ) -> None:
         run_id = make_run(api.client, dataset_id)["id"]
         Trainer(engine, run_id).begin()
-        stops_seen = told(monkeypatch, "stop", lambda id: run_row(engine, id).stop_requested_at)
+        stops_seen = told(monkeypatch, "call_worker", lambda id: run_row(engine, id).stop_requested_at)
         assert api.client.post(f"/v1/runs/{run_id}/stop").status_code == 202
         eventually(lambda: stops_seen, what="a message to the worker")
         assert stops_seen[0] is not None, "its renewal at once would have brought no stop"

@@ -87,6 +87,8 @@ _WISH = st.one_of(
     _verb("renew", **_WHOSE),
     _STOP,
     _STOP,
+    _verb("request_stop_at_epoch_end", **_WHOSE),
+    _verb("request_stop_at_epoch_end", **_WHOSE),
     _verb("reap"),
     _verb("reap_dead", worker=_WORKER),
     _verb("hint_due", limit=st.integers(1, 3)),

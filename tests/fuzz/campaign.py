@@ -134,10 +134,9 @@ class Campaign:
             found = self._pool.pick(name)
             if found and self._chance.random() < 0.8:
                 case.path_parameters[name] = found
-        if "checkpoint_id" in (case.path_parameters or {}) and self._chance.random() < 0.8:
-            case.path_parameters["run_id"] = self._pool.of_run.get(
-                case.path_parameters["checkpoint_id"], self._kept_run
-            )
+        for name in ("checkpoint_id", "action_id"):
+            if name in (case.path_parameters or {}) and self._chance.random() < 0.8:
+                case.path_parameters["run_id"] = self._pool.of_run.get(case.path_parameters[name], self._kept_run)
         if case.path.endswith(("artifacts", "artifacts.tar", "artifacts/{path}")) and self._chance.random() < 0.6:
             case.path_parameters["run_id"] = self._kept_run
             if "path" in case.path_parameters:
@@ -222,8 +221,9 @@ class Campaign:
                 self._pool.forget(str(id))
             return
         self._pool.learn(text)
-        if case.path.endswith("/checkpoints"):
-            for item in answer.json()["data"]:
+        if case.path.endswith(("/checkpoints", "/actions")):
+            shown = answer.json()
+            for item in shown.get("data", [shown]):
                 self._pool.of_run[item["id"]] = item["run_id"]
 
     def _keep_something(self) -> None:

@@ -6,9 +6,9 @@ import re
 from collections import OrderedDict
 from typing import Any
 
-_ID = re.compile(r"\b(?:exp|ds|run|ckpt|key)_[0-9a-hjkmnp-tv-z]{26}\b")
+_ID = re.compile(r"\b(?:exp|ds|run|ckpt|key|act)_[0-9a-hjkmnp-tv-z]{26}\b")
 _KIND = {"experiment": "exp", "dataset": "ds", "eval_dataset": "ds", "run": "run", "parent_run": "run",
-         "checkpoint": "ckpt", "key": "key"}  # fmt: skip
+         "checkpoint": "ckpt", "key": "key", "action": "act"}  # fmt: skip
 _MOST = 200
 
 
@@ -20,7 +20,7 @@ class Pool:
         self._ids: dict[str, OrderedDict[str, None]] = {}
         self.protected: set[str] = set()
         self.of_run: dict[str, str] = {}
-        """The run of a checkpoint: both are in the path."""
+        """The run of a checkpoint or action: both are in the path."""
 
     def learn(self, text: str) -> None:
         """Take the ids out of an answer."""

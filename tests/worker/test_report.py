@@ -197,7 +197,7 @@ _keep_open: list[socket.socket] = []  # the end of a control socket ends the pro
 def _child_with_control(code: str) -> tuple["subprocess.Popen[bytes]", socket.socket]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     program = (
-        "import ctypes, os, signal; from worker.training.report import Control\n"
+        "import ctypes, os, signal; from worker.training.control import Control\n"
         f"control = Control.start({theirs.fileno()}); print('ready', flush=True); {code}"
     )
     with theirs:

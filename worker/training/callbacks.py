@@ -46,6 +46,7 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
             run.state.losses.append(loss)
             run.state.samples += len(rows)
             self.trainer.throughput.stepped(took, len(rows))
+        self.trainer.saving.stepped(self.trainer)
 
         if step >= state.max_steps:  # a stop that comes now finds the run complete
             control.should_log = control.should_save = True
@@ -56,11 +57,13 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
         if asked or step % run.config.save_steps == 0:
             control.should_save = True
             run.save_kind = "periodic"
-        limit = run.state.limit_reached(run.config, step)
+        limit = run.state.limit_reached(run.config, step) or self.trainer.actions.epoch_is_over()
         if run.stop_requested is not None:
             self._end(control, run.stop_requested.why, save=run.stop_requested.save)
         elif limit is not None:
             self._end(control, limit, save=True)
+        else:
+            self.trainer.actions.take(control)
 
     def on_substep_end(self, *_: Any, **__: Any) -> None:
         self.run.report.alive()
@@ -135,6 +138,8 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
         self.run.save_kind = "stop"
         control.should_training_stop = True
         control.should_save = save
+        if not save:
+            self.trainer.saving.in_flight.abandon()
         if control.should_evaluate:
             # Asked to go: the evaluation that is due is left to the resumed run, which does it first.
             control.should_evaluate = False

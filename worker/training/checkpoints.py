@@ -1,65 +1,181 @@
 """Checkpoints of a trainer: written whole or not at all, and restored so that training goes on exactly."""
 
 import shutil
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
 from worker.training import fidelity, manifest, probe
+from worker.training.background import InFlight
 from worker.training.failures import TrainingFailure, classify
+from worker.training.host_memory import HostMemory, TooLittleMemory
 from worker.training.pulse import Alive, nobody, while_growing
+from worker.training.room import Room, refused
+from worker.training.run import Run
+from worker.training.snapshot import Gatherer, Snapshot, expected_bytes
 
 if TYPE_CHECKING:
     from worker.training.trainer import Faithful
 
+_ON_THE_WAY = {"periodic", "best"}
 
-def save(trainer: "Faithful") -> None:
-    """Write `checkpoint-<step>` into the attempt's folder and report it once it is on disk for good.
+
+def save(trainer: "Faithful") -> bool:
+    """Have `checkpoint-<step>` written into the attempt's folder, and reported once it is on disk for good.
+
+    One on the way (periodic, best) is copied to host memory, and a thread writes it while training goes on; one at an
+    end (final, stop, drain), or one for which there is too little memory, is written before this returns. One that is
+    still being written is waited for first. Returns whether training has waited for the disk.
 
     Raises:
-        TrainingFailure: `disk_full`; nothing half-written stays.
+        TrainingFailure: `disk_full`, of this checkpoint or of the one before it; nothing half-written stays.
     """
-    run, step = trainer.run, trainer.state.global_step
-    run.report.phase("saving")
-    name = f"checkpoint-{step}"
-    staging = run.folder / f".{name}.tmp"
+    run, step, saving = trainer.run, trainer.state.global_step, trainer.saving
+    on_the_way = run.save_kind in _ON_THE_WAY and not trainer.control.should_training_stop
+    waits = not on_the_way or saving.in_flight.is_under_way
+    if waits:
+        run.report.phase("saving")
+    saving.in_flight.wait(run.report.alive, saving.tell_long_wait)
+    staging = run.folder / f".checkpoint-{step}.tmp"
     shutil.rmtree(staging, ignore_errors=True)
     try:
         staging.mkdir(parents=True)
-        with while_growing(run.report.alive, staging):
-            _write(trainer, staging)
-        facts = {
-            "run_id": run.job["run_id"],
-            "attempt": run.job["attempt"],
-            fidelity.FINGERPRINT: run.fingerprint,
-            fidelity.PROBE: probe.measure(trainer, trainer.pinned_text()).hex(),
-            "sampler": {"epoch": trainer.state.epoch, "samples": run.state.samples, "seed": run.config.seed},
-        }
-        sha256 = manifest.write_manifest(staging, step, facts, run.report.alive)
-        size = manifest.size_of(staging)
-        manifest.commit(staging, run.folder / name, run.report.alive)
+        snapshot = saving.gatherer.gather(trainer, staging)
+        if not saving.has_room(snapshot.bytes, step, on_the_way):
+            shutil.rmtree(staging, ignore_errors=True)
+            return waits
+        copy = saving.copied(snapshot) if on_the_way else None
+        if copy is None:
+            pinned = {fidelity.PROBE: probe.measure(trainer, trainer.pinned_text()).hex()}
+            _complete(run, snapshot, staging, _about(trainer, pinned), run.report.alive)
+            waits = True
+        else:
+            about = _about(trainer, {})
+            saving.in_flight.begin(lambda alive: _complete(run, copy, staging, about, alive))
     except Exception as error:
         shutil.rmtree(staging, ignore_errors=True)
         raise classify(error) from error
-    run.journal.save(step)
-    run.report.checkpoint(
-        name,
-        step=step,
-        kind=run.save_kind,
-        bytes=size,
-        manifest_sha256=sha256,
-        epoch=trainer.state.epoch,
-        metrics={
-            "loss": run.state.loss,
-            "best_loss": run.state.best_loss,
-            # Of these very weights, or of none: it says which checkpoint is the best.
-            trainer.OBJECTIVE: run.state.objective if run.state.eval_step == step else None,
-            f"best_{trainer.OBJECTIVE}": run.state.best_objective,
+    trainer.saved_step = step
+    return waits
+
+
+class Saving:
+    """What the checkpoints of one trainer share."""
+
+    def __init__(self, run: Run) -> None:
+        self.in_flight = InFlight()
+        self.gatherer = Gatherer()
+        self._run = run
+        self._room = Room(run.folder, int(run.job.get("disk_reserve_bytes", 0)))
+        self._memory = HostMemory()
+        self._is_prepared = self._has_told_wait = self._has_told_memory = False
+
+    def stepped(self, trainer: "Faithful") -> None:
+        """An optimizer step is done: make memory ready after the first one, and hear of what failed meanwhile.
+
+        Raises:
+            TrainingFailure: the checkpoint that was being written could not be.
+        """
+        self.in_flight.check()
+        if not self._is_prepared:
+            self._is_prepared = True
+            config, left = self._run.config, trainer.state.max_steps - trainer.state.global_step
+            if min(config.save_steps, config.eval_steps or config.save_steps) <= left:
+                self._memory.prepare(expected_bytes(trainer))
+
+    def has_room(self, size: int, step: int, on_the_way: bool) -> bool:
+        """Whether a checkpoint of `size` bytes fits on the disk; one on the way that does not is put off, and told.
+
+        Raises:
+            TrainingFailure: `disk_full`, where it cannot be put off.
+        """
+        why = self._room.lacking(size)
+        if why is None:
+            return True
+        if not on_the_way:
+            raise refused(step, why)
+        self._run.report.message(self._room.put_off(step, why), "warning")
+        return False
+
+    def copied(self, snapshot: Snapshot) -> Snapshot | None:
+        """A copy of it in host memory; None where there is too little of that, which is told once."""
+        try:
+            return snapshot.copied_to(self._memory)
+        except TooLittleMemory as error:
+            if not self._has_told_memory:
+                self._has_told_memory = True
+                line = f"Training waits while checkpoints are written: {error}."
+                self._run.report.message(line, "warning")
+            self._run.report.phase("saving")
+            return None
+
+    def tell_long_wait(self, seconds: float) -> None:
+        """Say, once in a process, that checkpoints come faster than the disk takes them."""
+        if not self._has_told_wait:
+            self._has_told_wait = True
+            line = (
+                f"Training waits for the checkpoint before this one, which has been on its way to the disk for "
+                f"{seconds:.0f} s: raise `save_steps`, or give the run a faster disk."
+            )
+            self._run.report.message(line, "warning")
+
+
+def _about(trainer: "Faithful", facts: dict[str, Any]) -> "_About":
+    """What is told of the checkpoint of this moment, in its manifest and to the supervisor."""
+    run, step = trainer.run, trainer.state.global_step
+    return _About(
+        step,
+        facts={
+            "run_id": run.job["run_id"],
+            "attempt": run.job["attempt"],
+            fidelity.FINGERPRINT: run.fingerprint,
+            **facts,
+            "sampler": {"epoch": trainer.state.epoch, "samples": run.state.samples, "seed": run.config.seed},
+        },
+        record={
+            "kind": run.save_kind,
+            "epoch": trainer.state.epoch,
+            **trainer.actions.saved(),
+            "metrics": {
+                "loss": run.state.loss,
+                "best_loss": run.state.best_loss,
+                # Of these very weights, or of none: it says which checkpoint is the best.
+                trainer.OBJECTIVE: run.state.objective if run.state.eval_step == step else None,
+                f"best_{trainer.OBJECTIVE}": run.state.best_objective,
+            },
         },
     )
-    trainer.saved_step = step
+
+
+@dataclass(frozen=True)
+class _About:
+    step: int
+    facts: dict[str, Any]
+    record: dict[str, Any]
+
+
+def _complete(run: Run, snapshot: Snapshot, staging: Path, about: _About, alive: Alive) -> None:
+    """Write what is not in the folder yet, commit it, and tell of it; nothing half-written stays.
+
+    Raises:
+        OSError, RuntimeError: the disk takes no more.
+    """
+    name, began = f"checkpoint-{about.step}", time.monotonic()
+    try:
+        with while_growing(alive, staging):
+            snapshot.write(staging, alive)
+        sha256 = manifest.write_manifest(staging, about.step, about.facts, alive)
+        size = manifest.size_of(staging)
+        manifest.commit(staging, run.folder / name, alive)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    run.journal.save(about.step)
+    seconds = time.monotonic() - began
+    run.report.checkpoint(name, step=about.step, bytes=size, manifest_sha256=sha256, seconds=seconds, **about.record)
 
 
 def check(path: Path, manifest_sha256: str, alive: Alive = nobody) -> None:
@@ -100,18 +216,3 @@ def reapply_rates(trainer: Any, weight_decays: list[float]) -> None:
         group["lr"] = rate * factor(scheduler.last_epoch)
         rates.append(group["lr"])
     scheduler._last_lr = rates
-
-
-def _write(trainer: "Faithful", folder: Path) -> None:
-    trainer.store_flos()
-    trainer.save_model(str(folder), _internal_call=True)
-    trainer._save_optimizer_and_scheduler(str(folder))
-    trainer._save_scaler(str(folder))
-    trainer._save_rng_state(str(folder))
-    trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
-    trainer.remember_averages()
-    trainer.run.state.save(folder)
-    for history in trainer.run.histories:
-        history.copy_to(folder)
-    # A pickle of arguments that nothing here reads; none is to be loaded by anyone else either.
-    (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)

@@ -9,9 +9,10 @@ import signal
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Why = Literal["stop", "drain"]
 
@@ -34,6 +35,9 @@ class Control:
         self._request: StopRequest | None = None
         self._callbacks: list[Callable[[StopRequest], None]] = []
         self._wants_checkpoint = threading.Event()
+        self._actions: deque[dict[str, Any]] = deque()
+        self.ends_with_epoch = False
+        """Whether training is to end with the present epoch."""
         self._heeds_sigterm = False
 
     @classmethod
@@ -61,6 +65,10 @@ class Control:
         wanted = self._wants_checkpoint.is_set()
         self._wants_checkpoint.clear()
         return wanted
+
+    def take_action(self) -> dict[str, Any] | None:
+        """The next action that was asked for: its id, action and parameters; None when there is none."""
+        return self._actions.popleft() if self._actions else None
 
     def on_stop(self, callback: Callable[[StopRequest], None]) -> None:
         """Call `callback` (from another thread or a signal handler) when a stop is asked for or changes."""
@@ -120,6 +128,10 @@ class Control:
                 arm_deadline(float(message["renew_until"]))
             if "checkpoint" in message:
                 self._wants_checkpoint.set()
+            if "action" in message:
+                self._actions.append(message["action"])
+            if "stop_at" in message:
+                self.ends_with_epoch = True
             if "stop" in message:
                 self.request_stop(save=bool(message["stop"]["save"]), why=message["stop"]["why"])
 

@@ -119,12 +119,16 @@ class Report:
         kind: str,
         bytes: int,
         manifest_sha256: str,
+        seconds: float,
+        actions: Sequence[dict[str, Any]] = (),
+        pinned: bool = False,
         epoch: float | None = None,
         metrics: dict[str, Any] | None = None,
     ) -> None:
         """A checkpoint that is on disk: send only after its parent folder was fsynced.
 
-        `kind` is periodic, stop, best or final; `metrics` carries loss and best_loss, to roll back with it.
+        `kind` is periodic, stop, best or final; `seconds` is how long it took; `actions` (id, action) asked for it, and
+        a `pinned` one is kept; `metrics` carries loss and best_loss, to roll back with it.
         """
         self.send(
             "checkpoint",
@@ -134,8 +138,27 @@ class Report:
             kind=kind,
             bytes=bytes,
             manifest_sha256=manifest_sha256,
+            seconds=seconds,
+            actions=list(actions),
+            pinned=pinned,
             metrics=metrics or {},
         )
+
+    def action(
+        self,
+        id: str,
+        action: str,
+        *,
+        step: int,
+        status: str,
+        epoch: float | None = None,
+        result: dict[str, Any] | None = None,
+        message: str | None = None,
+        total_steps: int | None = None,
+    ) -> None:
+        """What came of an action: `status` is done, refused or failed; it took effect behind `step`."""
+        about = {"id": id, "action": action, "step": step, "epoch": epoch, "status": status}
+        self.send("action", **about, result=result, message=message, total_steps=total_steps)
 
     def sample(self, step: int, prompt: str, completion: str, **more: Any) -> None:
         """A text that the model wrote."""

@@ -31,7 +31,7 @@ class Run:
     trackers: Trackers = field(default_factory=Trackers)
     state: RunState = field(default_factory=RunState)
     ended_by: str | None = None
-    """Why training ends before its last step: stop, drain, time_limit, stop_at_step, early_stopping."""
+    """Why training ends before its last step: stop, drain, time_limit, stop_at_step, early_stopping, epoch_end."""
     save_kind: str = "periodic"
     """What the checkpoint that is due is for."""
     history: History = field(init=False)
@@ -39,6 +39,8 @@ class Run:
     memory: History = field(init=False)
     fingerprint: dict[str, Any] = field(default_factory=dict)
     """What the numbers of this run depend on beside its configuration."""
+    steps_in_a_pass: int = 0
+    """Optimizer steps of an epoch."""
     _told: float = 0.0
 
     def __post_init__(self) -> None:

@@ -2,8 +2,9 @@
 
 import json
 import math
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,10 @@ class RunState:
     evals_without_gain: int = 0
     eval_pending: bool = False
     """The evaluation due after this step has not been done: a stop came first."""
+    changed: dict[str, Any] = field(default_factory=dict)
+    """Fields of the configuration that actions have changed while this run trained, and their values now."""
+    total_steps: int | None = None
+    """Steps in all, once an action has extended the run."""
     last_metric: dict[str, Any] = field(default_factory=dict)
     """Step, epoch and loss as logged last."""
 
@@ -66,6 +71,7 @@ class RunState:
         if state.run_id != run_id:
             state.run_id, state.first_step = run_id, step
             state.seconds, state.ended_by = 0.0, None
+            state.changed, state.total_steps = {}, None  # the new run's configuration has them
         return state
 
     def evaluate(self, found: float, step: int, higher_is_better: bool) -> bool:
@@ -80,7 +86,7 @@ class RunState:
 
     def limit_reached(self, config: TrainingConfig, step: int) -> str | None:
         """What ends this run after `step`, its last step aside: a limit of its own, or that it got no better."""
-        if self.ended_by == "early_stopping":
+        if self.ended_by in ("early_stopping", "epoch_end"):
             return self.ended_by
         if config.time_limit_seconds is not None and self.seconds >= config.time_limit_seconds:
             return "time_limit"
@@ -149,8 +155,22 @@ class History:
 
     def copy_to(self, folder: Path) -> None:
         """Put all lines so far into a checkpoint or an output; without any, an empty file."""
+        self.held()(folder)
+
+    def held(self) -> Callable[[Path], None]:
+        """Hold on to all lines so far: what it answers puts them into a folder, whatever comes to them meanwhile."""
         self._path.touch()
-        shutil.copyfile(self._path, folder / self._path.name)
+        file, name = self._path.open("rb"), self._path.name
+        size = os.fstat(file.fileno()).st_size
+
+        def put(folder: Path) -> None:
+            left = size
+            with file, (folder / name).open("wb") as copy:
+                while left and (piece := file.read(min(left, 1 << 20))):
+                    copy.write(piece)
+                    left -= len(piece)
+
+        return put
 
     def records(self) -> list[dict[str, Any]]:
         """All lines so far."""

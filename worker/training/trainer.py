@@ -1,6 +1,8 @@
 """What a service needs of every trainer of TRL: exact losses, stops, checkpoints that hold."""
 
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,7 +12,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 
 from app.runs.config import Replacement
-from worker.training import checkpoints, flops, probe
+from worker.training import checkpoints, flops, probe, sampling
+from worker.training.actions import Actions
 from worker.training.data import WithRows
 from worker.training.failures import Stopped
 from worker.training.memory import GpuMemory
@@ -44,6 +47,7 @@ class Faithful(Trainer):  # type: ignore[misc]
         self.step_rows: list[int] = []
         """Numbers of the rows in the present optimizer step."""
         self.saved_step = -1
+        self.saving = checkpoints.Saving(run)
         self.facts: dict[str, Any] = {}
         """The first facts of the run, told with its configuration."""
         self.replaced: list[Replacement] = []
@@ -56,6 +60,7 @@ class Faithful(Trainer):  # type: ignore[misc]
         self._eval_total = 0
         self._micro_losses: list[torch.Tensor] = []
         self._step_loss = 0.0
+        self.actions = Actions(self)
         super().__init__(**options)
         self.data_collator: Any = self.with_rows(self.data_collator)
 
@@ -93,6 +98,10 @@ class Faithful(Trainer):  # type: ignore[misc]
         return tokens_of_a_row
 
     # Steps
+
+    def set_initial_training_values(self, *args: Any) -> Any:
+        # Training ends by the count of its steps alone, which may be raised while it goes on.
+        return (sys.maxsize, *super().set_initial_training_values(*args)[1:])
 
     def get_batch_samples(self, *args: Any) -> Any:
         with self.throughput.waiting():
@@ -172,13 +181,16 @@ class Faithful(Trainer):  # type: ignore[misc]
         run = self.run
         run.report.phase("evaluating")
         random_state = torch.random.get_rng_state()
+        # One that was only asked for leaves no trace in the training; one that is due is part of it, as in TRL.
+        trace = nullcontext() if self.evaluation_is_due() else sampling.same_numbers()
         self._eval_batches = 0
         try:
-            metrics = super().evaluate(*args, **options)
+            with trace:
+                metrics = super().evaluate(*args, **options)
         except Stopped:
             torch.random.set_rng_state(random_state)
             self._metrics["eval"].clear()
-            run.state.eval_pending = True
+            run.state.eval_pending = self.actions.drop_evaluation()
             request = run.stop_requested
             if self.state.global_step < self.state.max_steps:
                 run.ended_by = request.why if request else "stop"
@@ -188,10 +200,17 @@ class Faithful(Trainer):  # type: ignore[misc]
             self.control.should_evaluate = False
             return {}
         run.state.eval_pending = False
-        run.evaluation(self.state.global_step, self.state.epoch, self.evaluated(metrics))
+        found = self.evaluated(metrics)
+        run.evaluation(self.state.global_step, self.state.epoch, found)
+        self.actions.evaluated(found)
         if not self.control.should_training_stop:
             run.report.phase("training")
         return dict(metrics)
+
+    def evaluation_is_due(self) -> bool:
+        """Whether the configuration wants an evaluation behind the present step, asked for or not."""
+        step, every = self.state.global_step, self.run.config.eval_steps
+        return step == 0 or step >= self.state.max_steps or (every is not None and step % every == 0)
 
     def evaluated(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """What an evaluation found, by the names used here; numbers that are none are left out."""
@@ -232,8 +251,7 @@ class Faithful(Trainer):  # type: ignore[misc]
     # Checkpoints
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        checkpoints.save(self)
-        if not self.control.should_training_stop:
+        if checkpoints.save(self) and not self.control.should_training_stop:
             self.run.report.phase("training")
 
     def go_on_from(self, folder: Path) -> None:
@@ -243,6 +261,7 @@ class Faithful(Trainer):  # type: ignore[misc]
         self.guard.take_over(self.run.state.bad_rows)
         for history in self.run.histories:
             history.begin(folder)
+        self.actions.put_in_force()
         self._total_train_tokens = self.run.state.tokens
         for name, values in self.run.state.averages.items():
             self._metrics["train"][name] = list(values)

@@ -27,6 +27,13 @@ _RENAME = """    if final.exists():
 
 MUTANTS = (
     Mutant(
+        name="action-done-twice",
+        promises=(10,),
+        about="An attempt does again what took effect behind the very step of its checkpoint, which holds it already.",
+        changes=(Change("app/actions/replay.py", "RunAction.step > step", "RunAction.step >= step"),),
+        test="tests/app/test_actions.py::test_an_attempt_does_again_what_lies_behind_its_checkpoint",
+    ),
+    Mutant(
         name="a-bad-step-is-taken-again",
         promises=(14,),
         about="The next attempt does not know which rows went wrong by themselves, and meets them in a later pass.",
@@ -108,8 +115,8 @@ MUTANTS = (
         changes=(
             Change(
                 "worker/training/checkpoints.py",
-                "    except Exception as error:\n        shutil.rmtree(staging, ignore_errors=True)\n",
-                "    except Exception as error:\n",
+                "    except BaseException:\n        shutil.rmtree(staging, ignore_errors=True)\n        raise\n",
+                "    except BaseException:\n        raise\n",
             ),
         ),
         test="tests/worker/training/test_ends.py::TestFailures"
@@ -145,9 +152,23 @@ MUTANTS = (
         name="random-state-not-saved",
         promises=(10,),
         about="A checkpoint leaves out the state of the random numbers, so dropout differs after a resume.",
-        changes=(Change("worker/training/checkpoints.py", "    trainer._save_rng_state(str(folder))\n", ""),),
+        changes=(Change("worker/training/snapshot.py", "        trainer._save_rng_state(str(folder))\n", ""),),
         test="tests/worker/training/test_resume.py::TestExact"
         "::test_losses_rows_and_weights_equal_the_undisturbed_runs[lora-mid-epoch]",
+    ),
+    Mutant(
+        name="written-from-live-weights",
+        promises=(10,),
+        about="A checkpoint that a thread writes refers to the weights instead of copying them.",
+        changes=(
+            Change(
+                "worker/training/checkpoints.py",
+                "            return snapshot.copied_to(self._memory)\n",
+                "            return snapshot\n",
+            ),
+        ),
+        test="tests/worker/training/test_background.py::TestWhileTrainingGoesOn"
+        "::test_a_checkpoint_on_a_slow_disk_holds_the_moment_of_its_step[full]",
     ),
     Mutant(
         name="clean-up-takes-the-newest",

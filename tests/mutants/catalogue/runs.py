@@ -41,8 +41,8 @@ MUTANTS = (
         changes=(
             Change(
                 "app/runs/endpoints.py",
-                "after_commit.add_task(_queue(request).stop, run_id)",
-                "await _queue(request).stop(run_id)",
+                "after_commit.add_task(_queue(request).call_worker, run_id)",
+                "await _queue(request).call_worker(run_id)",
             ),
         ),
         test=f"{_TOLD}::TestARequestToStop::test_is_told_to_the_worker_when_it_can_be_seen",
@@ -140,6 +140,20 @@ MUTANTS = (
             _NOTHING_REFUSED,
         ),
         test=f"{_STATES}::TestStop::test_ends_a_waiting_run_at_once",
+    ),
+    Mutant(
+        name="epoch-end-stops-at-once",
+        promises=(8,),
+        about="A run that is to train to the end of its epoch counts as stopped, so a lost worker ends it.",
+        changes=(
+            Change(
+                _LIFECYCLE,
+                "stop_requested_at=case((never_begun, func.now()), else_=runs.c.stop_requested_at),",
+                "stop_requested_at=func.coalesce(runs.c.stop_requested_at, func.now()),",
+            ),
+        ),
+        test="tests/app/test_stopping.py::TestAtTheEndOfTheEpoch::"
+        "test_one_that_waits_for_its_next_attempt_goes_on_until_a_stop_ends_it",
     ),
     Mutant(
         name="requeue-forgets-stop",

@@ -6,6 +6,7 @@ import resource
 import socket
 import sys
 
+from tests.worker.training import troubles
 from worker.training.__main__ import main
 
 
@@ -18,6 +19,8 @@ def _child(request: dict[str, object]) -> None:
             limit = int(str(request["file_bytes"]))
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
         arguments = [str(request["job"])]
+        if "disk" in request:
+            troubles.begin(json.loads(str(request["disk"])))
         if "control" in request:
             control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             control.connect(str(request["control"]))

@@ -85,7 +85,8 @@ class TestExact:
         assert figures(again) == figures(undisturbed)
         facts = again.of("config")[0]["facts"]
         assert (facts["fidelity"], facts["fidelity_reasons"]) == ("exact", [])
-        assert facts["fidelity_difference"] == 0.0
+        # Checkpoints on the way are not held against a pinned text, for that costs a forward pass.
+        assert facts.get("fidelity_difference") == (0.0 if step == STEPS else None)
 
 
 class TestFidelity:
@@ -109,8 +110,8 @@ class TestFidelity:
     def test_weights_that_give_something_else_than_before_the_save_are_told(
         self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
     ) -> None:
-        config = {"method": "lora", "max_steps": 2, "save_steps": 1, "max_seq_length": 64}
-        first = forks.run(make_job(tmp_path / "1", tiny_model, chats, **config))
+        config = {"method": "lora", "max_steps": 2, "max_seq_length": 64}
+        first = forks.run(make_job(tmp_path / "1", tiny_model, chats, stop_at_step=1, **config))
         checkpoint = first.checkpoint(1)
         path = Path(checkpoint["path"]) / "manifest.json"
         told = json.loads(path.read_text())
@@ -123,9 +124,7 @@ class TestFidelity:
         assert facts["fidelity_difference"] == pytest.approx(0.25)
         assert "A pinned text gave" in facts["fidelity_reasons"][0]
 
-    def test_measuring_before_a_save_changes_nothing(
-        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
-    ) -> None:
+    def test_saving_often_changes_nothing(self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
         config = {"method": "qlora", "max_steps": 4, "max_seq_length": 64, "lora_dropout": 0.1}
         often = forks.run(make_job(tmp_path / "1", tiny_model, chats, save_steps=1, **config))
         once = forks.run(make_job(tmp_path / "2", tiny_model, chats, **config))

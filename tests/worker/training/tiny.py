@@ -277,12 +277,12 @@ class Forks:
         )
         self._running: tuple[dict[str, Any], Path] | None = None
 
-    def run(self, job: dict[str, Any], **limits: int) -> Outcome:
-        """Run a job to its end; `file_bytes` limits the size of any file that it writes."""
+    def run(self, job: dict[str, Any], **limits: Any) -> Outcome:
+        """Run a job to its end; `file_bytes` limits the size of any file that it writes, `disk` is for `troubles`."""
         self.start(job, **limits)
         return self.wait()
 
-    def start(self, job: dict[str, Any], control: Path | None = None, **limits: int) -> int:
+    def start(self, job: dict[str, Any], control: Path | None = None, **limits: Any) -> int:
         """Start a job; returns its process id. It connects to a listening socket `control` to be told things."""
         out = Path(job["output_dir"])
         assert self._server.stdin is not None and self._server.stdout is not None

@@ -128,14 +128,15 @@ def _costs(trainer: Faithful, training: Rows, device: str | None) -> dict[str, A
 
 def train(trainer: Faithful) -> None:
     """Train to the end or to a stop, from the beginning or from the checkpoint."""
-    run, total_steps = trainer.run, trainer.args.max_steps
-    if run.resume_from is None:
-        for history in run.histories:
-            history.begin(None)
-        trainer.train()
-    else:
-        _go_on(trainer, Path(run.resume_from["path"]), total_steps)
-    if trainer.state.global_step >= total_steps:
+    run = trainer.run
+    with trainer.saving.in_flight.settled_after(run.report.alive):
+        if run.resume_from is None:
+            for history in run.histories:
+                history.begin(None)
+            trainer.train()
+        else:
+            _go_on(trainer, Path(run.resume_from["path"]))
+    if trainer.state.global_step >= trainer.args.max_steps:  # more by now than at the start, if it was extended
         run.ended_by = None
 
 
@@ -160,11 +161,11 @@ def finish(trainer: Faithful, start: Base, facts: dict[str, Any]) -> dict[str, A
     }
 
 
-def _go_on(trainer: Faithful, checkpoint: Path, total_steps: int) -> None:
+def _go_on(trainer: Faithful, checkpoint: Path) -> None:
     run = trainer.run
     trainer.go_on_from(checkpoint)
     limit = run.state.limit_reached(run.config, trainer.saved_step)
-    if limit is not None or trainer.saved_step >= total_steps:
+    if limit is not None or trainer.saved_step >= trainer.args.max_steps:
         # Trained as far as it is to go already, and lost before its output was written.
         run.ended_by = limit
         trainer.restore_finished(checkpoint)

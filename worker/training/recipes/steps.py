@@ -180,6 +180,7 @@ def tokenizing(run: Run) -> Callable[[int, int], None]:
 
 def steps_in_all(run: Run, steps_in_a_pass: int) -> int:
     """Optimizer steps of the whole run, as the trainer counts them."""
+    run.steps_in_a_pass = steps_in_a_pass
     steps = run.config.max_steps or math.ceil(run.config.epochs * steps_in_a_pass)
     return max(steps, run.config.min_steps or 0)
 

@@ -1,0 +1,40 @@
+"""What was asked of runs while they train."""
+
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import CheckConstraint, ForeignKey, Index, text
+from sqlalchemy.orm import Mapped, mapped_column
+
+from app.models import Base, Owned
+
+
+class RunAction(Owned, Base):
+    """One thing to be done between two steps of a run; taken in the order of the ids."""
+
+    __tablename__ = "run_actions"
+    __table_args__ = (
+        CheckConstraint(
+            "action IN ('checkpoint','evaluate','sample','set_learning_rate','extend')", name="action_known"
+        ),
+        CheckConstraint("status IN ('waiting','done','refused','failed')", name="status_known"),
+        CheckConstraint("(status = 'waiting') = (finished_at IS NULL)", name="finished_iff_not_waiting"),
+        CheckConstraint("status <> 'done' OR step IS NOT NULL", name="done_at_a_step"),
+        Index("ix_run_actions_run_id_id", "run_id", "id"),
+        Index("ix_run_actions_waiting", "run_id", postgresql_where=text("status = 'waiting'")),
+    )
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    run_id: Mapped[str] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"))
+    action: Mapped[str]
+    parameters: Mapped[dict[str, Any]] = mapped_column(server_default=text("'{}'"))
+    status: Mapped[str] = mapped_column(server_default="waiting")
+    """`waiting` until the trainer answers; a trigger refuses what waits when the run ends."""
+    step: Mapped[int | None]
+    """The step behind which it took effect: an attempt that goes on from an earlier one does it there again."""
+    attempt: Mapped[int | None]
+    result: Mapped[dict[str, Any] | None]
+    message: Mapped[str | None]
+    idempotency_key: Mapped[str | None]
+    request_digest: Mapped[str | None]
+    finished_at: Mapped[datetime | None]

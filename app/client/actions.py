@@ -1,0 +1,57 @@
+"""`client.actions`: what can be asked of a run while it trains."""
+
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Literal
+
+from app.actions.schemas import ActionRead
+from app.client.modes import M, call, stream
+from app.client.resource import ApiResource, given
+
+Name = Literal["checkpoint", "evaluate", "sample", "set_learning_rate", "extend"]
+
+
+class Actions(ApiResource[M]):
+    """Actions: things that a run does between two steps."""
+
+    @call
+    async def create(
+        self,
+        run_id: str,
+        action: Name,
+        *,
+        pin: bool | None = None,
+        prompts: Sequence[str] | None = None,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        learning_rate: float | None = None,
+        max_steps: int | None = None,
+        epochs: float | None = None,
+        idempotency_key: str | None = None,
+    ) -> ActionRead:
+        """Have something done: `checkpoint` (pin), `evaluate`, `sample` (prompts, max_new_tokens, temperature),
+        `set_learning_rate` (learning_rate) or `extend` (max_steps or epochs).
+
+        It waits until the run comes to the end of a step; an `action` event, or `get`, tells what came of it.
+        """
+        asked = given(
+            pin=pin, prompts=prompts, max_new_tokens=max_new_tokens, temperature=temperature,
+            learning_rate=learning_rate, max_steps=max_steps, epochs=epochs,
+        )  # fmt: skip
+        key = idempotency_key or str(uuid.uuid4())
+        return await self._session.post(ActionRead, f"/runs/{run_id}/actions", {"action": action, **asked}, key=key)
+
+    @stream
+    async def list(
+        self, run_id: str, *, limit: int | None = None, after: str | None = None
+    ) -> AsyncGenerator[ActionRead]:
+        """What was asked of a run, newest first."""
+        async with aclosing(self._items(f"/runs/{run_id}/actions", ActionRead, {}, limit, after)) as items:
+            async for item in items:
+                yield item
+
+    @call
+    async def get(self, run_id: str, action_id: str) -> ActionRead:
+        """One action, and what came of it."""
+        return await self._session.get(ActionRead, f"/runs/{run_id}/actions/{action_id}")

@@ -1,0 +1,132 @@
+"""Actions of a real training process: when each takes effect, and that a run which lost its trainer trains the same."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.worker.training.tiny import Forks, Outcome, make_job
+
+QUICK: dict[str, Any] = {
+    "method": "lora", "max_seq_length": 64, "batch_size": 2, "gradient_accumulation_steps": 2, "lora_dropout": 0.1,
+    "logging_steps": 1, "save_steps": 2, "max_steps": 12, "eval_split": 0.2, "eval_steps": 100, "seed": 7,
+}  # fmt: skip
+SAMPLE = {"prompts": ["what is row 3", "say"], "max_new_tokens": 8, "temperature": 0.9}
+ASKED = [
+    ("set_learning_rate", 3, {"learning_rate": 1e-3}),
+    ("sample", 4, SAMPLE),
+    ("evaluate", 5, {}),
+    ("checkpoint", 5, {"pin": True}),
+    ("extend", 7, {"max_steps": 16}),
+]
+
+
+def asked(*names: str, behind: int = 0) -> list[dict[str, Any]]:
+    """What an earlier attempt did, as the job of the next one tells it."""
+    return [
+        {"id": f"act_{name}", "action": name, "parameters": parameters, "step": step}
+        for name, step, parameters in ASKED
+        if step > behind and (not names or name in names)
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(forks: Forks, tiny_model: Path, chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """A run that is never interrupted, with an action of every kind."""
+    folder = tmp_path_factory.mktemp("whole")
+    return forks.run(make_job(folder, tiny_model, chats, **QUICK) | {"actions": asked()})
+
+
+def losses(outcome: Outcome) -> dict[int, str]:
+    return {step: loss for step, (loss, _) in outcome.steps.items()}
+
+
+class TestEachTakesEffectBehindItsStep:
+    def test_and_is_answered_once(self, whole: Outcome) -> None:
+        answered = [(one["action"], one["step"], one["status"]) for one in whole.of("action")]
+        # That of a checkpoint is part of the checkpoint's own record: both are stored, or neither.
+        assert answered == [(name, step, "done") for name, step, _ in ASKED if name != "checkpoint"]
+        (saved,) = [one for one in whole.of("checkpoint") if one["actions"]]
+        assert (saved["step"], saved["pinned"]) == (5, True)
+        assert saved["actions"] == [{"id": "act_checkpoint", "action": "checkpoint"}]
+        assert all(one["seconds"] > 0 for one in whole.of("checkpoint"))
+
+    def test_a_learning_rate_is_the_highest_of_the_schedule_from_the_next_step_on(self, whole: Outcome) -> None:
+        rates = {one["step"]: one["learning_rate"] for one in whole.of("metric")}
+        (answer,) = [one for one in whole.of("action") if one["action"] == "set_learning_rate"]
+        assert rates[4] == answer["result"]["next"]
+        assert rates[4] / 1e-3 < 1 < rates[4] / rates[3]
+
+    def test_an_extended_run_has_the_schedule_of_a_longer_one_and_trains_to_its_end(self, whole: Outcome) -> None:
+        assert whole.result["outcome"] == "completed" and whole.result["step"] == 16
+        metrics = whole.of("metric")
+        assert [one["total_steps"] for one in metrics] == [12] * 6 + [16] * 10
+        rates = {one["step"]: one["learning_rate"] for one in metrics}
+        assert rates[8] > rates[7] and rates[16] < rates[12] < rates[8]
+
+    def test_the_configuration_in_force_is_told_again(self, whole: Outcome) -> None:
+        told = [(one["effective"]["learning_rate"], one["effective"]["max_steps"]) for one in whole.of("config")]
+        assert told == [(2e-4, 12), (1e-3, 12), (1e-3, 16)]
+
+    def test_an_evaluation_is_made_and_told(self, whole: Outcome) -> None:
+        found = {one["step"]: one["metrics"] for one in whole.of("eval")}
+        assert set(found) == {5, 16}
+        (answer,) = [one for one in whole.of("action") if one["action"] == "evaluate"]
+        assert answer["result"] == {"metrics": found[5]}
+
+    def test_samples_are_told_one_by_one(self, whole: Outcome) -> None:
+        told = [(one["step"], one["prompt"], one["action_id"]) for one in whole.of("sample")]
+        assert told == [(4, prompt, "act_sample") for prompt in SAMPLE["prompts"]]
+        (answer,) = [one for one in whole.of("action") if one["action"] == "sample"]
+        assert all(one["completion"] for one in answer["result"]["samples"])
+
+
+class TestExactness:
+    @pytest.mark.parametrize("step", [2, 5, 6, 10])
+    def test_an_attempt_from_a_checkpoint_trains_the_same(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path, whole: Outcome, step: int
+    ) -> None:
+        """From before all of it, from the very step of an action, between two, and from behind all."""
+        resume = whole.checkpoint(step)
+        job = make_job(tmp_path, tiny_model, chats, attempt=2, resume_from=resume, **QUICK)
+        again = forks.run(job | {"actions": asked(behind=step)})
+        assert losses(again) == {n: loss for n, loss in losses(whole).items() if n > step}
+        assert again.result["metrics"] == whole.result["metrics"]
+        done = [(one["action"], one["step"]) for one in again.of("action")]
+        assert done == [(name, at) for name, at, _ in ASKED if at > step and name != "checkpoint"]
+        assert again.of("config")[-1]["effective"] == whole.of("config")[-1]["effective"]
+        assert again.of("sample") == [] or [one["completion"] for one in again.of("sample")] == [
+            one["completion"] for one in whole.of("sample")
+        ]
+
+    def test_samples_and_an_evaluation_that_was_asked_for_leave_no_trace_in_the_training(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path, whole: Outcome
+    ) -> None:
+        job = make_job(tmp_path, tiny_model, chats, **QUICK)
+        without = forks.run(job | {"actions": asked("set_learning_rate", "extend")})
+        assert losses(without) == losses(whole)
+
+    def test_a_run_that_resumes_it_starts_with_what_was_changed(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path, whole: Outcome
+    ) -> None:
+        """The service puts it into the configuration of the new run."""
+        config = QUICK | {"learning_rate": 1e-3, "max_steps": 16}
+        resume = whole.checkpoint(10)
+        child = forks.run(
+            make_job(tmp_path, tiny_model, chats, run_id="run_child", resume_from=resume, **config) | {"actions": []}
+        )
+        assert losses(child) == {n: loss for n, loss in losses(whole).items() if n > 10}
+
+
+def test_what_cannot_be_done_is_refused_and_training_goes_on(
+    forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    config = QUICK | {"max_steps": 3, "eval_split": 0.0, "eval_steps": None}
+    wishes = [("evaluate", {}), ("extend", {"epochs": 0.01})]
+    actions = [{"id": f"act_{n}", "action": n, "parameters": parameters, "step": 1} for n, parameters in wishes]
+    done = forks.run(make_job(tmp_path, tiny_model, chats, **config) | {"actions": actions})
+    assert [(one["action"], one["status"], one["step"]) for one in done.of("action")] == [
+        ("evaluate", "refused", 1), ("extend", "refused", 1),
+    ]  # fmt: skip
+    assert "3 steps already" in done.of("action")[1]["message"]
+    assert done.result["outcome"] == "completed" and done.result["step"] == 3

@@ -1,0 +1,262 @@
+"""Checkpoints on the way are written while training goes on: what they hold is the moment of their step, to the bit."""
+
+import hashlib
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.waiting import eventually
+from tests.worker.training.outputs import figures, weights
+from tests.worker.training.tiny import Forks, Outcome, make_job
+from worker.training import host_memory
+from worker.training.background import InFlight
+from worker.training.checkpoints import Saving
+from worker.training.failures import TrainingFailure
+from worker.training.host_memory import HostMemory, TooLittleMemory
+from worker.training.journal import read_journal
+from worker.training.manifest import verify
+from worker.training.pulse import nobody
+from worker.training.room import Room
+from worker.training.snapshot import Snapshot
+
+CONFIG: dict[str, Any] = {
+    "method": "full", "optim": "adamw_torch", "max_seq_length": 64, "batch_size": 2, "gradient_accumulation_steps": 1,
+    "learning_rate": 1e-2, "max_steps": 6, "save_steps": 2, "logging_steps": 1, "save_total_limit": None,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def undisturbed(forks: Forks, tiny_model: Path, chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    done = forks.run(make_job(tmp_path_factory.mktemp("undisturbed"), tiny_model, chats, **CONFIG))
+    assert done.result["outcome"] == "completed", done.result
+    return done
+
+
+def manifest_hash(folder: Path) -> str:
+    """The SHA-256 of the manifest that lies in a folder: what its row would have, had it been told."""
+    return hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
+
+
+class TestWhileTrainingGoesOn:
+    @pytest.mark.parametrize(
+        "method", [{}, {"method": "qlora", "lora_r": 4, "optim": "adamw_8bit"}], ids=["full", "qlora"]
+    )
+    def test_a_checkpoint_on_a_slow_disk_holds_the_moment_of_its_step(
+        self, method: dict[str, Any], forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        config = CONFIG | method
+        done = forks.run(make_job(tmp_path / "1", tiny_model, chats, **config), disk=json.dumps({"slow": 0.5}))
+        assert done.result["outcome"] == "completed", (done.result, done.stderr)
+        told = [(line["event"], line.get("step")) for line in read_journal(done.job["journal"])]
+        assert told.index(("save", 2)) > told.index(("step", 3)), "the loop did not wait for the disk"
+        assert told.index(("save", 2)) < told.index(("save", 4)) < told.index(("save", 6)), "one at a time, in order"
+        for step in (2, 4):
+            job = make_job(
+                tmp_path / f"from-{step}", tiny_model, chats, attempt=2, resume_from=done.checkpoint(step), **config
+            )
+            again = forks.run(job)
+            assert again.steps == {n: line for n, line in done.steps.items() if n > step}
+            assert (weights(again), figures(again)) == (weights(done), figures(done))
+
+    def test_the_loop_is_said_to_save_only_while_it_waits(self, undisturbed: Outcome) -> None:
+        phases = [record["name"] for record in undisturbed.of("phase")]
+        assert phases.count("saving") <= 3 and phases[-2:] == ["saving", "exporting"]
+        assert [(r["step"], r["kind"]) for r in undisturbed.of("checkpoint")] == [
+            (2, "periodic"), (4, "periodic"), (6, "final"),
+        ]  # fmt: skip
+
+    @pytest.mark.parametrize("call", [1, 2, 3, 6, 12, 15, 18, 24, 28, 29, 30, 31])
+    def test_a_kill_at_any_write_fsync_or_rename_leaves_whole_checkpoints_or_none(
+        self, call: int, undisturbed: Outcome, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        job = make_job(tmp_path, tiny_model, chats, **CONFIG)
+        killed = forks.run(job, disk=json.dumps({"kill_at": call}))
+        assert killed.code == -signal.SIGKILL
+        for folder in killed.folder.glob("checkpoint-*"):
+            manifest_sha256 = manifest_hash(folder)
+            assert verify(folder, manifest_sha256) == [], "whatever has its name is whole"
+        told = [record["step"] for record in killed.of("checkpoint")]
+        resume = killed.checkpoint(told[-1]) if told else None
+        again = forks.run(make_job(tmp_path, tiny_model, chats, attempt=2, resume_from=resume, **CONFIG))
+        assert again.result["outcome"] == "completed", (again.result, again.stderr)
+        expected = {n: line for n, line in undisturbed.steps.items() if n > (told[-1] if told else 0)}
+        assert again.steps == expected and weights(again) == weights(undisturbed)
+
+
+class TestInFlight:
+    def test_while_training_goes_on_writing_is_no_sign_of_life_of_the_loop(self) -> None:
+        """Or a loop that stands still would look alive for as long as a large state takes to the disk."""
+        signs, go_on, in_flight = [], threading.Event(), InFlight()
+
+        def write(alive: Any) -> None:
+            for _ in range(5):
+                alive()
+            go_on.wait(10)
+
+        in_flight.begin(write)
+        eventually(lambda: in_flight._done == 5)
+        assert signs == []
+        go_on.set()
+        in_flight.wait(lambda: signs.append(1))
+
+    def test_while_the_loop_waits_each_sign_is_of_something_written(self) -> None:
+        signs: list[int] = []
+        in_flight, stand_still, steps = InFlight(), threading.Event(), threading.Semaphore(0)
+
+        def write(alive: Any) -> None:
+            while steps.acquire(timeout=10) and not stand_still.is_set():
+                alive()
+
+        in_flight.begin(write)
+        waiting = threading.Thread(target=in_flight.wait, args=[lambda: signs.append(1)])
+        waiting.start()
+        eventually(lambda: len(signs) == 1)  # that it waits at all
+        for count in (2, 3):
+            steps.release()
+            eventually(lambda count=count: len(signs) == count)
+        assert not threading.Event().wait(0.6) and len(signs) == 3, "nothing written, nothing said"
+        stand_still.set()
+        steps.release()
+        waiting.join(5)
+        assert not in_flight.is_under_way
+
+    def test_what_the_thread_fails_with_is_raised_once_in_the_loop(self) -> None:
+        def fail(_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        in_flight = InFlight()
+        in_flight.begin(fail)
+        with pytest.raises(TrainingFailure) as failed:
+            in_flight.wait(nobody)
+        assert failed.value.code == "disk_full"
+        in_flight.check()
+
+    def test_a_failure_of_the_loop_comes_first_and_leaves_nothing_being_written(self) -> None:
+        written: list[int] = []
+        in_flight, go_on = InFlight(), threading.Event()
+
+        def write(_: Any) -> None:
+            go_on.wait(10)
+            written.append(1)
+
+        with pytest.raises(ValueError, match="of the loop"), in_flight.settled_after(nobody):
+            in_flight.begin(write)
+            go_on.set()
+            raise ValueError("of the loop")
+        assert written == [1]
+
+    def test_what_is_not_wanted_any_more_ends_at_its_next_piece(self) -> None:
+        in_flight, pieces = InFlight(), []
+
+        def write(alive: Any) -> None:
+            while len(pieces) < 10_000_000:
+                alive()
+                pieces.append(1)
+
+        in_flight.begin(write)
+        in_flight.abandon()
+        in_flight.wait(nobody)
+        assert len(pieces) < 10_000_000
+
+
+class TestHostMemory:
+    def test_copies_are_equal_in_every_respect_and_are_copies(self) -> None:
+        marked = torch.arange(6, dtype=torch.uint8)
+        marked.is_paged = True  # type: ignore[attr-defined]
+        tensors = [
+            torch.randn(3, 4), torch.randn(3, 4).t(), torch.tensor(2.0), torch.empty(0, 3), marked,
+            torch.randn(5).to(torch.bfloat16), torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+            torch.randn(4_500_000), torch.randn(8)[2:5], torch.tensor([True, False]),
+        ]  # fmt: skip
+        memory = HostMemory()
+        copies = memory.copy(tensors)
+        for tensor in tensors:
+            copy = copies[id(tensor)]
+            assert torch.equal(copy, tensor) and copy.dtype == tensor.dtype
+            assert copy.stride() == tensor.stride() and vars(copy) == vars(tensor)
+            assert copy.untyped_storage().nbytes() == tensor.nbytes, "or more would be saved than the tensor"
+        before = copies[id(tensors[0])].clone()
+        tensors[0].add_(1)
+        assert torch.equal(copies[id(tensors[0])], before)
+
+    def test_what_is_one_place_in_memory_stays_one(self) -> None:
+        one = torch.randn(10)
+        copies = HostMemory().copy([one, one.detach()])
+        assert len({copy.data_ptr() for copy in copies.values()}) == 1
+
+    def test_the_memory_of_the_last_copy_is_used_again(self) -> None:
+        memory, state = HostMemory(), torch.randn(100_000)
+        memory.prepare(state.nbytes + 64)
+        first = memory.copy([state])[id(state)].data_ptr()
+        assert memory.copy([state])[id(state)].data_ptr() == first
+
+    def test_without_enough_memory_nothing_is_copied_and_training_waits_instead_which_is_told_once(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setattr(host_memory, "_memory", lambda: (2**30, 2**28))
+        with pytest.raises(TooLittleMemory):
+            HostMemory().copy([torch.randn(10)])
+        told: list[tuple[str, str]] = []
+        report = SimpleNamespace(message=lambda *said: told.append(said), phase=lambda name: told.append((name, "")))
+        run: Any = SimpleNamespace(folder=tmp_path, job={}, report=report)
+        saving, snapshot = Saving(run), Snapshot([], {"state": torch.randn(10)}, {})
+        assert saving.copied(snapshot) is None and saving.copied(snapshot) is None
+        assert [what for what, _ in told if what == "saving"] == ["saving"] * 2
+        ((line, level),) = [said for said in told if said[1]]
+        assert level == "warning" and "MiB of host memory" in line
+
+
+class TestRoom:
+    @pytest.fixture
+    def free(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+        """Free mebibytes of every disk, to be changed."""
+        free = [100]
+
+        def statvfs(_: Any) -> Any:
+            return SimpleNamespace(f_blocks=1000, f_bavail=free[0], f_frsize=2**20)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "statvfs", statvfs)
+            yield free
+
+    def test_the_reserve_stays_free(self, free: list[int], tmp_path: Path) -> None:
+        assert Room(tmp_path, 0).lacking(90 * 2**20) is None
+        why = Room(tmp_path, 20 * 2**20).lacking(90 * 2**20)
+        assert why is not None
+        assert all(said in why for said in ("93 MiB", "100 MiB free", "20 MiB", str(tmp_path), "save_total_limit"))
+
+    def test_it_is_put_off_twice_in_a_row_and_no_more(self, free: list[int], tmp_path: Path) -> None:
+        room, size = Room(tmp_path, 0), 90 * 2**20
+        for _ in range(2):  # what fits in between starts the count anew
+            free[0] = 10
+            for step in (1, 2):
+                why = room.lacking(size)
+                assert why is not None and "tried again" in room.put_off(step, why)
+            free[0] = 100
+            assert room.lacking(size) is None
+        with pytest.raises(TrainingFailure) as ended:
+            for step in (3, 4, 5):
+                room.put_off(step, "full")
+        assert ended.value.code == "disk_full" and "step 5" in ended.value.message
+
+    @pytest.mark.parametrize(("last", "warnings"), [({"max_steps": 9, "save_steps": 1}, 2), ({"max_steps": 1}, 0)])
+    def test_before_a_byte_is_written_the_run_says_what_is_lacking(
+        self, last: dict[str, int], warnings: int, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        job = make_job(tmp_path, tiny_model, chats, **CONFIG | last) | {"disk_reserve_bytes": 2**60}
+        done = forks.run(job)
+        assert done.result["error"]["code"] == "disk_full", done.result
+        assert "ANNEAL_DISK_RESERVE_BYTES" in done.result["error"]["message"]
+        told = [r["line"] for r in done.of("message") if r["line"].startswith("The checkpoint")]
+        assert [line.startswith(f"The checkpoint of step {n} is put off") for n, line in enumerate(told, 1)] == (
+            [True] * warnings
+        )
+        assert done.of("checkpoint") == [] and not list(done.folder.glob("*checkpoint*"))

@@ -1,0 +1,91 @@
+"""What the `fake` trainer does when it is asked for something between two steps: what a real one does, pretended."""
+
+import hashlib
+import math
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from worker.fake import Training
+
+_WORDS = ("it", "learns", "what", "the", "rows", "say", "and", "writes", "some", "of", "this", "again")
+
+
+class Actions:
+    """Takes what was asked for and answers it, as `worker.training.actions` does for a real trainer."""
+
+    def __init__(self, training: "Training") -> None:
+        self._training = training
+        self._again: deque[dict[str, Any]] = deque(training.job.get("actions", ()))
+        self._saves: list[dict[str, Any]] = []
+
+    def take(self) -> None:
+        """Do what is to be done behind the step that is over; what earlier attempts did there comes first."""
+        step = self._training.state.step
+        while self._again and self._again[0]["step"] <= step:
+            self._take(self._again.popleft())
+        while not self._again and (asked := self._training.control.take_action()) is not None:
+            self._take(asked)
+
+    @property
+    def wants_checkpoint(self) -> bool:
+        """Whether one was asked for, and is not saved yet."""
+        return bool(self._saves)
+
+    def saved(self) -> dict[str, Any]:
+        """What a checkpoint that is being told answers, as fields of its record."""
+        answered, self._saves = self._saves, []
+        return {
+            "actions": [{"id": one["id"], "action": one["action"]} for one in answered],
+            "pinned": any(one["parameters"].get("pin") for one in answered),
+        }
+
+    def _take(self, asked: dict[str, Any]) -> None:
+        training, parameters = self._training, asked["parameters"]
+        match asked["action"]:
+            case "checkpoint":
+                self._saves.append(asked)
+            case "evaluate":
+                loss = (training.state.loss or 0.0) + 0.1
+                training.evaluate(loss)
+                self._answer(asked, "done", result={"metrics": {"eval_loss": loss}})
+            case "sample":
+                self._sample(asked, **parameters)
+            case "set_learning_rate":
+                before, rate = training.config.learning_rate, parameters["learning_rate"]
+                training.change(learning_rate=rate)
+                self._answer(asked, "done", result={"before": before, "learning_rate": rate, "next": training.rate()})
+                training.tell_config()
+            case "extend":
+                self._extend(asked, **parameters)
+
+    def _extend(self, asked: dict[str, Any], max_steps: int | None = None, epochs: float | None = None) -> None:
+        training = self._training
+        before = training.total
+        total = max_steps or max(1, math.ceil((epochs or 0) * training.rows / training.per_step))
+        if total <= before:
+            message = f"The run is to have {before} steps already, and this would be {total}; name more."
+            return self._answer(asked, "refused", message=message)
+        training.change(max_steps=total)
+        result = {"before": before, "total_steps": total, "next_learning_rate": training.rate()}
+        self._answer(asked, "done", result=result, total_steps=total)
+        training.tell_config()
+
+    def _sample(self, asked: dict[str, Any], prompts: list[str], max_new_tokens: int, temperature: float) -> None:
+        training = self._training
+        texts = [self._written(prompt, max_new_tokens, temperature) for prompt in prompts]
+        for prompt, text in zip(prompts, texts, strict=True):
+            training.report.sample(training.state.step, prompt, text, action_id=asked["id"])
+        pairs = zip(prompts, texts, strict=True)
+        samples = [{"prompt": prompt, "completion": text} for prompt, text in pairs]
+        self._answer(asked, "done", result={"samples": samples})
+
+    def _written(self, prompt: str, most: int, temperature: float) -> str:
+        digest = hashlib.sha256(f"{self._training.state.chain} {prompt} {temperature}".encode()).digest()
+        return " ".join(_WORDS[byte % len(_WORDS)] for byte in digest[: min(most, 8)])
+
+    def _answer(self, asked: dict[str, Any], status: str, **more: Any) -> None:
+        training = self._training
+        training.report.action(
+            asked["id"], asked["action"], step=training.state.step, epoch=training.epoch(), status=status, **more
+        )

@@ -1,0 +1,185 @@
+"""What is asked of a run while it trains: done between two optimizer steps, and again where an attempt goes back."""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import TrainerControl
+
+from worker.training import checkpoints, sampling
+from worker.training.failures import Stopped
+from worker.training.state import RunState
+
+if TYPE_CHECKING:
+    from worker.training.trainer import Faithful
+
+Asked = dict[str, Any]
+"""Id, action and parameters; of one that is done again also the step."""
+
+
+class Refused(Exception):
+    """It cannot be done with this run; the text says why."""
+
+
+class Actions:
+    """Takes what was asked for and answers it; `trainer` is built already, but may not have begun.
+
+    What an earlier attempt did behind a step that this one comes to again is done there again, so that both train the
+    same. It came first then, so whatever is asked for meanwhile waits for it.
+    """
+
+    def __init__(self, trainer: "Faithful") -> None:
+        self._trainer = trainer
+        self._run = trainer.run
+        self._again: deque[Asked] = deque(self._run.job.get("actions", ()))
+        self._saves: list[Asked] = []
+        self._evaluations: list[Asked] = []
+        self._do: dict[str, Callable[[Asked, TrainerControl], None]] = {
+            "checkpoint": self._checkpoint,
+            "evaluate": self._evaluate,
+            "sample": self._sample,
+            "set_learning_rate": self._set_learning_rate,
+            "extend": self._extend,
+        }
+
+    def take(self, control: TrainerControl) -> None:
+        """Do what is to be done behind the step that is over; evaluating and saving are left to `control`."""
+        step = self._trainer.state.global_step
+        while self._again and self._again[0]["step"] <= step:
+            self._take(self._again.popleft(), control)
+        while not self._again and (asked := self._run.control.take_action()) is not None:
+            self._take(asked, control)
+
+    def epoch_is_over(self) -> str | None:
+        """`epoch_end` where the epoch is over with which the run is to end."""
+        over = self._run.control.ends_with_epoch and float(self._trainer.state.epoch or 0.5).is_integer()
+        return "epoch_end" if over else None
+
+    def _take(self, asked: Asked, control: TrainerControl) -> None:
+        try:
+            self._do[asked["action"]](asked, control)
+        except Refused as refusal:
+            self._answer(asked, "refused", message=str(refusal))
+
+    def _answer(self, asked: Asked, status: str, **more: Any) -> None:
+        state = self._trainer.state
+        self._run.report.action(
+            asked["id"], asked["action"], step=state.global_step, epoch=state.epoch, status=status, **more
+        )
+
+    # Saving and evaluating, which come behind the step in this order: evaluate, save
+
+    def _checkpoint(self, asked: Asked, control: TrainerControl) -> None:
+        if not control.should_save:
+            control.should_save = True
+            self._run.save_kind = "periodic"
+        self._saves.append(asked)
+
+    def saved(self) -> dict[str, Any]:
+        """What a checkpoint that is being told answers, as fields of its record."""
+        answered, self._saves = self._saves, []
+        return {
+            "actions": [{"id": one["id"], "action": one["action"]} for one in answered],
+            "pinned": any(one["parameters"].get("pin") for one in answered),
+        }
+
+    def _evaluate(self, asked: Asked, control: TrainerControl) -> None:
+        if self._trainer.eval_dataset is None:
+            raise Refused("The run has no evaluation data.")
+        control.should_evaluate = True
+        self._evaluations.append(asked)
+
+    def evaluated(self, found: dict[str, float]) -> None:
+        """An evaluation is done."""
+        for asked in self._evaluations:
+            self._answer(asked, "done", result={"metrics": found})
+        self._evaluations.clear()
+
+    def drop_evaluation(self) -> bool:
+        """An evaluation was broken off: whether it has to be made up for behind this very step.
+
+        One that was only asked for waits on, and is done behind a later one.
+        """
+        asked, self._evaluations = self._evaluations, []
+        return not asked or self._trainer.evaluation_is_due() or any("step" in one for one in asked)
+
+    # What changes how the run goes on
+
+    def _set_learning_rate(self, asked: Asked, _control: TrainerControl) -> None:
+        before, rate = self._trainer.args.learning_rate, float(asked["parameters"]["learning_rate"])
+        self._change(learning_rate=rate)
+        self._answer(asked, "done", result={"before": before, "learning_rate": rate, "next": self._next_rate()})
+        self._tell_config()
+
+    def _extend(self, asked: Asked, _control: TrainerControl) -> None:
+        trainer, run, wanted = self._trainer, self._run, asked["parameters"]
+        before, epochs = trainer.state.max_steps, wanted.get("epochs")
+        total = wanted.get("max_steps") or math.ceil(epochs * run.steps_in_a_pass)
+        total = max(total, run.config.min_steps or 0)
+        if total <= before:
+            raise Refused(f"The run is to have {before} steps already, and this would be {total}; name more.")
+        changed = {"max_steps": total} if epochs is None else {"max_steps": None, "epochs": epochs}
+        self._change(total_steps=total, **changed)
+        trainer.state.max_steps = total
+        result = {"before": before, "total_steps": total, "next_learning_rate": self._next_rate()}
+        self._answer(asked, "done", result=result, total_steps=total)
+        self._tell_config()
+
+    def _change(self, *, total_steps: int | None = None, **changed: Any) -> None:
+        """Put a change in force, and into every checkpoint from now on."""
+        state: RunState = self._run.state
+        state.changed |= changed
+        state.total_steps = total_steps or state.total_steps
+        self.put_in_force()
+        trainer = self._trainer
+        trainer.lr_scheduler.lr_lambdas = [self._factor()] * len(trainer.lr_scheduler.lr_lambdas)
+        checkpoints.reapply_rates(trainer, [group["weight_decay"] for group in trainer.optimizer.param_groups])
+
+    def put_in_force(self) -> None:
+        """Let what was changed hold: now, or before a trainer that goes on from a checkpoint begins."""
+        trainer, run = self._trainer, self._run
+        if run.state.changed:
+            run.config = run.config.model_copy(update=run.state.changed)
+            trainer.args.learning_rate = run.config.learning_rate
+        if run.state.total_steps is not None:
+            trainer.args.max_steps = run.state.total_steps
+            trainer.facts["total_steps"] = run.state.total_steps
+
+    def _factor(self) -> Callable[[int], float]:
+        """The schedule of a run that has as many steps from its beginning on as this one has now."""
+        trainer = self._trainer
+        in_force, trainer.lr_scheduler = trainer.lr_scheduler, None
+        try:
+            # On an optimizer of its own: a scheduler sets the rates of its optimizer when it is made.
+            own = torch.optim.SGD([torch.zeros(1)], lr=trainer.args.learning_rate)
+            factor: Callable[[int], float] = trainer.create_scheduler(trainer.args.max_steps, own).lr_lambdas[0]
+        finally:
+            trainer.lr_scheduler = in_force
+        return factor
+
+    def _next_rate(self) -> float:
+        return float(self._trainer.lr_scheduler.get_last_lr()[0])
+
+    def _tell_config(self) -> None:
+        trainer, run = self._trainer, self._run
+        replaced = [one.model_dump(mode="json") for one in trainer.replaced]
+        run.report.config(run.config.model_dump(mode="json"), replaced, trainer.facts)
+
+    # Writing
+
+    def _sample(self, asked: Asked, _control: TrainerControl) -> None:
+        step = self._trainer.state.global_step
+        try:
+            texts = sampling.write(self._trainer, **asked["parameters"])
+        except Stopped:
+            return  # heeded behind the next step; it waits for whoever goes on
+        except Exception as error:  # training goes on, whatever the matter was
+            reason = f"{type(error).__name__}: {error}".split("\n")[0][:300]
+            return self._answer(asked, "failed", message=f"The model could not write: {reason}. Training goes on.")
+        pairs = list(zip(asked["parameters"]["prompts"], texts, strict=True))
+        for prompt, text in pairs:
+            self._run.report.sample(step, prompt, text, action_id=asked["id"])
+        samples = [{"prompt": prompt, "completion": text} for prompt, text in pairs]
+        self._answer(asked, "done", result={"samples": samples})

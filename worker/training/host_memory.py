@@ -1,0 +1,187 @@
+"""Host memory that a state is copied into before a thread writes it, kept from one checkpoint to the next."""
+
+import mmap
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ALIGNED = 64
+"""Bytes of which each copy takes a whole number."""
+_PIECE_BYTES = 16 * 2**20
+_MOST_THREADS = 4
+"""More than these copy no faster than memory allows, and other runs want processors too."""
+_MARGIN_BYTES = 256 * 2**20
+_MARGIN_PART = 20
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+class TooLittleMemory(Exception):
+    """A copy would leave the machine with less memory than it needs for everything else; says so in a sentence."""
+
+
+class HostMemory:
+    """One stretch of memory, as large as the largest state so far.
+
+    Fresh memory costs several times what the copy itself does, for the kernel clears each page of it: so it is made
+    ready by a thread while training goes on, and used again for every later copy. That is safe once the one before
+    is on the disk, and not earlier.
+    """
+
+    def __init__(self) -> None:
+        self._map: mmap.mmap | None = None
+        self._is_pinned = False
+        self._preparing: threading.Thread | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Size of what is held."""
+        return 0 if self._map is None else len(self._map)
+
+    def prepare(self, size: int) -> None:
+        """Have memory for a state of `size` bytes made ready in the background, where there is enough of it."""
+        if size <= self.bytes or shortage(size):
+            return
+        self._hold(size)
+        self._preparing = threading.Thread(target=self._touch, name="host memory", daemon=True)
+        self._preparing.start()
+
+    def copy(self, tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Copies of `tensors`, by the `id` of each: same shape, type, order of elements and Python attributes.
+
+        Those that are one place in memory stay one. They live in the memory held here: the next call overwrites them.
+
+        Raises:
+            TooLittleMemory: nothing was copied.
+        """
+        distinct: dict[Any, torch.Tensor] = {}
+        places: dict[int, Any] = {}
+        for tensor in tensors:
+            key = _place(tensor)
+            distinct.setdefault(key, tensor)
+            places[id(tensor)] = key
+        memory = self._of_size(sum(map(_room, distinct.values())))
+        copies: dict[Any, torch.Tensor] = {}
+        start = 0
+        for key, tensor in distinct.items():
+            copies[key] = _like(tensor, memory, start)
+            start += _room(tensor)
+        _fill([(copies[key], tensor) for key, tensor in distinct.items()])
+        return {name: copies[key] for name, key in places.items()}
+
+    def _of_size(self, size: int) -> mmap.mmap:
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
+        if self._map is None or len(self._map) < size:
+            if why := shortage(size - self.bytes):
+                raise TooLittleMemory(why)
+            self._hold(size)
+        self._pin()
+        assert self._map is not None  # noqa: S101 - held above
+        return self._map
+
+    def _hold(self, size: int) -> None:
+        if self._map is not None and self._is_pinned:
+            torch.cuda.cudart().cudaHostUnregister(torch.frombuffer(self._map, dtype=torch.uint8).data_ptr())
+        self._map, self._is_pinned = None, False  # first of all the old one goes
+        self._map = mmap.mmap(-1, max(size, mmap.PAGESIZE))
+        self._map.madvise(mmap.MADV_HUGEPAGE)
+
+    def _touch(self) -> None:
+        """Let the kernel give every page, piece by piece; torch lets others run meanwhile."""
+        for piece in torch.frombuffer(self._map, dtype=torch.uint8).split(_PIECE_BYTES):
+            piece.zero_()
+        self._pin()
+
+    def _pin(self) -> None:
+        """Let a GPU write here at the speed of the bus. Where that is refused its copies are slower, and as right."""
+        if torch.cuda.is_initialized() and not self._is_pinned:
+            whole = torch.frombuffer(self._map, dtype=torch.uint8)
+            torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.numel(), 0)
+            self._is_pinned = True
+
+
+def shortage(size: int) -> str | None:
+    """Why this machine has no `size` bytes of memory to spare; None: it has."""
+    total, available = _memory()
+    margin = max(_MARGIN_BYTES, total // _MARGIN_PART)
+    if size + margin <= available:
+        return None
+    return (
+        f"a copy of the state takes {size / 2**20:,.0f} MiB of host memory, and of {available / 2**20:,.0f} MiB that "
+        f"are available {margin / 2**20:,.0f} MiB are to stay free"
+    )
+
+
+def _memory() -> tuple[int, int]:
+    """Bytes of memory in all and available, of the machine or of the container that this process is in."""
+    facts = {}
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        facts[name] = int(value.split()[0]) * 1024
+    total, available = facts["MemTotal"], facts["MemAvailable"]
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        used = int((_CGROUP / "memory.current").read_text())
+        inactive = [line for line in (_CGROUP / "memory.stat").read_text().splitlines() if "inactive_file" in line]
+    except (OSError, ValueError):
+        return total, available  # no container, or one of another kind
+    if limit == "max":
+        return total, available
+    kept = int(inactive[0].split()[1]) if inactive else 0  # files that the kernel lets go where memory is wanted
+    return min(total, int(limit)), min(available, int(limit) - used + kept)
+
+
+def _place(tensor: torch.Tensor) -> Any:
+    return (
+        tensor.device, tensor.data_ptr() or id(tensor), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()),
+        tuple(sorted(vars(tensor))),
+    )  # fmt: skip
+
+
+def _room(tensor: torch.Tensor) -> int:
+    size: int = tensor.numel() * tensor.element_size()
+    return -(-size // ALIGNED) * ALIGNED
+
+
+def _like(tensor: torch.Tensor, memory: mmap.mmap, start: int) -> torch.Tensor:
+    if tensor.numel() == 0:
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    else:
+        size = tensor.numel() * tensor.element_size()
+        # A storage of its own: what saves a tensor writes all of its storage.
+        flat = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start).view(tensor.dtype)
+        copy = torch.as_strided(flat, tensor.shape, torch.empty_like(tensor, device="meta").stride())
+    # Optimizers of bitsandbytes mark their tensors, and what is saved says so.
+    vars(copy).update(vars(tensor))
+    return copy
+
+
+def _fill(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    with torch.no_grad():
+        pieces = [piece for pair in pairs for piece in _pieces(*pair)]
+        if any(source.is_cuda for _, source in pieces):
+            for target, source in pieces:
+                target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
+            return
+        threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS, len(pieces))
+        if threads < 2 or sum(target.nbytes for target, _ in pieces) < _PIECE_BYTES:
+            for target, source in pieces:
+                target.copy_(source)
+            return
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(lambda pair: pair[0].detach().copy_(pair[1].detach()), pieces))
+
+
+def _pieces(target: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    if source.nbytes <= _PIECE_BYTES or not (source.is_contiguous() and target.is_contiguous()):
+        yield target, source
+        return
+    length = _PIECE_BYTES // source.element_size()
+    yield from zip(target.view(-1).split(length), source.detach().view(-1).split(length), strict=True)

@@ -1,0 +1,114 @@
+"""Texts that the model writes while it trains, without a trace in the training: no random number, no mode changes."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+from app.runs.config import TrainingMethod
+from worker.training.failures import Stopped
+from worker.training.pairs import converse
+from worker.training.run import Run
+
+if TYPE_CHECKING:
+    from worker.training.trainer import Faithful
+
+
+def write(trainer: "Faithful", prompts: list[str], max_new_tokens: int, temperature: float) -> list[str]:
+    """What the model as it is now writes behind each prompt.
+
+    With a temperature, tokens are drawn with the run's seed and step: the same weights write the same again. A prompt
+    that is too long for the model loses its beginning.
+
+    Raises:
+        Stopped: a stop came first.
+    """
+    run, tokenizer = trainer.run, trainer.processing_class
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    options = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=temperature > 0,
+        temperature=temperature or None,
+        top_k=0 if temperature > 0 else None,
+        use_cache=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    texts: list[str] = []
+    with _undisturbed(model), torch.no_grad(), trainer.accelerator.autocast():
+        torch.manual_seed(run.config.seed + trainer.state.global_step)
+        for prompt in prompts:
+            run.progress("sampling", len(texts), len(prompts))
+            shown = tokenizer(_as_seen(run, tokenizer, prompt), add_special_tokens=not _is_chat(run))["input_ids"]
+            if most is not None:
+                shown = shown[-max(most - max_new_tokens, 1) :]
+            ids = torch.tensor([shown], device=model.device)
+            written = model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=options,
+                stopping_criteria=StoppingCriteriaList([_Watch(run)]),
+            )
+            texts.append(tokenizer.decode(written[0, len(shown) :], skip_special_tokens=True))
+    return texts
+
+
+class _Watch(StoppingCriteria):  # type: ignore[misc]
+    """Gives a sign of life with each token, and heeds a stop."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def __call__(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        self._run.report.alive()
+        if self._run.stop_requested is not None:
+            raise Stopped
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def _is_chat(run: Run) -> bool:
+    if run.config.method in (TrainingMethod.dpo, TrainingMethod.rlhf):
+        return converse(run.job["dataset"]["path"])
+    return bool(run.job["dataset"]["format"] == "chat")
+
+
+def _as_seen(run: Run, tokenizer: Any, prompt: str) -> str:
+    """The prompt in the form in which the run's data has it."""
+    if not _is_chat(run):
+        return prompt
+    message = [{"role": "user", "content": prompt}]
+    return str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
+
+
+@contextmanager
+def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode, and afterwards every mode and every random number generator as before."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        with same_numbers():
+            model.eval()
+            yield
+    finally:
+        for module, was in modes:
+            module.training = was
+
+
+@contextmanager
+def same_numbers() -> Iterator[None]:
+    """Afterwards every random number generator is as it was before."""
+    numbers, drawn = numpy.random.get_state(), random.getstate()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    cpu = torch.random.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.random.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+        numpy.random.set_state(numbers)
+        random.setstate(drawn)

@@ -1,0 +1,171 @@
+"""The state of a trainer at one step: gathered in the loop, copied to host memory, written by whoever has time."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import peft.peft_model
+import safetensors.torch
+import torch
+import transformers.modeling_utils
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+
+from worker.training.host_memory import ALIGNED, HostMemory
+from worker.training.pulse import Alive, nobody
+
+if TYPE_CHECKING:
+    from worker.training.trainer import Faithful
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """A file of weights that a library was about to write."""
+
+    path: Path
+    tensors: dict[str, torch.Tensor]
+    metadata: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What belongs to a checkpoint and is not in its folder yet."""
+
+    weights: list[WeightFile]
+    optimizer: Any
+    """What its `state_dict()` answers: tensors in dictionaries and lists, and plain values."""
+    files: dict[str, bytes]
+    """Small files that are the same in every checkpoint of the process: tokenizer, configuration."""
+    histories: list[Callable[[Path], None]] = field(default_factory=list)
+    """Each puts a file with the lines so far into a folder."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all tensors, each place in memory once."""
+        places: dict[Any, int] = {(one.device, one.data_ptr(), one.nbytes): one.nbytes for one in self._tensors()}
+        return sum(places.values()) + sum(map(len, self.files.values()))
+
+    def copied_to(self, memory: HostMemory) -> "Snapshot":
+        """The same, which training does not change any more.
+
+        Raises:
+            TooLittleMemory: there is no room for a copy.
+        """
+        copies = memory.copy(self._tensors())
+        weights = [replace(one, tensors=_exchanged(one.tensors, copies)) for one in self.weights]
+        return replace(self, weights=weights, optimizer=_exchanged(self.optimizer, copies))
+
+    def write(self, folder: Path, alive: Alive = nobody) -> None:
+        """Put all of it into `folder`, which has the rest; `alive` is called after each file.
+
+        Raises:
+            OSError, RuntimeError: the disk takes no more.
+        """
+        for name, content in self.files.items():
+            if not (folder / name).exists():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(content)
+        for put in self.histories:
+            put(folder)
+        for one in self.weights:
+            safetensors.torch.save_file(one.tensors, one.path, metadata=one.metadata)
+            alive()
+        torch.save(self.optimizer, folder / OPTIMIZER_NAME)
+        alive()
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        yield from _tensors_in([one.tensors for one in self.weights])
+        yield from _tensors_in(self.optimizer)
+
+
+class Gatherer:
+    """Gathers one trainer's snapshots; remembers what is the same in each of them."""
+
+    def __init__(self) -> None:
+        self._same: dict[str, bytes] | None = None
+
+    def gather(self, trainer: "Faithful", folder: Path) -> Snapshot:
+        """The state as it is at this moment: small files that change go into `folder` at once, the rest is referred to.
+
+        The tensors are the trainer's own, and change with its next step.
+
+        Raises:
+            OSError: the disk takes no more.
+        """
+        trainer.store_flos()
+        with _weights_kept() as weights:
+            if self._same is None:
+                trainer.save_model(str(folder), _internal_call=True)
+            else:  # a large tokenizer takes longer to write than an adapter to copy
+                trainer.model.save_pretrained(str(folder))
+        # A pickle of arguments that nothing here reads; none is to be loaded by anyone else either.
+        (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
+        if self._same is None:
+            present = (path for path in sorted(folder.rglob("*")) if path.is_file())
+            self._same = {path.relative_to(folder).as_posix(): path.read_bytes() for path in present}
+        torch.save(trainer.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
+        trainer._save_scaler(str(folder))
+        trainer._save_rng_state(str(folder))
+        trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+        trainer.remember_averages()
+        trainer.run.state.save(folder)
+        histories = [history.held() for history in trainer.run.histories]
+        return Snapshot(weights, trainer.optimizer.state_dict(), self._same, histories)
+
+
+def expected_bytes(trainer: "Faithful") -> int:
+    """About what the tensors of a snapshot will come to, from the model and the optimizer as they are."""
+    model: Any = trainer.model
+    all_of_them = not isinstance(model, peft.peft_model.PeftModel)
+    saved = (one for one in model.parameters() if one.requires_grad or all_of_them)
+    weights: dict[int, int] = {one.data_ptr(): one.nbytes for one in saved}
+    state = [int(one.nbytes) for one in _tensors_in(trainer.optimizer.state_dict())]
+    return sum(weights.values()) + sum(state) + (len(weights) + len(state)) * ALIGNED
+
+
+@contextmanager
+def _weights_kept() -> Iterator[list[WeightFile]]:
+    """For the time of the block, what transformers and peft write as weights is kept instead, as it would be written.
+
+    So what belongs to a checkpoint, and by which name, stays their decision, whoever writes it and when.
+    """
+    kept: list[WeightFile] = []
+
+    def keep(tensors: dict[str, torch.Tensor], filename: Any, metadata: dict[str, str] | None = None) -> None:
+        kept.append(WeightFile(Path(filename), dict(tensors), dict(metadata or {})))
+
+    libraries = (transformers.modeling_utils, peft.peft_model)
+    writers = [library.safe_save_file for library in libraries]
+    for library in libraries:
+        library.safe_save_file = keep
+    try:
+        yield kept
+    finally:
+        for library, writer in zip(libraries, writers, strict=True):
+            library.safe_save_file = writer
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _tensors_in(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors_in(one)
+
+
+def _exchanged(value: Any, copies: dict[int, torch.Tensor]) -> Any:
+    """`value` with every tensor replaced by its copy, and containers of its own."""
+    if isinstance(value, torch.Tensor):
+        return copies[id(value)]
+    if isinstance(value, dict):
+        same = {key: _exchanged(one, copies) for key, one in value.items()}
+        return same if type(value) is dict else type(value)(same)
+    if isinstance(value, list):
+        return [_exchanged(one, copies) for one in value]
+    if type(value) is tuple:
+        return tuple(_exchanged(one, copies) for one in value)
+    return value
