@@ -7,7 +7,7 @@ CHAOS := tests/chaos/test_chaos.py
 # Where this is set, every process would compile PyTorch's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo up test lint bench venv chaos mutants fuzz resume-matrix methods docs prediction
+.PHONY: demo up test lint bench venv chaos mutants fuzz resume-matrix methods estimates prediction docs
 
 demo: $(READY)  ## fine-tune a small model through the service and watch; MODEL=<hub name> for another
 	@$(BIN)/anneal demo $(if $(MODEL),--model '$(MODEL)')
@@ -48,6 +48,9 @@ methods: $(READY)  ## every method with every adapter: what it learns, and that 
 
 prediction: $(READY)  ## how far off predicted finishes are, over 30 runs; SCALE=0.2 for a trial
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.prediction $(if $(SCALE),--scale $(SCALE))
+
+estimates: $(READY)  ## the memory of a training step by formula beside what torch holds, over a grid of models and methods
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.estimates
 
 bench: .venv/.bench  ## all benchmarks; ONLY=C8 for one, SCALE=0.01 for a trial in small
 	@$(BIN)/python -m benchmarks $(ONLY) $(if $(SCALE),--scale $(SCALE))

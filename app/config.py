@@ -86,6 +86,10 @@ class Settings(_AtHome):
     """Which base models may be named, as patterns such as `qwen3-*, meta-llama/*`, comma-separated; unset: all."""
     mlflow_tracking_uri: str | None = None
     """MLflow server that runs with `report_to: ["mlflow"]` are told to, `http(s)://…`; its token is a secret."""
+    gpu_hour_price: float | None = Field(default=None, ge=0)
+    """What an hour of a GPU costs, for the cost of estimates; unset: none is told."""
+    price_currency: str = Field(default="EUR", min_length=1, max_length=10)
+    """Of `gpu_hour_price`."""
     log_format: Literal["json", "console"] | None = None
     """How API and workers log; unset: for people on a terminal, as JSON anywhere else."""
     allowed_hosts: str = ""

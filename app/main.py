@@ -17,6 +17,7 @@ import app.backends.endpoints
 import app.checkpoints.endpoints
 import app.datasets.endpoints
 import app.datasets.service
+import app.estimates.endpoints
 import app.events.endpoints
 import app.experiments.endpoints
 import app.health
@@ -89,6 +90,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     for resource in (
         app.experiments.endpoints,
         app.datasets.endpoints,
+        app.estimates.endpoints,
         app.runs.endpoints,
         app.runs.log_endpoints,
         app.events.endpoints,

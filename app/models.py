@@ -44,6 +44,7 @@ def all_models() -> MetaData:
     import app.auth_models
     import app.checkpoints.models
     import app.datasets.models
+    import app.estimates.models
     import app.events.models
     import app.experiments.models
     import app.runs.models

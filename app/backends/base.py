@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from app.estimates.schemas import RunEstimate
 from app.runs.config import Problem, TrainingMethod
 from app.runs.schemas import TrainingRun
 
@@ -56,6 +57,13 @@ class TrainingBackend(ABC):
     @abstractmethod
     async def validate_config(self, config: Mapping[str, Any]) -> list[Problem]:
         """Every problem of a configuration as the user wrote it, at once; empty: it can run."""
+
+    @abstractmethod
+    async def estimate_resources(self, config: Mapping[str, Any], dataset_size: int) -> RunEstimate:
+        """Time, memory by component, cost, tokens and steps for so many rows, with what was assumed.
+
+        What cannot be known is null, with its reason. 422 for a configuration that could not run.
+        """
 
     @abstractmethod
     async def launch(self, run: TrainingRun, dataset_path: Path, output_dir: Path) -> str:

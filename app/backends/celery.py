@@ -12,12 +12,15 @@ from app.backends.base import BackendCapabilities, Rules, TrainingBackend
 from app.checkpoints.models import Checkpoint
 from app.config import Settings
 from app.errors import FieldError
+from app.estimates import service as estimates
+from app.estimates.plan import Data
+from app.estimates.schemas import RunEstimate
 from app.events.stream import Streams
 from app.ids import is_id
 from app.queue import Queue
 from app.runs import logs, service, views
 from app.runs.checks import config_problems, online_machines, refusal
-from app.runs.config import Problem, TrainingMethod
+from app.runs.config import Problem, TrainingConfig, TrainingMethod, given_fields, in_numbers
 from app.runs.models import Run
 from app.runs.resume import resume
 from app.runs.schemas import RunCreate, RunRead, RunResume, TrainingRun
@@ -64,6 +67,23 @@ class CeleryBackend(TrainingBackend):
             machines = await online_machines(session, self._around.settings, name, self.rules)
         problems, _ = await asyncio.to_thread(config_problems, self.rules, config, machines=machines)
         return problems
+
+    async def estimate_resources(self, config: Mapping[str, Any], dataset_size: int) -> RunEstimate:
+        """By formula and from earlier runs, for the devices of the workers that are online now."""
+        problems = await self.validate_config(config)
+        if problems:
+            raise refusal(
+                [FieldError(field=f"config.{one.field}", code=one.code, message=one.message) for one in problems]
+            )
+        asked = in_numbers(config)
+        given = sorted(given_fields(asked))
+        options = asked if self.rules.options is None else {k: v for k, v in asked.items() if k != "extra"}
+        subject = estimates.Subject(
+            TrainingConfig.model_validate(options), given, self.capabilities.name, Data(dataset_size, None)
+        )
+        settings, storage = self._around.settings, self._storage
+        async with self._sessions() as session:
+            return await estimates.estimate(session, settings, storage, subject, thorough=True)
 
     async def launch(self, run: TrainingRun, dataset_path: Path, output_dir: Path) -> str:
         """Insert the run; 422 for a data set or folder that is not the storage's own."""

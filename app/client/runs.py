@@ -12,6 +12,7 @@ from app.client.download import download
 from app.client.events import Event, Follower
 from app.client.modes import M, call, stream
 from app.client.resource import ApiResource, body_of, given
+from app.estimates.schemas import RunEstimate
 from app.postmortems.schemas import PostMortem
 from app.runs.schemas import RunCheck, RunComparison, RunCreate, RunMetrics, RunRead, RunStopped, RunSummary, StopMode
 
@@ -34,6 +35,11 @@ class Runs(ApiResource[M]):
     async def validate(self, run: RunCreate | Mapping[str, Any]) -> RunCheck:
         """What `create` would say, and what would be trained; makes nothing."""
         return await self._session.post(RunCheck, "/runs/validate", body_of(run), repeatable=True)
+
+    @call
+    async def estimate(self, run: RunCreate | Mapping[str, Any]) -> RunEstimate:
+        """What the run would take in memory, steps, tokens, time and money, and where it fits; makes nothing."""
+        return await self._session.post(RunEstimate, "/runs/estimate", body_of(run), repeatable=True)
 
     @stream
     async def list(

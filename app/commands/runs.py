@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from app.commands.comparing import compare
 from app.commands.console import (
     After,
     AsJson,
@@ -20,9 +21,7 @@ from app.commands.console import (
     note,
     noun,
     page,
-    shown,
     size,
-    table,
     transfer,
 )
 from app.commands.outlook import in_words
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
 
 commands = noun("Runs: one training each. Example: `anneal runs create -f run.yaml --watch`.")
 commands.command()(why)
+commands.command()(compare)
 
 File = Annotated[Path, typer.Option("--file", "-f", help="YAML or JSON with what POST /v1/runs takes; - reads stdin.")]
 Set = Annotated[
@@ -90,6 +90,22 @@ def validate(file: File, sets: Set = None, as_json: AsJson = False) -> None:
         typer.echo("This run can be created.")
 
 
+@commands.command()
+def estimate(file: File, sets: Set = None, as_json: AsJson = False) -> None:
+    """Say what a run would take in memory, steps, time and money, and where it fits; make none.
+
+    Example: `anneal runs estimate -f run.yaml --set config.batch_size=8`
+    """
+    from app.commands import estimating, run_file
+
+    with connected() as client:
+        found = client.runs.estimate(run_file.change(run_file.read(file), sets or []))
+        if as_json:
+            document(found)
+        else:
+            estimating.show(found)
+
+
 @commands.command("list")
 def list_runs(
     experiment: Annotated[str | None, typer.Option(help="Only runs of this experiment.")] = None,
@@ -141,6 +157,8 @@ def show(run_id: RunId, as_json: AsJson = False) -> None:
                 "because": run.error_message, "step": f"{run.current_step}/{run.total_steps or '?'}",
                 "loss": last.loss if last else None, "best loss": run.best_loss, "attempt": run.attempt,
                 "model": run.fine_tuned_model, "checkpoint": run.checkpoint_path, "parent": run.parent_run_id,
+                "MiB expected": (run.estimate.memory_mb or {}).get("total") if run.estimate else None,
+                "MiB measured": run.measured.peak_memory_mb if run.measured else None,
                 "experiment": run.experiment_id, "tags": run.tags, "pinned": run.pinned or None,
                 "data set": run.dataset_id, "evaluated on": run.eval_dataset_id, "worker": run.worker_id,
                 "created": run.created_at, "started": run.started_at, "finished": run.finished_at,
@@ -173,35 +191,6 @@ def edit(
         if as_json:
             document(changed)
     note(f"{run_id} is changed.")
-
-
-@commands.command()
-def compare(
-    run_ids: Annotated[list[str], typer.Argument(metavar="RUN RUN…", help="2 to 20 runs, by their ids.")],
-    as_json: AsJson = False,
-) -> None:
-    """Show in which fields runs differ, and what each has reached.
-
-    Example: `anneal runs compare run_01k3x9m6q2v8s4t0w7y5z1a3b6 run_01k3x9m6q2v8s4t0w7y5z1a3c7`
-    """
-    with connected() as client:
-        found = client.runs.compare(run_ids)
-        if as_json:
-            document(found)
-            return
-        ids = [run.run_id for run in found.runs]
-        facts: dict[str, list[Any]] = {
-            "name": [run.name for run in found.runs],
-            "status": [run.status for run in found.runs],
-            "step": [f"{run.current_step}/{run.total_steps or '?'}" for run in found.runs],
-            "seconds": [run.seconds for run in found.runs],
-            "best loss": [run.best_loss for run in found.runs],
-        }
-        for name in dict.fromkeys(name for run in found.runs for name in run.metrics):
-            facts[name] = [reached.last if (reached := run.metrics.get(name)) else None for run in found.runs]
-        for name, values in found.differences.items():
-            facts[name] = [values[id] for id in ids]
-        table(["", *ids], [[name, *map(shown, values)] for name, values in facts.items()])
 
 
 def _pin(run_id: str, checkpoint: str | None, pinned: bool, as_json: bool) -> None:

@@ -202,7 +202,6 @@ def _not_available_yet(config: TrainingConfig) -> list[Problem]:
     wanted: dict[str, bool | str] = {
         "activation_offload": config.activation_offload,
         "torch_compile": config.torch_compile,
-        "gradient_checkpointing": config.gradient_checkpointing == "auto" and "auto",
     }
     return [
         problem(name, "not_available_yet", f"cannot be {str(value).lower()} yet: this version has no such feature")
@@ -231,7 +230,7 @@ def _replacements(config: TrainingConfig, given: set[str], machine: Machine, fou
     return replaced
 
 
-_CHOICES = {"gradient_checkpointing": '"auto"', "memory_profile": '"steps"'}
+_CHOICES = {"gradient_checkpointing": '"selective" or "auto"', "memory_profile": '"steps"'}
 """Fields that are true, false, or this."""
 _NO_TYPE = {"union_tag_invalid": "unknown_value", "union_tag_not_found": "missing"}
 _OWN_CODES = ("bad_pattern", "bad_schema", "bad_bounds", "bad_count", "out_of_range")

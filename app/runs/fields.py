@@ -215,8 +215,10 @@ class TrainingConfig(Strict):
     bnb_4bit_compute_dtype: DType = Field(default="bfloat16", description="Type that 4-bit layers compute in.")
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = Field(default="nf4", description="Form of the 4-bit numbers.")
 
-    gradient_checkpointing: bool | Literal["auto"] = Field(
-        default=True, description="Recompute activations in the backward pass: less memory, more time."
+    gradient_checkpointing: bool | Literal["selective", "auto"] = Field(
+        default="auto",
+        description="Recompute activations in the backward pass, which takes less memory and more time: of all layers, "
+        "of every second one (`selective`), or as the memory needs (`auto`).",
     )
     activation_offload: bool = Field(default=False, description="Keep activations in host memory.")
     attn_implementation: Attention | None = Field(default=None, description="None: the best for the device.")

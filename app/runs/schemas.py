@@ -14,6 +14,7 @@ from pydantic.config import JsonDict
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
+from app.estimates.schemas import EXAMPLE, Measured, RunEstimate
 from app.runs.config import TrainingConfig, TrainingStatus
 from app.runs.prediction import Prediction
 from app.wire import FieldError
@@ -251,6 +252,8 @@ class RunRead(RunSummary):
         json_schema_extra={
             "example": {
                 **_RUN,
+                "estimate": EXAMPLE,
+                "measured": {"peak_memory_mb": 15210.4, "tokens_per_second": 7031.0},
                 "metrics_history": [
                     {
                         "step": 40, "epoch": 0.2, "loss": 2.31, "learning_rate": 0.0002, "grad_norm": 0.9,
@@ -261,6 +264,11 @@ class RunRead(RunSummary):
         }
     )  # fmt: skip
 
+    estimate: RunEstimate | None = Field(
+        description="What it was expected to take when it was created; null for backends that load no model, and for "
+        "runs that resume others."
+    )
+    measured: Measured | None = Field(description="What it has taken so far; null while nothing is measured.")
     metrics_history: list[TrainingMetrics] = Field(description="The last 100 points; GET …/metrics has all of them.")
 
 

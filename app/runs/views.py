@@ -7,6 +7,7 @@ from pydantic_core import to_json
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.checkpoints.service import preferred
+from app.estimates.service import compared
 from app.runs import service
 from app.runs.metrics import recent
 from app.runs.models import Run
@@ -43,7 +44,9 @@ async def _fields(session: AsyncSession, storage: Storage, run: Run) -> dict[str
     saved = await preferred(session, run) if run.attempt else None
     derived = _derived(storage, run, [saved.step, saved.attempt] if saved else None)
     judges = await service.reward_run_ids(session, run)
-    return {**same, **derived, "reward_run_ids": list(judges), "metrics_history": history}
+    expected, real = await compared(session, run)
+    taken = {"estimate": expected, "measured": real}
+    return {**same, **derived, **taken, "reward_run_ids": list(judges), "metrics_history": history}
 
 
 def page(storage: Storage, rows: Sequence[Any], has_more: bool, predictions: Mapping[str, Prediction | None]) -> bytes:

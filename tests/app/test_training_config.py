@@ -58,7 +58,7 @@ class TestFieldsAndDefaults:
             "learning_rate": 2e-4, "batch_size": 4, "gradient_accumulation_steps": 4, "epochs": 3,
             "max_steps": None, "warmup_ratio": 0.03, "weight_decay": 0.01, "load_in_4bit": True,
             "load_in_8bit": False, "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_type": "nf4",
-            "optim": "paged_adamw_8bit", "lr_scheduler_type": "cosine", "gradient_checkpointing": True,
+            "optim": "paged_adamw_8bit", "lr_scheduler_type": "cosine", "gradient_checkpointing": "auto",
             "save_steps": 100, "save_total_limit": 3, "logging_steps": 10, "max_seq_length": 2048,
             "packing": False, "seed": 42, "extra": {}, "eval_steps": None, "eval_split": 0.0, "loss_on": "all",
             "truncation_mode": "keep_start", "time_limit_seconds": None, "stop_at_step": None, "min_steps": None,
@@ -259,7 +259,6 @@ class TestConflicts:
         [
             ({"torch_compile": True}, "torch_compile"),
             ({"activation_offload": True}, "activation_offload"),
-            ({"gradient_checkpointing": "auto"}, "gradient_checkpointing"),
         ],
     )  # fmt: skip
     def test_what_does_not_work_yet_is_refused_by_name(self, fields: dict[str, Any], field: str) -> None:
@@ -305,7 +304,7 @@ class TestResolve:
         made = effective(CPU)
         assert {r.field: (r.requested, r.used) for r in made.replaced} == {
             "optim": ("paged_adamw_8bit", "adamw_8bit"),
-            "gradient_checkpointing": (True, False),
+            "gradient_checkpointing": ("auto", False),
             "bnb_4bit_compute_dtype": ("bfloat16", "float32"),
         }
         assert all(r.reason for r in made.replaced)

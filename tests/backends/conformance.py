@@ -84,6 +84,14 @@ class Conformance:
             found = await backend.validate_config({**self.config, "method": method.value})
             assert [problem.field for problem in found] == ["method"]
 
+    async def test_estimates_what_a_run_takes_or_says_why_it_cannot(self, backend: CeleryBackend) -> None:
+        found = await backend.estimate_resources({**self.config, "max_steps": 7}, 100)
+        assert (found.memory_mb is None) == bool(found.unknown)
+        assert found.steps == (None if found.unknown else 7)
+        with pytest.raises(ApiError) as refused:
+            await backend.estimate_resources({**self.config, **self.wrong_config}, 100)
+        assert refused.value.errors
+
     async def test_a_launched_run_is_durable_before_the_answer(
         self, backend: CeleryBackend, engine: Engine, storage: Storage, run: TrainingRun, data: Path
     ) -> None:

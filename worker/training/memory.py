@@ -1,6 +1,7 @@
 """Memory of a run: now and at its peak for every metric, and of every step as a file, on request."""
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ _MOST_ALLOCATIONS = 100_000
 
 
 class GpuMemory:
-    """Memory of tensors on the GPU, in MiB; on a machine without one there is none to tell.
+    """Memory of tensors on the GPU, in MiB; on a machine without one the most that the process ever had.
 
     The peak is that since the last metric, although phases of a step may reset the counter in between.
     """
@@ -38,9 +39,10 @@ class GpuMemory:
         }
 
     def take(self) -> tuple[float | None, dict[str, float]]:
-        """Peak since the last call, and the present memory by name."""
+        """Peak since the last call, and more by name: the present memory, or without a GPU the process's own peak."""
         if not torch.cuda.is_available():
-            return None, {}
+            most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+            return None, {"host_memory_peak_mb": round(most, 1)}
         now = self.phase()["allocated_mb"]
         peak, self._peak = round(self._peak, 1), 0.0
         return peak, {"gpu_memory_current_mb": now}

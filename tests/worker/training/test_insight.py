@@ -6,6 +6,7 @@ from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import TrainerControl, TrainerState
@@ -149,9 +150,12 @@ class TestGpuMemory:
         assert gpu.take() == (300.0, {"gpu_memory_current_mb": 200.0})
         assert gpu.take() == (200.0, {"gpu_memory_current_mb": 200.0})
 
-    def test_without_a_gpu_there_is_none(self) -> None:
-        if not torch.cuda.is_available():
-            assert memory.GpuMemory().take() == (None, {})
+    def test_without_a_gpu_the_process_tells_its_own_peak(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        peak, told = memory.GpuMemory().take()
+        assert peak is None
+        now = psutil.Process().memory_info().rss / 2**20
+        assert 0.9 * now < told["host_memory_peak_mb"] < 100 * now
 
     def test_a_profile_on_a_gpu_has_each_phase_and_every_allocation(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -1,5 +1,6 @@
 """The steps of every recipe from its model on: build the trainer, tell the facts, train, export."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -112,6 +113,10 @@ def _costs(trainer: Faithful, training: Rows, device: str | None) -> dict[str, A
     )
     throughput.peak_tflops = run.config.trainer_options.peak_tflops or peak_tflops(device)
     length = trainer.usual_length(training.tokens / training.rows)
+    if run.config.gradient_checkpointing == "selective":
+        # Layers are alike, so every second one is about half of them.
+        counted = throughput.flops
+        throughput.flops = replace(counted, token_again=counted.token_again // 2, pair_again=counted.pair_again // 2)
     return {
         "flops_per_token": throughput.flops.per_token(length),
         "flops_per_token_hardware": throughput.flops.per_token_of_hardware(length),

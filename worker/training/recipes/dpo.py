@@ -10,7 +10,7 @@ from trl import DPOConfig, DPOTrainer
 from trl.trainer import dpo_trainer
 
 from app.runs.config import Replacement
-from worker.training import data, model, pairs
+from worker.training import data, model, pairs, planning
 from worker.training.pairs import Pairs
 from worker.training.recipes import course, steps
 from worker.training.run import Run
@@ -79,6 +79,7 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
     tokenized = steps.said_of_cache(run, training, held_out)
     steps_in_a_pass = data.steps_in(training.dataset, config)
     total_steps = steps.steps_in_all(run, steps_in_a_pass)
+    planning.decide(run, replaced, found, training.dataset, max_length)
     with steps.weights(run, found) as start:
         network = steps.load(run, start, steps.highest_id(tokenizer, training, held_out))
         trainer = course.build(

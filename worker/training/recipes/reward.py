@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from trl import RewardConfig, RewardTrainer
 
 from app.runs.config import Replacement
-from worker.training import data, model, pairs
+from worker.training import data, model, pairs, planning
 from worker.training.pairs import Pairs
 from worker.training.recipes import course, steps
 from worker.training.run import Run
@@ -49,6 +49,7 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
     training, held_out = steps.read_data(run, read)
     tokenized = steps.said_of_cache(run, training, held_out)
     total_steps = steps.steps_in_all(run, data.steps_in(training.dataset, config))
+    planning.decide(run, replaced, found, training.dataset, max_length)
     with steps.weights(run, found) as start:
         network = steps.load(run, start, steps.highest_id(tokenizer, training, held_out), "reward")
         trainer = course.build(

@@ -10,7 +10,7 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from app.runs.config import Replacement
 from app.runs.rewards import names
-from worker.training import model, pairs, plugins, rewards
+from worker.training import model, pairs, planning, plugins, rewards
 from worker.training.failures import TrainingFailure
 from worker.training.pairs import Pairs, PromptEncoder
 from worker.training.protection import Trouble
@@ -165,6 +165,7 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
         )
     total_steps = steps.steps_in_all(run, steps_in_a_pass)
     seen = training.dataset.select(range(prompts_in_a_step)) if config.overfit_first_batch else training.dataset
+    planning.decide(run, replaced, found, training.dataset, max_length)
     with steps.weights(run, found) as start:
         network = steps.load(run, start, steps.highest_id(tokenizer, training, held_out))
         # Generating takes long, and each token is a sign of life.

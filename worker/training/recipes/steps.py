@@ -11,7 +11,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from app.runs.config import Replacement
-from worker.training import base, checkpoints, data, model, plugins
+from worker.training import base, checkpoints, data, model, planning, plugins
 from worker.training.base import Base
 from worker.training.chat import ensure_template
 from worker.training.failures import TrainingFailure
@@ -212,6 +212,8 @@ def load(run: Run, start: Base, highest_id: int, head: model.Head = "causal") ->
     with while_growing(run.report.alive, start.folder):
         network = plugins.model(run, lambda: model.load_model(start, run.config, run.machine, head))
     run.config = run.config.model_copy(update={"attn_implementation": network.config._attn_implementation})
+    if run.config.gradient_checkpointing == "selective":
+        planning.checkpoint_every_second_layer(network)
     model.check_vocabulary(network, highest_id)
     run.heed_stop()
     return network

@@ -8,7 +8,7 @@ import torch
 from trl import SFTConfig, SFTTrainer
 
 from app.runs.config import Replacement
-from worker.training import data, metric_functions, model
+from worker.training import data, metric_functions, model, planning
 from worker.training.data import Tokens
 from worker.training.metric_functions import Evaluation, Factories
 from worker.training.recipes import course, steps
@@ -75,6 +75,7 @@ def train(
     training, held_out = steps.read_data(run, read)
     tokenized = steps.said_of_cache(run, training, held_out)
     total_steps = steps.steps_in_all(run, data.steps_in(training.dataset, config))
+    planning.decide(run, replaced, found, training.dataset, max_length)
     with steps.weights(run, found) as start:
         network = steps.load(run, start, steps.highest_id(tokenizer, training, held_out))
         trainer = course.build(

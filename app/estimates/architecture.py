@@ -1,0 +1,231 @@
+"""What a model is made of, read from its `config.json` alone: families, sizes, and what that file may leave out."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Norm = Literal["rms", "gemma", "layer"]
+"""How a layer is normalised: by its root mean square, the same in Gemma's order of casts, or with mean and bias."""
+
+
+class UnknownArchitecture(ValueError):
+    """A configuration that cannot be counted from; its text says why, as a sentence."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a layer: how many, how many of them a token goes to, and their inner widths."""
+
+    number: int
+    of_a_token: int
+    width: int
+    shared_width: int = 0
+    """Of the expert that every token goes to; 0: there is none."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A decoder of one of the families in `FAMILIES`; widths in elements."""
+
+    family: str
+    vocabulary: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    intermediate: int
+    norm: Norm
+    activation: str
+    tied: bool
+    """Whether the head shares the matrix of the embeddings."""
+    longest: int | None
+    """Positions that the model has; None: not said."""
+    qkv_bias: bool = False
+    out_bias: bool = False
+    """Bias behind attention."""
+    mlp_bias: bool = False
+    head_bias: bool = False
+    head_norms: bool = False
+    """Whether queries and keys are normalised, each head by itself."""
+    experts: Experts | None = None
+    dense_layers: frozenset[int] = frozenset()
+    """Layers without experts, where the others have some."""
+    learnt_positions: int = 0
+    """Rows of a matrix of position embeddings."""
+    rotary_part: float = 1.0
+    """Part of a head's width that turns with the position."""
+    residual_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    soft_cap: bool = False
+    """Whether the products of attention go through a tanh (eager attention only)."""
+
+    def experts_of(self, layer: int) -> Experts | None:
+        """The experts of a layer, counted from 0; None: it has an MLP of its own."""
+        return None if layer in self.dense_layers else self.experts
+
+
+_MOST_LAYERS = 1000
+_ROTARY = {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "hidden_act": "silu"}
+_GEMMA = {"head_dim": 256, "tie_word_embeddings": True, "attention_bias": False}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {**_ROTARY, "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
+              "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048},
+    "mistral": {**_ROTARY, "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
+                "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+                "max_position_embeddings": 131_072},
+    "qwen2": {**_ROTARY, "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 22016,
+              "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+              "max_position_embeddings": 32768},
+    "qwen3": {**_ROTARY, "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 22016,
+              "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128,
+              "max_position_embeddings": 32768},
+    "gemma": {**_GEMMA, "vocab_size": 256_000, "hidden_size": 3072, "intermediate_size": 24576,
+              "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 16,
+              "hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 8192},
+    "gemma2": {**_GEMMA, "vocab_size": 256_000, "hidden_size": 2304, "intermediate_size": 9216,
+               "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
+               "hidden_activation": "gelu_pytorch_tanh", "attn_logit_softcapping": 50.0,
+               "max_position_embeddings": 8192},
+    "gemma3_text": {**_GEMMA, "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216,
+                    "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
+                    "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131_072},
+    "phi": {**_ROTARY, "hidden_act": "gelu_new", "vocab_size": 51200, "hidden_size": 2048,
+            "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 32,
+            "max_position_embeddings": 2048, "partial_rotary_factor": 0.5},
+    "phi3": {**_ROTARY, "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192,
+             "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 4096},
+    "mixtral": {**_ROTARY, "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
+                "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+                "num_experts_per_tok": 2, "num_local_experts": 8, "max_position_embeddings": 131_072},
+    "qwen2_moe": {**_ROTARY, "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 5632,
+                  "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 16,
+                  "decoder_sparse_step": 1, "moe_intermediate_size": 1408,
+                  "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4, "num_experts": 60,
+                  "mlp_only_layers": [], "qkv_bias": True, "max_position_embeddings": 32768},
+    "qwen3_moe": {**_ROTARY, "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 6144,
+                  "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 4,
+                  "decoder_sparse_step": 1, "moe_intermediate_size": 768, "num_experts_per_tok": 8,
+                  "num_experts": 128, "mlp_only_layers": [], "max_position_embeddings": 32768},
+    "gpt2": {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12,
+             "activation_function": "gelu_new", "resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1,
+             "tie_word_embeddings": True},
+}  # fmt: skip
+"""What each family takes where its `config.json` is silent (transformers writes down only what differs)."""
+
+
+def read(config: Mapping[str, Any]) -> Architecture:
+    """The architecture that a `config.json` describes.
+
+    Raises:
+        UnknownArchitecture: another family, or sizes that cannot be.
+    """
+    family = config.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise UnknownArchitecture(
+            f"The model's family is {str(family)[:60]!r}, which cannot be counted from its config.json; known are "
+            f"{known}. A short run (`max_steps` 2) on the same device measures its memory."
+        )
+    # A null means the same as silence, except where null is a choice of its own.
+    said = {name: value for name, value in config.items() if value is not None or name == "attn_logit_softcapping"}
+    whole = {**FAMILIES[family], **said}
+    try:
+        layers = _size(whole, "n_layer" if family == "gpt2" else "num_hidden_layers")
+        if layers > _MOST_LAYERS:
+            raise ValueError(f"{layers} layers are more than any model has")
+        return _gpt2(whole) if family == "gpt2" else _rotary(family, whole)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise UnknownArchitecture(
+            f"The model's config.json does not describe a {family} model: {type(error).__name__}: {error}."
+        ) from error
+
+
+def _rotary(family: str, said: Mapping[str, Any]) -> Architecture:
+    heads, hidden = _size(said, "num_attention_heads"), _size(said, "hidden_size")
+    layers = _size(said, "num_hidden_layers")
+    gemma, phi = family.startswith("gemma"), family == "phi"
+    attention_bias = bool(said.get("attention_bias")) and family not in ("mistral", "mixtral", "phi3")
+    return Architecture(
+        family=family,
+        vocabulary=_size(said, "vocab_size"),
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=_size(said, "num_key_value_heads") if "num_key_value_heads" in said else heads,
+        head_width=_size(said, "head_dim") if "head_dim" in said else hidden // heads,
+        intermediate=_size(said, "intermediate_size"),
+        norm="gemma" if gemma else "layer" if phi else "rms",
+        activation=str(said.get("hidden_activation") or said.get("hidden_act")),
+        tied=bool(said["tie_word_embeddings"]),
+        longest=_size(said, "max_position_embeddings"),
+        qkv_bias={"qwen2": True, "phi": True, "qwen2_moe": bool(said.get("qkv_bias"))}.get(family, attention_bias),
+        out_bias=phi or (attention_bias and family not in ("qwen2", "qwen2_moe")),
+        mlp_bias=phi or (family == "llama" and bool(said.get("mlp_bias"))),
+        head_bias=phi,
+        head_norms=family in ("qwen3", "qwen3_moe", "gemma3_text") or (phi and bool(said.get("qk_layernorm"))),
+        experts=_experts(family, said),
+        dense_layers=_dense_layers(said, layers) if family in ("qwen2_moe", "qwen3_moe") else frozenset(),
+        rotary_part=_rotary_part(said) if family in ("phi", "phi3") else 1.0,
+        residual_dropout=float(said.get("resid_pdrop") or 0.0),
+        attention_dropout=float(said.get("attention_dropout") or 0.0),
+        soft_cap=family == "gemma2" and said.get("attn_logit_softcapping") is not None,
+    )
+
+
+def _gpt2(said: Mapping[str, Any]) -> Architecture:
+    hidden, heads = _size(said, "n_embd"), _size(said, "n_head")
+    if said.get("add_cross_attention"):
+        raise UnknownArchitecture("The model has cross-attention, which no method here trains.")
+    return Architecture(
+        family="gpt2",
+        vocabulary=_size(said, "vocab_size"),
+        hidden=hidden,
+        layers=_size(said, "n_layer"),
+        heads=heads,
+        kv_heads=heads,
+        head_width=hidden // heads,
+        intermediate=_size(said, "n_inner") if "n_inner" in said else 4 * hidden,
+        norm="layer",
+        activation=str(said["activation_function"]),
+        tied=bool(said["tie_word_embeddings"]),
+        longest=_size(said, "n_positions"),
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        learnt_positions=_size(said, "n_positions"),
+        rotary_part=0.0,
+        residual_dropout=float(said["resid_pdrop"]),
+        attention_dropout=float(said["attn_pdrop"]),
+    )
+
+
+def _experts(family: str, said: Mapping[str, Any]) -> Experts | None:
+    if family == "mixtral":
+        number, width = _size(said, "num_local_experts"), _size(said, "intermediate_size")
+        return Experts(number, _size(said, "num_experts_per_tok"), width)
+    if family in ("qwen2_moe", "qwen3_moe"):
+        shared = _size(said, "shared_expert_intermediate_size") if family == "qwen2_moe" else 0
+        # transformers 5 writes down the second name for what it reads under both.
+        number = _size(said, "num_local_experts" if "num_local_experts" in said else "num_experts")
+        width = _size(said, "moe_intermediate_size")
+        return Experts(number, _size(said, "num_experts_per_tok"), width, shared)
+    return None
+
+
+def _dense_layers(said: Mapping[str, Any], layers: int) -> frozenset[int]:
+    named, step = set(said["mlp_only_layers"]), _size(said, "decoder_sparse_step")
+    return frozenset(at for at in range(layers) if at in named or (at + 1) % step)
+
+
+def _rotary_part(said: Mapping[str, Any]) -> float:
+    nested = said.get("rope_parameters") or said.get("rope_scaling") or {}
+    return float(nested.get("partial_rotary_factor", said.get("partial_rotary_factor", 1.0)))
+
+
+def _size(said: Mapping[str, Any], name: str) -> int:
+    value = said[name]
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**40:
+        raise ValueError(f"`{name}` is {str(value)[:40]!r} and not a size")
+    return value

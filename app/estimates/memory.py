@@ -1,0 +1,183 @@
+"""Memory of a training run by component, and the highest moment of a step."""
+
+from dataclasses import asdict, dataclass
+
+from app.estimates.activations import Activations, Checkpointing, Precision, activations
+from app.estimates.architecture import Architecture
+from app.estimates.layers import Attention, Batch
+from app.estimates.parameters import SCORE, Trained, Weight, trained, weights
+from app.runs.config import TrainingConfig, TrainingMethod
+
+CONTEXT = {"cuda": 600 * 2**20, "cpu": 700 * 2**20}
+"""Assumed for what a process holds before any tensor: the CUDA context and its libraries; a CPU process with torch."""
+_BLOCK = 64
+"""Weights that share a constant of 4-bit quantisation."""
+_BLOCKS = 256
+"""Such constants that share one of the second quantisation, and elements that share one of an 8-bit optimizer."""
+_SMALLEST_8BIT = 4096
+"""Tensors of fewer elements keep 32-bit optimizer state."""
+
+
+@dataclass(frozen=True)
+class Components:
+    """Bytes on the device, by what they are for; not all of them are there at once."""
+
+    weights: int
+    quantization_constants: int
+    adapter: int
+    """Adapters, and the copies of modules that train whole beside them."""
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    """Of the loss, and of the tile in which hidden states become probabilities."""
+    workspace: int
+    """Temporary tensors of the backward pass or the optimizer, whichever takes more."""
+    generation: int
+    """Keys and values of the completions that `rlhf` writes."""
+    context: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a run needs; bytes."""
+
+    components: Components
+    peak: int
+    """At the highest moment of a step, of tensors and context."""
+    activations: Activations
+
+    @property
+    def tensors(self) -> int:
+        """The peak without the context: what torch counts as allocated on a GPU."""
+        return self.peak - self.components.context
+
+    def as_megabytes(self) -> dict[str, float]:
+        """Each component and `total`, in MiB."""
+        return {name: round(value / 2**20, 1) for name, value in asdict(self.components).items()} | {
+            "total": round(self.peak / 2**20, 1)
+        }
+
+
+def memory(
+    model: Architecture,
+    config: TrainingConfig,
+    precision: Precision,
+    batch: Batch,
+    checkpointing: Checkpointing,
+    attention: Attention,
+) -> Memory:
+    """Of a run under an effective configuration, whose micro-batches have at most the shape of `batch`.
+
+    Raises:
+        CannotTrain: not with this configuration.
+    """
+    found = trained(model, config)
+    held = activations(model, config, precision, batch, checkpointing, attention)
+    base, constants = _base(model, config, precision)
+    adapter, gradients = _trained(found, config, precision)
+    optimizer = _optimizer(found, config.optim, precision, config)
+    unpacked = _unpacked(model, config, precision)
+    stepping = _stepping(found, config.optim, precision)
+    generation = _generation(model, config, precision)
+    still = base + constants + adapter + optimizer
+    kept = held.kept + held.mask + held.head
+    accumulated = gradients if config.gradient_accumulation_steps > 1 else 0
+    inside = held.again + unpacked
+    backward = max(
+        kept + max(held.head_workspace, inside) + accumulated,
+        # At its end: every gradient, and the first layer's activations.
+        gradients + inside + held.kept // max(model.layers, 1),
+    )
+    context = CONTEXT[precision.device]
+    return Memory(
+        Components(
+            weights=base,
+            quantization_constants=constants,
+            adapter=adapter,
+            gradients=gradients,
+            optimizer=optimizer,
+            activations=held.kept + held.mask + held.again,
+            logits=held.head + held.head_workspace,
+            workspace=max(unpacked, stepping),
+            generation=generation,
+            context=context,
+        ),
+        still + max(backward, gradients + stepping, generation) + context,
+        held,
+    )
+
+
+def _base(model: Architecture, config: TrainingConfig, precision: Precision) -> tuple[int, int]:
+    """Bytes of the weights as they are loaded, and of the constants of their quantisation."""
+    reward = config.method is TrainingMethod.reward
+    base = constants = 0
+    for one in weights(model, reward_head=reward):
+        if not _quantises(one, config):
+            base += one.count * precision.base
+            continue
+        bias = (one.count - one.weights) * precision.base
+        if config.load_in_8bit:
+            base += one.weights + bias
+            constants += one.rows * 4
+            continue
+        base += -(-one.weights // 2) + bias
+        blocks = -(-one.weights // _BLOCK)
+        doubled = config.trainer_options.double_quant
+        constants += blocks + -(-blocks // _BLOCKS) * 4 + 1024 + 4 if doubled else blocks * 4
+        constants += 16 * 4
+    return base, constants
+
+
+def _quantises(one: Weight, config: TrainingConfig) -> bool:
+    asked = config.load_in_4bit or config.load_in_8bit
+    return asked and one.kind == "linear" and one.name not in ("lm_head", SCORE)
+
+
+def _trained(found: Trained, config: TrainingConfig, precision: Precision) -> tuple[int, int]:
+    """Bytes of what trains beside the base, and of the gradients of all that trains."""
+    whole = sum(one.count for one in found.whole) * 4
+    adapter = (found.adapter - found.magnitudes) * precision.adapter + found.magnitudes * 4
+    return (adapter if config.lora_r is None else adapter + whole), adapter + whole
+
+
+def _optimizer(found: Trained, optim: str, precision: Precision, config: TrainingConfig) -> int:
+    """Bytes of the optimizer's state."""
+    moments = 0 if optim == "sgd" else 1 if "lion" in optim or optim == "rmsprop" else 2
+    total = 0
+    for kind, rows, columns in found.tensors():
+        count = rows * columns
+        if optim == "adafactor":
+            total += 4 * (rows + columns if columns > 1 else count)
+        elif "8bit" in optim and count >= _SMALLEST_8BIT and kind != "embedding":
+            total += moments * (count + 4 * -(-count // _BLOCKS))
+        elif "torch" in optim or optim == "rmsprop":
+            # torch's own keep the type of the weight.
+            total += moments * count * (precision.adapter if kind == "adapter" else 4) + 4
+        else:
+            total += moments * count * 4
+    return total
+
+
+def _stepping(found: Trained, optim: str, precision: Precision) -> int:
+    """Temporary tensors of an optimizer step: torch's own take all weights at once on a GPU."""
+    sizes = [rows * columns * 4 for _, rows, columns in found.tensors()]
+    if optim in ("adamw_torch", "rmsprop"):
+        return sum(sizes) if precision.device == "cuda" else max(sizes, default=0)
+    return 2 * max(sizes, default=0) if optim == "adafactor" else 0
+
+
+def _unpacked(model: Architecture, config: TrainingConfig, precision: Precision) -> int:
+    """The largest quantised matrix, written out in 16 or 32 bits for the product of a backward pass."""
+    size = 2 if precision.autocast else 4
+    found = [one.weights * size for one in weights(model) if _quantises(one, config)]
+    return max(found, default=0)
+
+
+def _generation(model: Architecture, config: TrainingConfig, precision: Precision) -> int:
+    if config.method is not TrainingMethod.rlhf:
+        return 0
+    written = config.batch_size * config.gradient_accumulation_steps
+    length = min(config.max_seq_length or 2**31, model.longest or 2**31)
+    size = 2 if precision.autocast else 4
+    return 2 * written * length * model.kv_heads * model.head_width * model.layers * size

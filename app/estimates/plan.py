@@ -1,0 +1,115 @@
+"""How a run goes through its data: shape of its largest micro-batch, steps, tokens."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from app.estimates.architecture import Architecture
+from app.estimates.layers import Attention, Batch
+from app.runs.config import PREFERENCE, TrainingConfig, TrainingMethod
+
+BYTES_OF_A_TOKEN = 4.0
+"""Assumed where no tokenizer has counted: bytes of a data set's file for each token of it."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is known of a data set without reading it."""
+
+    rows: int
+    bytes: int | None
+    """Of its file; None: not known."""
+    tokens: Mapping[str, Any] | None = None
+    """Statistics of a tokenizer: mean, max, total."""
+
+
+@dataclass
+class Plan:
+    """A run in numbers; tokens without padding."""
+
+    batch: Batch
+    """Of the model, at its largest: of pairs both answers."""
+    steps: int
+    tokens: int
+    """In all steps."""
+    length: float
+    """Mean tokens of a sequence."""
+    assumptions: list[str] = field(default_factory=list)
+
+
+def attention_of(model: Architecture, config: TrainingConfig) -> Attention:
+    """The attention that a run uses: the one asked for, else torch's own, which not every family has."""
+    if config.attn_implementation is not None:
+        return config.attn_implementation
+    return "eager" if model.family == "gemma2" else "sdpa"
+
+
+def longest(model: Architecture, config: TrainingConfig) -> int:
+    """Tokens that a sequence may have."""
+    return min(config.max_seq_length or 2**31, model.longest or 2**31)
+
+
+def micro_batch(model: Architecture, config: TrainingConfig, length: int) -> Batch:
+    """The largest micro-batch, where the longest sequence has `length` tokens."""
+    if config.packing:
+        room = longest(model, config)
+        if config.trainer_options.packing_strategy == "wrapped":
+            return Batch(config.batch_size, room)
+        # Packs lie one behind the other in one long sequence; without kernels for that a mask keeps texts apart.
+        masked = not attention_of(model, config).startswith("flash")
+        return Batch(1, config.batch_size * room, masked=masked, positions_each=True)
+    sequences = config.batch_size * (2 if config.method in PREFERENCE else 1)
+    return Batch(sequences, length, masked=sequences > 1)
+
+
+def plan(model: Architecture, config: TrainingConfig, data: Data) -> Plan:
+    """Of an effective configuration on a data set."""
+    assumed: list[str] = []
+    most = longest(model, config)
+    if data.tokens is not None:
+        mean, largest = float(data.tokens["mean"]), int(data.tokens["max"])
+        assumed.append(
+            f"Rows have the lengths that the tokenizer {data.tokens['tokenizer']} counted at the upload: "
+            f"{mean:g} tokens on average, {largest} at most, special tokens and chat templates left out."
+        )
+    elif data.bytes is None:
+        mean = largest = most
+        assumed.append(f"Every row has the {most} tokens that `max_seq_length` allows: only their number is known.")
+    else:
+        mean, largest = data.bytes / data.rows / BYTES_OF_A_TOKEN, most
+        assumed.append(
+            f"A token takes {BYTES_OF_A_TOKEN:g} bytes of the data set's file, and some sequence is as long as "
+            f"`max_seq_length` allows ({most} tokens): no tokenizer was named at the upload."
+        )
+    if config.method is TrainingMethod.rlhf:
+        mean, largest = mean + config.rlhf.max_completion_length, most
+        assumed.append("Completions are as long as `rlhf.max_completion_length` allows.")
+    elif config.method in PREFERENCE:
+        mean, largest = mean / 2, largest if data.tokens is None else min(largest, most)
+        assumed.append("The two answers of a pair are equally long, prompt included.")
+    mean = max(min(mean, most), 1.0)
+    rows = max(round(data.rows * (1 - config.eval_split)), 1)
+    batch = micro_batch(model, config, max(min(largest, most), 2))
+    if config.packing:
+        assumed.append("Packed sequences are full.")
+    return _in_steps(config, batch, rows, mean, most, assumed)
+
+
+def _in_steps(config: TrainingConfig, batch: Batch, rows: int, mean: float, most: int, assumed: list[str]) -> Plan:
+    each = config.batch_size * config.gradient_accumulation_steps
+    if config.method is TrainingMethod.rlhf:
+        sequences, a_pass = each, max(rows * config.rlhf.num_generations // each, 1)
+    else:
+        packed = math.ceil(rows * mean / most) if config.packing else rows
+        a_pass = math.ceil(math.ceil(packed / config.batch_size) / config.gradient_accumulation_steps)
+        sequences = min(each, packed) * (2 if config.method in PREFERENCE else 1)
+    steps = max(config.max_steps or math.ceil(config.epochs * a_pass), config.min_steps or 0)
+    length = min(mean, most) if not config.packing else float(most)
+    tokens = round(steps * sequences * length)
+    if config.max_steps is None and config.method is not TrainingMethod.rlhf and not config.packing:
+        # The last step of a pass is smaller.
+        tokens = round(config.epochs * rows * length * (2 if config.method in PREFERENCE else 1))
+    if config.stop_at_step is not None and config.stop_at_step < steps:
+        tokens, steps = round(tokens * config.stop_at_step / steps), config.stop_at_step
+    return Plan(batch, steps, tokens, length, assumed)

@@ -1,0 +1,112 @@
+"""Estimates on the wire."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.config import JsonDict
+
+MEMORY: JsonDict = {
+    "weights": 5312.4, "quantization_constants": 84.2, "adapter": 80.0, "gradients": 80.0, "optimizer": 80.6,
+    "activations": 9120.0, "logits": 372.1, "workspace": 112.0, "generation": 0.0, "context": 600.0, "total": 15721.3,
+}  # fmt: skip
+_DEVICE: JsonDict = {"kind": "cuda", "name": "NVIDIA H100", "memory_mb": 81559}
+EXAMPLE: JsonDict = {
+    "parameters": {"total": 8030261248, "trainable": 41943040}, "memory_mb": MEMORY, "device": _DEVICE,
+    "gradient_checkpointing": "off", "steps": 790, "tokens": 2193831, "flops": 9.1e16, "seconds": 312.0,
+    "cost": {"amount": 0.22, "currency": "EUR"}, "confidence": {"memory": "formula", "seconds": "history"},
+    "fits": [
+        {
+            "device": _DEVICE, "fits": True, "total_mb": 15721.3, "gradient_checkpointing": "off",
+            "reason": "With it the run needs about 15.4 GiB of the 79.6 GiB that the device has.", "advice": [],
+        }
+    ],
+    "assumptions": ["The context of CUDA and its libraries takes 600 MiB."], "unknown": [],
+}  # fmt: skip
+
+
+class Parameters(BaseModel):
+    """Parameters of the model."""
+
+    total: int = Field(description="Of the base model; an adapter comes on top.")
+    trainable: int
+
+
+class EstimatedDevice(BaseModel):
+    """A kind of device that workers offer, or the one that is assumed while there is none."""
+
+    kind: Literal["cpu", "cuda"]
+    name: str | None
+    memory_mb: int | None
+
+
+class Cost(BaseModel):
+    """What the time costs on the operator's terms (ANNEAL_GPU_HOUR_PRICE)."""
+
+    amount: float
+    currency: str
+
+
+class Confidence(BaseModel):
+    """Where figures come from."""
+
+    memory: Literal["formula"] | None = Field(description="`formula`: from the model's config.json; null: not known.")
+    seconds: Literal["history", "comparable", "assumed"] | None = Field(
+        description="`history`: runs of this model and method were this fast here; `comparable`: other runs were, by "
+        "operations a second; `assumed`: a stated speed; null: not known."
+    )
+
+
+class Fit(BaseModel):
+    """Whether a kind of device has room for the run."""
+
+    device: EstimatedDevice
+    fits: bool | None = Field(description="Null: not known.")
+    total_mb: float | None
+    gradient_checkpointing: Literal["off", "selective", "full"] | None = Field(
+        description="What is computed again in the backward pass there."
+    )
+    reason: str
+    advice: list[str] = Field(description="What to change where it does not fit.")
+
+
+class Unknown(BaseModel):
+    """Something that cannot be estimated, and why."""
+
+    field: str
+    reason: str
+
+
+class RunEstimate(BaseModel):
+    """What a run would take; null is what cannot be known, with its reason under `unknown`."""
+
+    model_config = ConfigDict(json_schema_extra={"example": EXAMPLE})
+
+    parameters: Parameters | None
+    memory_mb: dict[str, float] | None = Field(
+        description="MiB by component, and `total` at the highest moment of a step, at which not all are there at once."
+    )
+    device: EstimatedDevice = Field(description="What memory and time are told for.")
+    gradient_checkpointing: Literal["off", "selective", "full"] | None
+    steps: int | None
+    tokens: int | None = Field(description="In all steps, padding left out.")
+    flops: float | None = Field(description="Operations of products in all steps, those done twice included.")
+    seconds: float | None = Field(description="Of training alone: no loading, evaluation or saving.")
+    cost: Cost | None = Field(description="Null without a price or a time.")
+    confidence: Confidence
+    fits: list[Fit] = Field(description="By kind of device that workers offer now.")
+    assumptions: list[str]
+    unknown: list[Unknown]
+
+
+class Measured(BaseModel):
+    """What a run has really taken, to be held against its estimate."""
+
+    peak_memory_mb: float | None = Field(
+        description="On a GPU: of tensors, without the context; on a CPU: of the whole process."
+    )
+    tokens_per_second: float | None
+
+
+def stored(document: dict[str, Any]) -> RunEstimate:
+    """An estimate as it was written down, perhaps by another version."""
+    return RunEstimate.model_validate(document)

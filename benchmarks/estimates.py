@@ -1,0 +1,187 @@
+"""`make estimates`: activation bytes by formula against those that torch keeps, over a grid, as a table."""
+
+import json
+import sys
+import tempfile
+import warnings
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+import transformers
+from peft import get_peft_model
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, BitsAndBytesConfig
+from trl.trainer.utils import add_fused_lm_head
+
+from app.estimates import architecture
+from app.estimates.activations import EVERY, Activations, Checkpointing, Precision, activations
+from app.estimates.architecture import Architecture
+from app.estimates.layers import Attention, Batch
+from app.runs.config import TrainingConfig
+from worker.training.model import lora_config
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 517, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+_GPT2: dict[str, Any] = {"vocab_size": 517, "n_embd": 64, "n_layer": 4, "n_head": 4}
+METHODS: dict[str, dict[str, Any]] = {
+    "full": {"method": "full", "lora_r": None, "load_in_4bit": False},
+    "lora": {"method": "lora", "load_in_4bit": False},
+    "lora, no dropout": {"method": "lora", "load_in_4bit": False, "lora_dropout": 0.0},
+    "dora": {"method": "lora", "load_in_4bit": False, "use_dora": True},
+    "qlora": {"method": "qlora", "bnb_4bit_compute_dtype": "float32"},
+    "dpo": {"method": "dpo", "load_in_4bit": False, "lora_dropout": 0.0},
+}
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "gpt2")
+BATCHES = (
+    Batch(1, 48), Batch(3, 40), Batch(2, 96), Batch(2, 64, masked=True),
+    Batch(1, 96, masked=True, positions_each=True),
+)  # fmt: skip
+WITHIN = 0.1
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A model, a method and a micro-batch; `mixed`: with 16-bit products, as on a GPU."""
+
+    family: str
+    method: str
+    attention: Attention
+    batch: Batch
+    checkpointing: Checkpointing
+    mixed: bool = False
+
+    @property
+    def config(self) -> TrainingConfig:
+        """The configuration that asks for it."""
+        return TrainingConfig(base_model="any", **METHODS[self.method])
+
+    @property
+    def precision(self) -> Precision:
+        """What is loaded how: as a CPU does it, or as a GPU."""
+        config = self.config
+        if not self.mixed:
+            return Precision.of(config, "cpu")
+        return Precision("cpu", autocast=True, base=4 if config.lora_r is None else 2, adapter=4)
+
+
+def grid() -> Iterator[Cell]:
+    """All cells of the table."""
+    for family, method, attention in product(FAMILIES, METHODS, ("sdpa", "eager")):
+        if (family == "gemma2" and attention == "sdpa") or (method == "dora" and family not in ("llama", "qwen3")):
+            continue  # no such attention; the same again
+        for batch, checkpointing in product(BATCHES, ("off", *EVERY)):
+            shape = Batch(batch.sequences * 2, batch.length, masked=True) if method == "dpo" else batch
+            yield Cell(family, method, attention, shape, checkpointing)  # type: ignore[arg-type]
+    for family, method, batch in product(("llama", "gemma3_text"), ("full", "lora"), BATCHES):
+        yield Cell(family, method, "sdpa", batch, "off", mixed=True)
+
+
+def built(cell: Cell) -> tuple[Any, Architecture]:
+    """The model of a cell as a worker sets it up, and the architecture that its config.json tells."""
+    warnings.simplefilter("ignore")
+    transformers.utils.logging.disable_progress_bar()
+    config = cell.config
+    described = CONFIG_MAPPING[cell.family](**(_GPT2 if cell.family == "gpt2" else SIZES))
+    model = AutoModelForCausalLM.from_config(described, attn_implementation=cell.attention)
+    if config.load_in_4bit:
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, device_map={"": "cpu"}, attn_implementation=cell.attention,
+                quantization_config=BitsAndBytesConfig(
+                    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32,
+                    bnb_4bit_use_double_quant=True,
+                ),
+            )  # fmt: skip
+    network = model
+    adapter = lora_config(config)
+    if adapter is not None:
+        model = get_peft_model(model, adapter)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and config.load_in_4bit and "magnitude" not in name:
+            parameter.data = parameter.data.to(torch.bfloat16)  # as TRL does
+        if cell.mixed and not parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.bfloat16)
+    add_fused_lm_head(network, outputs=("log_probs", "entropy", "is_top1"))
+    if cell.checkpointing != "off":
+        network.activation_checkpointing_enable(every_n_layers=EVERY[cell.checkpointing])
+        model.enable_input_require_grads()
+    model.train()
+    return model, architecture.read(json.loads(described.to_json_string(use_diff=True)))
+
+
+class _Kept:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def measured(model: Any, cell: Cell) -> int:
+    """Bytes that torch keeps for the backward pass when the forward pass has ended, each storage once."""
+    weights = {one.untyped_storage().data_ptr() for one in (*model.parameters(), *model.buffers())}
+    kept: list[weakref.ref[_Kept]] = []
+
+    def pack(tensor: torch.Tensor) -> Any:
+        if tensor.untyped_storage().data_ptr() in weights:
+            return tensor
+        one = _Kept(tensor)
+        kept.append(weakref.ref(one))
+        return one
+
+    ids = torch.randint(1, 500, (cell.batch.sequences, cell.batch.length))
+    more: dict[str, Any] = {}
+    if cell.batch.positions_each:  # two texts in each sequence, told apart by their positions alone
+        half = torch.arange(cell.batch.length // 2)
+        more["position_ids"] = torch.cat([half, half]).expand_as(ids).contiguous()
+    elif cell.batch.masked:
+        mask = torch.ones_like(ids)
+        mask[0, -3:] = 0
+        more["attention_mask"] = mask
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda one: getattr(one, "tensor", one)),
+        torch.autocast("cpu", torch.bfloat16, enabled=cell.mixed),
+    ):
+        output = model(input_ids=ids, labels=ids, fused_lm_head=True, **more)
+    there = [one.tensor.untyped_storage() for reference in kept if (one := reference()) is not None]
+    assert output.loss.requires_grad
+    return sum({one.data_ptr(): one.nbytes() for one in there}.values())
+
+
+def estimated(described: Architecture, cell: Cell) -> tuple[int, Activations]:
+    """The same by formula, and all of it."""
+    found = activations(
+        described, cell.config, cell.precision, cell.batch, cell.checkpointing, cell.attention
+    )  # fmt: skip
+    # GPT-2 hands its mask to what is computed again as an argument, where it can be seen.
+    seen = found.mask if cell.family == "gpt2" and cell.checkpointing != "off" else 0
+    return found.kept + found.head + seen, found
+
+
+def main() -> int:
+    """Print the table, the worst cell of each line; exit code 1 when one is further off than a tenth."""
+    worst: dict[tuple[str, str], tuple[float, str]] = {}
+    cells = 0
+    for cell in grid():
+        model, described = built(cell)
+        real, (formula, _) = measured(model, cell), estimated(described, cell)
+        off, cells = formula / real - 1, cells + 1
+        kind = " packed" if cell.batch.positions_each else " padded" if cell.batch.masked else ""
+        shape = f"{cell.batch.sequences} x {cell.batch.length}{kind}"
+        line = (cell.family, cell.method + (", 16-bit products" if cell.mixed else ""))
+        found = f"{cell.attention}, {shape}, checkpointing {cell.checkpointing}: {formula:,} for {real:,} bytes"
+        if line not in worst or abs(off) > abs(worst[line][0]):
+            worst[line] = (off, found)
+    print(f"{'family':14s}{'method':28s}{'worst':>8s}  where")
+    for (family, method), (off, found) in worst.items():
+        print(f"{family:14s}{method:28s}{off:+8.1%}  {found}")
+    most = max(abs(off) for off, _ in worst.values())
+    print(f"\n{cells} cells; the furthest off by {most:.1%}")
+    return 0 if most <= WITHIN else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

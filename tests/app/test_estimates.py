@@ -1,0 +1,159 @@
+"""What a run would take is told before it is made, by its model's config.json, and stays beside what it took."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, update
+
+from app.client import Anneal
+from app.config import Settings
+from app.db import sync_engine
+from app.workers.models import Device
+from tests.factories import Trainer, make_dataset, make_model, make_run
+from tests.rows import add_worker
+from tests.server import ApiServer, ThreadServer
+
+# Qwen3-8B, as its config.json has it.
+_CONFIG = {
+    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128,
+    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 40960,
+}  # fmt: skip
+
+
+@pytest.fixture
+def engine(api: ApiServer) -> Iterator[Engine]:
+    engine = sync_engine(api.settings.database_url or "")
+    (make_model(api.settings, "qwen") / "config.json").write_text(json.dumps(_CONFIG))
+    yield engine
+    engine.dispose()
+
+
+def gpu(engine: Engine, memory_mb: int, name: str = "NVIDIA H100") -> None:
+    """A worker with one GPU of that memory."""
+    worker = add_worker(engine, backends=["celery"])
+    is_it = update(Device).where(Device.worker_id == worker)
+    with engine.begin() as connection:
+        connection.execute(is_it.values(kind="cuda", name=name, memory_mb=memory_mb))
+
+
+def estimated(api: ApiServer, dataset: str, **config: Any) -> dict[str, Any]:
+    """What POST /v1/runs/estimate answers for a run on that model."""
+    body = {"dataset_id": dataset, "config": {"base_model": "qwen", **config}}
+    answer = api.client.post("/v1/runs/estimate", json=body)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def test_a_run_is_counted_without_being_made(api: ApiServer, engine: Engine) -> None:
+    gpu(engine, 81_559)
+    found = estimated(api, make_dataset(engine), max_steps=100)
+    # https://huggingface.co/Qwen/Qwen3-8B: 8.2 billion.
+    assert found["parameters"] == {"total": 8_190_735_360, "trainable": 43_646_976}
+    memory = found["memory_mb"]
+    # 4 bits and a constant's byte for 64 of the 6.9 billion weights in layers, 2 bytes for the rest.
+    assert memory["weights"] == pytest.approx((6_945_767_424 / 2 + 1_244_967_936 * 2) / 2**20, rel=0.001)
+    assert memory["quantization_constants"] == pytest.approx(6_945_767_424 / 64 / 2**20, rel=0.05)
+    assert memory["weights"] < memory["total"] <= sum(memory.values()) - memory["total"]
+    assert (found["steps"], found["device"]["name"]) == (100, "NVIDIA H100")
+    assert found["confidence"] == {"memory": "formula", "seconds": "assumed"}
+    assert found["seconds"] > 0 and found["cost"] is None
+    assert any("4 bytes of the data set's file" in sentence for sentence in found["assumptions"])
+    assert api.client.get("/v1/runs").json()["data"] == []
+
+
+def test_each_kind_of_device_is_told_whether_it_fits_and_what_to_change(api: ApiServer, engine: Engine) -> None:
+    gpu(engine, 81_559)
+    gpu(engine, 24_000, "NVIDIA A10")
+    gpu(engine, 6_000, "NVIDIA T4")
+    found = estimated(api, make_dataset(engine), batch_size=2, max_steps=10)
+    by_name = {fit["device"]["name"]: fit for fit in found["fits"]}
+    large, middle, small = (by_name[f"NVIDIA {name}"] for name in ("H100", "A10", "T4"))
+    assert large["fits"] is True and large["advice"] == []
+    # What has less room computes more again.
+    assert [fit["gradient_checkpointing"] for fit in (large, middle)] == ["off", "full"]
+    assert middle["fits"] is True and middle["total_mb"] <= 0.9 * 24_000
+    assert small["fits"] is False and "smaller model" in small["advice"][0]
+    full = estimated(api, make_dataset(engine), method="full", max_steps=10)
+    (advice,) = next(fit for fit in full["fits"] if fit["device"]["name"] == "NVIDIA H100")["advice"]
+    assert "adapter" in advice
+
+
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        ({"model_type": "mamba2"}, "family is 'mamba2'"),
+        ({"model_type": "qwen3", "hidden_size": -1}, "not a size"),
+        ([], "is no object"),
+    ],
+)
+def test_what_cannot_be_known_is_null_with_its_reason(api: ApiServer, engine: Engine, file: Any, says: str) -> None:
+    (api.settings.models_folder / "qwen" / "config.json").write_text(json.dumps(file))
+    found = estimated(api, make_dataset(engine))
+    assert [found[name] for name in ("parameters", "memory_mb", "steps", "seconds", "cost")] == [None] * 5
+    assert {item["field"] for item in found["unknown"]} >= {"memory_mb", "seconds"}
+    assert says in found["unknown"][0]["reason"]
+
+
+def test_a_hub_model_that_is_not_here_is_not_guessed(api: ApiServer, engine: Engine) -> None:
+    found = estimated(api, make_dataset(engine), base_model="nobody/has-this")
+    assert found["memory_mb"] is None
+    assert "asks no network" in found["unknown"][0]["reason"]
+
+
+def test_a_run_that_would_be_refused_is_refused(api: ApiServer, engine: Engine) -> None:
+    body = {"dataset_id": make_dataset(engine), "config": {"base_model": "qwen", "lora_r": 0}}
+    answer = api.client.post("/v1/runs/estimate", json=body)
+    assert answer.status_code == 422 and answer.json()["errors"][0]["field"] == "config.lora_r"
+
+
+def test_time_comes_from_runs_that_were_there_before(api: ApiServer, engine: Engine) -> None:
+    dataset = make_dataset(engine)
+    config = {"base_model": "qwen", "max_steps": 100}
+    first = make_run(api.client, dataset, backend="celery", config=config)
+    trainer = Trainer(engine, first["id"])
+    trainer.begin()
+    trainer.events("config", {"facts": {"device": "cpu", "flops_per_token_hardware": 1e9}, "effective": {}})
+    trainer.metric(1, loss=1.0, extra={"tokens_per_second": 50.0})
+    same = estimated(api, dataset, max_steps=100)
+    assert same["confidence"]["seconds"] == "history"
+    assert same["seconds"] == pytest.approx(same["tokens"] / 50, rel=0.01)
+    other = estimated(api, dataset, max_steps=100, method="lora")
+    assert other["confidence"]["seconds"] == "comparable"
+    assert other["seconds"] == pytest.approx(other["flops"] / 50e9, rel=0.01)
+
+
+def test_an_estimate_stays_beside_what_was_measured(api: ApiServer, engine: Engine) -> None:
+    with Anneal(api.url, api.key) as client:
+        made = client.runs.create(
+            {"dataset_id": make_dataset(engine), "config": {"base_model": "qwen", "max_steps": 100}}
+        )
+        assert made.estimate is not None and made.estimate.parameters is not None and made.measured is None
+        trainer = Trainer(engine, made.id)
+        trainer.begin()
+        for step, peak in ((1, 900.0), (2, 1400.0), (3, 1200.0)):
+            trainer.metric(step, loss=1.0, gpu_memory_mb=peak)
+        run = client.runs.get(made.id)
+    assert run.estimate == made.estimate
+    assert run.measured is not None and run.measured.peak_memory_mb == 1400.0
+
+
+def test_an_hour_has_its_price(settings: Settings) -> None:
+    with ThreadServer(settings.model_copy(update={"gpu_hour_price": 3.6, "price_currency": "CHF"})) as api:
+        engine = sync_engine(settings.database_url or "")
+        (make_model(settings, "qwen") / "config.json").write_text(json.dumps(_CONFIG))
+        gpu(engine, 81_559)
+        found = estimated(api, make_dataset(engine), max_steps=100)
+        engine.dispose()
+    assert found["cost"] == {"amount": pytest.approx(found["seconds"] / 1000, abs=1e-3), "currency": "CHF"}
+
+
+def test_the_command_shows_it_as_tables_and_as_json(anneal: Any, run_file: Any, shared_api: ApiServer) -> None:
+    (make_model(shared_api.settings, "qwen") / "config.json").write_text(json.dumps(_CONFIG))
+    sets = ["--set", "backend=celery", "--set", "config.base_model=qwen", "--set", "config.max_steps=5"]
+    shown = anneal("runs", "estimate", "-f", str(run_file), *sets)
+    assert "43,646,976 of 8,190,735,360 parameters" in shown.stdout and "quantization constants" in shown.stdout
+    as_json = json.loads(anneal("runs", "estimate", "-f", str(run_file), *sets, "--json").stdout)
+    assert as_json["parameters"]["total"] == 8_190_735_360

@@ -1,0 +1,48 @@
+"""The bytes that a step holds on to are those that torch holds, within a tenth; `make estimates` shows a wider grid."""
+
+import pytest
+import torch
+
+from app.estimates.activations import activations
+from app.estimates.layers import Batch
+from benchmarks.estimates import WITHIN, Cell, built, estimated, measured
+from worker.training import flops
+
+_PADDED = Batch(2, 64, masked=True)
+CELLS = [
+    Cell("llama", "full", "sdpa", Batch(3, 40), "off"),
+    Cell("llama", "lora", "sdpa", _PADDED, "off"),
+    Cell("llama", "lora", "eager", Batch(1, 96), "selective"),
+    Cell("llama", "lora", "sdpa", Batch(1, 96, masked=True, positions_each=True), "off"),
+    Cell("llama", "qlora", "sdpa", Batch(2, 48), "off"),
+    Cell("llama", "dora", "sdpa", Batch(4, 40), "full"),
+    Cell("llama", "dpo", "sdpa", Batch(4, 48, masked=True), "off"),
+    Cell("llama", "lora", "sdpa", Batch(2, 48), "off", mixed=True),
+    Cell("gemma3_text", "full", "sdpa", Batch(2, 48), "off", mixed=True),
+    Cell("gemma2", "lora", "eager", _PADDED, "off"),
+    Cell("qwen3", "qlora", "eager", Batch(2, 64), "selective"),
+    Cell("phi", "full", "sdpa", _PADDED, "off"),
+    Cell("phi3", "lora", "sdpa", Batch(2, 40), "off"),
+    Cell("gpt2", "full", "eager", Batch(2, 40), "full"),
+    Cell("gpt2", "lora", "sdpa", Batch(2, 64), "off"),
+]
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell.family}-{cell.method}-{cell.checkpointing}")
+def test_a_forward_pass_holds_the_bytes_of_the_formula(cell: Cell) -> None:
+    torch.manual_seed(0)
+    model, described = built(cell)
+    assert estimated(described, cell)[0] == pytest.approx(measured(model, cell), rel=WITHIN)
+
+
+@pytest.mark.parametrize("checkpointing", ["off", "full"])
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gemma3_text", "phi3"])
+def test_operations_by_formula_are_those_counted_in_the_model(family: str, method: str, checkpointing: str) -> None:
+    cell = Cell(family, method, "sdpa", Batch(1, 64), checkpointing)  # type: ignore[arg-type]
+    model, described = built(cell)
+    counted = flops.count(model, checkpointing=checkpointing == "full")
+    found = activations(described, cell.config, cell.precision, cell.batch, cell.checkpointing, "sdpa")
+    assert found.operations == pytest.approx(counted.of(64, 64**2), rel=0.01)
+    everything = 64 * counted.per_token_of_hardware(64)
+    assert found.operations + found.operations_again == pytest.approx(everything, rel=0.01)

@@ -1,0 +1,104 @@
+"""What is computed again is chosen by the device's memory, told with its reason, and changes no loss."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, LlamaConfig
+from trl.models.utils import disable_gradient_checkpointing
+
+from app.runs.config import Machine, Replacement, TrainingConfig
+from worker.training import planning
+
+_LLAMA = LlamaConfig(
+    vocab_size=128, hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, attention_dropout=0.1,
+)  # fmt: skip
+
+
+def stepped(checkpointing: str, *, reference: bool = False) -> tuple[float, list[torch.Tensor], list[bool]]:
+    """Loss and gradients of a step, and which layers are computed again."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(_LLAMA, attn_implementation="sdpa")
+    if checkpointing == "selective":
+        planning.checkpoint_every_second_layer(model)
+    if checkpointing != "off":
+        model.activation_checkpointing_enable()
+    if reference:  # as the trainers of preferences and rewards do in every step
+        with disable_gradient_checkpointing(model):
+            assert not any(layer.gradient_checkpointing for layer in model.model.layers)
+    model.train()
+    torch.manual_seed(1)
+    ids = torch.randint(1, 128, (2, 24))
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    again = [bool(layer.gradient_checkpointing) for layer in model.model.layers]
+    return loss.item(), [one.grad for one in model.parameters()], again
+
+
+@pytest.mark.parametrize("reference", [False, True])
+def test_losses_and_gradients_are_the_same_bits_whatever_is_computed_again(reference: bool) -> None:
+    loss, gradients, again = stepped("off")
+    assert again == [False] * 4
+    for checkpointing, layers in (("selective", [True, False, True, False]), ("full", [True] * 4)):
+        other_loss, other_gradients, again = stepped(checkpointing, reference=reference)
+        assert again == layers
+        assert other_loss == loss
+        assert all(torch.equal(one, other) for one, other in zip(gradients, other_gradients, strict=True))
+
+
+def decided(monkeypatch: pytest.MonkeyPatch, free: int, repairs: Any = (), **config: Any) -> Replacement | None:
+    """What is decided for a run of a small model on a GPU with so many bytes free."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, free))
+    asked = TrainingConfig(base_model="any", load_in_4bit=False, method="lora", **config)
+    run: Any = SimpleNamespace(
+        config=asked, machine=Machine(kind="cuda", bf16=True), given=set(config), job={"repairs": repairs}
+    )
+    found: Any = SimpleNamespace(architecture=_LLAMA)
+    data = Dataset.from_dict({"input_ids": [[1] * 8, [1] * 1024]})
+    replaced: list[Replacement] = []
+    planning.decide(run, replaced, found, data, 2048)
+    assert run.config.gradient_checkpointing != "auto"
+    return replaced[0] if replaced else None
+
+
+def test_the_less_room_the_more_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = []
+    # 600 MiB of them are the context's.
+    for megabytes in (4000, 765, 650):
+        choice = decided(monkeypatch, megabytes * 2**20)
+        assert choice is not None and choice.requested == "auto" and "GiB" in choice.reason
+        used.append(choice.used)
+    assert used == [False, "selective", True]
+
+
+def test_who_ran_out_of_memory_before_saves_what_there_is_to_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = decided(monkeypatch, 2**40, [{"kind": "out_of_memory"}])
+    assert choice is not None and choice.used is True and "ran out of memory" in choice.reason
+
+
+@pytest.mark.parametrize("forced", [True, False, "selective"])
+def test_what_was_asked_for_stays(monkeypatch: pytest.MonkeyPatch, forced: Any) -> None:
+    assert decided(monkeypatch, 2**20, gradient_checkpointing=forced) is None
+
+
+def test_a_model_that_cannot_be_counted_computes_everything_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_LLAMA.__class__, "model_type", "unheard_of")
+    choice = decided(monkeypatch, 2**40)
+    assert choice is not None and choice.used is True and "unheard_of" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("columns", "method", "longest"),
+    [
+        ({"input_ids": [[1] * 5, [1] * 9]}, "sft", 9),
+        ({"input_ids": [[1] * 50]}, "sft", 20),
+        ({"prompt_ids": [[1] * 3], "chosen_ids": [[1] * 4], "rejected_ids": [[1] * 6]}, "dpo", 9),
+        ({"prompt": ["x"]}, "rlhf", 20),
+    ],
+)
+def test_the_longest_row_is_known_before_the_weights_are_loaded(columns: Any, method: Any, longest: int) -> None:
+    config = TrainingConfig(base_model="any", method=method)
+    assert planning.longest_row(Dataset.from_dict(columns), config, 20) == longest

@@ -1,0 +1,87 @@
+"""The memory planner of a run: what is computed again in the backward pass, decided once lengths are known."""
+
+from typing import Any
+
+import pyarrow.compute as pc  # type: ignore[import-untyped]
+import torch
+from datasets import Dataset
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from app.estimates import planner
+from app.estimates.activations import EVERY, Precision
+from app.estimates.architecture import UnknownArchitecture, read
+from app.estimates.parameters import CannotTrain
+from app.estimates.plan import micro_batch
+from app.runs.config import Replacement, TrainingConfig, TrainingMethod
+from worker.training.base import Base
+from worker.training.run import Run
+
+_ANSWERS = ("chosen_ids", "rejected_ids")
+
+
+def decide(run: Run, replaced: list[Replacement], found: Base, data: Dataset, max_length: int) -> None:
+    """Put what was chosen in the place of `gradient_checkpointing: "auto"`, and remember to tell why.
+
+    The choice changes neither losses nor updates beyond rounding, so a resumed run may choose again.
+    """
+    if run.config.gradient_checkpointing != "auto":
+        return
+    used, reason = _chosen(run, found, longest_row(data, run.config, max_length))
+    replaced.append(Replacement(field="gradient_checkpointing", requested="auto", used=used, reason=reason))
+    run.config = run.config.model_copy(update={"gradient_checkpointing": used})
+
+
+def _chosen(run: Run, found: Base, length: int) -> tuple[planner.Value, str]:
+    if run.machine.kind == "cpu":
+        return False, "On a CPU it costs time and saves memory that is not scarce."
+    if any(one["kind"] == "out_of_memory" for one in run.job.get("repairs", ())):
+        return True, "An earlier attempt ran out of memory, so every layer is computed again."
+    config = run.config.model_copy(update={"max_seq_length": length}) if run.config.packing else run.config
+    room, _ = torch.cuda.mem_get_info()
+    try:
+        model = read(found.architecture.to_dict())
+        choice = planner.choose(
+            model,
+            config,
+            Precision.of(config, "cuda", bf16=run.machine.bf16),
+            micro_batch(model, config, length),
+            # What others hold of the device is not there, and the context that the estimate counts is there already.
+            int(room),
+        )
+    except (UnknownArchitecture, CannotTrain) as error:
+        return True, f"What the run needs is not known, so every layer is computed again. {error}"
+    return planner.as_value(choice.checkpointing), choice.reason
+
+
+def longest_row(data: Dataset, config: TrainingConfig, max_length: int) -> int:
+    """Tokens of the longest sequence that the model will see, at most `max_length`."""
+    if config.method is TrainingMethod.rlhf or config.packing:
+        return max_length
+    answers = [name for name in _ANSWERS if name in data.column_names]
+    if not answers:
+        return max(min(_most(data, "input_ids"), max_length), 2)
+    prompt = _most(data, "prompt_ids") if "prompt_ids" in data.column_names else 0
+    return max(min(prompt + max(_most(data, name) for name in answers), max_length), 2)
+
+
+def _most(data: Dataset, column: str) -> int:
+    if column not in data.column_names:
+        return 2**31
+    lengths = pc.max(pc.list_value_length(data.data.column(column))).as_py()
+    return int(lengths or 0)
+
+
+def checkpoint_every_second_layer(network: PreTrainedModel) -> None:
+    """Whenever the model's layers are to be computed again, let only every second one be, from the first on.
+
+    The trainers of preferences and rewards switch it off for their reference and on again, without saying for which
+    layers; so it is the model that knows.
+    """
+    switch = network._set_gradient_checkpointing
+
+    def only_some(enable: bool = True, gradient_checkpointing_func: Any = checkpoint, every_n_layers: int = 1) -> None:
+        every = EVERY["selective"] if enable else every_n_layers
+        switch(enable=enable, gradient_checkpointing_func=gradient_checkpointing_func, every_n_layers=every)
+
+    network._set_gradient_checkpointing = only_some
