@@ -42,7 +42,7 @@ def begin(asked: dict[str, Any]) -> None:
 
 
 def follow(course: Any) -> None:
-    """From now on in this process: SIGTERM within step `drain_at`, and the `evaluations` in turn raise or find NaN."""
+    """From now on in this process: SIGTERM within step `drain_at`, and the `evaluations` in turn raise, or find NaN or a given loss."""
     told, evaluate = Journal.step, transformers.Trainer.evaluation_loop
     left = list(course.get("evaluations", ()))
 
@@ -58,6 +58,8 @@ def follow(course: Any) -> None:
                 raise RuntimeError("no evaluation today")
             case "nan":
                 found.metrics["eval_loss"] = math.nan
+            case float(loss):
+                found.metrics["eval_loss"] = loss
         return found
 
     for owner, name, instead in ((Journal, "step", step), (transformers.Trainer, "evaluation_loop", evaluation_loop)):
