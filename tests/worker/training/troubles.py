@@ -1,4 +1,4 @@
-"""A disk that is slow or deadly to the thread behind a training loop, a drain at a step, evaluations that go wrong."""
+"""A disk slow or deadly to the thread behind a training loop, a drain at a step, evaluations that go wrong."""
 
 import math
 import os
@@ -42,7 +42,7 @@ def begin(asked: dict[str, Any]) -> None:
 
 
 def follow(course: Any) -> None:
-    """From now on in this process: SIGTERM within step `drain_at`, and the `evaluations` in turn raise, or find NaN or a given loss."""
+    """From now on here: SIGTERM within step `drain_at`; `evaluations` in turn raise, or find NaN or a given loss."""
     told, evaluate = Journal.step, transformers.Trainer.evaluation_loop
     left = list(course.get("evaluations", ()))
 
