@@ -20,6 +20,7 @@ from tests.factories import mark_run
 from tests.rows import add_run, add_worker, claim, waiting_for_locks
 from tests.waiting import eventually_async
 
+CONFIG = {"base_model": "none", "method": "sft"}
 IN_EPOCH = {"current_step": 50, "current_epoch": 2.5}
 
 
@@ -34,14 +35,14 @@ def timed(engine: Engine, run: Any, attempt: int = 1, **values: Any) -> None:
     """What an attempt took: a second a step, unless `values` say otherwise."""
     twin = task(run.backend, run.config, run.given, None, (run.dataset_id, None)).twin
     timings = Timings(twin=twin, training=float(values["step"]), step_seconds=1.0, **values)
-    row = {"run_id": run.id, "attempt": attempt, "likeness": "fake qlora none", "device": "cpu"}
+    row = {"run_id": run.id, "attempt": attempt, "likeness": "fake sft none", "device": "cpu"}
     with engine.begin() as connection:
         connection.execute(insert(Pace).values(**row, timings=asdict(timings), measured_at=func.clock_timestamp()))
 
 
 def past(engine: Engine) -> Any:
     """A run that has ended; answers its row."""
-    run = add_run(engine)
+    run = add_run(engine, config={**CONFIG, "extra": {}})
     claimed = claim(engine, add_worker(engine))
     with engine.begin() as connection:
         connection.execute(lifecycle.complete(run.id, claimed.epoch, None, "done")).one()
@@ -69,7 +70,7 @@ def test_a_request_that_cannot_be_read_takes_no_other_its_prediction(
     settings: Settings, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     def config(steps: Any) -> dict[str, Any]:
-        return {"base_model": "none", "extra": {"steps": steps}}
+        return {**CONFIG, "extra": {"steps": steps}}
 
     ended = past(engine)
     # One that was lost twice on its way is one run all the same.
@@ -105,7 +106,7 @@ def test_a_request_that_cannot_be_read_takes_no_other_its_prediction(
 def test_a_run_that_trains_has_left_what_the_trainer_tells_up_to_its_stop(
     settings: Settings, engine: Engine, columns: dict[str, Any], extra: dict[str, Any], left: str | None
 ) -> None:
-    run = add_run(engine, config={"base_model": "none", "extra": {"steps": 20}, **extra})
+    run = add_run(engine, config={**CONFIG, "extra": {"steps": 20}, **extra})
     claim(engine, add_worker(engine))
     timed(engine, run, step=50, total_steps=20)
     mark_run(engine, run.id, **columns)
