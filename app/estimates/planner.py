@@ -1,6 +1,7 @@
 """The memory planner: how much to compute again in the backward pass, from the estimate and the device's memory."""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -8,6 +9,7 @@ from app.estimates.activations import Checkpointing, Precision
 from app.estimates.architecture import Architecture
 from app.estimates.layers import Batch
 from app.estimates.memory import Memory, memory
+from app.estimates.parameters import CannotTrain
 from app.estimates.plan import attention_of, micro_batch
 from app.runs.config import TrainingConfig, TrainingMethod
 
@@ -84,9 +86,10 @@ def advice(model: Architecture, config: TrainingConfig, precision: Precision, le
     None of it changes what the run learns towards.
     """
     for text, changed in _changes(config):
-        loaded = Precision.of(changed, precision.device)
-        if choose(model, changed, loaded, micro_batch(model, changed, length), room).fits:
-            return [f"It fits with {text}."]
+        loaded, batch = Precision.of(changed, precision.device), micro_batch(model, changed, length)
+        with suppress(CannotTrain):  # an adapter, by which this family does not train as it is asked to
+            if choose(model, changed, loaded, batch, room).fits:
+                return [f"It fits with {text}."]
     # A whole step stays as large as it was.
     single = {"batch_size": 1, "gradient_accumulation_steps": config.batch_size * config.gradient_accumulation_steps}
     least = max(64, config.rlhf.max_completion_length + 1 if config.method is TrainingMethod.rlhf else 0)

@@ -79,8 +79,9 @@ class TestOperations:
         assert operations(counted(largest=100)).training == operations(counted(largest=2000)).training
 
     def test_of_packed_texts_are_those_of_each_by_itself(self) -> None:
-        short, long = (operations(counted(mean=mean), packing=True, max_steps=10).training for mean in (100.0, 2000.0))
-        stream = operations(counted(), packing=True, max_steps=10, extra={"packing_strategy": "wrapped"}).training
+        asked = {"packing": True, "max_steps": 10}
+        short, long = (operations(counted(10_000, mean), **asked).training for mean in (100.0, 2000.0))
+        stream = operations(counted(10_000), **asked, extra={"packing_strategy": "wrapped"}).training
         assert short < long < stream * 1.001 and stream == pytest.approx(long, rel=0.01)
 
     def test_of_a_reference_in_every_step_are_those_of_a_forward_pass(self) -> None:
