@@ -98,11 +98,17 @@ async def store(session: AsyncSession, run_id: str, found: RunEstimate) -> None:
     await session.execute(new.on_conflict_do_nothing())
 
 
-async def compared(session: AsyncSession, run: Run) -> tuple[RunEstimate | None, Measured | None]:
+async def compared(
+    session: AsyncSession, run: Run, step_seconds: float | None
+) -> tuple[RunEstimate | None, Measured | None]:
     """What was estimated of a run at its creation, and what it has taken so far; null before it has measured any."""
     document = await session.scalar(select(StoredEstimate.estimate).where(StoredEstimate.run_id == run.id))
-    peak, rate = await measured(session, run.id) if run.attempt else (None, None)
-    real = None if peak is None and rate is None else Measured(peak_memory_mb=peak, tokens_per_second=rate)
+    peak, reserved, rate = await measured(session, run.id) if run.attempt else (None, None, None)
+    real = None
+    if peak is not None or rate is not None:
+        real = Measured(
+            peak_memory_mb=peak, reserved_memory_mb=reserved, tokens_per_second=rate, step_seconds=step_seconds
+        )
     return stored(document) if document else None, real
 
 

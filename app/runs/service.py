@@ -14,6 +14,7 @@ from app.checkpoints.service import best_good
 from app.config import Settings
 from app.errors import ApiError, FieldError, conflict, invalid, not_found
 from app.estimates import service as estimates
+from app.estimates.schemas import RunEstimate
 from app.experiments.service import default as default_experiment
 from app.ids import is_id, new_id
 from app.runs import lifecycle
@@ -59,8 +60,12 @@ async def create(
     created_by: str | None,
     idempotency: Idempotency | None = None,
     run_id: str | None = None,
+    expected: RunEstimate | None = None,
 ) -> Run:
-    """Accept a run, or raise 422 with everything that is wrong; the same idempotency key answers the same run."""
+    """Accept a run, or raise 422 with everything that is wrong; the same idempotency key answers the same run.
+
+    `expected` is the estimate to keep with it; None: its own.
+    """
     if earlier := await replayed(session, created_by, idempotency):
         return earlier
     found = await examine(session, around.settings, around.storage, around.rules, request)
@@ -87,9 +92,10 @@ async def create(
     }
     run = await insert(session, values, created_by, idempotency, reward_run_ids=found.reward_run_ids)
     if run.id == values["id"] and around.rules[request.backend].loads_model:
-        data = await estimates.data_of(session, request.dataset_id)
-        subject = estimates.Subject(found.config, found.given, request.backend, data)
-        expected = await estimates.estimate(session, around.settings, around.storage, subject, thorough=False)
+        if expected is None:
+            data = await estimates.data_of(session, request.dataset_id)
+            subject = estimates.Subject(found.config, found.given, request.backend, data)
+            expected = await estimates.estimate(session, around.settings, around.storage, subject, thorough=False)
         await estimates.store(session, run.id, expected)
     return run
 
