@@ -59,8 +59,10 @@ def result(run: Run, estimate: RunEstimate | None, measured: Measured | None, fa
         why = run.error_message or "it was stopped."
         return _untold(steps, f"The probe was {run.status} before it had measured: {why}")
     each = measured.step_seconds if measured else None
-    if run.status != "completed" or measured is None or each is None:
+    if run.status != "completed":
         return _untold(steps, "The probe has not ended yet.")
+    if measured is None or each is None:
+        return _untold(steps, "The probe has ended and told no time of a step.")
     most = None if steps is None else steps * each
     seconds = most
     if most is not None and estimate and estimate.tokens and measured.tokens_per_second:
