@@ -1,6 +1,6 @@
 """Probes: short runs that measure what a run would take, in the place of formulas."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from app.estimates.schemas import Measured, ProbeResult, RunEstimate
@@ -50,14 +50,13 @@ def seconds_of_step(points: Sequence[TrainingMetrics]) -> float | None:
 def result(run: Run, estimate: RunEstimate | None, measured: Measured | None, facts: dict[str, Any]) -> ProbeResult:
     """What a probe says about the whole run; `estimate` is that of the whole run, `facts` those that it told."""
     device = facts.get("device_name") or facts.get("device")
-    known = facts.get("whole_run_steps")
-    steps = known if isinstance(known, int) else estimate.steps if estimate else None
+    steps = _steps(run.config, estimate, facts.get("whole_run_steps"))
     if run.status == "failed" and run.error_code == "out_of_memory":
         told = f"The run does not fit{f' on {device}' if device else ''}: its longest rows ran out of memory."
         return _untold(steps, f"{told} {run.error_message or ''}".strip(), fits=False)
     if run.status in ("failed", "cancelled"):
         why = run.error_message or "it was stopped."
-        return _untold(steps, f"The probe was {run.status} before it had measured: {why}")
+        return _untold(steps, f"The probe has ended ({run.status}) before it had measured: {why}")
     each = measured.step_seconds if measured else None
     if run.status != "completed":
         return _untold(steps, "The probe has not ended yet.")
@@ -76,6 +75,14 @@ def result(run: Run, estimate: RunEstimate | None, measured: Measured | None, fa
         message=f"The run fits on {device or 'this device'}: {PROBE_STEPS} steps on its longest rows went "
         f"through{peak}, the second one in {each:.3g} s.",
     )
+
+
+def _steps(config: Mapping[str, Any], estimate: RunEstimate | None, told: Any) -> int | None:
+    """Of the whole run: a trainer knows how much is packed or left out, but not what a probe leaves out itself."""
+    is_rough = config.get("max_steps") is None and (config.get("packing") or config.get("method") == "rlhf")
+    if estimate is None or estimate.steps is None or is_rough:
+        return told if isinstance(told, int) else estimate and estimate.steps
+    return estimate.steps
 
 
 def _untold(steps: int | None, message: str, fits: bool | None = None) -> ProbeResult:

@@ -120,7 +120,9 @@ class ProbeResult(BaseModel):
         description="On the device that measured. False: it ran out of memory there. Null: nothing is measured yet, or "
         "the probe ended for another reason."
     )
-    steps: int | None = Field(description="Of the whole run, by the data as it is tokenised, else as estimated.")
+    steps: int | None = Field(
+        description="Of the whole run, as estimated; of packed data and `rlhf` as the trainer counts them."
+    )
     seconds: float | None = Field(
         description="Of all these steps: the estimated tokens at the measured speed, and never more than at most."
     )

@@ -85,6 +85,8 @@ def test_the_answer_names_a_short_run_that_waits_like_any_other(api: ApiServer, 
 def test_what_two_steps_took_is_told_of_the_whole_run(api: ApiServer, engine: Engine) -> None:
     experiment = make_experiment(engine)
     asked = body(engine, experiment_id=experiment)
+    # How many packed sequences there are only the trainer knows.
+    asked["config"] |= {"packing": True, "max_steps": None, "stop_at_step": None}
     found = probed(api, asked)
     measure(engine, found["probe_run_id"]).complete()
     run = api.client.get(f"/v1/runs/{found['probe_run_id']}").json()
