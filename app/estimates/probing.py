@@ -80,9 +80,8 @@ def result(run: Run, estimate: RunEstimate | None, measured: Measured | None, fa
 def _steps(config: Mapping[str, Any], estimate: RunEstimate | None, told: Any) -> int | None:
     """Of the whole run: a trainer knows how much is packed or left out, but not what a probe leaves out itself."""
     is_rough = config.get("max_steps") is None and (config.get("packing") or config.get("method") == "rlhf")
-    if estimate is None or estimate.steps is None or is_rough:
-        return told if isinstance(told, int) else estimate and estimate.steps
-    return estimate.steps
+    expected = estimate.steps if estimate else None
+    return told if isinstance(told, int) and (is_rough or expected is None) else expected
 
 
 def _untold(steps: int | None, message: str, fits: bool | None = None) -> ProbeResult:
