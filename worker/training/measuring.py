@@ -12,7 +12,6 @@ from worker.training.pairs import PromptEncoder
 
 STEPS = 2
 """The first one is warm-up, and makes the optimizer's state: only in the second everything is there at once."""
-_ANSWERS = ("chosen_ids", "rejected_ids")
 
 
 def longest_rows(data: Dataset, config: TrainingConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> Dataset:
@@ -35,8 +34,8 @@ def lengths(data: Dataset, tokenizer: PreTrainedTokenizerBase | None = None) -> 
         return np.array([len(ids) for _, ids in encoder.encode([encoder.prepare(row) for row in data])], np.int64)
     if "input_ids" in data.column_names:
         return _of_column(data, "input_ids")
-    answers = np.maximum(*(_of_column(data, name) for name in _ANSWERS))
-    return answers + (_of_column(data, "prompt_ids") if "prompt_ids" in data.column_names else 0)
+    answers = np.maximum(_of_column(data, "chosen_ids"), _of_column(data, "rejected_ids"))
+    return answers + _of_column(data, "prompt_ids") if "prompt_ids" in data.column_names else answers
 
 
 def generation(config: TrainingConfig) -> dict[str, Any]:
