@@ -35,7 +35,8 @@ def lengths(data: Dataset, tokenizer: PreTrainedTokenizerBase | None = None) -> 
     if "input_ids" in data.column_names:
         return _of_column(data, "input_ids")
     answers = np.maximum(_of_column(data, "chosen_ids"), _of_column(data, "rejected_ids"))
-    return answers + _of_column(data, "prompt_ids") if "prompt_ids" in data.column_names else answers
+    prompts = _of_column(data, "prompt_ids") if "prompt_ids" in data.column_names else 0
+    return np.asarray(answers + prompts, np.int64)
 
 
 def generation(config: TrainingConfig) -> dict[str, Any]:
