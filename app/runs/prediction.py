@@ -37,6 +37,8 @@ _BOUNDS = (
     "base_model", "epochs", "max_steps", "min_steps", "eval_steps", "save_steps", "time_limit_seconds", "stop_at_step",
     "early_stopping_patience",
 )  # fmt: skip
+PROBE_STEPS = 2
+"""Of a run that only measures (`extra.probe`)."""
 FIELDS = (*_TWINS, *_BOUNDS)
 """Fields of a configuration that its time depends on."""
 
@@ -145,7 +147,14 @@ class Estimate:
 
 def likeness(backend: str, config: Mapping[str, Any]) -> str:
     """What a run has in common with those that say something about it."""
-    return f"{backend} {config.get('method', 'qlora')} {config.get('base_model')}"[:500]
+    # A probe trains on the longest rows alone: it says nothing about other runs.
+    which = "probe of " if is_probe(config) else ""
+    return f"{which}{backend} {config.get('method', 'qlora')} {config.get('base_model')}"[:500]
+
+
+def is_probe(config: Mapping[str, Any]) -> bool:
+    """Whether a run only measures."""
+    return (config.get("extra") or {}).get("probe") is True
 
 
 def task(
@@ -187,6 +196,8 @@ def _total_steps(
     backend: str, config: Mapping[str, Any], given: set[str], rows: int | None, sequences: int
 ) -> int | None:
     """Steps of the whole run, or None where only the worker will know."""
+    if is_probe(config):
+        return PROBE_STEPS
     if config.get("max_steps") is not None:
         return max(int(config["max_steps"]), config.get("min_steps") or 0)
     extra = config.get("extra") or {}

@@ -266,6 +266,8 @@ class Faithful(Trainer):  # type: ignore[misc]
     # Checkpoints
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self.run.is_probe:
+            return
         if checkpoints.save(self) and not self.control.should_training_stop:
             self.run.report.phase("training")
 
