@@ -1,5 +1,6 @@
 """What becomes of a checkpoint that is being written, or finds no room, when training ends or goes on."""
 
+import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -151,8 +152,8 @@ class TestInFlight:
             threading.Timer(0.1, training.go_on.set).start()
             raise TrainingFailure("non_finite_loss", "NaN")
         assert training.saved == ["checkpoint-2"] and training.saving.kept_step == 2
-        told = (training.run.folder / "checkpoint-2" / "manifest.json").read_bytes()
-        assert verify(training.run.folder / "checkpoint-2", checkpoints.manifest.hashlib.sha256(told).hexdigest()) == []
+        folder = training.run.folder / "checkpoint-2"
+        assert verify(folder, hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()) == []
 
     def test_a_failure_of_the_writing_is_told_though_the_step_failed_first(
         self, training: Training, monkeypatch: pytest.MonkeyPatch
