@@ -12,13 +12,12 @@ import pytest
 import torch
 
 from tests.waiting import eventually
-from worker.training import checkpoints, keeping, plugins
+from worker.training import checkpoints, keeping, manifest, plugins, probe
 from worker.training.actions import Actions
 from worker.training.checkpoints import Saving
 from worker.training.control import Control
 from worker.training.failures import TrainingFailure
 from worker.training.keeping import Keeper
-from worker.training.manifest import verify
 from worker.training.snapshot import Snapshot
 from worker.training.state import RunState
 from worker.training.trainer import Faithful
@@ -68,9 +67,11 @@ class Training:
             state=SimpleNamespace(global_step=0, epoch=0.5, max_steps=10), saved_step=0, pinned_text=list,
             control=SimpleNamespace(should_training_stop=False, should_save=False, should_evaluate=False),
         )  # fmt: skip
-        self.saving = self.trainer.saving = Saving(self.run)
-        self.actions = self.trainer.actions = Actions(self.trainer)
-        self.saving.gatherer.gather = self._gather  # type: ignore[method-assign]
+        trainer, run = self.trainer, self.run
+        self.saving: Any = Saving(run)
+        self.actions: Any = Actions(trainer)
+        trainer.saving, trainer.actions = self.saving, self.actions
+        self.saving.gatherer.gather = self._gather
 
     def _gather(self, _trainer: Any, folder: Path) -> Snapshot:
         (folder / "state.json").write_text("{}")
@@ -101,7 +102,7 @@ class Training:
 
 @pytest.fixture
 def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
-    monkeypatch.setattr(checkpoints.probe, "measure", lambda *_: torch.zeros(1).numpy().tobytes())
+    monkeypatch.setattr(probe, "measure", lambda *_: torch.zeros(1).numpy().tobytes())
     training = Training(tmp_path)
     yield training
     training.go_on.set()
@@ -153,7 +154,7 @@ class TestInFlight:
             raise TrainingFailure("non_finite_loss", "NaN")
         assert training.saved == ["checkpoint-2"] and training.saving.kept_step == 2
         folder = training.run.folder / "checkpoint-2"
-        assert verify(folder, hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()) == []
+        assert manifest.verify(folder, hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()) == []
 
     def test_a_failure_of_the_writing_is_told_though_the_step_failed_first(
         self, training: Training, monkeypatch: pytest.MonkeyPatch
@@ -161,7 +162,7 @@ class TestInFlight:
         def fail(*_: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(checkpoints.manifest, "commit", fail)
+        monkeypatch.setattr(manifest, "commit", fail)
         training.go_on.set()
         with pytest.raises(ValueError, match="of the loop"), training.saving.settled():
             training.save(2)
@@ -176,7 +177,7 @@ class TestInFlight:
         def fail(*_: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(checkpoints.manifest, "commit", fail)
+        monkeypatch.setattr(manifest, "commit", fail)
         training.go_on.set()
         with training.saving.settled():
             training.save(2, "best")
@@ -218,7 +219,7 @@ class TestNoRoom:
     def test_it_is_seen_before_anything_is_written(self, training: Training, full: Callable[[bool], None]) -> None:
         full(True)
         before, wrote = list(training.run.folder.iterdir()), []
-        training.saving.gatherer.gather = lambda *_: wrote.append(1)  # type: ignore[method-assign,assignment,return-value]
+        training.saving.gatherer.gather = lambda *_: wrote.append(1)
         training.save(2)
         assert wrote == [] and list(training.run.folder.iterdir()) == before
 
