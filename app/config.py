@@ -65,7 +65,7 @@ class Settings(_AtHome):
     token_cache_bytes: int = Field(default=10 * 1024**3, ge=0)
     """Room for tokenised data that later runs take up again, of each user that trains; 0 keeps none."""
     disk_reserve_bytes: int = Field(default=1024**3, ge=0)
-    """Bytes below the storage that checkpoints leave free: one that would take them is put off, or fails its run."""
+    """Bytes below the storage that checkpoints leave free: one that would take them is left out, or fails its run."""
     launch: Literal["auto", "zygote", "cold"] = "auto"
     """How training processes start: forked from a warm process, or cold; auto prefers warm."""
     max_upload_bytes: int = Field(default=4 * 1024**3, ge=1)

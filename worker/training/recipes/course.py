@@ -131,7 +131,7 @@ def _costs(trainer: Faithful, training: Rows, device: str | None) -> dict[str, A
 def train(trainer: Faithful) -> None:
     """Train to the end or to a stop, from the beginning or from the checkpoint."""
     run = trainer.run
-    with trainer.saving.in_flight.settled_after(run.report.alive):
+    with trainer.saving.settled():
         if run.resume_from is None:
             for history in run.histories:
                 history.begin(None)
