@@ -93,7 +93,7 @@ class Copies:
             yield
         finally:
             with self._changed:
-                del self._readers[run_id]
+                self._readers.pop(run_id, None)
                 self._told.discard(run_id)
 
     def settle(self, lease: "Lease", writer: "Writer", until: float) -> None:
@@ -237,8 +237,8 @@ class Copies:
     def _answers(self) -> None:
         self._pause = 0.0
         with self._changed:
-            for run_id in self._told:
-                self._readers[run_id](_line(f"Checkpoints are copied to {self.remote.url} again.", "info"))
+            for say in (self._readers[run_id] for run_id in self._told & self._readers.keys()):
+                say(_line(f"Checkpoints are copied to {self.remote.url} again.", "info"))
             self._told.clear()
 
     def _folder(self, one: Any) -> Path:
