@@ -259,7 +259,7 @@ class TestTheThread:
             (tmp_path / "away").rename(tmp_path / "shared")
             worker.until_copied(2)
             eventually(lambda: len(said) > 1)
-        lines = [event.data["line"] for event in said]
+        lines = [json.loads(event.data)["line"] for event in said]
         assert len(lines) == 2 and "mount it" in lines[0] and "again" in lines[1]
 
     def test_what_a_killed_worker_left_uncopied_is_taken_up(self, worker: Worker) -> None:
