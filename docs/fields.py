@@ -61,7 +61,7 @@ def _row(name: str, field: dict[str, Any], schema: dict[str, Any]) -> tuple[str,
     if name.rpartition(".")[2] in schema.get("required", ()):
         default = "required"
     else:
-        default = f"`{json.dumps(field.get('default', []))}`"
+        default = f"`{json.dumps(field.get('default', {} if field.get('type') == 'object' else []))}`"
     return (
         f"`{name}`",
         _type(field, schema),

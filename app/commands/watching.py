@@ -33,7 +33,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 _SECONDS_BETWEEN_OUTLOOKS = 30.0
 _POINTS = 400
 # What is told of a run beside its output, which `anneal runs logs -f` shows.
-_TYPES = ("status", "metric", "eval", "checkpoint", "config", "progress", "error", "end")
+_TYPES = ("status", "metric", "eval", "checkpoint", "config", "progress", "action", "error", "end")
 
 
 def exit_code(status: str) -> int:

@@ -16,7 +16,7 @@ from app.queue import Queue
 from app.runs.dispatcher import Dispatcher
 from app.runs.models import LIVE, TERMINAL
 
-_OUTCOMES = ("lost", "retried", "handed_back", *TERMINAL)
+_OUTCOMES = ("lost", "retried", "handed_back", "repaired", *TERMINAL)
 
 
 class Metrics:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+_LONGEST_LIMIT = 365 * 86_400.0
 _NATIVE = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 
 
@@ -19,10 +20,16 @@ class Cause:
     """What the changes do, or what else to do."""
 
 
-def explain(code: str | None, message: str | None, report: Mapping[str, Any], config: Mapping[str, Any]) -> Cause:
+def explain(
+    code: str | None,
+    message: str | None,
+    report: Mapping[str, Any],
+    config: Mapping[str, Any],
+    outcome: str | None = None,
+) -> Cause:
     """The probable cause of an end with this error; `report` is what the supervisor noted, empty if it saw nothing.
 
-    `config` is what the last attempt was told to train.
+    `config` is what the last attempt was told to train, `outcome` what became of that attempt.
     """
     match code:
         case "out_of_memory":
@@ -33,14 +40,14 @@ def explain(code: str | None, message: str | None, report: Mapping[str, Any], co
             return _disk_full(message or "", config)
         case "time_limit":
             limit = config.get("time_limit_seconds")
-            changes = {"time_limit_seconds": 2 * limit} if limit else {}
+            changes = {"time_limit_seconds": min(2 * limit, _LONGEST_LIMIT)} if limit else {}
             return Cause("The run reached its own `time_limit_seconds`.", changes, "It goes on for as long again.")
         case "trainer_crashed":
             return _crash(report)
         case "worker_lost":
-            return _lost(report)
+            return _lost_too_often(report, message or "")
         case None:
-            return _lost(report) if not report else _after_a_restart(report)
+            return _after_a_restart(report, outcome)
         case _:
             return Cause(message or f"The run ended with `{code}`.")
 
@@ -103,23 +110,37 @@ def _crash(report: Mapping[str, Any]) -> Cause:
     return Cause(f"The training process ended with {how} during {phase} without saying why; its last lines may tell.")
 
 
-def _lost(report: Mapping[str, Any]) -> Cause:
-    if report.get("killed_for") == "hang":
-        phase = report.get("phase") or "its work"
-        return Cause(
-            f"The training process hung during {phase}: for longer than ANNEAL_HANG_SECONDS it gave no sign of life.",
-            advice="A device or a file system that does not answer looks like this; the worker's log has more.",
-        )
+def _hung(report: Mapping[str, Any]) -> Cause:
+    phase = report.get("phase") or "its work"
     return Cause(
-        "The worker was lost: its machine or its process ended, so nobody saw how the training process did.",
-        advice="Look at that machine; the run can be resumed.",
+        f"The training process hung during {phase}: for longer than ANNEAL_HANG_SECONDS it gave no sign of life.",
+        advice="A device or a file system that does not answer looks like this; the worker's log has more.",
     )
 
 
-def _after_a_restart(report: Mapping[str, Any]) -> Cause:
+_UNSEEN = Cause(
+    "The worker was lost: its machine or its process ended, so nobody saw how the training process did.",
+    advice="Look at that machine; the run can be resumed.",
+)
+
+
+def _lost_too_often(report: Mapping[str, Any], message: str) -> Cause:
+    if report.get("killed_for") == "hang":
+        return _hung(report)
+    if message.startswith("worker lost") or not message:
+        return _UNSEEN
+    # What kept the last attempt from going on: a file that is not there, a process that could not be started, …
+    return Cause(message[0].upper() + message[1:], advice="Once that is mended, the run can be resumed.")
+
+
+def _after_a_restart(report: Mapping[str, Any], outcome: str | None) -> Cause:
     repair = report.get("repair")
     if repair:
         return Cause(f"The run repaired itself after this attempt: {repair['reason']}.")
     if report.get("killed_for") == "hang":
-        return _lost(report)
-    return _crash(report)
+        return _hung(report)
+    if report:
+        return _crash(report)
+    if outcome == "lost":
+        return _UNSEEN
+    return Cause("The attempt was given up and the run goes on by itself; its `status` event says why.")

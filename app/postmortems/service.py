@@ -1,20 +1,25 @@
 """What there is to know about why a run, or an attempt of it, went wrong."""
 
+import asyncio
 import signal
 from typing import Any
 
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from app.backends.registry import RULES
 from app.checkpoints.service import furthest_good
 from app.errors import conflict
 from app.postmortems.causes import explain
 from app.postmortems.schemas import AttemptEnd, CorrectedRequest, Correction, PostMortem
 from app.runs import service
+from app.runs.checks import config_problems
 from app.runs.config import CHANGEABLE_ON_RESUME
 from app.runs.models import TERMINAL, Attempt, Run
 from app.runs.resume import as_asked
 
+_REPLACED = {"qlora": ("load_in_4bit", "load_in_8bit", "lora_r"), "lora": ("load_in_4bit", "load_in_8bit", "lora_r")}
+"""What somebody may have set that does not go with another method."""
 _WRONG = ("failed", "lost", "retried", "repaired")
 
 
@@ -34,7 +39,7 @@ async def examine(session: AsyncSession, run_id: str) -> PostMortem:
         )
     report: dict[str, Any] = (last.report if last else None) or {}
     told = (run.config | run.effective_config) if run.effective_config else run.config
-    cause = explain(run.error_code, run.error_message, report, told)
+    cause = explain(run.error_code, run.error_message, report, told, last.outcome if last else None)
     return PostMortem(
         run_id=run.id,
         status=run.status,
@@ -82,8 +87,15 @@ def _signal_name(report: dict[str, Any]) -> str | None:
         return f"signal {number}"
 
 
-async def _correction(session: AsyncSession, run: Run, changes: dict[str, Any]) -> Correction:
-    config = as_asked(run.config, set(run.given)) | changes
+async def _correction(session: AsyncSession, run: Run, changes: dict[str, Any]) -> Correction | None:
+    replaced = _REPLACED.get(changes.get("method", ""), ())
+    asked = as_asked(run.config, set(run.given))
+    config = {name: value for name, value in asked.items() if name not in replaced} | changes
+    problems, _ = await asyncio.to_thread(
+        config_problems, RULES.get(run.backend), config, run.eval_dataset_id is not None
+    )
+    if problems:
+        return None
     can_resume = run.status in TERMINAL and changes.keys() <= CHANGEABLE_ON_RESUME
     if can_resume and await furthest_good(session, run.id) is not None:
         request = CorrectedRequest(path=f"/v1/runs/{run.id}/resume", body={"config": changes})

@@ -7,6 +7,7 @@ from fastapi import APIRouter, BackgroundTasks, Depends, Header, Query, Request,
 
 from app.auth import CurrentCaller
 from app.backends.registry import RULES
+from app.checkpoints.service import best_good
 from app.dependencies import CurrentSettings, CurrentStorage, Reading, Session, Snapshot
 from app.pagination import Page, PageQuery
 from app.queue import Queue
@@ -155,8 +156,10 @@ async def stop_run(
     Asking again changes nothing, but for a stop at once after one at the end of the epoch, and one that saves nothing.
     """
     mode = (body or RunStop()).how
+    found_no_best = mode == "best" and await best_good(session, run_id) is None
+    mode = "checkpoint" if found_no_best else mode
     run = await service.stop(session, run_id, mode)
-    outlook = await stopping.outlook(session, run, mode, settings.save_grace_seconds)
+    outlook = await stopping.outlook(session, run, mode, settings.save_grace_seconds, found_no_best=found_no_best)
     after_commit.add_task(_queue(request).call_worker, run_id)
     after_commit.add_task(_queue(request).wake, run_id)
     return await views.stopped(session, storage, run, outlook)

@@ -14,7 +14,7 @@ from app.errors import ApiError, FieldError, conflict, invalid
 from app.ids import new_id
 from app.runs import service
 from app.runs.checks import config_problems, refusal, requirements
-from app.runs.config import Problem, TrainingConfig, given_fields, resume_problems
+from app.runs.config import Problem, TrainingConfig, given_fields, resume_problems, understood
 from app.runs.destinations import destination_problems
 from app.runs.models import TERMINAL, Run
 from app.runs.schemas import RunResume
@@ -108,7 +108,7 @@ def _configuration(
                 for problem in problems
             ]
         )
-    return TrainingConfig.model_validate(merged), sorted(given)
+    return TrainingConfig.model_validate(understood(merged, given)), sorted(given)
 
 
 def as_asked(config: dict[str, Any], given: set[str]) -> dict[str, Any]:

@@ -278,7 +278,10 @@ class StopOutlook(BaseModel):
     mode: StopMode = Field(description="That is in force: of two requests, the first, unless the later saves less.")
     save_seconds: float | None = Field(description="The slowest of the run's last five saves; null: it has none yet.")
     grace_seconds: float = Field(description="What a trainer gets to save and end; after that it is killed.")
-    grace_suffices: bool | None = Field(description="Null where that is not known, or nothing is to be saved.")
+    grace_suffices: bool | None = Field(
+        description="Whether it does for the step at work, a save that may be on its way, and another one; null where "
+        "that is not known, or nothing is to be saved."
+    )
     message: str
 
 

@@ -10,7 +10,6 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.backends.base import Rules
-from app.checkpoints.service import best_good
 from app.config import Settings
 from app.errors import ApiError, FieldError, conflict, invalid, not_found
 from app.estimates import service as estimates
@@ -188,9 +187,10 @@ async def locked(session: AsyncSession, run_id: str, *, for_child: bool = False)
 
 
 async def stop(session: AsyncSession, run_id: str, mode: StopMode = "checkpoint") -> Run:
-    """Ask a run to stop; no error on one that a stop has ended, 409 on one that ended by itself."""
-    if mode == "best" and await best_good(session, run_id) is None:
-        mode = "checkpoint"
+    """Ask a run to stop; no error on one that a stop has ended, 409 on one that ended by itself.
+
+    With the mode `best` there has to be such a checkpoint.
+    """
     asked = (
         lifecycle.request_stop_at_epoch_end(run_id)
         if mode == "epoch_end"

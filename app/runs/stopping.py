@@ -1,29 +1,38 @@
 """What to expect of a stop: how long a save takes, and whether the grace suffices for it."""
 
+from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.checkpoints.service import best_good, furthest_good, slowest_save
-from app.runs.models import TERMINAL, Run
+from app.runs.models import TERMINAL, Pace, Run
 from app.runs.schemas import StopMode, StopOutlook
 
 
-async def outlook(session: AsyncSession, run: Run, asked: StopMode, grace_seconds: float) -> StopOutlook:
-    """What comes of the stop that is in force on `run`, after one with the mode `asked` was asked for."""
-    mode: StopMode = "checkpoint"
-    if run.stop_mode in ("epoch_end", "best", "discard"):
-        mode = run.stop_mode  # type: ignore[assignment]
+async def outlook(
+    session: AsyncSession, run: Run, asked: StopMode, grace_seconds: float, *, found_no_best: bool = False
+) -> StopOutlook:
+    """What comes of the stop that is in force on `run`, after one with the mode `asked` was asked for.
+
+    `found_no_best` says that the best checkpoint was asked for, and there is none.
+    """
+    mode = _in_force(run)
     seconds = await slowest_save(session, run.id)
-    saves = mode in ("checkpoint", "epoch_end")
-    suffices = seconds <= grace_seconds if saves and seconds is not None else None
+    saves = mode in ("checkpoint", "epoch_end") and run.status in ("running", "checkpointing")
+    needed = await _needed(session, run, seconds) if saves and seconds is not None else None
+    suffices = needed <= grace_seconds if needed is not None else None
     parts = []
-    if asked == "best" and mode == "checkpoint":
+    if found_no_best and mode == "checkpoint":
         parts.append("No evaluation has found a best checkpoint yet, so the present state counts.")
+    elif asked != mode and run.status not in TERMINAL:
+        parts.append(f"An earlier stop stands, of the mode `{mode}`.")
     if run.status in TERMINAL:
         parts.append(f"The run is {run.status}.")
+    elif run.status == "initializing" and mode != "epoch_end":
+        parts.append("It has not begun to train, so there is nothing to save: it ends at once.")
     else:
         parts.append(await _what_comes(session, run, mode))
         if saves:
-            parts.append(await _how_long(session, run, mode, seconds, grace_seconds))
+            parts.append(await _how_long(session, run, mode, seconds, needed, grace_seconds))
     return StopOutlook(
         mode=mode,
         save_seconds=seconds,
@@ -31,6 +40,19 @@ async def outlook(session: AsyncSession, run: Run, asked: StopMode, grace_second
         grace_suffices=suffices,
         message=" ".join(parts),
     )
+
+
+def _in_force(run: Run) -> StopMode:
+    if run.stop_mode in ("epoch_end", "best", "discard"):
+        return run.stop_mode  # type: ignore[return-value]
+    return "checkpoint" if run.stop_save_checkpoint else "discard"  # of a version that knew no modes
+
+
+async def _needed(session: AsyncSession, run: Run, save_seconds: float) -> float:
+    """Seconds that a stop may take: the step at work, a checkpoint that is on its way already, and the last one."""
+    timings = await session.scalar(select(Pace.timings).where(Pace.run_id == run.id, Pace.attempt == run.attempt))
+    step_seconds = (timings or {}).get("step_seconds") or 0.0
+    return float(step_seconds) + 2 * save_seconds
 
 
 async def _what_comes(session: AsyncSession, run: Run, mode: StopMode) -> str:
@@ -46,19 +68,26 @@ async def _what_comes(session: AsyncSession, run: Run, mode: StopMode) -> str:
 
 
 async def _how_long(
-    session: AsyncSession, run: Run, mode: StopMode, seconds: float | None, grace_seconds: float
+    session: AsyncSession,
+    run: Run,
+    mode: StopMode,
+    seconds: float | None,
+    needed: float | None,
+    grace_seconds: float,
 ) -> str:
-    if seconds is None:
+    if seconds is None or needed is None:
         return f"How long a save takes is not known yet; there are {grace_seconds:g} s for it."
+    told = f"Its saves took up to {seconds:.1f} s"
     if mode == "epoch_end":
         # Nothing is killed while it trains on: the grace counts from a stop that ends it at once.
-        return f"Its saves took up to {seconds:.1f} s."
-    if seconds <= grace_seconds:
-        return f"Its saves took up to {seconds:.1f} s of the {grace_seconds:g} s that there are."
+        return f"{told}."
+    if needed <= grace_seconds:
+        return f"{told}; with the step at work, and one that may be on its way, {needed:.1f} of {grace_seconds:g} s."
     last = await furthest_good(session, run.id)
     step = f"step {last.step}, its last checkpoint" if last else "the start"
     return (
-        f"Its saves took up to {seconds:.1f} s, and after {grace_seconds:g} s the trainer is killed: this save may "
-        f"come to nothing, and what lies behind {step}, be lost. For the next time raise "
+        f"{told}: with the step at work, and one that may be on its way, that is {needed:.1f} s, and after "
+        f"{grace_seconds:g} s the trainer is killed. This save may come to nothing, and what lies behind {step} be "
+        "lost. For the next time raise "
         "ANNEAL_LEASE_SECONDS (the grace is twice the lease) or ask for the mode `epoch_end`."
     )

@@ -155,7 +155,7 @@ class TestTheAnswerSays:
         told = stop(shared_api, trainer.run_id)["stop"]
         assert (told["save_seconds"], told["grace_suffices"]) == (None, None) and "not known" in told["message"]
 
-    @pytest.mark.parametrize(("longest", "suffices"), [(5.5, True), (6.5, False)])
+    @pytest.mark.parametrize(("longest", "suffices"), [(2.9, True), (3.1, False)])
     def test_how_long_the_slowest_of_the_last_took_and_whether_the_grace_suffices(
         self, shared_api: ApiServer, trainer: Trainer, longest: float, suffices: bool
     ) -> None:
@@ -169,3 +169,16 @@ class TestTheAnswerSays:
         trainer.checkpoint(10, save_seconds=100.0)
         told = stop(shared_api, trainer.run_id, mode="discard")["stop"]
         assert told["grace_suffices"] is None and "saves nothing" in told["message"]
+
+    def test_that_an_earlier_stop_stands(self, shared_api: ApiServer, trainer: Trainer) -> None:
+        trainer.checkpoint(10, metrics={"eval_loss": 1.0})
+        stop(shared_api, trainer.run_id)
+        told = stop(shared_api, trainer.run_id, mode="best")["stop"]
+        assert told["mode"] == "checkpoint" and "earlier stop stands" in told["message"]
+
+    def test_that_nothing_is_saved_of_a_run_that_has_not_begun(self, shared_api: ApiServer, engine: Engine) -> None:
+        dataset = make_dataset(engine)
+        run_id = make_run(shared_api.client, dataset)["id"]
+        Trainer(engine, run_id)
+        told = stop(shared_api, run_id)["stop"]
+        assert told["grace_suffices"] is None and "nothing to save" in told["message"]

@@ -149,6 +149,7 @@ class World:
             port=0,
             lease_seconds=LEASE_SECONDS,
             hang_seconds=HANG_SECONDS,
+            disk_reserve_bytes=0,  # the whole of that small disk is theirs, and a fault fills it
         )
         migrate.upgrade(self.settings)
         self.engine: Engine = sync_engine(self.settings.database_url or "", name="chaos")

@@ -154,3 +154,10 @@ class TestPostmortem:
         assert all(later <= before for before, later in pairwise(seen)) and seen[-2:] == [1, 1]
         assert config["gradient_checkpointing"] is True
         assert repairs.repair_for(config, "loading", "out_of_memory", None) is None
+
+    @pytest.mark.parametrize(("message", "says"), [
+        ("worker lost: its lease ran out (4 times …)", "The worker was lost"),
+        ("the file of data set ds_1 is not in this worker's storage (1 times …)", "The file of data set ds_1"),
+    ])  # fmt: skip
+    def test_a_run_that_was_given_up_too_often_is_told_why(self, message: str, says: str) -> None:
+        assert explain("worker_lost", message, {}, {}, "failed").sentence.startswith(says)
