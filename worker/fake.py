@@ -224,7 +224,8 @@ class Training:
             return
         chain = hashlib.sha256(f"{self.state.chain} {step} {samples}".encode()).hexdigest()
         loss = 1 + 7 / (1 + step / 5) + int(chain[:13], 16) / 16**13 / 10
-        if self.faulty and step == self.options.non_finite_at_step:
+        bad, count = self.options.non_finite_at_step, self.options.non_finite_steps
+        if self.faulty and bad is not None and bad <= step < bad + count:
             loss = math.nan
         else:
             self.state.best_loss = min(loss, self.state.best_loss or math.inf)

@@ -50,6 +50,7 @@ class FakeOptions(BaseModel):
     out_of_memory_above: int | None = Field(
         None, ge=1, description="Report `out_of_memory` in the first step while `batch_size` is above this."
     )
+    non_finite_steps: int = Field(1, ge=1, le=1000, description="So are those of the steps behind it, so many in all.")
     hang_at_step: int | None = Field(None, ge=1, description="Never finish this step.")
     ignore_stop: bool = Field(False, description="Do not listen to stop requests.")
     faults_until_attempt: int | None = Field(
