@@ -22,4 +22,4 @@ async def estimate_run(
         raise refusal(found.errors)
     data = await service.data_of(session, body.dataset_id)
     subject = service.Subject(found.config, found.given, body.backend, data)
-    return await service.estimate(session, settings, storage, subject, thorough=True)
+    return await service.estimate(session, settings, storage, subject)

@@ -9,6 +9,7 @@ from app.auth import CurrentCaller
 from app.backends.registry import RULES
 from app.checkpoints.service import best_good
 from app.dependencies import CurrentSettings, CurrentStorage, Reading, Session, Snapshot
+from app.estimates.kept import keep
 from app.pagination import Page, PageQuery
 from app.queue import Queue
 from app.runs import comparison, curves, listing, removal, service, stopping, views
@@ -64,6 +65,8 @@ async def create_run(
     around = service.Surroundings(settings, storage, RULES)
     run = await service.create(session, around, body, caller.key_id, idempotency)
     after_commit.add_task(_queue(request).hint)
+    if RULES[run.backend].loads_model:
+        after_commit.add_task(keep, request.app.state.sessions, settings, storage, run)
     response.headers["Location"] = f"/v1/runs/{run.id}"
     return await views.one(session, storage, run)
 

@@ -253,7 +253,7 @@ class RunRead(RunSummary):
             "example": {
                 **_RUN,
                 "estimate": EXAMPLE,
-                "measured": {"peak_memory_mb": 15210.4, "tokens_per_second": 7031.0},
+                "measured": {"peak_memory_mb": 15904.1, "tokens_per_second": 7031.0},
                 "metrics_history": [
                     {
                         "step": 40, "epoch": 0.2, "loss": 2.31, "learning_rate": 0.0002, "grad_norm": 0.9,
@@ -265,8 +265,8 @@ class RunRead(RunSummary):
     )  # fmt: skip
 
     estimate: RunEstimate | None = Field(
-        description="What it was expected to take when it was created; null for backends that load no model, and for "
-        "runs that resume others."
+        description="What it was expected to take when it was created; comes a moment after that. Null for backends "
+        "that load no model, and for runs that resume others."
     )
     measured: Measured | None = Field(description="What it has taken so far; null while nothing is measured.")
     metrics_history: list[TrainingMetrics] = Field(description="The last 100 points; GET …/metrics has all of them.")

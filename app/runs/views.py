@@ -7,7 +7,7 @@ from pydantic_core import to_json
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.checkpoints.service import preferred
-from app.estimates.service import compared
+from app.estimates.kept import compared
 from app.runs import service
 from app.runs.metrics import recent
 from app.runs.models import Run
