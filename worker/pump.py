@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from sqlalchemy import Connection, Executable, select, update
@@ -256,7 +257,14 @@ class Pump:
             for asked in record.get("actions", ())
         ]
         more = tuple(one.event for one in answered)
-        self._writer.put(Step(keep, event, lambda: remove_folders(self._host, run.id, retired), more))
+
+        def stored() -> None:
+            remove_folders(self._host, run.id, retired)
+            if self._host.copies:
+                self._host.copies.add(SimpleNamespace(**row))
+                self._host.copies.tidy()
+
+        self._writer.put(Step(keep, event, stored, more))
 
     def _take_action(self, record: dict[str, Any], ts: float) -> None:
         answered = answer(self._run, record, ts)

@@ -42,6 +42,7 @@ class Lab:
             storage=Storage(settings),
             settings=settings,
             draining=self.draining,
+            copies=None,
         )
         self.writer = Writer(host, self.run, self.lease)
         self.pump = Pump(host, self.run, self.writer)
