@@ -65,7 +65,9 @@ class Settings(_AtHome):
     token_cache_bytes: int = Field(default=10 * 1024**3, ge=0)
     """Room for tokenised data that later runs take up again, of each user that trains; 0 keeps none."""
     disk_reserve_bytes: int = Field(default=1024**3, ge=0)
-    """Bytes below the storage that checkpoints leave free: one that would take them is put off, or fails its run."""
+    """Bytes below the storage that checkpoints leave free: one that would take them is left out, or fails its run."""
+    checkpoint_url: str | None = None
+    """Where workers keep a second copy of each checkpoint (`s3://bucket/prefix`, `file:///share`); unset: nowhere."""
     launch: Literal["auto", "zygote", "cold"] = "auto"
     """How training processes start: forked from a warm process, or cold; auto prefers warm."""
     max_upload_bytes: int = Field(default=4 * 1024**3, ge=1)
@@ -104,6 +106,17 @@ class Settings(_AtHome):
                 "must be http(s)://host[:port][/path] without user and password; set the secret mlflow_tracking_token"
             )
         return uri
+
+    @field_validator("checkpoint_url")
+    @classmethod
+    def _name_a_place_alone(cls, url: str | None) -> str | None:
+        # It is shown in the logs of runs; the libraries of the stores find credentials in the worker's environment.
+        if url is not None and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s@?#]+", url) is None:
+            raise ValueError(
+                "must be a URL such as s3://bucket/prefix or file:///mnt/share, without user, password and options; "
+                "credentials of S3 belong into the worker's environment (AWS_ACCESS_KEY_ID and so on)"
+            )
+        return url
 
     @model_validator(mode="after")
     def _fill_derived_folders(self) -> "Settings":

@@ -113,12 +113,20 @@ class Storage:
         """A checkpoint; it exists only when it is whole."""
         return self.attempt_dir(run_id, attempt) / checkpoint_name(step)
 
-    def remove_checkpoint(self, run_id: str, attempt: int, name: str) -> None:
-        """Remove the folder of a checkpoint, where there is one; raises OSError when something stays."""
+    def named_checkpoint(self, run_id: str, attempt: int, name: str) -> Path:
+        """The folder of a checkpoint by the name that its row has."""
         if _CHECKPOINT.fullmatch(name) is None:
             raise OutsideStorage(f"not the name of a checkpoint: {name!r}")
+        return self.attempt_dir(run_id, attempt) / name
+
+    def remove_checkpoint(self, run_id: str, attempt: int, name: str) -> None:
+        """Remove the folder of a checkpoint, where there is one; raises OSError when something stays."""
         with suppress(FileNotFoundError):
-            shutil.rmtree(self.attempt_dir(run_id, attempt) / name)
+            shutil.rmtree(self.named_checkpoint(run_id, attempt, name))
+
+    def key_of(self, path: Path) -> str:
+        """What something below the root is called in a second storage: the same path, below the root of that one."""
+        return path.relative_to(self.root).as_posix()
 
     def output_dir(self, run_id: str, attempt: int) -> Path:
         """The fine-tuned model and what belongs to it."""

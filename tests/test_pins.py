@@ -29,6 +29,7 @@ def test_every_dependency_that_is_declared_is_pinned_within_its_bounds() -> None
         PROJECT["dependencies"],
         PROJECT["optional-dependencies"]["worker"],
         PROJECT["optional-dependencies"]["trackers"],
+        PROJECT["optional-dependencies"]["s3"],
         PROJECT["optional-dependencies"]["dev"],
     ]
     for text in [text for group in groups for text in group]:

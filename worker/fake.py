@@ -94,7 +94,7 @@ class Training:
         self.journal = journal
         self.folder = Path(job["output_dir"])
         self.config = TrainingConfig.model_validate(understood(job["config"], job.get("given", ())))
-        self.options = FakeOptions.model_validate(self.config.extra)
+        self.options = FakeOptions.stored(self.config.extra)
         self.rows = int((job.get("dataset") or {}).get("rows") or _ROWS_WITHOUT_DATASET)
         self.per_step = self.config.batch_size * self.config.gradient_accumulation_steps
         self.total = self._total_steps()

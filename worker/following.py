@@ -31,6 +31,7 @@ class Following:
         self._process = process
         self._vitals = vitals
         self._asked_at: float | None = None
+        self._asked: dict[str, object] = {}
         self._has_asked_for_checkpoint = False
         self._has_told_of_epoch_end = False
         self._passed_on: set[str] = set()
@@ -81,14 +82,16 @@ class Following:
         """Pass on a request to stop (or the worker's own shutdown) and see that it is followed within the grace."""
         stop = self._lease.stop
         why: KilledFor = "stop" if stop else "drain"
-        save = stop.save if stop else True
+        save, finish = (stop.save, stop.finish) if stop else (True, False)
         now = time.monotonic()
         if self._asked_at is None:
             self._asked_at = now
-            self._process.send({"stop": {"save": save, "why": why}})
+        asked: dict[str, object] = {"save": save, "why": why, "finish": finish}
+        if asked != self._asked and self._process.send({"stop": asked}):  # again where it is to keep less than before
+            self._asked = asked
         if not self._pump.has_begun:
             return why  # there is nothing to save
-        grace = self._host.settings.save_grace_seconds if save else _NO_SAVE_GRACE_SECONDS
+        grace = self._host.settings.save_grace_seconds if save or finish else _NO_SAVE_GRACE_SECONDS
         if now - self._asked_at <= grace:
             return None
         self._pump.say(f"the training process did not stop within {grace:.0f} s and was killed", "warning")

@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -25,8 +26,10 @@ from app.storage import Storage
 from app.workers import registry
 from app.workers.local import Notebook
 from worker import devices, session
+from worker.copies import Copies
 from worker.fitness import Fitness
 from worker.launcher import Launcher
+from worker.remote import Remote
 from worker.training.registry import installed as plugins_installed
 
 if TYPE_CHECKING:
@@ -69,6 +72,12 @@ class Host:
         """No further run is taken; what is at work finishes."""
         self.draining = threading.Event()
         """What is at work saves and is handed back now."""
+        self.drained_at = float("inf")
+        """Monotonic time at which `draining` was set."""
+        self.copies: Copies | None = None
+        """Second copies of checkpoints, where the operator wants them."""
+        if settings.checkpoint_url:
+            self.copies = Copies(Remote(settings.checkpoint_url, self.storage), self.storage, self.engine)
         self._notebook = Notebook(settings.home, self.id)
         self._leases: dict[str, Lease] = {}
         self._to_wake: set[str] = set()
@@ -88,6 +97,8 @@ class Host:
             if self.closing.wait(_DATABASE_PAUSE):
                 return False
         self._heartbeat.start()
+        if self.copies:
+            self.copies.start()
         for name, work in (("control", self._listen), ("wake-ups", self._tell)):
             threading.Thread(target=work, name=name, daemon=True).start()
         log.info(
@@ -103,6 +114,7 @@ class Host:
 
     def drain(self) -> None:
         """Take no more runs; those at work save and are handed back."""
+        self.drained_at = min(self.drained_at, time.monotonic())
         self.draining.set()
         self.closing.set()
         self._beat_now.set()
@@ -113,6 +125,8 @@ class Host:
         self._wake_up.set()
         self._beat_now.set()
         self.launcher.stop()
+        if self.copies:
+            self.copies.close()
         if self._heartbeat.is_alive():
             self._heartbeat.join(_DATABASE_PAUSE)  # a beat on its way would say that we are still there
         try:

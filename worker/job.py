@@ -22,7 +22,7 @@ from app.runs.models import Run
 from app.runs.plugins import has_copies
 from app.secrets import store
 from app.secrets.keyring import KeyringError
-from worker import repairs
+from worker import fetching, repairs
 from worker.host import Host
 from worker.training import manifest
 
@@ -252,21 +252,33 @@ def _resume(host: Host, checkpoint: Any) -> dict[str, Any] | None:
 def _newest_good(host: Host, run: Any, remarks: list[str]) -> Any:
     """The furthest checkpoint whose files all have the hashes of its manifest; None starts from the beginning."""
     elsewhere: Any = None
+    out_of_reach: str | None = None
     for checkpoint in _candidates(host.engine, run):
         place = host.storage.attempt_dir(checkpoint.run_id, checkpoint.attempt) / checkpoint.name
-        if has_copies(run.config) and not place.exists():
+        if has_copies(run.config) and checkpoint.remote_at is None and not place.exists():
             elsewhere = elsewhere or checkpoint  # the trainer asks for its copy
             continue
         wrong = manifest.verify(place, checkpoint.manifest_sha256)
         if not wrong:
             return checkpoint
-        reason = f"checkpoint {checkpoint.id} (step {checkpoint.step}) cannot be resumed from: {'; '.join(wrong[:3])}"
+        fetched = fetching.instead(host, checkpoint, place, wrong)
+        about = f"checkpoint {checkpoint.id} (step {checkpoint.step})"
+        if fetched.is_whole:
+            remarks.append(f"{about} was not whole here: {fetched.why}")
+            return checkpoint
+        reason = f"{about} cannot be resumed from: {fetched.why}"
         log.warning("%s: %s", run.id, reason)
         remarks.append(reason + "; taking the one before it")
-        with host.engine.begin() as connection:
-            connection.execute(retention.mark_bad(checkpoint.id, "; ".join(wrong[:3]), run.id, run.epoch))
+        if fetched.is_known:
+            out_of_reach = out_of_reach or reason
+        if fetched.is_bad:
+            with host.engine.begin() as connection:
+                connection.execute(retention.mark_bad(checkpoint.id, fetched.why, run.id, run.epoch))
     if elsewhere is not None:
         return elsewhere
+    if out_of_reach is not None:
+        # To begin anew because of a store that is away for a while would throw away what it keeps.
+        raise JobError("internal", f"{out_of_reach}; the run waits for another try", is_passing=True)
     if run.resume_checkpoint_id:
         raise JobError(
             "config_error",

@@ -23,6 +23,8 @@ class StopAsked:
     """Somebody wants the run to end."""
 
     save: bool
+    finish: bool = False
+    """Nothing is to be saved, but what is being written is to get whole: it may be the best."""
 
 
 class Lease:
@@ -120,7 +122,8 @@ class Lease:
         self._longest_silence = self.longest_silence
         self._sent = sent
         if row.stop_requested_at is not None:
-            self.stop = StopAsked(save=row.stop_save_checkpoint)
+            finish = not row.stop_save_checkpoint and row.stop_mode == "best"
+            self.stop = StopAsked(save=row.stop_save_checkpoint, finish=finish)
         self.ends_with_epoch = row.stop_mode == "epoch_end"
         self.actions = row.actions or []
         if self._process:

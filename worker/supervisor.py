@@ -4,6 +4,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -80,6 +81,7 @@ def supervise(host: Host, run: Any, claimed_at: float) -> None:
         bound_contextvars(run_id=run.id, attempt=run.attempt),
         Lease(host, run.id, run.epoch, claimed_at) as lease,
         Writer(host, run, lease) as writer,
+        host.copies.telling(run.id, writer.put) if host.copies else nullcontext(),
     ):
         try:
             ending = see_through(host, run, lease, writer)
@@ -108,6 +110,9 @@ def see_through(host: Host, run: Any, lease: Lease, writer: Writer) -> Ending:
             log.warning("%s: its lease ran out unrenewed, its trainer is gone; waiting for the database", run.id)
             ending = partial(out_of_reach, run, lease)
         writer.outlive_lease()
+        if host.copies and not (lease.stop and not lease.stop.save):
+            writer.drain()  # whatever was saved waits for its copy now
+            host.copies.settle(lease, writer, min(host.drained_at, time.monotonic()) + host.settings.save_grace_seconds)
         writer.drain()
         return ending
     except (Fenced, LeaseLost):

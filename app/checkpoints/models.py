@@ -17,6 +17,11 @@ class Checkpoint(Base):
         CheckConstraint("kind IN ('periodic','stop','best','final')", name="kind_known"),
         CheckConstraint("octet_length(manifest_sha256) = 64", name="manifest_is_sha256_hex"),
         Index("ix_checkpoints_run_id_id", "run_id", "id"),
+        Index(
+            "ix_checkpoints_copies_to_remove",
+            "id",
+            postgresql_where=text("deleted_at IS NOT NULL AND copy_begun_at IS NOT NULL"),
+        ),
     )
 
     id: Mapped[str] = mapped_column(primary_key=True)
@@ -38,3 +43,22 @@ class Checkpoint(Base):
     """Set before the folder is removed, so that nobody resumes from a folder that is going away."""
     bad_reason: Mapped[str | None]
     """Why it failed verification when somebody wanted to resume from it."""
+    copy_begun_at: Mapped[datetime | None]
+    """When a worker last went on with a copy at `ANNEAL_CHECKPOINT_URL`; null: nothing of it is there."""
+    remote_at: Mapped[datetime | None]
+    """When that copy was whole."""
+
+    @property
+    def copies(self) -> list[str]:
+        """Where it is: in the storage of the worker that wrote it, and perhaps at `ANNEAL_CHECKPOINT_URL`."""
+        return ["local"] if self.remote_at is None else ["local", "remote"]
+
+
+class CopyRemoval(Base):
+    """A run whose row is gone, and whose copies at `ANNEAL_CHECKPOINT_URL` have yet to go: by a worker, the API has no
+    way to them."""
+
+    __tablename__ = "copy_removals"
+
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())

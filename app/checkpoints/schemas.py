@@ -35,6 +35,7 @@ class CheckpointRead(BaseModel):
                 "save_seconds": 1.8,
                 "pinned": False,
                 "bad_reason": None,
+                "copies": ["local", "remote"],
                 "created_at": "2026-01-02T03:04:05.678Z",
             }
         },
@@ -53,4 +54,8 @@ class CheckpointRead(BaseModel):
     save_seconds: float | None = Field(description="How long it took to write it.")
     pinned: bool
     bad_reason: str | None = Field(description="Why it cannot be resumed, when it was found damaged.")
+    copies: list[Literal["local", "remote"]] = Field(
+        description="Where it is: `local`, in the storage of the worker that wrote it; `remote`, whole at the "
+        "operator's `ANNEAL_CHECKPOINT_URL` too, so that a worker with another storage can go on from it."
+    )
     created_at: Moment

@@ -61,7 +61,10 @@ async def _what_comes(session: AsyncSession, run: Run, mode: StopMode) -> str:
     if mode == "best":
         best = await best_good(session, run.id)
         where = f"the best checkpoint, of step {best.step}" if best else "its last checkpoint"
-        return f"It ends at once and saves nothing; to resume it goes on from {where}."
+        return (
+            "It ends at once and saves nothing but a checkpoint that is being written; to resume it goes on from "
+            f"{where}, or from that one if it is better."
+        )
     if mode == "epoch_end":
         return "It trains to the end of its epoch, saves a checkpoint and ends; a stop of another mode ends it at once."
     return "It saves a checkpoint and ends."

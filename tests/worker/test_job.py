@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import pwd
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ class Host:
     def __init__(self, settings: Settings, engine: Engine) -> None:
         self.id, self.name = "wrk_test", "here"
         self.settings, self.engine, self.storage = settings, engine, Storage(settings)
+        self.copies: Any = None
+        self.draining = threading.Event()
 
 
 class Lab:

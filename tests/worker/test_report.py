@@ -142,6 +142,17 @@ class TestControl:
             control.request_stop(save=True, why=why)
         assert control.stop_requested == StopRequest(save=True, why="stop")
 
+    @pytest.mark.parametrize("order", [1, -1])
+    def test_what_keeps_less_outranks_what_keeps_more(self, order: int) -> None:
+        save: dict[str, Any] = {"save": True, "why": "stop"}
+        best, discard = ({"save": False, "why": "stop", "finish": finish} for finish in (True, False))
+        for requests, kept in (([save, best], (False, True)), ([best, discard], (False, False))):
+            control = Control.start(None)
+            for request in requests[::order]:
+                control.request_stop(**request)
+            request_in_force = control.stop_requested
+            assert request_in_force is not None and (request_in_force.save, request_in_force.finish) == kept
+
     def test_a_stop_without_saving_outranks_one_with(self) -> None:
         control = Control.start(None)
         control.request_stop(save=False, why="stop")
@@ -177,7 +188,7 @@ class TestControl:
             "control.stop_on_sigterm(); os.kill(os.getpid(), 15); print(control.stop_requested)"
         )
         assert child.stdout is not None
-        assert child.stdout.read() == b"StopRequest(save=True, why='drain')\n"
+        assert child.stdout.read() == b"StopRequest(save=True, why='drain', finish=False)\n"
         ours.close()
 
     def test_children_still_die_of_sigterm(self) -> None:

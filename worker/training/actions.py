@@ -95,6 +95,12 @@ class Actions:
             "pinned": any(one["parameters"].get("pin") for one in answered),
         }
 
+    def not_saved(self, why: str) -> None:
+        """The checkpoint that was asked for does not come."""
+        asked, self._saves = self._saves, []
+        for one in asked:
+            self._answer(one, "failed", message=why)
+
     def _evaluate(self, asked: Asked, control: TrainerControl) -> None:
         if self._trainer.eval_dataset is None:
             raise Refused("The run has no evaluation data.")

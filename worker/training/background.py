@@ -27,6 +27,7 @@ class InFlight:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._failure: TrainingFailure | None = None
+        self._step: int | None = None
         self._done = 0
         """Pieces of work done by the thread; that it grows is what is passed on."""
         self._is_abandoned = False
@@ -37,7 +38,12 @@ class InFlight:
         """Whether a checkpoint is being written at this moment."""
         return self._thread is not None and self._thread.is_alive()
 
-    def begin(self, write: Callable[[Alive], None]) -> None:
+    @property
+    def step(self) -> int | None:
+        """The step of the checkpoint that was begun last, in whatever state it is."""
+        return self._step
+
+    def begin(self, write: Callable[[Alive], None], step: int | None = None) -> None:
         """Let a thread call `write`, with what it is to call for each piece of its work. Call `wait` before."""
 
         def work() -> None:
@@ -48,7 +54,7 @@ class InFlight:
             except Exception as error:
                 self._failure = classify(error)
 
-        self._began = time.monotonic()
+        self._began, self._step = time.monotonic(), step
         self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -74,12 +80,18 @@ class InFlight:
         self.check()
 
     @contextmanager
-    def settled_after(self, alive: Alive) -> Iterator[None]:
-        """Whatever ends the block, nothing is being written after it. A failure of the block itself comes first."""
+    def settled_after(self, alive: Alive, tell: Callable[[str], None]) -> Iterator[None]:
+        """Whatever ends the block, nothing is being written after it.
+
+        A failure of the block itself comes first: `tell` then hears of one of the writing.
+        """
         try:
             yield
         except BaseException:
             self._see_through(alive)
+            failure, self._failure = self._failure, None
+            if failure is not None:
+                tell(f"The checkpoint that was on its way could not be written either. {failure.message}")
             raise
         self.wait(alive)
 

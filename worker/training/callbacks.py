@@ -26,7 +26,7 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
         self.trainer.throughput.begin(self.trainer.trained_tokens())
         self.run.report.phase("training", start_step=state.global_step, total_steps=state.max_steps)
         if self.run.stop_requested is not None:
-            self._end(control, self.run.stop_requested.why, save=False)
+            self.trainer.end_early(self.run.stop_requested.why, save=False)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._step_began = time.monotonic()
@@ -61,9 +61,9 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
         limit = run.state.limit_reached(run.config, step) or self.trainer.actions.epoch_is_over()
         stop = run.stop_requested
         if stop is not None and (limit is None or stop.why == "stop"):
-            self._end(control, stop.why, save=stop.save)
+            self.trainer.end_early(stop.why, stop.save, stop.finish)
         elif limit is not None:  # a drain changes nothing about that: another attempt would train beyond it
-            self._end(control, limit, save=True)
+            self.trainer.end_early(limit, save=True)
         else:
             self.trainer.actions.take(control)
 
@@ -95,15 +95,14 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
                 f"`{name}` of the evaluation at step {state.global_step} is {found}. Lower `learning_rate`, or look at "
                 "the evaluation data; earlier checkpoints are sound.",
             )
-        if run.state.evaluate(found, state.global_step, self.trainer.HIGHER_IS_BETTER):
-            if not control.should_save and state.global_step > 0:  # of the weights before that, the base has a copy
-                control.should_save = True
-                run.save_kind = "best"
-            return
+        is_best = run.state.evaluate(found, state.global_step, self.trainer.HIGHER_IS_BETTER)
+        if is_best and not control.should_save and state.global_step > 0:  # of those before it, the base has a copy
+            control.should_save = True
+            run.save_kind = "best"
         patience = run.config.early_stopping_patience
         patient = patience is None or run.state.evals_without_gain < patience
         if not patient and state.global_step < state.max_steps:
-            self._end(control, "early_stopping", save=True)
+            self.trainer.end_early("early_stopping", save=True)
             run.save_kind = "final"
 
     def on_log(
@@ -138,15 +137,3 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
         run.metric({**point, "extra": {**measured, **speed, **memory}}, state.max_steps)
         run.state.last_metric = {name: point[name] for name in ("step", "epoch", "loss")}
         self.trainer.tell_samples()
-
-    def _end(self, control: TrainerControl, why: str, save: bool) -> None:
-        self.run.ended_by = self.run.state.ended_by = why
-        self.run.save_kind = "stop"
-        control.should_training_stop = True
-        control.should_save = save
-        if not save:
-            self.trainer.saving.in_flight.abandon()
-        if control.should_evaluate:
-            # Asked to go: the evaluation that is due is left to the resumed run, which does it first.
-            control.should_evaluate = False
-            self.run.state.eval_pending = True

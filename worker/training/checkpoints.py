@@ -2,18 +2,21 @@
 
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from worker.training import fidelity, manifest, plugins, probe
+from worker.training import fidelity, manifest, probe
 from worker.training.background import InFlight
 from worker.training.failures import TrainingFailure, classify
 from worker.training.host_memory import HostMemory, TooLittleMemory
+from worker.training.keeping import Keeper
 from worker.training.pulse import Alive, nobody, while_growing
-from worker.training.room import Room, refused
+from worker.training.room import Room, ended_without, refused
 from worker.training.run import Run
 from worker.training.snapshot import Gatherer, Snapshot, expected_bytes
 
@@ -28,36 +31,51 @@ def save(trainer: "Faithful") -> bool:
 
     One on the way (periodic, best) is copied to host memory, and a thread writes it while training goes on; one at an
     end (final, stop, drain), or one for which there is too little memory, is written before this returns. One that is
-    still being written is waited for first. Returns whether training has waited for the disk.
+    still being written is waited for first. One for which the disk has no room is left out and told; only a finished
+    run cannot do without its last. Returns whether training has waited for the disk.
 
     Raises:
         TrainingFailure: `disk_full`, of this checkpoint or of the one before it; nothing half-written stays.
     """
-    run, step, saving = trainer.run, trainer.state.global_step, trainer.saving
+    run, saving = trainer.run, trainer.saving
     on_the_way = run.save_kind in _ON_THE_WAY and not trainer.control.should_training_stop
     waits = not on_the_way or saving.in_flight.is_under_way
     if waits:
         run.report.phase("saving")
-    saving.in_flight.wait(run.report.alive, saving.tell_long_wait)
+    try:
+        saving.in_flight.wait(run.report.alive, saving.tell_long_wait)
+        if saving.in_flight.step == trainer.state.global_step:
+            return waits  # this very state is on the disk by now
+        if saving.has_room(trainer, on_the_way):
+            waits |= _write(trainer, on_the_way)
+    except Exception as error:
+        failure = classify(error)
+        if failure.code != "disk_full" or on_the_way or run.save_kind == "final":
+            raise failure from error
+        saving.leave_out(trainer, failure.message)
+    return waits
+
+
+def _write(trainer: "Faithful", on_the_way: bool) -> bool:
+    """Write the checkpoint, or begin to; whether training waited for the disk."""
+    run, step, saving = trainer.run, trainer.state.global_step, trainer.saving
     staging = run.folder / f".checkpoint-{step}.tmp"
     shutil.rmtree(staging, ignore_errors=True)
+    waits = False
     try:
         staging.mkdir(parents=True)
         snapshot = saving.gatherer.gather(trainer, staging)
-        if not saving.has_room(snapshot.bytes, step, on_the_way):
-            shutil.rmtree(staging, ignore_errors=True)
-            return waits
         copy = saving.copied(snapshot) if on_the_way else None
         if copy is None:
             pinned = {fidelity.PROBE: probe.measure(trainer, trainer.pinned_text()).hex()}
-            _complete(run, snapshot, staging, _about(trainer, pinned), run.report.alive)
+            _complete(saving, run, snapshot, staging, _about(trainer, pinned), run.report.alive)
             waits = True
         else:
             about = _about(trainer, {})
-            saving.in_flight.begin(lambda alive: _complete(run, copy, staging, about, alive))
-    except Exception as error:
+            saving.in_flight.begin(lambda alive: _complete(saving, run, copy, staging, about, alive), step)
+    except Exception:
         shutil.rmtree(staging, ignore_errors=True)
-        raise classify(error) from error
+        raise
     trainer.saved_step = step
     return waits
 
@@ -68,10 +86,14 @@ class Saving:
     def __init__(self, run: Run) -> None:
         self.in_flight = InFlight()
         self.gatherer = Gatherer()
+        self.keeper = Keeper(run)
+        self.kept_step = int((run.job.get("resume_from") or {}).get("step", 0))
+        """The step of the last checkpoint that is on disk for good; 0: there is none."""
         self._run = run
         self._room = Room(run.folder, int(run.job.get("disk_reserve_bytes", 0)))
         self._memory = HostMemory()
-        self._is_prepared = self._has_told_wait = self._has_told_memory = False
+        self._is_prepared = run.is_probe  # which saves nothing
+        self._has_told_wait = self._has_told_memory = False
 
     def stepped(self, trainer: "Faithful") -> None:
         """An optimizer step is done: make memory ready after the first one, and hear of what failed meanwhile.
@@ -79,26 +101,71 @@ class Saving:
         Raises:
             TrainingFailure: the checkpoint that was being written could not be.
         """
-        self.in_flight.check()
+        if self._run.stop_requested is None:  # else the end hears of it, which may do without
+            self.in_flight.check()
+        self.keeper.check()
         if not self._is_prepared:
             self._is_prepared = True
             config, left = self._run.config, trainer.state.max_steps - trainer.state.global_step
             if min(config.save_steps, config.eval_steps or config.save_steps) <= left:
                 self._memory.prepare(expected_bytes(trainer))
 
-    def has_room(self, size: int, step: int, on_the_way: bool) -> bool:
-        """Whether a checkpoint of `size` bytes fits on the disk; one on the way that does not is put off, and told.
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Whatever ends the block, nothing is being written after it, and no copy of a checkpoint waited for.
 
         Raises:
-            TrainingFailure: `disk_full`, where it cannot be put off.
+            TrainingFailure: what was being written could not be, and the block has not failed itself.
         """
-        why = self._room.lacking(size)
+        report = self._run.report
+        try:
+            with self.in_flight.settled_after(report.alive, lambda line: report.message(line, "warning")):
+                yield
+                if self._run.ended_by in ("stop", "drain"):
+                    self._hear_of_the_last()
+        finally:
+            self.keeper.settle()
+        self.keeper.check()
+
+    def _hear_of_the_last(self) -> None:
+        """Wait for what is being written; that the disk has no room for it must not make a failure of a stop."""
+        try:
+            self.in_flight.wait(self._run.report.alive, self.tell_long_wait)
+        except TrainingFailure as failure:
+            if failure.code != "disk_full":
+                raise
+            line = f"The checkpoint of step {self.in_flight.step} could not be written. {failure.message}"
+            self._run.report.message(line, "warning")
+
+    def has_room(self, trainer: "Faithful", on_the_way: bool) -> bool:
+        """Whether the disk has room for the checkpoint of this moment; one on the way without is left out, and told.
+
+        Raises:
+            TrainingFailure: `disk_full`, where it is one too many, or the last.
+        """
+        run, step = self._run, trainer.state.global_step
+        why = self._room.lacking(expected_bytes(trainer) + self.gatherer.same_bytes)
         if why is None:
             return True
-        if not on_the_way:
+        if run.save_kind == "final":
             raise refused(step, why)
-        self._run.report.message(self._room.put_off(step, why), "warning")
+        if not on_the_way:
+            self.leave_out(trainer, f"it does not fit on the disk: {why}")
+            return False
+        every = run.config.save_steps
+        is_due = run.save_kind == "periodic" and step % every == 0
+        next_step = min((step // every + 1) * every, trainer.state.max_steps)
+        line = self._room.put_off(step, why, next_step, is_due)
+        run.report.message(line, "warning")
+        run.state.left_out(step)
+        trainer.actions.not_saved(line)
         return False
+
+    def leave_out(self, trainer: "Faithful", why: str) -> None:
+        """Training ends early, and without the checkpoint of its last step: say what that costs."""
+        line = ended_without(trainer.state.global_step, why, self.kept_step, self._run.ended_by == "drain")
+        self._run.report.message(line, "warning")
+        trainer.actions.not_saved(line)
 
     def copied(self, snapshot: Snapshot) -> Snapshot | None:
         """A copy of it in host memory; None where there is too little of that, which is told once."""
@@ -157,7 +224,7 @@ class _About:
     record: dict[str, Any]
 
 
-def _complete(run: Run, snapshot: Snapshot, staging: Path, about: _About, alive: Alive) -> None:
+def _complete(saving: Saving, run: Run, snapshot: Snapshot, staging: Path, about: _About, alive: Alive) -> None:
     """Write what is not in the folder yet, commit it, and tell of it; nothing half-written stays.
 
     Raises:
@@ -176,7 +243,8 @@ def _complete(run: Run, snapshot: Snapshot, staging: Path, about: _About, alive:
     run.journal.save(about.step)
     seconds = time.monotonic() - began
     run.report.checkpoint(name, step=about.step, bytes=size, manifest_sha256=sha256, seconds=seconds, **about.record)
-    plugins.keep(run, run.folder / name)
+    saving.kept_step = about.step
+    saving.keeper.keep(run.folder / name)
 
 
 def check(path: Path, manifest_sha256: str, alive: Alive = nobody) -> None:

@@ -23,6 +23,8 @@ class StopRequest:
 
     save: bool
     why: Why
+    finish: bool = False
+    """Where nothing is to be saved: whether a checkpoint that is being written is wanted all the same."""
 
 
 class Control:
@@ -78,14 +80,15 @@ class Control:
         if request is not None:
             callback(request)
 
-    def request_stop(self, save: bool, why: Why) -> None:
-        """Ask this process itself to stop. A user's stop outranks a drain, and not saving outranks saving."""
+    def request_stop(self, save: bool, why: Why, finish: bool = False) -> None:
+        """Ask this process itself to stop. A user's stop outranks a drain, and what keeps less what keeps more."""
         with self._lock:
             before = self._request
             if before is not None:
                 why = "stop" if "stop" in (before.why, why) else "drain"
+                finish = (before.save or before.finish) and (save or finish)
                 save = before.save and save
-            request = StopRequest(save=save, why=why)
+            request = StopRequest(save=save, why=why, finish=finish and not save)
             if request == before:
                 return
             self._request = request
@@ -133,7 +136,8 @@ class Control:
             if "stop_at" in message:
                 self.ends_with_epoch = True
             if "stop" in message:
-                self.request_stop(save=bool(message["stop"]["save"]), why=message["stop"]["why"])
+                stop = message["stop"]
+                self.request_stop(bool(stop["save"]), stop["why"], bool(stop.get("finish")))
 
 
 def arm_deadline(until: float) -> None:

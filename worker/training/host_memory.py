@@ -1,5 +1,6 @@
 """Host memory that a state is copied into before a thread writes it, kept from one checkpoint to the next."""
 
+import contextlib
 import mmap
 import os
 import threading
@@ -17,7 +18,8 @@ _MOST_THREADS = 4
 """More than these copy no faster than memory allows, and other runs want processors too."""
 _MARGIN_BYTES = 256 * 2**20
 _MARGIN_PART = 20
-_CGROUP = Path("/sys/fs/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 class TooLittleMemory(Exception):
@@ -34,7 +36,7 @@ class HostMemory:
 
     def __init__(self) -> None:
         self._map: mmap.mmap | None = None
-        self._is_pinned = False
+        self._is_pinned, self._may_pin = False, True
         self._preparing: threading.Thread | None = None
 
     @property
@@ -46,7 +48,10 @@ class HostMemory:
         """Have memory for a state of `size` bytes made ready in the background, where there is enough of it."""
         if size <= self.bytes or shortage(size):
             return
-        self._hold(size)
+        try:
+            self._hold(size)
+        except TooLittleMemory:
+            return  # said when the copy itself is to be made
         self._preparing = threading.Thread(target=self._touch, name="host memory", daemon=True)
         self._preparing.start()
 
@@ -88,9 +93,15 @@ class HostMemory:
     def _hold(self, size: int) -> None:
         if self._map is not None and self._is_pinned:
             torch.cuda.cudart().cudaHostUnregister(torch.frombuffer(self._map, dtype=torch.uint8).data_ptr())
-        self._map, self._is_pinned = None, False  # first of all the old one goes
-        self._map = mmap.mmap(-1, max(size, mmap.PAGESIZE))
-        self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._map, self._is_pinned, self._may_pin = None, False, True  # first of all the old one goes
+        try:
+            self._map = mmap.mmap(-1, max(size, mmap.PAGESIZE))
+        except OSError as error:  # a limit on the address space, or a kernel that promises no more than it has
+            raise TooLittleMemory(
+                f"a copy of the state takes {size / 2**20:,.0f} MiB of host memory, which the system refuses ({error})"
+            ) from error
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            self._map.madvise(mmap.MADV_HUGEPAGE)
 
     def _touch(self) -> None:
         """Let the kernel give every page, piece by piece; torch lets others run meanwhile."""
@@ -100,10 +111,14 @@ class HostMemory:
 
     def _pin(self) -> None:
         """Let a GPU write here at the speed of the bus. Where that is refused its copies are slower, and as right."""
-        if torch.cuda.is_initialized() and not self._is_pinned:
+        if torch.cuda.is_initialized() and not self._is_pinned and self._may_pin:
             whole = torch.frombuffer(self._map, dtype=torch.uint8)
-            torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.numel(), 0)
-            self._is_pinned = True
+            refused = int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.numel(), 0))
+            self._is_pinned = self._may_pin = not refused
+            if refused:
+                # CUDA hands a refusal to whoever asks for errors next in this thread: so that is not a training step.
+                with contextlib.suppress(RuntimeError):
+                    torch.zeros(1, device="cuda")
 
 
 def shortage(size: int) -> str | None:
@@ -119,22 +134,54 @@ def shortage(size: int) -> str | None:
 
 
 def _memory() -> tuple[int, int]:
-    """Bytes of memory in all and available, of the machine or of the container that this process is in."""
+    """Bytes of memory in all and available: of the machine, or of the tightest control group that this process is in.
+
+    A container is such a group, and so is a service of systemd or a job of a cluster; each may be in others.
+    """
     facts = {}
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, value = line.partition(":")
         facts[name] = int(value.split()[0]) * 1024
     total, available = facts["MemTotal"], facts["MemAvailable"]
+    for limit, used in _limits():
+        total, available = min(total, limit), min(available, limit - used)
+    return total, max(available, 0)
+
+
+def _limits() -> Iterator[tuple[int, int]]:
+    """Limit and use, in bytes, of each group of this process that has a limit, from its own up to the outermost."""
     try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        used = int((_CGROUP / "memory.current").read_text())
-        inactive = [line for line in (_CGROUP / "memory.stat").read_text().splitlines() if "inactive_file" in line]
+        lines = _OWN_CGROUPS.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, place = line.split(":", 2)
+        if number == "0" and not controllers:
+            roots, names = [_CGROUPS, _CGROUPS / "unified"], ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            roots, names = [_CGROUPS / "memory"], ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        for root in roots:
+            inner = root / place.lstrip("/")
+            # A place outside of what is mounted here, or by another name: what is mounted is then the own one.
+            groups = [inner, *inner.parents] if ".." not in inner.parts else [root]
+            for group in groups:
+                if group.is_relative_to(root) and (found := _limit(group, *names)):
+                    yield found
+
+
+def _limit(group: Path, limit_name: str, used_name: str) -> tuple[int, int] | None:
+    try:
+        limit = (group / limit_name).read_text().strip()
+        used = int((group / used_name).read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
-        return total, available  # no container, or one of another kind
+        return None
     if limit == "max":
-        return total, available
-    kept = int(inactive[0].split()[1]) if inactive else 0  # files that the kernel lets go where memory is wanted
-    return min(total, int(limit)), min(available, int(limit) - used + kept)
+        return None
+    # Files that the kernel lets go where memory is wanted; the older kernels count those of inner groups by that name.
+    return int(limit), used - int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
 
 
 def _place(tensor: torch.Tensor) -> Any:

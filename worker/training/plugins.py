@@ -235,18 +235,20 @@ def reapply_rates(trainer: "Faithful", weight_decays: list[float], rates: list[f
 
 
 def keep(run: Run, folder: Path) -> None:
-    """Have an installed checkpoint engine keep a copy of a checkpoint that is on disk; a failure costs the copy."""
+    """Have an installed checkpoint engine keep a copy of a checkpoint that is on disk; a failure costs the copy.
+
+    Raises:
+        TrainingFailure: `config_error`: what is installed is no engine.
+    """
     plugin = run.config.trainer_options.checkpoint_engine
     if plugin is None:
         return
     engine = _engine(plugin)
-    run.report.alive()
     try:
         engine.save(folder, _place(folder))
     except Exception as error:
         told = registry.wrong("checkpoint_engine", plugin.type, f"could not keep {folder.name}: {error!r}")
         run.report.message(f"{told} The checkpoint in the run's own folder is whole.", level="warning")
-    run.report.alive()
 
 
 def fetch(run: Run) -> None:

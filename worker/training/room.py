@@ -34,23 +34,37 @@ class Room:
             "stay free (ANNEAL_DISK_RESERVE_BYTES). Make room there, or lower `save_total_limit`"
         )
 
-    def put_off(self, step: int, why: str) -> str:
-        """Count a periodic checkpoint that does not fit; answers what to tell.
+    def put_off(self, step: int, why: str, next_step: int, is_due: bool) -> str:
+        """A checkpoint on the way does not fit; answers what to tell. Those that are due by `save_steps` are counted.
+
+        `next_step` is where the next one is due.
 
         Raises:
             TrainingFailure: `disk_full`, where it is one too many in a row.
         """
-        self._put_off += 1
-        if self._put_off >= _MOST_IN_A_ROW:
+        self._put_off += is_due
+        if is_due and self._put_off >= _MOST_IN_A_ROW:
             raise TrainingFailure(
                 "disk_full",
-                f"The checkpoint of step {step} does not fit on the disk, nor did the {self._put_off - 1} before it: "
-                f"{why}, and resume the run.",
+                f"The checkpoint of step {step} does not fit on the disk, nor did the {self._put_off - 1} that were "
+                f"due before it: {why}, and resume the run.",
             )
         return (
-            f"The checkpoint of step {step} is put off, it does not fit on the disk: {why}. It is tried again at the "
-            f"next one that is due; when {_MOST_IN_A_ROW} in a row do not fit, the run ends with disk_full."
+            f"The checkpoint of step {step} does not fit on the disk: {why}. This one is left out; the next is due at "
+            f"step {next_step}. When {_MOST_IN_A_ROW} that are due do not fit in a row, or the last of the run does "
+            "not, it ends with disk_full."
         )
+
+
+def ended_without(step: int, why: str, kept: int, goes_on: bool) -> str:
+    """What to tell where a run ends early at `step`, and its checkpoint cannot be saved: `kept` is the last that was.
+
+    `goes_on` says that it is handed back, and goes on without being asked.
+    """
+    place = f"the checkpoint of step {kept}" if kept else "the start"
+    after = f"it goes on from {place}, and trains steps {kept + 1} to {step} again"
+    then = f"The run is handed back without it: {after}" if goes_on else f"The run ends without it: if resumed, {after}"
+    return f"The checkpoint of step {step} is not saved: {why.rstrip('.')}. {then}."
 
 
 def refused(step: int, why: str) -> TrainingFailure:

@@ -55,6 +55,11 @@ class Run:
         return Path(self.job["output_dir"])
 
     @property
+    def is_probe(self) -> bool:
+        """Whether it only measures: nothing of it is kept."""
+        return self.config.trainer_options.probe
+
+    @property
     def histories(self) -> list[History]:
         """What this run writes down as it goes, and takes along from checkpoint to checkpoint."""
         options = self.config.trainer_options

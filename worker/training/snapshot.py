@@ -85,6 +85,11 @@ class Gatherer:
     def __init__(self) -> None:
         self._same: dict[str, bytes] | None = None
 
+    @property
+    def same_bytes(self) -> int:
+        """Bytes of what every checkpoint holds again; 0 before the first."""
+        return sum(map(len, (self._same or {}).values()))
+
     def gather(self, trainer: "Faithful", folder: Path) -> Snapshot:
         """The state as it is at this moment: small files that change go into `folder` at once, the rest is referred to.
 

@@ -50,6 +50,10 @@ class RunState:
     """What the last evaluation found of the measure that tells good checkpoints from bad; it was at `eval_step`."""
     eval_step: int | None = None
     best_objective: float | None = None
+    best_saved: float | None = None
+    """The best of those evaluations whose weights have a checkpoint, or are about to have one."""
+    best_saved_before: float | None = None
+    """What that was before the last one."""
     evals_without_gain: int = 0
     eval_pending: bool = False
     """The evaluation due after this step has not been done: a stop came first."""
@@ -67,7 +71,9 @@ class RunState:
     @classmethod
     def load(cls, folder: Path, run_id: str, step: int) -> "RunState":
         """Read that of a checkpoint at `step`; a new run that continues another starts its own clock and limits."""
-        state = cls(**json.loads((folder / FILE).read_text()))
+        told = json.loads((folder / FILE).read_text())
+        # Versions that did not tell the two apart left no checkpoint out.
+        state = cls(**{"best_saved": told["best_objective"], **told})
         if state.run_id != run_id:
             state.run_id, state.first_step = run_id, step
             state.seconds, state.ended_by = 0.0, None
@@ -75,14 +81,25 @@ class RunState:
         return state
 
     def evaluate(self, found: float, step: int, higher_is_better: bool) -> bool:
-        """Take in what an evaluation after `step` found; whether it is the best so far."""
+        """Take in what an evaluation after `step` found; whether a checkpoint of it would be the best there is."""
+
+        def is_better_than(best: float | None) -> bool:
+            return best is None or (found > best if higher_is_better else found < best)
+
         self.objective, self.eval_step = found, step
-        best = self.best_objective
-        if best is None or (found > best if higher_is_better else found < best):
+        if is_better_than(self.best_objective):
             self.best_objective, self.evals_without_gain = found, 0
-            return True
-        self.evals_without_gain += 1
-        return False
+        else:
+            self.evals_without_gain += 1
+        if not is_better_than(self.best_saved):
+            return False
+        self.best_saved, self.best_saved_before = found, self.best_saved
+        return True
+
+    def left_out(self, step: int) -> None:
+        """The weights of `step` get no checkpoint: so they are not to be the best that others are held against."""
+        if self.eval_step == step and self.best_saved == self.objective:
+            self.best_saved = self.best_saved_before
 
     def limit_reached(self, config: TrainingConfig, step: int) -> str | None:
         """What ends this run after `step`, its last step aside: a limit of its own, or that it got no better."""

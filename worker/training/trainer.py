@@ -14,6 +14,7 @@ from transformers.trainer_callback import TrainerState
 from app.runs.config import Replacement
 from worker.training import checkpoints, flops, plugins, probe, sampling
 from worker.training.actions import Actions
+from worker.training.control import StopRequest
 from worker.training.data import WithRows
 from worker.training.failures import Stopped
 from worker.training.memory import GpuMemory
@@ -208,13 +209,11 @@ class Faithful(Trainer):  # type: ignore[misc]
             torch.random.set_rng_state(random_state)
             self._metrics["eval"].clear()
             run.state.eval_pending = self.actions.drop_evaluation()
-            request = run.stop_requested
-            if self.state.global_step < self.state.max_steps:
-                run.ended_by = request.why if request else "stop"
-                run.save_kind = "stop"
-                self.control.should_save = bool(request and request.save)
-            self.control.should_training_stop = True
             self.control.should_evaluate = False
+            self.control.should_training_stop = True
+            if self.state.global_step < self.state.max_steps:
+                request = run.stop_requested or StopRequest(save=False, why="stop")
+                self.end_early(request.why, request.save, request.finish)
             return {}
         except Exception as error:
             if is_due:
@@ -230,6 +229,23 @@ class Faithful(Trainer):  # type: ignore[misc]
         if not self.control.should_training_stop:
             run.report.phase("training")
         return dict(metrics)
+
+    def end_early(self, why: str, save: bool, finish: bool = False) -> None:
+        """Let training end behind the present step, with a checkpoint of it or without.
+
+        Without one, a checkpoint that is being written is not wanted either, unless it is to `finish`.
+        """
+        run, control = self.run, self.control
+        run.ended_by = run.state.ended_by = why
+        run.save_kind = "stop"
+        control.should_training_stop = True
+        control.should_save = save
+        if not (save or finish):
+            self.saving.in_flight.abandon()
+        if control.should_evaluate:
+            # Asked to go: the evaluation that is due is left to the resumed run, which does it first.
+            control.should_evaluate = False
+            run.state.eval_pending = True
 
     def evaluation_is_due(self) -> bool:
         """Whether the configuration wants an evaluation behind the present step, asked for or not."""
@@ -275,6 +291,8 @@ class Faithful(Trainer):  # type: ignore[misc]
     # Checkpoints
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self.run.is_probe:
+            return
         if checkpoints.save(self) and not self.control.should_training_stop:
             self.run.report.phase("training")
 

@@ -136,6 +136,19 @@ MUTANTS = (
         test="tests/worker/test_job.py::test_a_damaged_checkpoint_is_marked_told_and_passed_over[flipped]",
     ),
     Mutant(
+        name="copy-unverified",
+        promises=(11,),
+        about="A copy of a checkpoint is resumed as it comes.",
+        changes=(
+            Change(
+                "worker/remote.py",
+                "            wrong = manifest.verify(staging, sha256, on_piece)\n",
+                "            wrong: list[str] = []\n",
+            ),
+        ),
+        test="tests/worker/test_copies.py::TestTheNextAttempt::test_takes_no_copy_that_is_damaged_or_half",
+    ),
+    Mutant(
         name="unreadable-is-damaged",
         promises=(11,),
         about="A checkpoint that a worker cannot read just now counts as damaged for good.",

@@ -92,21 +92,6 @@ class TestWhileTrainingGoesOn:
 
 
 class TestInFlight:
-    def test_while_training_goes_on_writing_is_no_sign_of_life_of_the_loop(self) -> None:
-        """Or a loop that stands still would look alive for as long as a large state takes to the disk."""
-        signs, go_on, in_flight = [], threading.Event(), InFlight()
-
-        def write(alive: Any) -> None:
-            for _ in range(5):
-                alive()
-            go_on.wait(10)
-
-        in_flight.begin(write)
-        eventually(lambda: in_flight._done == 5)
-        assert signs == []
-        go_on.set()
-        in_flight.wait(lambda: signs.append(1))
-
     def test_while_the_loop_waits_each_sign_is_of_something_written(self) -> None:
         signs: list[int] = []
         in_flight, stand_still, steps = InFlight(), threading.Event(), threading.Semaphore(0)
@@ -147,7 +132,7 @@ class TestInFlight:
             go_on.wait(10)
             written.append(1)
 
-        with pytest.raises(ValueError, match="of the loop"), in_flight.settled_after(nobody):
+        with pytest.raises(ValueError, match="of the loop"), in_flight.settled_after(nobody, print):
             in_flight.begin(write)
             go_on.set()
             raise ValueError("of the loop")
@@ -214,6 +199,77 @@ class TestHostMemory:
         assert level == "warning" and "MiB of host memory" in line
 
 
+class TestLimitsOfMemory:
+    """A machine with two gibibytes to spare, in each of the two layouts of control groups."""
+
+    @pytest.mark.parametrize(
+        ("own", "files", "headroom"),
+        [
+            ("0::/a/b", {"a/b/memory.max": "max", "a/memory.max": "3000", "memory.max": "9000"}, 2100),
+            ("0::/a/b", {"a/b/memory.max": "2000", "a/memory.max": "3000"}, 1100),
+            ("0::/gone", {"memory.max": "4000"}, 3100),  # a place outside, what is mounted is the own one
+            ("0::/../b", {"memory.max": "4000", "b/memory.max": "1000"}, 3100),
+            ("3:cpu,memory:/job", {"memory/job/memory.limit_in_bytes": "5000"}, 4100),
+            ("3:cpu:/job", {"memory/job/memory.limit_in_bytes": "5000"}, None),
+            ("0::/", {}, None),
+        ],
+    )
+    def test_the_tightest_from_its_own_group_upward_holds(
+        self, own: str, files: dict[str, str], headroom: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name, limit in files.items():
+            path = tmp_path / "groups" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(limit + "\n")
+            used = "memory.current" if path.name == "memory.max" else "memory.usage_in_bytes"
+            (path.parent / used).write_text("1000\n")
+            (path.parent / "memory.stat").write_text("anon 5\ninactive_file 100\n")
+        (tmp_path / "own").write_text(own + "\n")
+        monkeypatch.setattr(host_memory, "_OWN_CGROUPS", tmp_path / "nothing")
+        machine = host_memory._memory()
+        monkeypatch.setattr(host_memory, "_CGROUPS", tmp_path / "groups")
+        monkeypatch.setattr(host_memory, "_OWN_CGROUPS", tmp_path / "own")
+        total, available = host_memory._memory()
+        if headroom is None:
+            assert total == machine[0] and available > 10_000
+        else:
+            assert available == headroom
+
+    def test_memory_that_the_system_refuses_costs_the_copy_and_nothing_else(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(*_: Any) -> Any:
+            raise OSError(12, "Cannot allocate memory")
+
+        monkeypatch.setattr(host_memory.mmap, "mmap", refuse)
+        memory = HostMemory()
+        memory.prepare(1000)
+        with pytest.raises(TooLittleMemory, match="which the system refuses"):
+            memory.copy([torch.randn(10)])
+
+    def test_a_kernel_without_huge_pages_will_do(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(host_memory.mmap, "MADV_HUGEPAGE", 12345)
+        state = torch.randn(10)
+        assert torch.equal(HostMemory().copy([state])[id(state)], state)
+
+    def test_memory_that_cuda_refuses_to_pin_is_used_as_it_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[int] = []
+
+        def refuse(*_: Any) -> int:
+            asked.append(1)
+            return 2
+
+        runtime = SimpleNamespace(cudaHostRegister=refuse, cudaHostUnregister=lambda _: pytest.fail("never pinned"))
+        zeros = torch.zeros
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+        monkeypatch.setattr(torch, "zeros", lambda *sizes, **_: zeros(*sizes))
+        memory, small, large = HostMemory(), torch.randn(10), torch.randn(10_000)
+        for state in (small, small, large):
+            assert torch.equal(memory.copy([state])[id(state)], state)
+        assert len(asked) == 2, "once for each stretch of memory"
+
+
 class TestRoom:
     @pytest.fixture
     def free(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
@@ -239,12 +295,12 @@ class TestRoom:
             free[0] = 10
             for step in (1, 2):
                 why = room.lacking(size)
-                assert why is not None and "tried again" in room.put_off(step, why)
+                assert why is not None and "the next is due at step 9" in room.put_off(step, why, 9, is_due=True)
             free[0] = 100
             assert room.lacking(size) is None
         with pytest.raises(TrainingFailure) as ended:
             for step in (3, 4, 5):
-                room.put_off(step, "full")
+                room.put_off(step, "full", step + 1, is_due=True)
         assert ended.value.code == "disk_full" and "step 5" in ended.value.message
 
     @pytest.mark.parametrize(("last", "warnings"), [({"max_steps": 9, "save_steps": 1}, 2), ({"max_steps": 1}, 0)])
@@ -256,7 +312,7 @@ class TestRoom:
         assert done.result["error"]["code"] == "disk_full", done.result
         assert "ANNEAL_DISK_RESERVE_BYTES" in done.result["error"]["message"]
         told = [r["line"] for r in done.of("message") if r["line"].startswith("The checkpoint")]
-        assert [line.startswith(f"The checkpoint of step {n} is put off") for n, line in enumerate(told, 1)] == (
-            [True] * warnings
-        )
+        assert [
+            f"step {n} " in line and f"the next is due at step {n + 1}." in line for n, line in enumerate(told, 1)
+        ] == ([True] * warnings)
         assert done.of("checkpoint") == [] and not list(done.folder.glob("*checkpoint*"))

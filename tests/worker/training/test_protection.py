@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from app.runs.config import TrainingConfig
 from tests.worker.training.tiny import Forks, Outcome, make_job, make_tiny_model, write_rows
+from worker.training.manifest import verify
 from worker.training.protection import Guard
 
 POISON = "§§§§"
@@ -106,6 +107,18 @@ class TestRewind:
         }
         whole = forks.run(job)
         assert {number: whole.steps[number] for number in second.steps} == second.steps
+
+    def test_a_checkpoint_that_is_being_written_then_gets_whole_and_is_gone_back_to(
+        self, forks: Forks, tmp_path: Path, tainted_model: Path, poisoned: Path
+    ) -> None:
+        config = CONFIG | {"on_non_finite": "rewind", "save_steps": 1}
+        first = forks.run(
+            make_job(tmp_path, tainted_model, poisoned, data_format="text", **config), disk=json.dumps({"slow": 0.3})
+        )
+        saved = [record["step"] for record in first.of("checkpoint")]
+        assert saved[-1] == found_at(first) - 1
+        folder = first.folder / f"checkpoint-{saved[-1]}"
+        assert verify(folder, first.of("checkpoint")[-1]["manifest_sha256"]) == []
 
     def test_who_goes_on_from_its_checkpoint_knows_the_row_too(
         self, forks: Forks, tmp_path: Path, tainted_model: Path, poisoned: Path

@@ -5,10 +5,32 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.waiting import eventually
 from tests.worker.training.tiny import Forks, make_job
 
 QUICK: dict[str, Any] = {"method": "lora", "max_seq_length": 64, "batch_size": 2, "gradient_accumulation_steps": 1}
+
+
+@pytest.mark.parametrize("finish", [True, False], ids=["best", "discard"])
+def test_a_stop_for_the_best_lets_one_that_is_being_written_get_whole(
+    finish: bool, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    job = make_job(
+        tmp_path, tiny_model, chats, eval_data=chats, max_steps=100_000, save_steps=100_000, eval_steps=50, **QUICK,
+    )  # fmt: skip
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind(str(tmp_path / "control"))
+        listening.listen()
+        forks.start(job, control=tmp_path / "control", disk=json.dumps({"slow": 1.5}))
+        control, _ = listening.accept()
+    with control:
+        eventually(lambda: list(Path(job["output_dir"]).glob(".checkpoint-50.tmp")), timeout=60)
+        control.send(json.dumps({"stop": {"save": False, "why": "stop", "finish": finish}}).encode())
+        done = forks.wait()
+    assert done.result["outcome"] == "stopped"
+    assert [record["kind"] for record in done.of("checkpoint")][:1] == (["best"] if finish else [])
 
 
 def test_a_checkpoint_that_is_asked_for_is_saved_once_and_training_goes_on(

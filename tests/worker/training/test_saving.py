@@ -1,0 +1,319 @@
+"""What becomes of a checkpoint that is being written, or finds no room, when training ends or goes on."""
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.waiting import eventually
+from worker.training import checkpoints, keeping, manifest, plugins, probe
+from worker.training.actions import Actions
+from worker.training.checkpoints import Saving
+from worker.training.control import Control
+from worker.training.failures import TrainingFailure
+from worker.training.keeping import Keeper
+from worker.training.snapshot import Snapshot
+from worker.training.state import RunState
+from worker.training.trainer import Faithful
+
+
+class Report:
+    """Keeps what is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, Any]] = []
+
+    def alive(self) -> None:
+        self.told.append(("alive", None))
+
+    def phase(self, name: str) -> None:
+        self.told.append(("phase", name))
+
+    def message(self, line: str, level: str = "info") -> None:
+        self.told.append((level, line))
+
+    def checkpoint(self, name: str, **about: Any) -> None:
+        self.told.append(("checkpoint", name) if not about["actions"] else ("checkpoint for actions", name))
+
+    def action(self, id: str, action: str, **about: Any) -> None:
+        self.told.append((f"action {about['status']}", about.get("message")))
+
+    def of(self, kind: str) -> list[Any]:
+        """What was told of this kind."""
+        return [what for told, what in self.told if told == kind]
+
+
+class Training:
+    """A trainer as saving sees it, at whatever step a test puts it."""
+
+    def __init__(self, folder: Path, reserve: int = 0) -> None:
+        self.report, self.go_on, self.control = Report(), threading.Event(), Control()
+        options = SimpleNamespace(checkpoint_engine=None)
+        config = SimpleNamespace(save_steps=2, seed=1, eval_steps=None, trainer_options=options)
+        self.run: Any = SimpleNamespace(
+            folder=folder, job={"run_id": "run_a", "attempt": 1, "disk_reserve_bytes": reserve}, report=self.report,
+            config=config, state=RunState(), save_kind="periodic", ended_by=None, fingerprint={}, stop_requested=None,
+            journal=SimpleNamespace(save=lambda step: None), control=self.control,
+        )  # fmt: skip
+        weights = torch.nn.Linear(4, 4)
+        self.trainer: Any = SimpleNamespace(
+            run=self.run, model=weights, optimizer=torch.optim.SGD(weights.parameters()), OBJECTIVE="eval_loss",
+            state=SimpleNamespace(global_step=0, epoch=0.5, max_steps=10), saved_step=0, pinned_text=list,
+            control=SimpleNamespace(should_training_stop=False, should_save=False, should_evaluate=False),
+        )  # fmt: skip
+        trainer, run = self.trainer, self.run
+        self.saving: Any = Saving(run)
+        self.actions: Any = Actions(trainer)
+        trainer.saving, trainer.actions = self.saving, self.actions
+        self.saving.gatherer.gather = self._gather
+
+    def _gather(self, _trainer: Any, folder: Path) -> Snapshot:
+        (folder / "state.json").write_text("{}")
+
+        def wait(_folder: Path) -> None:
+            if threading.current_thread().name == "checkpoint":
+                assert self.go_on.wait(20)
+
+        return Snapshot([], {"state": torch.randn(10)}, {}, [wait])
+
+    def save(self, step: int, kind: str = "periodic") -> bool:
+        """Save at a step."""
+        self.run.save_kind, self.trainer.state.global_step = kind, step
+        return checkpoints.save(self.trainer)
+
+    def end(self, why: str, **how: bool) -> None:
+        """Let training end behind the present step."""
+        self.run.ended_by = why
+        Faithful.end_early(self.trainer, why, **how)
+
+    @property
+    def saved(self) -> list[str]:
+        """Names of the checkpoints told, and of those on the disk."""
+        names = self.report.of("checkpoint")
+        assert sorted(names) == sorted(path.name for path in self.run.folder.glob("checkpoint-*"))
+        return names
+
+
+@pytest.fixture
+def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
+    monkeypatch.setattr(probe, "measure", lambda *_: torch.zeros(1).numpy().tobytes())
+    training = Training(tmp_path)
+    yield training
+    training.go_on.set()
+
+
+@pytest.fixture
+def full(training: Training, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Fills the disk, or makes room again."""
+    is_full = [False]
+
+    def statvfs(_: Any) -> Any:
+        return SimpleNamespace(f_blocks=1000, f_bavail=0 if is_full[0] else 1000, f_frsize=2**20)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    return lambda wanted: is_full.__setitem__(0, wanted)
+
+
+class TestInFlight:
+    @pytest.mark.parametrize(("finish", "kept"), [(True, ["checkpoint-2"]), (False, [])], ids=["best", "discard"])
+    def test_only_a_stop_that_keeps_nothing_throws_away_the_one_that_is_being_written(
+        self, finish: bool, kept: list[str], training: Training
+    ) -> None:
+        with training.saving.settled():
+            training.save(2, "best")
+            training.end("stop", save=False, finish=finish)
+            training.go_on.set()
+        assert training.saved == kept
+
+    def test_one_of_this_very_step_is_not_written_again_at_the_end(self, training: Training) -> None:
+        with training.saving.settled():
+            training.save(2)
+            training.end("stop", save=True)
+            threading.Timer(0.1, training.go_on.set).start()
+            assert training.save(2, "stop"), "it is waited for"
+        assert training.saved == ["checkpoint-2"]
+
+    def test_while_the_loop_does_something_else_the_thread_gives_no_sign_of_life(self, training: Training) -> None:
+        training.go_on.set()
+        training.save(2)
+        eventually(lambda: not training.saving.in_flight.is_under_way)
+        assert training.report.of("checkpoint") == ["checkpoint-2"] and training.report.of("alive") == []
+        training.saving.in_flight._done += 1
+        training.saving.in_flight.wait(training.report.alive)
+
+    def test_when_a_step_fails_the_one_on_its_way_gets_whole_for_whoever_goes_on(self, training: Training) -> None:
+        with pytest.raises(TrainingFailure, match="NaN"), training.saving.settled():
+            training.save(2)
+            threading.Timer(0.1, training.go_on.set).start()
+            raise TrainingFailure("non_finite_loss", "NaN")
+        assert training.saved == ["checkpoint-2"] and training.saving.kept_step == 2
+        folder = training.run.folder / "checkpoint-2"
+        assert manifest.verify(folder, hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()) == []
+
+    def test_a_failure_of_the_writing_is_told_though_the_step_failed_first(
+        self, training: Training, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(manifest, "commit", fail)
+        training.go_on.set()
+        with pytest.raises(ValueError, match="of the loop"), training.saving.settled():
+            training.save(2)
+            raise ValueError("of the loop")
+        (line,) = training.report.of("warning")
+        assert "could not be written either. The disk is full" in line
+
+    @pytest.mark.parametrize("finish", [True, False])
+    def test_a_full_disk_makes_no_failure_of_a_stop(
+        self, finish: bool, training: Training, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(manifest, "commit", fail)
+        training.go_on.set()
+        with training.saving.settled():
+            training.save(2, "best")
+            training.end("stop", save=not finish, finish=finish)
+            if not finish:
+                training.save(3, "stop")
+        assert training.saved == [] and len(training.report.of("warning")) == 1
+
+
+class TestNoRoom:
+    @pytest.mark.parametrize(
+        ("why", "says"),
+        [("drain", "The run is handed back without it: it goes on"), ("stop", "The run ends without it: if resumed")],
+    )
+    def test_an_end_does_without_its_checkpoint_and_says_what_that_costs(
+        self, why: str, says: str, training: Training, full: Callable[[bool], None]
+    ) -> None:
+        training.go_on.set()
+        with training.saving.settled():
+            training.save(2)
+            training.saving.in_flight.wait(training.report.alive)
+            full(True)
+            training.trainer.state.global_step = 5
+            training.end(why, save=True)
+            training.save(5, "stop")
+        (line,) = training.report.of("warning")
+        assert says in line and "from the checkpoint of step 2, and trains steps 3 to 5 again" in line
+        assert training.saved == ["checkpoint-2"]
+
+    def test_only_a_finished_run_cannot_do_without_its_last(
+        self, training: Training, full: Callable[[bool], None]
+    ) -> None:
+        full(True)
+        training.trainer.control.should_training_stop = True
+        with pytest.raises(TrainingFailure) as ended:
+            training.save(10, "final")
+        assert ended.value.code == "disk_full"
+
+    def test_it_is_seen_before_anything_is_written(self, training: Training, full: Callable[[bool], None]) -> None:
+        full(True)
+        before, wrote = list(training.run.folder.iterdir()), []
+        training.saving.gatherer.gather = lambda *_: wrote.append(1)
+        training.save(2)
+        assert wrote == [] and list(training.run.folder.iterdir()) == before
+
+    def test_only_those_due_by_save_steps_count_towards_the_end_of_the_run(
+        self, training: Training, full: Callable[[bool], None]
+    ) -> None:
+        full(True)
+        for step, kind in ((1, "periodic"), (2, "periodic"), (3, "best"), (3, "periodic"), (4, "periodic")):
+            training.save(step, kind)
+        first, *_, last = training.report.of("warning")
+        assert "This one is left out; the next is due at step 2." in first and "due at step 6." in last
+        with pytest.raises(TrainingFailure, match="step 6 does not fit on the disk, nor did the 2 that were due"):
+            training.save(6)
+
+    def test_an_action_that_asked_for_it_is_answered_at_once(
+        self, training: Training, full: Callable[[bool], None]
+    ) -> None:
+        full(True)
+        asked = {"id": "act_1", "action": "checkpoint", "parameters": {}}
+        training.trainer.state.global_step = 3
+        training.actions._checkpoint(asked, training.trainer.control)
+        training.save(3)
+        ((why),) = training.report.of("action failed")
+        assert "does not fit on the disk" in why
+        full(False)
+        training.go_on.set()
+        training.save(4)
+        training.saving.in_flight.wait(training.report.alive)
+        assert training.saved == ["checkpoint-4"], "which answers nothing any more"
+
+    def test_a_best_one_that_found_none_is_not_what_later_ones_are_held_against(
+        self, training: Training, full: Callable[[bool], None]
+    ) -> None:
+        state = training.run.state
+        assert state.evaluate(3.0, 1, False)
+        full(True)
+        assert state.evaluate(1.0, 3, False)
+        training.save(3, "best")
+        assert state.evaluate(2.0, 5, False), "better than any checkpoint there is"
+        assert not state.evaluate(2.5, 7, False)
+        assert state.evaluate(1.5, 9, False)
+        assert state.best_objective == 1.0 and state.evals_without_gain == 3
+
+
+class TestKeeper:
+    @pytest.fixture
+    def copied(self, training: Training, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """What an engine has copied, which takes until `go_on`."""
+        copied: list[str] = []
+
+        def keep(_run: Any, folder: Path) -> None:
+            copied.append(folder.name)
+            assert training.go_on.wait(20)
+
+        monkeypatch.setattr(plugins, "keep", keep)
+        training.run.config.trainer_options.checkpoint_engine = object()
+        return copied
+
+    def test_neither_the_next_checkpoint_nor_a_stop_waits_for_the_engine(
+        self, training: Training, copied: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(keeping, "_STOP_SECONDS", 0.3)
+        folders = [training.run.folder / f"checkpoint-{step}" for step in (2, 4, 6)]
+        for folder in folders:
+            folder.mkdir()
+            training.saving.keeper.keep(folder)
+            eventually(lambda: copied == ["checkpoint-2"])
+        training.run.stop_requested = object()
+        with training.saving.settled():
+            pass
+        (line,) = training.report.of("warning")
+        assert "may have no copy of checkpoint-2, checkpoint-4, checkpoint-6" in line
+        assert training.report.of("alive") == []
+
+    def test_the_end_waits_for_the_copies_the_newest_first(self, training: Training, copied: list[str]) -> None:
+        for step in (2, 4, 6):
+            folder = training.run.folder / f"checkpoint-{step}"
+            folder.mkdir()
+            training.saving.keeper.keep(folder)
+            eventually(lambda: copied == ["checkpoint-2"])
+        (training.run.folder / "checkpoint-4").rmdir()  # cleaned up meanwhile
+        threading.Timer(0.1, training.go_on.set).start()
+        with training.saving.settled():
+            pass
+        assert copied == ["checkpoint-2", "checkpoint-6"] and training.report.of("warning") == []
+
+    def test_what_is_no_engine_ends_the_run(self, training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+        def none(*_: Any) -> None:
+            raise TrainingFailure("config_error", "no engine")
+
+        monkeypatch.setattr(plugins, "keep", none)
+        training.run.config.trainer_options.checkpoint_engine = object()
+        keeper = Keeper(training.run)
+        keeper.keep(training.run.folder)
+        keeper.settle()
+        with pytest.raises(TrainingFailure, match="no engine"):
+            keeper.check()

@@ -1,0 +1,85 @@
+"""Copies of checkpoints that an installed engine keeps: made by a thread that only the end waits for, and not long."""
+
+import threading
+import time
+from pathlib import Path
+
+from worker.training import plugins
+from worker.training.failures import TrainingFailure
+from worker.training.run import Run
+
+_END_SECONDS = 120.0
+_STOP_SECONDS = 20.0
+"""A trainer that is to stop is killed after its grace; what an engine has got by then is its own affair."""
+_LOOK_SECONDS = 0.2
+
+
+class Keeper:
+    """Hands whole checkpoints to the engine, the newest first: where it is slow, the older ones matter less.
+
+    An upload says nothing of how far it is, so the thread gives no sign of life, and a wait for it has a bound.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._changed = threading.Condition()
+        self._waiting: list[Path] = []
+        self._at_work: Path | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: TrainingFailure | None = None
+
+    def keep(self, folder: Path) -> None:
+        """Have a copy of the checkpoint in `folder` made, where an engine is configured; waits for nothing."""
+        if self._run.config.trainer_options.checkpoint_engine is None:
+            return
+        with self._changed:
+            self._waiting.append(folder)
+            self._changed.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="checkpoint engine", daemon=True)
+                self._thread.start()
+
+    def check(self) -> None:
+        """Raise what makes the engine none, once that is known.
+
+        Raises:
+            TrainingFailure: `config_error`.
+        """
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def settle(self) -> None:
+        """Wait for the copies at the end of training, within a bound; what is not copied by then is told."""
+        began = time.monotonic()
+        with self._changed:
+            while self._waiting or self._at_work:
+                seconds = _END_SECONDS if self._run.stop_requested is None else _STOP_SECONDS
+                if time.monotonic() - began >= seconds:
+                    break
+                self._changed.wait(_LOOK_SECONDS)
+            left = sorted({*self._waiting, *([self._at_work] if self._at_work else [])})
+            self._waiting.clear()
+        if left:
+            names = ", ".join(path.name for path in left)
+            line = (
+                f"The checkpoint engine was not done within {seconds:.0f} s of the end: it may have no copy of "
+                f"{names}. The checkpoints in the run's own folder are whole."
+            )
+            self._run.report.message(line, "warning")
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting:
+                    self._changed.wait()
+                folder = self._at_work = self._waiting.pop()
+            try:
+                if folder.is_dir():  # or it was cleaned up before its turn came
+                    plugins.keep(self._run, folder)
+            except TrainingFailure as failure:
+                self._failure = failure
+            finally:
+                with self._changed:
+                    self._at_work = None
+                    self._changed.notify_all()
