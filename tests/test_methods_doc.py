@@ -22,5 +22,5 @@ def test_every_method_and_every_reward_is_there() -> None:
     assert all(f"`{method}`" in TEXT for method in TrainingMethod)
     rewards = json.dumps(RlhfOptions.model_json_schema())
     kinds = set(re.findall(r'"const": "(\w+)"', rewards))
-    assert len(kinds) == 7
+    assert len(kinds) == 8
     assert all(f"\n| `{kind}` |" in TEXT for kind in kinds), kinds

@@ -81,7 +81,7 @@ def prepare(host: Host, run: Any, device: dict[str, Any]) -> Job:
     remarks: list[str] = []
     with host.engine.connect() as connection:
         repaired = repairs.earlier(connection, run.id)
-    checkpoint = _newest_good(host, run, remarks, repairs.spoilt_steps(repaired, run.attempt))
+    checkpoint = _newest_good(host, run, remarks)
     config, changed = repairs.apply(run.config, repaired)
     with host.engine.connect() as connection:
         base_model = _base_model(host, connection, run)
@@ -249,20 +249,10 @@ def _resume(host: Host, checkpoint: Any) -> dict[str, Any] | None:
     }
 
 
-def _newest_good(host: Host, run: Any, remarks: list[str], spoilt: set[int]) -> Any:
-    """The furthest checkpoint whose files all have the hashes of its manifest; None starts from the beginning.
-
-    Those at the steps `spoilt` only when there is no other one to continue a parent from.
-    """
-    found = _furthest_whole(host, run, remarks, spoilt)
-    return _furthest_whole(host, run, remarks, set()) if found is None and run.resume_checkpoint_id else found
-
-
-def _furthest_whole(host: Host, run: Any, remarks: list[str], spoilt: set[int]) -> Any:
+def _newest_good(host: Host, run: Any, remarks: list[str]) -> Any:
+    """The furthest checkpoint whose files all have the hashes of its manifest; None starts from the beginning."""
     elsewhere: Any = None
     for checkpoint in _candidates(host.engine, run):
-        if checkpoint.step in spoilt:
-            continue
         place = host.storage.attempt_dir(checkpoint.run_id, checkpoint.attempt) / checkpoint.name
         if has_copies(run.config) and not place.exists():
             elsewhere = elsewhere or checkpoint  # the trainer asks for its copy
@@ -277,7 +267,7 @@ def _furthest_whole(host: Host, run: Any, remarks: list[str], spoilt: set[int]) 
             connection.execute(retention.mark_bad(checkpoint.id, "; ".join(wrong[:3]), run.id, run.epoch))
     if elsewhere is not None:
         return elsewhere
-    if run.resume_checkpoint_id and not spoilt:
+    if run.resume_checkpoint_id:
         raise JobError(
             "config_error",
             'no checkpoint of the parent run is whole any more: resume it with {"from": "start"} to train anew',

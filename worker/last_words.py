@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from sqlalchemy import Connection, exists, update
+from sqlalchemy import Connection, exists, select, update
 
 from app.events.log import NewEvent
 from app.runs.models import Attempt, Run
+from worker import repairs
 from worker.process import Exit
 from worker.pump import Pump
 from worker.repairs import Repair
@@ -36,11 +37,14 @@ def report(pump: Pump, vitals: Vitals, end: Exit, killed_for: str | None, repair
 def kept(run: Any, report: dict[str, Any], at: float) -> Step:
     """Stores it with the attempt, and tells of the repair, if there is one."""
 
-    def keep(connection: Connection) -> None:
-        ours = exists().where(Run.id == run.id, Run.epoch == run.epoch)
-        connection.execute(
-            update(Attempt).where(Attempt.run_id == run.id, Attempt.attempt == run.attempt, ours).values(report=report)
-        )
-
     repair = report["repair"]
+
+    def keep(connection: Connection) -> None:
+        this = (Attempt.run_id == run.id, Attempt.attempt == run.attempt)
+        if connection.scalar(select(Attempt.report.is_not(None)).where(*this)):
+            return  # the commit of an earlier try has happened, and only its answer got lost
+        told = repairs.remember(connection, run, repair) if repair else None
+        ours = exists().where(Run.id == run.id, Run.epoch == run.epoch)
+        connection.execute(update(Attempt).where(*this, ours).values(report={**report, "repair": told}))
+
     return Step(keep, NewEvent.of("repair", at, repair) if repair else None)

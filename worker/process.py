@@ -127,7 +127,7 @@ class TrainingProcess:
         self._record = record
 
     def send(self, message: dict[str, Any]) -> bool:
-        """Send `{"renew_until": …}`, `{"checkpoint": {}}` or `{"stop": …}`; False when the process is gone."""
+        """Send a renewal, a wish or a stop, as `worker.training.control` takes them; False when the process is gone."""
         return self.channel.send(message)
 
     def poll(self) -> Exit | None:

@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, exists, select
 
+from app.checkpoints import retention
+from app.checkpoints.models import Checkpoint
 from app.runs.models import Attempt
 
 OUT_OF_MEMORY = "out_of_memory"
@@ -39,6 +41,24 @@ class Repair:
         return asdict(self)
 
 
+def remember(connection: Connection, run: Any, repair: Mapping[str, Any]) -> dict[str, Any]:
+    """A repair as it is stored with its attempt: one that leads back also says to which checkpoint, `back_to`.
+
+    Whoever went back to a checkpoint, and meets trouble again before there is another one, goes back further: the
+    checkpoint may be spoilt, and nobody is to take up the run there any more.
+    """
+    if repair["kind"] == OUT_OF_MEMORY:
+        return dict(repair)
+    good = [*connection.execute(retention.good(run.id).with_only_columns(Checkpoint.id).limit(2)).scalars()]  # type: ignore[attr-defined]
+    back_to = Attempt.report["repair"]["back_to"].astext
+    before = (Attempt.run_id == run.id, Attempt.attempt < run.attempt)
+    if good and connection.scalar(select(exists().where(*before, back_to == good[0]))):
+        why = "training met trouble twice behind it, without another checkpoint in between"
+        connection.execute(retention.mark_bad(good[0], why, run.id, run.epoch))
+        del good[0]
+    return {**repair, "back_to": good[0] if good else None}
+
+
 def repair_for(config: Mapping[str, Any], phase: str, code: str, found: Mapping[str, Any] | None) -> Repair | None:
     """How a run that failed with `code` can go on; None: it cannot, or was not to.
 
@@ -65,17 +85,13 @@ def repair_for(config: Mapping[str, Any], phase: str, code: str, found: Mapping[
 
 
 def earlier(connection: Connection, run_id: str) -> list[dict[str, Any]]:
-    """The repairs of a run so far, in order, each with the `attempt` it followed from and that one's `start_step`."""
+    """The repairs of a run so far, in order."""
     rows = connection.execute(
-        select(Attempt.attempt, Attempt.start_step, Attempt.report)
+        select(Attempt.report)
         .where(Attempt.run_id == run_id, Attempt.report["repair"].is_not(None))
         .order_by(Attempt.attempt)
     )
-    return [
-        {**row.report["repair"], "attempt": row.attempt, "start_step": row.start_step or 0}
-        for row in rows
-        if row.report.get("repair")
-    ]
+    return [row.report["repair"] for row in rows if row.report.get("repair")]
 
 
 def apply(config: Mapping[str, Any], repairs: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], set[str]]:
@@ -91,25 +107,15 @@ def apply(config: Mapping[str, Any], repairs: Sequence[Mapping[str, Any]]) -> tu
     return repaired, names
 
 
-def spoilt_steps(repairs: Sequence[Mapping[str, Any]], attempt: int) -> set[int]:
-    """Steps of checkpoints that `attempt` is not to take up the run at.
-
-    Whoever went back and met trouble again before another checkpoint goes back further: that one may be spoilt.
-    """
-    rewinds = {one["attempt"]: int(one["start_step"]) for one in repairs if one["kind"] != OUT_OF_MEMORY}
-    spoilt = set()
-    while attempt - 1 in rewinds and attempt - 2 in rewinds:
-        attempt -= 1
-        spoilt.add(rewinds[attempt])
-    return spoilt
-
-
 def _smaller(config: Mapping[str, Any], phase: str) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """What trains the same in less memory, and the values before; None: nothing is left to change."""
     batch = int(config["batch_size"])
     if phase == "evaluating":
         at_once = int(config.get("extra", {}).get("eval_batch_size") or batch)
-        return ({"extra.eval_batch_size": at_once // 2}, {"extra.eval_batch_size": at_once}) if at_once > 1 else None
+        # The completions of a prompt stay together.
+        together = int(config["rlhf"]["num_generations"]) if config.get("method") == "rlhf" else 1
+        fewer = at_once // 2 // together * together
+        return ({"extra.eval_batch_size": fewer}, {"extra.eval_batch_size": at_once}) if fewer else None
     if phase not in ("training", "saving"):
         return None  # loading does not depend on how much is trained on at once
     if batch > 1:

@@ -149,7 +149,7 @@ def attempt(host: Host, run: Any, lease: Lease, writer: Writer) -> Executable:
         end, killed_for = Following(host, lease, writer, pump, process, vitals).until_the_end()
     finally:
         process.close()
-    repair = repair_of(job, pump, end, killed_for)
+    repair = repair_of(job, device, pump, end, killed_for)
     if repair or went_wrong(pump, killed_for):
         report = last_words.report(pump, vitals, end, killed_for, repair)
         writer.put(last_words.kept(run, report, time.time()))
@@ -195,13 +195,14 @@ def went_wrong(pump: Pump, killed_for: KilledFor | None) -> bool:
     return outcome == "failed" or (outcome is None and killed_for not in ("stop", "drain"))
 
 
-def repair_of(job: Job, pump: Pump, end: Exit, killed_for: KilledFor | None) -> Repair | None:
+def repair_of(job: Job, device: Device, pump: Pump, end: Exit, killed_for: KilledFor | None) -> Repair | None:
     """What another attempt can do otherwise, so that the run goes on by itself; None: nothing is known, or wanted."""
     result, config = pump.result or {}, pump.effective or job.config
     if result.get("outcome") == "failed":
         code = (result.get("error") or {}).get("code", "internal")
         return repairs.repair_for(config, pump.phase, code, result.get("repair"))
-    if not result and end.out_of_memory and not killed_for:
+    # On a GPU it was the memory of the machine, which a smaller batch does not need less of.
+    if not result and end.out_of_memory and not killed_for and device.kind == "cpu":
         return repairs.repair_for(config, pump.phase, repairs.OUT_OF_MEMORY, None)
     return None
 

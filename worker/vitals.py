@@ -1,6 +1,7 @@
 """The memory of a training process, looked at from outside, so that something is known of one that died."""
 
 import time
+from collections import deque
 from typing import Any
 
 import psutil
@@ -9,28 +10,36 @@ from worker import devices, session
 from worker.devices import Device
 
 _SECONDS_BETWEEN = 2.0
-_MOST = 240
+_LATEST, _MOST = 60, 200
 
 
 class Vitals:
-    """A timeline of an attempt: evenly spaced, and of a bounded length however long the attempt takes."""
+    """A timeline of an attempt: its last two minutes, and what was before at an even spacing, of a bounded length."""
 
     def __init__(self, trainer: session.Identity, device: Device) -> None:
-        self.timeline: list[dict[str, Any]] = []
-        """Of each look: `seconds` since the start, `phase`, `host_mb` of the process and all that it started,
-        `host_free_mb`, and on a GPU `device_mb` and `device_free_mb` of all that is on it."""
+        self.peaks: dict[str, int] = {}
+        """The highest of what was seen: `host_mb`, and on a GPU `device_mb`."""
+        self._latest: deque[dict[str, Any]] = deque(maxlen=_LATEST)
+        """As close together as they were looked at: the climb before an end takes seconds."""
+        self._before: list[dict[str, Any]] = []
         self._trainer = trainer
         self._device = device
         self._began = time.monotonic()
         self._next = 0.0
         self._spacing = _SECONDS_BETWEEN
 
+    @property
+    def timeline(self) -> list[dict[str, Any]]:
+        """Of each look: `seconds` since the start, `phase`, `host_mb` of the process and all that it started,
+        `host_free_mb`, and on a GPU `device_mb` and `device_free_mb` of all that is on it."""
+        return [*self._before, *self._latest]
+
     def look(self, phase: str) -> None:
         """Note how things stand, if it is time to; call as often as you like."""
         now = time.monotonic()
         if now < self._next:
             return
-        self._next = now + self._spacing
+        self._next = now + _SECONDS_BETWEEN
         noted: dict[str, Any] = {
             "seconds": round(now - self._began, 1),
             "phase": phase,
@@ -41,16 +50,17 @@ class Vitals:
         if memory is not None:
             used, free = memory
             noted |= {"device_mb": used // 2**20, "device_free_mb": free // 2**20}
-        self.timeline.append(noted)
-        if len(self.timeline) > _MOST:
-            del self.timeline[1::2]
-            self._spacing *= 2
+        for name in ("host_mb", "device_mb"):
+            if name in noted:
+                self.peaks[name] = max(self.peaks.get(name, 0), noted[name])
+        if len(self._latest) == _LATEST:
+            self._keep(self._latest[0])
+        self._latest.append(noted)
 
-    @property
-    def peaks(self) -> dict[str, int]:
-        """The highest of what was seen: `host_mb`, and on a GPU `device_mb`."""
-        return {
-            name: max(noted[name] for noted in self.timeline if name in noted)
-            for name in ("host_mb", "device_mb")
-            if any(name in noted for noted in self.timeline)
-        }
+    def _keep(self, noted: dict[str, Any]) -> None:
+        if self._before and noted["seconds"] - self._before[-1]["seconds"] < self._spacing:
+            return
+        self._before.append(noted)
+        if len(self._before) > _MOST:
+            del self._before[1::2]
+            self._spacing *= 2

@@ -13,6 +13,7 @@ from app.checkpoints.models import Checkpoint
 from app.config import Settings
 from app.errors import FieldError
 from app.estimates import service as estimates
+from app.estimates.kept import keep
 from app.estimates.plan import Data
 from app.estimates.schemas import RunEstimate
 from app.events.stream import Streams
@@ -83,7 +84,7 @@ class CeleryBackend(TrainingBackend):
         )
         settings, storage = self._around.settings, self._storage
         async with self._sessions() as session:
-            return await estimates.estimate(session, settings, storage, subject, thorough=True)
+            return await estimates.estimate(session, settings, storage, subject)
 
     async def launch(self, run: TrainingRun, dataset_path: Path, output_dir: Path) -> str:
         """Insert the run; 422 for a data set or folder that is not the storage's own."""
@@ -98,9 +99,12 @@ class CeleryBackend(TrainingBackend):
             raise refusal([FieldError(field="output_dir", code="outside_storage", message=message)])
         async with self._sessions() as session, session.begin():
             known = await session.scalar(select(Run.id).where(Run.id == run.run_id))
+            made = None
             if known is None:
-                await service.create(session, self._around, request, created_by=None, run_id=run.run_id)
+                made = await service.create(session, self._around, request, created_by=None, run_id=run.run_id)
         await self._queue.hint()
+        if made is not None:
+            await keep(self._sessions, self._around.settings, self._storage, made)
         return run.run_id
 
     async def get_status(self, run_id: str) -> RunRead:

@@ -53,8 +53,10 @@ class Activations:
     """Which tokens may see each other: there as long as the forward pass, kept by no operation."""
     head: int
     """Kept for the loss."""
+    forward: int
+    """Operations of products in the forward pass."""
     operations: int
-    """Of products, forward and backward."""
+    """The same, forward and backward."""
     operations_again: int
     """Of products that are computed a second time."""
     head_workspace: int
@@ -98,6 +100,7 @@ def activations(
         again=again,
         mask=mask if attention == "eager" or (batch.masked and attention == "sdpa") else 0,
         head=tape.total - kept + head,
+        forward=tape.forward_operations,
         operations=tape.forward_operations + tape.backward_operations,
         operations_again=repeated,
         head_workspace=workspace,

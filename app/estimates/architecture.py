@@ -136,15 +136,17 @@ def read(config: Mapping[str, Any]) -> Architecture:
         if layers > _MOST_LAYERS:
             raise ValueError(f"{layers} layers are more than any model has")
         return _gpt2(whole) if family == "gpt2" else _rotary(family, whole)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise UnknownArchitecture(
-            f"The model's config.json does not describe a {family} model: {type(error).__name__}: {error}."
-        ) from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        why = f"{type(error).__name__}: {str(error)[:200]}"
+        raise UnknownArchitecture(f"The model's config.json does not describe a {family} model: {why}.") from error
 
 
 def _rotary(family: str, said: Mapping[str, Any]) -> Architecture:
     heads, hidden = _size(said, "num_attention_heads"), _size(said, "hidden_size")
     layers = _size(said, "num_hidden_layers")
+    kv_heads = _size(said, "num_key_value_heads") if "num_key_value_heads" in said else heads
+    if kv_heads > heads:
+        raise ValueError(f"{kv_heads} heads of keys are more than the {heads} of queries that share them")
     gemma, phi = family.startswith("gemma"), family == "phi"
     attention_bias = bool(said.get("attention_bias")) and family not in ("mistral", "mixtral", "phi3")
     return Architecture(
@@ -153,8 +155,8 @@ def _rotary(family: str, said: Mapping[str, Any]) -> Architecture:
         hidden=hidden,
         layers=layers,
         heads=heads,
-        kv_heads=_size(said, "num_key_value_heads") if "num_key_value_heads" in said else heads,
-        head_width=_size(said, "head_dim") if "head_dim" in said else hidden // heads,
+        kv_heads=kv_heads,
+        head_width=_size(said, "head_dim") if "head_dim" in said else _head_width(hidden, heads),
         intermediate=_size(said, "intermediate_size"),
         norm="gemma" if gemma else "layer" if phi else "rms",
         activation=str(said.get("hidden_activation") or said.get("hidden_act")),
@@ -168,8 +170,8 @@ def _rotary(family: str, said: Mapping[str, Any]) -> Architecture:
         experts=_experts(family, said),
         dense_layers=_dense_layers(said, layers) if family in ("qwen2_moe", "qwen3_moe") else frozenset(),
         rotary_part=_rotary_part(said) if family in ("phi", "phi3") else 1.0,
-        residual_dropout=float(said.get("resid_pdrop") or 0.0),
-        attention_dropout=float(said.get("attention_dropout") or 0.0),
+        residual_dropout=_part("resid_pdrop", said.get("resid_pdrop") or 0.0),
+        attention_dropout=_part("attention_dropout", said.get("attention_dropout") or 0.0),
         soft_cap=family == "gemma2" and said.get("attn_logit_softcapping") is not None,
     )
 
@@ -185,7 +187,7 @@ def _gpt2(said: Mapping[str, Any]) -> Architecture:
         layers=_size(said, "n_layer"),
         heads=heads,
         kv_heads=heads,
-        head_width=hidden // heads,
+        head_width=_head_width(hidden, heads),
         intermediate=_size(said, "n_inner") if "n_inner" in said else 4 * hidden,
         norm="layer",
         activation=str(said["activation_function"]),
@@ -196,8 +198,8 @@ def _gpt2(said: Mapping[str, Any]) -> Architecture:
         mlp_bias=True,
         learnt_positions=_size(said, "n_positions"),
         rotary_part=0.0,
-        residual_dropout=float(said["resid_pdrop"]),
-        attention_dropout=float(said["attn_pdrop"]),
+        residual_dropout=_part("resid_pdrop", said["resid_pdrop"]),
+        attention_dropout=_part("attn_pdrop", said["attn_pdrop"]),
     )
 
 
@@ -221,7 +223,20 @@ def _dense_layers(said: Mapping[str, Any], layers: int) -> frozenset[int]:
 
 def _rotary_part(said: Mapping[str, Any]) -> float:
     nested = said.get("rope_parameters") or said.get("rope_scaling") or {}
-    return float(nested.get("partial_rotary_factor", said.get("partial_rotary_factor", 1.0)))
+    name = "partial_rotary_factor"
+    return _part(name, nested.get(name, said.get(name, 1.0)))
+
+
+def _head_width(hidden: int, heads: int) -> int:
+    if heads > hidden:
+        raise ValueError(f"{heads} heads are more than the hidden size of {hidden} has elements")
+    return hidden // heads
+
+
+def _part(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError(f"`{name}` is {str(value)[:40]!r} and not a part of one")
+    return float(value)
 
 
 def _size(said: Mapping[str, Any], name: str) -> int:

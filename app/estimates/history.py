@@ -8,16 +8,20 @@ from typing import Any, Literal
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from app.estimates.work import Work
 from app.events.models import RunEvent
-from app.runs.config import TrainingConfig
-from app.runs.models import MetricRollup, Run
+from app.runs.config import TrainingConfig, TrainingMethod
+from app.runs.models import MetricRollup, Pace
+from app.runs.prediction import likeness
 
-_LATEST = 30
+_LATEST, _LATEST_OF_ALL = 30, 100
+_BACKEND = "celery"
 _EARLY = 1000
 """The facts of a run are among so many of its first events, unless it wrote very many lines before."""
 _MAX, _LAST = 5, 7
 """Places in an extent of a roll-up."""
 _SPEED = "extra.tokens_per_second"
+_RESERVED = "extra.gpu_memory_reserved_mb"
 _MEMORY = ("gpu_memory_mb", "extra.host_memory_peak_mb")
 ASSUMED_SPEED = {"cuda": 1e14, "cpu": 3e10}
 """Operations a second, while no run has shown any."""
@@ -32,45 +36,81 @@ class Speed:
     sentence: str
 
 
-async def speed(
-    session: AsyncSession, config: TrainingConfig, device: tuple[str, str | None], tokens: int, operations: float
-) -> Speed:
-    """How long `tokens` take on a device (kind, name), which are so many operations in all."""
-    kind, name = device
-    runs = select(Run.id, Run.config).where(Run.backend == "celery", Run.attempt > 0)
-    latest = (await session.execute(runs.order_by(Run.id.desc()).limit(_LATEST))).all()
-    facts = await _facts(session, [run.id for run in latest])
-    speeds = await _speeds(session, [run.id for run in latest])
-    near, others = [], []
-    for run in latest:
-        told, found = facts.get(run.id, {}), speeds.get(run.id)
-        if found is None or told.get("device") != kind or (name and kind == "cuda" and told.get("device_name") != name):
-            continue
-        same = run.config.get("base_model") == config.base_model and run.config.get("method") == config.method
-        if same:
-            near.append(found)
-        if isinstance(each := told.get("flops_per_token_hardware"), int | float):
-            others.append(found * each)
-    if near:
+async def speed(session: AsyncSession, config: TrainingConfig, device: tuple[str, str | None], work: Work) -> Speed:
+    """How long so much work takes on a device (kind, name)."""
+    same = select(Pace.run_id).where(Pace.likeness == _like(config.method, config.base_model))
+    newest = list((await session.scalars(same.order_by(Pace.run_id.desc()).limit(_LATEST))).unique())
+    if near := [one.tokens for one in await _measured_on(session, newest, device)]:
         rate = median(near)
         text = f"{len(near)} earlier runs of this model and method trained at {rate:,.0f} tokens a second here"
-        return Speed(tokens / rate, "history", f"{text} (the median).")
+        return Speed(work.tokens / rate, "history", f"{text} (the median).")
+    others = [
+        one.operations for one in await _measured_on(session, await _others(session, config), device) if one.operations
+    ]
     if others:
         rate = median(others)
         text = f"{len(others)} earlier runs on this kind of device did {rate / 1e12:.3g} TFLOP/s (the median)"
-        return Speed(operations / rate, "comparable", f"{text}, and this one does as many.")
-    rate = ASSUMED_SPEED[kind]
-    where = "GPU" if kind == "cuda" else "CPU"
+        return Speed(work.training / rate, "comparable", f"{text}, and this one does as many.")
+    rate = ASSUMED_SPEED[device[0]]
+    where = "GPU" if device[0] == "cuda" else "CPU"
     text = f"No run has trained on this kind of device yet: a {where} is assumed to do {rate / 1e12:g} TFLOP/s."
-    return Speed(operations / rate, "assumed", text)
+    if work.writing:
+        text += " Completions are written a token at a time, which is slower than that: expect more."
+    return Speed((work.training + work.writing) / rate, "assumed", text)
 
 
-async def measured(session: AsyncSession, run_id: str) -> tuple[float | None, float | None]:
-    """Highest memory in MiB and newest tokens a second of a run, over all its attempts."""
+@dataclass(frozen=True)
+class _Rate:
+    """What a run did a second."""
+
+    tokens: float
+    operations: float | None
+
+
+def _like(method: str, base_model: str) -> str:
+    return likeness(_BACKEND, {"method": method, "base_model": base_model})
+
+
+async def _others(session: AsyncSession, config: TrainingConfig) -> list[str]:
+    """The newest runs that have trained; those that write beside it (`rlhf`) go by their like alone."""
+    query = select(Pace.run_id, Pace.likeness).order_by(Pace.run_id.desc(), Pace.attempt.desc())
+    rows = (await session.execute(query.limit(_LATEST_OF_ALL))).all()
+    writes = config.method is TrainingMethod.rlhf
+    ours = [one for one in rows if one.likeness.startswith(f"{_BACKEND} ")]
+    found = [one.run_id for one in ours if one.likeness.startswith(_like(TrainingMethod.rlhf, "")) == writes]
+    return list(dict.fromkeys(found))[:_LATEST]
+
+
+async def _measured_on(session: AsyncSession, ids: Sequence[str], device: tuple[str, str | None]) -> list[_Rate]:
+    """What those of the runs did a second that were on such a device and have told."""
+    if not ids:
+        return []
+    kind, name = device
+    facts, speeds = await _facts(session, ids), await _speeds(session, ids)
+    rates = []
+    for run_id, tokens in speeds.items():
+        told = facts.get(run_id, {})
+        if told.get("device") != kind or (name and kind == "cuda" and told.get("device_name") != name):
+            continue
+        each = told.get("flops_per_token_hardware")
+        rates.append(_Rate(tokens, tokens * each if isinstance(each, int | float) else None))
+    return rates
+
+
+async def measured(session: AsyncSession, run_id: str) -> tuple[float | None, float | None, float | None]:
+    """Highest memory and highest reserved memory in MiB and newest tokens a second of a run, over all its attempts."""
     rows = (await session.execute(_whole([run_id]))).all()
-    peaks = [row.series[name][_MAX] for row in rows for name in _MEMORY if name in row.series]
-    there = [peak for peak in peaks if peak is not None]
-    return max(there, default=None), (_newest(rows) if rows else None)
+    return _highest(rows, *_MEMORY), _highest(rows, _RESERVED), (_newest(rows) if rows else None)
+
+
+async def facts_of(session: AsyncSession, run_id: str) -> dict[str, Any]:
+    """The first facts of a run, of its newest attempt; empty while it has told none."""
+    return (await _facts(session, [run_id])).get(run_id, {})
+
+
+def _highest(rows: Sequence[Any], *names: str) -> float | None:
+    peaks = [row.series[name][_MAX] for row in rows for name in names if name in row.series]
+    return max((peak for peak in peaks if peak is not None), default=None)
 
 
 def _whole(ids: Sequence[str]) -> Any:

@@ -14,6 +14,7 @@ _BLOCK = 64
 """Weights that share a constant of 4-bit quantisation."""
 _BLOCKS = 256
 """Such constants that share one of the second quantisation, and elements that share one of an 8-bit optimizer."""
+_OF_PLUGINS = "adamw_torch"
 _SMALLEST_8BIT = 4096
 """Tensors of fewer elements keep 32-bit optimizer state."""
 
@@ -26,6 +27,8 @@ class Components:
     quantization_constants: int
     adapter: int
     """Adapters, and the copies of modules that train whole beside them."""
+    reference: int
+    """The copy of the base that `rlhf` without an adapter holds its policy against."""
     gradients: int
     optimizer: int
     activations: int
@@ -76,11 +79,14 @@ def memory(
     held = activations(model, config, precision, batch, checkpointing, attention)
     base, constants = _base(model, config, precision)
     adapter, gradients = _trained(found, config, precision)
-    optimizer = _optimizer(found, config.optim, precision, config)
+    optim = counted_optimizer(config)
+    optimizer = _optimizer(found, optim, precision)
     unpacked = _unpacked(model, config, precision)
-    stepping = _stepping(found, config.optim, precision)
+    stepping = _stepping(found, optim, precision)
     generation = _generation(model, config, precision)
-    still = base + constants + adapter + optimizer
+    copied = config.method is TrainingMethod.rlhf and config.rlhf.beta > 0 and config.lora_r is None
+    reference = base if copied else 0
+    still = base + constants + adapter + reference + optimizer
     kept = held.kept + held.mask + held.head
     accumulated = gradients if config.gradient_accumulation_steps > 1 else 0
     inside = held.again + unpacked
@@ -95,6 +101,7 @@ def memory(
             weights=base,
             quantization_constants=constants,
             adapter=adapter,
+            reference=reference,
             gradients=gradients,
             optimizer=optimizer,
             activations=held.kept + held.mask + held.again,
@@ -106,6 +113,11 @@ def memory(
         still + max(backward, gradients + stepping, generation) + context,
         held,
     )
+
+
+def counted_optimizer(config: TrainingConfig) -> str:
+    """The optimizer whose state is counted; of an installed one nobody knows it, so two 32-bit moments stand for it."""
+    return config.optim if config.trainer_options.optimizer is None else _OF_PLUGINS
 
 
 def _base(model: Architecture, config: TrainingConfig, precision: Precision) -> tuple[int, int]:
@@ -141,7 +153,7 @@ def _trained(found: Trained, config: TrainingConfig, precision: Precision) -> tu
     return (adapter if config.lora_r is None else adapter + whole), adapter + whole
 
 
-def _optimizer(found: Trained, optim: str, precision: Precision, config: TrainingConfig) -> int:
+def _optimizer(found: Trained, optim: str, precision: Precision) -> int:
     """Bytes of the optimizer's state."""
     moments = 0 if optim == "sgd" else 1 if "lion" in optim or optim == "rmsprop" else 2
     total = 0

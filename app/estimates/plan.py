@@ -30,11 +30,14 @@ class Plan:
 
     batch: Batch
     """Of the model, at its largest: of pairs both answers."""
-    steps: int
-    tokens: int
-    """In all steps."""
-    length: float
-    """Mean tokens of a sequence."""
+    steps: int | None
+    """None: nobody knows how many rows there will be."""
+    tokens: int | None
+    """In all steps; None: the same."""
+    attended: float
+    """Mean tokens that attention sees together: of a text, even where several share a sequence."""
+    repeats: bool = False
+    """Whether it goes through its rows more than once."""
     assumptions: list[str] = field(default_factory=list)
 
 
@@ -67,6 +70,12 @@ def plan(model: Architecture, config: TrainingConfig, data: Data) -> Plan:
     """Of an effective configuration on a data set."""
     assumed: list[str] = []
     most = longest(model, config)
+    if config.trainer_options.data_source is not None:
+        assumed.append(f"Some row is as long as `max_seq_length` allows ({most} tokens): a data source makes the rows.")
+        steps = None if config.max_steps is None else max(config.max_steps, config.min_steps or 0)
+        if steps is not None and config.stop_at_step is not None:
+            steps = min(steps, config.stop_at_step)
+        return Plan(micro_batch(model, config, max(most, 2)), steps, None, float(most), assumptions=assumed)
     if data.tokens is not None:
         mean, largest = float(data.tokens["mean"]), int(data.tokens["max"])
         assumed.append(
@@ -104,12 +113,16 @@ def _in_steps(config: TrainingConfig, batch: Batch, rows: int, mean: float, most
         packed = math.ceil(rows * mean / most) if config.packing else rows
         a_pass = math.ceil(math.ceil(packed / config.batch_size) / config.gradient_accumulation_steps)
         sequences = min(each, packed) * (2 if config.method in PREFERENCE else 1)
-    steps = max(config.max_steps or math.ceil(config.epochs * a_pass), config.min_steps or 0)
+    by_epochs = math.ceil(config.epochs * a_pass)
+    steps = max(config.max_steps or by_epochs, config.min_steps or 0)
+    repeats = steps > a_pass
     length = min(mean, most) if not config.packing else float(most)
     tokens = round(steps * sequences * length)
-    if config.max_steps is None and config.method is not TrainingMethod.rlhf and not config.packing:
+    whole = config.max_steps is None and steps == by_epochs
+    if whole and config.method is not TrainingMethod.rlhf and not config.packing:
         # The last step of a pass is smaller.
         tokens = round(config.epochs * rows * length * (2 if config.method in PREFERENCE else 1))
     if config.stop_at_step is not None and config.stop_at_step < steps:
         tokens, steps = round(tokens * config.stop_at_step / steps), config.stop_at_step
-    return Plan(batch, steps, tokens, length, assumed)
+    one_stream = config.packing and config.trainer_options.packing_strategy == "wrapped"
+    return Plan(batch, steps, tokens, float(most) if one_stream else mean, repeats, assumed)

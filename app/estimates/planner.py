@@ -1,20 +1,25 @@
 """The memory planner: how much to compute again in the backward pass, from the estimate and the device's memory."""
 
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from app.estimates.activations import Checkpointing, Precision
 from app.estimates.architecture import Architecture
 from app.estimates.layers import Batch
 from app.estimates.memory import Memory, memory
+from app.estimates.parameters import CannotTrain
 from app.estimates.plan import attention_of, micro_batch
-from app.runs.config import TrainingConfig
+from app.runs.config import TrainingConfig, TrainingMethod
 
 ROOM = 0.9
 """Part of a device's memory that may be planned with: the rest is for fragments and for what was not foreseen."""
 CHOICES: tuple[Checkpointing, ...] = ("off", "selective", "full")
 """From the fastest to the smallest."""
 Value = bool | Literal["auto", "selective"]
+_RANK = 16
+"""Of the adapter that is advised."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,15 @@ def choose(
         CannotTrain: not with this configuration.
     """
     attention = attention_of(model, config)
+    return first_that_fits(lambda one: memory(model, config, precision, batch, one, attention), room, choices)
+
+
+def first_that_fits(
+    needs: Callable[[Checkpointing], Memory], room: int | None, choices: tuple[Checkpointing, ...]
+) -> Choice:
+    """The same, where `needs` tells what each choice takes."""
     for one in choices:
-        found = memory(model, config, precision, batch, one, attention)
+        found = needs(one)
         fits = room is not None and found.peak <= room * ROOM
         if fits or one == choices[-1]:
             break
@@ -69,43 +81,58 @@ def choose(
 
 
 def advice(model: Architecture, config: TrainingConfig, precision: Precision, length: int, room: int) -> list[str]:
-    """What would make a run fit that does not, the mildest change first; each alone, or nothing does."""
-    found = []
-    changes: list[tuple[str, TrainingConfig]] = []
+    """What would make a run fit that does not, the mildest change first; each alone, or nothing does.
+
+    None of it changes what the run learns towards.
+    """
+    for text, changed in _changes(config):
+        loaded, batch = Precision.of(changed, precision.device), micro_batch(model, changed, length)
+        with suppress(CannotTrain):  # an adapter, by which this family does not train as it is asked to
+            if choose(model, changed, loaded, batch, room).fits:
+                return [f"It fits with {text}."]
+    # A whole step stays as large as it was.
+    single = {"batch_size": 1, "gradient_accumulation_steps": config.batch_size * config.gradient_accumulation_steps}
+    least = max(64, config.rlhf.max_completion_length + 1 if config.method is TrainingMethod.rlhf else 0)
+    shorter = length // 2
+    while shorter >= least:
+        update = {**single, "max_seq_length": shorter, "gradient_checkpointing": "auto"}
+        changed = config.model_copy(update=update)
+        if choose(model, changed, precision, micro_batch(model, changed, shorter), room).fits:
+            steps = single["gradient_accumulation_steps"]
+            text = f"`batch_size` 1, `gradient_accumulation_steps` {steps} and `max_seq_length` {shorter}"
+            return [f"It fits with {text}."]
+        shorter //= 2
+    return ["No smaller batch, 4-bit base or shorter sequence makes it fit: take a smaller model."]
+
+
+def _changes(config: TrainingConfig) -> Iterator[tuple[str, TrainingConfig]]:
+    """Changes as a user would write them, each with the effective configuration that it leads to."""
+
+    def changed(**update: Any) -> TrainingConfig:
+        return config.model_copy(update={"gradient_checkpointing": "auto", **update})
+
+    if config.gradient_checkpointing != "auto":
+        yield "`gradient_checkpointing: auto`", changed()
     steps = config.gradient_accumulation_steps
     for divisor in (2, 4, 8, 16, 32):
         if config.batch_size % divisor == 0:
-            smaller = {"batch_size": config.batch_size // divisor, "gradient_accumulation_steps": steps * divisor}
-            text = f"`batch_size` {smaller['batch_size']} with `gradient_accumulation_steps` {steps * divisor}"
-            changes.append((text, config.model_copy(update={**smaller, "gradient_checkpointing": "auto"})))
-    if config.lora_r is not None and not config.load_in_4bit:
-        update = {"load_in_4bit": True, "load_in_8bit": False, "gradient_checkpointing": "auto"}
-        changes.append(("a 4-bit base (`method: qlora`)", config.model_copy(update=update)))
-    if config.gradient_checkpointing != "auto":
-        automatic = config.model_copy(update={"gradient_checkpointing": "auto"})
-        changes.insert(0, ("`gradient_checkpointing: auto`", automatic))
-    if config.lora_r is None:
-        update = {"lora_r": 16, "load_in_4bit": False, "method": "lora", "gradient_checkpointing": "auto"}
-        changes.append(("an adapter (`method: lora`) in place of every weight", config.model_copy(update=update)))
-        update = {**update, "load_in_4bit": True, "method": "qlora"}
-        changes.append(("an adapter on a 4-bit base (`method: qlora`)", config.model_copy(update=update)))
-    for text, changed in changes:
-        loaded = Precision.of(changed, precision.device)
-        batch = micro_batch(model, changed, length)
-        if choose(model, changed, loaded, batch, room).fits:
-            found.append(f"It fits with {text}.")
-            break
-    if not found:
-        shorter = length
-        while shorter > 64:
-            shorter //= 2
-            changed = config.model_copy(
-                update={"max_seq_length": shorter, "gradient_checkpointing": "auto", "batch_size": 1}
-            )
-            if choose(model, changed, precision, micro_batch(model, changed, shorter), room).fits:
-                found.append(f"It fits with `batch_size` 1 and `max_seq_length` {shorter}.")
-                break
-    return found or ["No smaller batch, 4-bit base or shorter sequence makes it fit: take a smaller model."]
+            size = config.batch_size // divisor
+            text = f"`batch_size` {size} with `gradient_accumulation_steps` {steps * divisor}"
+            yield text, changed(batch_size=size, gradient_accumulation_steps=steps * divisor)
+    four_bit = {"load_in_4bit": True, "load_in_8bit": False}
+    if config.lora_r is not None:
+        if config.load_in_8bit:
+            yield "a 4-bit base (`load_in_4bit: true` in place of `load_in_8bit`)", changed(**four_bit)
+        elif not config.load_in_4bit:
+            how = "method: qlora" if config.method is TrainingMethod.lora else "load_in_4bit: true"
+            yield f"a 4-bit base (`{how}`)", changed(**four_bit)
+        return
+    # Only `full` is a method for the sake of its adapter, of which it has none; others keep theirs, and what it means.
+    full = config.method is TrainingMethod.full
+    how = "`method: lora`" if full else "`lora_r: 16` with `load_in_4bit: false`"
+    yield f"an adapter ({how}) in place of every weight", changed(lora_r=_RANK, load_in_4bit=False)
+    how = "`method: qlora`" if full else "`lora_r: 16` with `load_in_4bit: true`"
+    yield f"an adapter on a 4-bit base ({how}) in place of every weight", changed(lora_r=_RANK, **four_bit)
 
 
 def _gigabytes(size: int) -> str:

@@ -2,25 +2,26 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.config import JsonDict
 
 MEMORY: JsonDict = {
-    "weights": 5312.4, "quantization_constants": 84.2, "adapter": 80.0, "gradients": 80.0, "optimizer": 80.6,
-    "activations": 9120.0, "logits": 372.1, "workspace": 112.0, "generation": 0.0, "context": 600.0, "total": 15721.3,
+    "weights": 5332.5, "quantization_constants": 105.9, "adapter": 80.0, "reference": 0.0, "gradients": 80.0,
+    "optimizer": 81.2, "activations": 10484.6, "logits": 129.7, "workspace": 112.0, "generation": 0.0,
+    "context": 600.0, "total": 16906.2,
 }  # fmt: skip
 _DEVICE: JsonDict = {"kind": "cuda", "name": "NVIDIA H100", "memory_mb": 81559}
 EXAMPLE: JsonDict = {
     "parameters": {"total": 8030261248, "trainable": 41943040}, "memory_mb": MEMORY, "device": _DEVICE,
-    "gradient_checkpointing": "off", "steps": 790, "tokens": 2193831, "flops": 9.1e16, "seconds": 312.0,
-    "cost": {"amount": 0.22, "currency": "EUR"}, "confidence": {"memory": "formula", "seconds": "history"},
+    "gradient_checkpointing": "off", "steps": 790, "tokens": 2193798, "flops": 6.689602085978112e16, "seconds": 312.0,
+    "cost": {"amount": 0.2167, "currency": "EUR"}, "confidence": {"memory": "formula", "seconds": "history"},
     "fits": [
         {
-            "device": _DEVICE, "fits": True, "total_mb": 15721.3, "gradient_checkpointing": "off",
-            "reason": "With it the run needs about 15.4 GiB of the 79.6 GiB that the device has.", "advice": [],
+            "device": _DEVICE, "fits": True, "total_mb": 16906.2, "gradient_checkpointing": "off",
+            "reason": "With it the run needs about 16.5 GiB of the 79.6 GiB that the device has.", "advice": [],
         }
     ],
-    "assumptions": ["The context of CUDA and its libraries takes 600 MiB."], "unknown": [],
+    "assumptions": ["The context of CUDA and its libraries takes 600 MiB before any tensor."], "unknown": [],
 }  # fmt: skip
 
 
@@ -89,11 +90,16 @@ class RunEstimate(BaseModel):
     gradient_checkpointing: Literal["off", "selective", "full"] | None
     steps: int | None
     tokens: int | None = Field(description="In all steps, padding left out.")
-    flops: float | None = Field(description="Operations of products in all steps, those done twice included.")
+    flops: float | None = Field(
+        description="Operations of products in all steps, those done twice, of a reference and of writing completions "
+        "included."
+    )
     seconds: float | None = Field(description="Of training alone: no loading, evaluation or saving.")
     cost: Cost | None = Field(description="Null without a price or a time.")
     confidence: Confidence
-    fits: list[Fit] = Field(description="By kind of device that workers offer now.")
+    fits: list[Fit] = Field(
+        description="By kind of device that workers offer now; the estimate that a run keeps has the first alone."
+    )
     assumptions: list[str]
     unknown: list[Unknown]
 
@@ -104,9 +110,45 @@ class Measured(BaseModel):
     peak_memory_mb: float | None = Field(
         description="On a GPU: of tensors, without the context; on a CPU: of the whole process."
     )
+    reserved_memory_mb: float | None = Field(
+        default=None, description="On a GPU: what the allocator had reserved at most, free pieces included."
+    )
     tokens_per_second: float | None
+    step_seconds: float | None = Field(
+        default=None, description="Of a step between its two newest metrics, the waiting for data included."
+    )
 
 
-def stored(document: dict[str, Any]) -> RunEstimate:
-    """An estimate as it was written down, perhaps by another version."""
-    return RunEstimate.model_validate(document)
+class ProbeResult(BaseModel):
+    """What two steps on the longest rows say about the whole run."""
+
+    fits: bool | None = Field(
+        description="On the device that measured. False: it ran out of memory there. Null: nothing is measured yet, or "
+        "the probe ended for another reason."
+    )
+    steps: int | None = Field(
+        description="Of the whole run, as estimated; of packed data and `rlhf` as the trainer counts them."
+    )
+    seconds: float | None = Field(
+        description="Of all these steps: the estimated tokens at the measured speed, and never more than at most."
+    )
+    seconds_at_most: float | None = Field(description="Of all these steps, were all rows as long as the longest.")
+    message: str
+
+
+class Estimated(RunEstimate):
+    """An estimate, and the run that measures it if one was asked for."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {**EXAMPLE, "probe_run_id": None}})
+
+    probe_run_id: str | None = Field(default=None, description="The run that measures; null without `probe`.")
+    measured: Measured | None = Field(default=None, description="What it has measured; null until then.")
+    probe: ProbeResult | None = Field(default=None, description="What that means; null without `probe`.")
+
+
+def stored(document: dict[str, Any]) -> RunEstimate | None:
+    """An estimate as it was written down; None: by a version that wrote something else."""
+    try:
+        return RunEstimate.model_validate(document)
+    except ValidationError:
+        return None

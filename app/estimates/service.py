@@ -5,33 +5,30 @@ import json
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sqlalchemy import func, select
-from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.config import Settings
 from app.datasets.models import Dataset
 from app.estimates import planner
-from app.estimates.activations import Precision
+from app.estimates.activations import Checkpointing, Precision
 from app.estimates.architecture import Architecture, UnknownArchitecture, read
-from app.estimates.history import Speed, measured, speed
-from app.estimates.memory import CONTEXT
-from app.estimates.models import StoredEstimate
+from app.estimates.history import Speed, speed
+from app.estimates.memory import CONTEXT, Memory, memory
 from app.estimates.parameters import CannotTrain, total, trained
-from app.estimates.plan import Data, Plan, longest, plan
+from app.estimates.plan import Data, attention_of, longest, plan
 from app.estimates.schemas import (
     Confidence,
     Cost,
     EstimatedDevice,
     Fit,
-    Measured,
     Parameters,
     RunEstimate,
     Unknown,
-    stored,
 )  # fmt: skip
+from app.estimates.work import Work, left_out, work
 from app.runs import base_models
 from app.runs.config import Machine, TrainingConfig, TrainingMethod, resolve
 from app.runs.models import Run
@@ -57,53 +54,74 @@ class _NoConfig(Exception):
     """The model's configuration cannot be read here; its text says why, as a sentence."""
 
 
-async def estimate(
-    session: AsyncSession, settings: Settings, storage: Storage, subject: Subject, *, thorough: bool
-) -> RunEstimate:
-    """What the run would take; `thorough` looks at earlier runs and for what would fit too.
+@dataclass(frozen=True)
+class Known:
+    """What the database says of a subject's surroundings."""
+
+    devices: list[EstimatedDevice]
+    """Kinds that workers offer now."""
+    attempt: int | None
+    """Whose output it builds on, where that is a run's."""
+
+
+async def estimate(session: AsyncSession, settings: Settings, storage: Storage, subject: Subject) -> RunEstimate:
+    """What the run would take.
 
     Never raises for what cannot be known: that is null, with its reason.
     """
-    devices = await _devices(session, settings, subject.backend)
-    name = subject.config.base_model
+    known = await look_up(session, settings, subject)
+    found, todo = await asyncio.to_thread(by_formula, settings, storage, subject, known, True)
+    if todo is None:
+        return found
+    device = found.device.kind, found.device.name
+    took = await speed(session, subject.config, device, todo)
+    return found.model_copy(update=_of_time(settings, found, took, todo.training + todo.writing))
+
+
+async def look_up(session: AsyncSession, settings: Settings, subject: Subject) -> Known:
+    """Everything that `by_formula` needs of the database."""
     attempt = None
-    if base_models.is_run(name):
-        attempt = await session.scalar(select(Run.output_attempt).where(Run.id == name))
+    if base_models.is_run(subject.config.base_model):
+        attempt = await session.scalar(select(Run.output_attempt).where(Run.id == subject.config.base_model))
+    return Known(await _devices(session, settings, subject.backend), attempt)
+
+
+def by_formula(
+    settings: Settings, storage: Storage, subject: Subject, known: Known, thorough: bool
+) -> tuple[RunEstimate, Work | None]:
+    """Everything but the time, and the work that the time is for (None: not known, or not asked for).
+
+    Reads the model's files and computes for some ten milliseconds: for a thread. `thorough`: for every device, with
+    what would make the run fit, and the work.
+    """
+    options = subject.config.trainer_options
+    for kind in ("recipe", "model_factory"):
+        if plugin := getattr(options, kind):
+            reason = f"`extra.{kind}` names `{plugin.type}`, which is the operator's own: only it knows what it takes."
+            return _unknown(known.devices, reason), None
     try:
-        described = await asyncio.to_thread(_config_json, settings, storage, subject.config, attempt)
-        model = read(described)
+        model = read(_config_json(settings, storage, subject.config, known.attempt))
         trained(model, resolve(subject.config, subject.given, None).config)
     except (_NoConfig, UnknownArchitecture, CannotTrain) as error:
-        return _unknown(devices, str(error))
-    found, planned, chosen = await asyncio.to_thread(_by_formula, model, subject, devices, thorough)
+        return _unknown(known.devices, str(error)), None
+    devices = known.devices or [EstimatedDevice(kind="cuda", name=None, memory_mb=None)]
+    on: dict[str, _OnKind] = {}
+    for device in devices if thorough else devices[:1]:
+        if device.kind not in on:
+            on[device.kind] = _OnKind(model, subject, device.kind)
+    first = on[devices[0].kind]
+    fits = [on[device.kind].fit(device, thorough) for device in known.devices if device.kind in on]
     if not thorough:
-        untold = Unknown(field="seconds", reason="`POST /v1/runs/estimate` alone tells how long a run takes.")
-        return found.model_copy(update={"unknown": [untold]})
-    held, sequence = chosen.memory.activations, planned.batch.tokens
-    operations = (held.operations + held.operations_again) / sequence * planned.tokens
-    kind, device_name = found.device.kind, found.device.name
-    took = await speed(session, subject.config, (kind, device_name), planned.tokens, operations)
-    return found.model_copy(update=_of_time(settings, found, took, operations))
+        fits = fits[:1]
+    choice = first.choose(devices[0])
+    todo = work(model, first.config, first.precision, first.plan, choice.checkpointing) if thorough else None
+    return _told(model, first, devices[0], choice, fits, thorough, is_assumed=not known.devices), todo
 
 
 async def data_of(session: AsyncSession, dataset_id: str) -> Data:
     """What is known of a data set that is there."""
     dataset = await session.get_one(Dataset, dataset_id)
     return Data(dataset.rows, dataset.bytes, dataset.token_statistics)
-
-
-async def store(session: AsyncSession, run_id: str, found: RunEstimate) -> None:
-    """Write down what was estimated of a run just made."""
-    new = insert(StoredEstimate).values(run_id=run_id, estimate=found.model_dump(mode="json"))
-    await session.execute(new.on_conflict_do_nothing())
-
-
-async def compared(session: AsyncSession, run: Run) -> tuple[RunEstimate | None, Measured | None]:
-    """What was estimated of a run at its creation, and what it has taken so far; null before it has measured any."""
-    document = await session.scalar(select(StoredEstimate.estimate).where(StoredEstimate.run_id == run.id))
-    peak, rate = await measured(session, run.id) if run.attempt else (None, None)
-    real = None if peak is None and rate is None else Measured(peak_memory_mb=peak, tokens_per_second=rate)
-    return stored(document) if document else None, real
 
 
 async def _devices(session: AsyncSession, settings: Settings, backend: str) -> list[EstimatedDevice]:
@@ -167,75 +185,111 @@ def _read(file: Path) -> dict[str, Any]:
     return found
 
 
-def _by_formula(
-    model: Architecture, subject: Subject, devices: list[EstimatedDevice], thorough: bool
-) -> tuple[RunEstimate, Plan, planner.Choice]:
-    assumed = devices[0] if devices else EstimatedDevice(kind="cuda", name=None, memory_mb=None)
-    fits = [_fit(model, subject, device, thorough) for device in devices]
-    config, planned, chosen = _on(model, subject, assumed)
-    where = "A process with torch" if assumed.kind == "cpu" else "The context of CUDA and its libraries"
-    sentences = [
-        f"{where} takes {CONTEXT[assumed.kind] // 2**20} MiB before any tensor.",
-        "Memory is that of the longest sequences, and the total that of the highest moment of a step.",
-        *planned.assumptions,
-    ]
-    if not devices:
-        sentences.insert(0, "No worker of this backend is online: a GPU with bfloat16 is assumed.")
-    if config.optim.startswith("paged_"):
-        sentences.append(
-            "Paged optimizer state counts, though it moves to the host when memory is scarce and is not part of what "
-            "torch measures as allocated."
+class _OnKind:
+    """A run on one kind of device: its configuration there, its way through the data, and its memory.
+
+    The memory is the same on all devices of the kind, so each way of checkpointing is walked through once.
+    """
+
+    def __init__(self, model: Architecture, subject: Subject, kind: Literal["cpu", "cuda"]) -> None:
+        machine = Machine(kind=kind, bf16=True, flash_attention=True, flash_attention_3=True)
+        self.config = resolve(subject.config, subject.given, machine).config
+        self.plan = plan(model, self.config, subject.data)
+        self.precision = Precision.of(self.config, kind)
+        self._model = model
+        self._needed: dict[Checkpointing, Memory] = {}
+
+    def choose(self, device: EstimatedDevice) -> planner.Choice:
+        """What the planner would choose on that device."""
+        choices = planner.asked(self.config.gradient_checkpointing)
+        return planner.first_that_fits(self._needs, _room(device), choices)
+
+    def fit(self, device: EstimatedDevice, thorough: bool) -> Fit:
+        """Whether that device has room, and if `thorough` what to change where it has not."""
+        chosen, room = self.choose(device), _room(device)
+        advice = []
+        if thorough and room is not None and not chosen.fits:
+            length = min(self.plan.batch.length, longest(self._model, self.config))
+            advice = planner.advice(self._model, self.config, self.precision, length, room)
+        return Fit(
+            device=device,
+            fits=None if room is None else chosen.fits,
+            total_mb=round(chosen.memory.peak / 2**20, 1),
+            gradient_checkpointing=chosen.checkpointing,
+            reason=chosen.reason,
+            advice=advice,
         )
-    if config.method is TrainingMethod.rlhf and any(one.type == "model" for one in config.rlhf.rewards):
-        sentences.append("Reward models take memory of their own, which is not counted.")
-    total_mb = chosen.memory.as_megabytes()
-    found = RunEstimate(
+
+    def _needs(self, one: Checkpointing) -> Memory:
+        if one not in self._needed:
+            attention = attention_of(self._model, self.config)
+            self._needed[one] = memory(self._model, self.config, self.precision, self.plan.batch, one, attention)
+        return self._needed[one]
+
+
+def _room(device: EstimatedDevice) -> int | None:
+    return None if device.memory_mb is None else device.memory_mb * 2**20
+
+
+def _told(
+    model: Architecture,
+    on: _OnKind,
+    device: EstimatedDevice,
+    choice: planner.Choice,
+    fits: list[Fit],
+    thorough: bool,
+    *,
+    is_assumed: bool,
+) -> RunEstimate:
+    untold = "`POST /v1/runs/estimate` alone tells how long a run takes."
+    unknown = [] if thorough else [Unknown(field="seconds", reason=untold)]
+    if source := on.config.trainer_options.data_source:
+        reason = f"`extra.data_source` names `{source.type}`, and only it knows the rows that it makes."
+        known = ("steps",) if on.plan.steps is not None else ()
+        fields = ("steps", "tokens", "flops", "seconds", "cost")
+        unknown = [Unknown(field=name, reason=reason) for name in fields if name not in known]
+    return RunEstimate(
         parameters=Parameters(
-            total=total(model, reward_head=config.method is TrainingMethod.reward),
-            trainable=trained(model, config).count,
+            total=total(model, reward_head=on.config.method is TrainingMethod.reward),
+            trainable=trained(model, on.config).count,
         ),
-        memory_mb=total_mb,
-        device=assumed,
-        gradient_checkpointing=chosen.checkpointing,
-        steps=planned.steps,
-        tokens=planned.tokens,
+        memory_mb=choice.memory.as_megabytes(),
+        device=device,
+        gradient_checkpointing=choice.checkpointing,
+        steps=on.plan.steps,
+        tokens=on.plan.tokens,
         flops=None,
         seconds=None,
         cost=None,
         confidence=Confidence(memory="formula", seconds=None),
         fits=fits,
-        assumptions=sentences,
-        unknown=[],
+        assumptions=_assumptions(on, device, is_assumed),
+        unknown=unknown,
     )
-    return found, planned, chosen
 
 
-def _on(model: Architecture, subject: Subject, device: EstimatedDevice) -> tuple[TrainingConfig, Plan, planner.Choice]:
-    """The run on a kind of device: its configuration there, its way through the data, and its memory."""
-    machine = Machine(kind=device.kind, bf16=True, flash_attention=True, flash_attention_3=True)
-    config = resolve(subject.config, subject.given, machine).config
-    planned = plan(model, config, subject.data)
-    room = None if device.memory_mb is None else device.memory_mb * 2**20
-    choices = planner.asked(config.gradient_checkpointing)
-    precision = Precision.of(config, device.kind)
-    return config, planned, planner.choose(model, config, precision, planned.batch, room, choices)
-
-
-def _fit(model: Architecture, subject: Subject, device: EstimatedDevice, thorough: bool) -> Fit:
-    config, planned, chosen = _on(model, subject, device)
-    advice = []
-    if thorough and device.memory_mb is not None and not chosen.fits:
-        length = min(planned.batch.length, longest(model, config))
-        room = device.memory_mb * 2**20
-        advice = planner.advice(model, config, Precision.of(config, device.kind), length, room)
-    return Fit(
-        device=device,
-        fits=None if device.memory_mb is None else chosen.fits,
-        total_mb=round(chosen.memory.peak / 2**20, 1),
-        gradient_checkpointing=chosen.checkpointing,
-        reason=chosen.reason,
-        advice=advice,
-    )
+def _assumptions(on: _OnKind, device: EstimatedDevice, is_assumed: bool) -> list[str]:
+    config = on.config
+    where = "A process with torch" if device.kind == "cpu" else "The context of CUDA and its libraries"
+    sentences = [
+        f"{where} takes {CONTEXT[device.kind] // 2**20} MiB before any tensor.",
+        "Memory is that of the longest sequences, and the total that of the highest moment of a step.",
+        *on.plan.assumptions,
+        *left_out(config, on.plan),
+    ]
+    if is_assumed:
+        sentences.insert(0, "No worker of this backend is online: a GPU with bfloat16 is assumed.")
+    if plugin := config.trainer_options.optimizer:
+        sentences.append(
+            f"What `extra.optimizer` (`{plugin.type}`) keeps is not known: two numbers of 32 bits for each parameter "
+            "that trains are assumed, as AdamW has them."
+        )
+    elif config.optim.startswith("paged_"):
+        sentences.append(
+            "Paged optimizer state counts, though it moves to the host when memory is scarce and is not part of what "
+            "torch measures as allocated."
+        )
+    return sentences
 
 
 def _of_time(settings: Settings, found: RunEstimate, took: Speed, operations: float) -> dict[str, Any]:

@@ -60,6 +60,8 @@ def _out_of_memory(report: Mapping[str, Any], config: Mapping[str, Any]) -> Caus
     if f"{seen}_mb" in last:
         told = f": shortly before, {last[f'{seen}_mb']:,} MB were in use and {last[f'{seen}_free_mb']:,} MB free"
     sentence = f"The memory of {where} did not suffice while {phase}{told}."
+    if report.get("killed_by_kernel") and "device_mb" in last:
+        return Cause(sentence, advice="Give the machine more memory, or let fewer runs train on it at once.")
     if config.get("on_out_of_memory") == "stop" and phase not in ("loading", "tokenizing"):
         return Cause(sentence, {"on_out_of_memory": "repair"}, "The run then makes micro-batches smaller by itself.")
     if config.get("batch_size", 1) > 1 and phase != "loading":

@@ -240,7 +240,8 @@ _CODES = {
     "enum": "unknown_value", "finite_number": "not_finite", "greater_than": "out_of_range",
     "greater_than_equal": "out_of_range", "less_than": "out_of_range", "less_than_equal": "out_of_range",
     "int_parsing_size": "out_of_range", "string_too_short": "out_of_range", "string_too_long": "out_of_range",
-    "too_short": "out_of_range", "too_long": "out_of_range", "string_pattern_mismatch": "invalid_name",
+    "too_large": "out_of_range", "too_short": "out_of_range", "too_long": "out_of_range",
+    "string_pattern_mismatch": "invalid_name",
     **_NO_TYPE, **{code: code for code in _OWN_CODES},
 }  # fmt: skip
 
@@ -255,6 +256,8 @@ def _from_pydantic(errors: list[ErrorDetails], model: type[BaseModel], *prefix: 
             del parts[3:4]  # the type, by which pydantic tells them apart
             parts += ["type"] if error["type"] in _NO_TYPE else []
         name = _printable(".".join([*prefix, *parts]) or "config")[:200]
+        if error["type"] == "float_type" and type(error["input"]) is int:
+            error = {**error, "type": "too_large", "msg": "Input should be smaller"}  # than any float
         code = _CODES.get(error["type"], "wrong_type" if error["type"].endswith("_type") else "invalid")
         found.setdefault(name, problem(name, code, _sentence(error, parts, model)))
     return list(found.values())

@@ -12,7 +12,6 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.backends.base import Rules
 from app.config import Settings
 from app.errors import ApiError, FieldError, conflict, invalid, not_found
-from app.estimates import service as estimates
 from app.experiments.service import default as default_experiment
 from app.ids import is_id, new_id
 from app.runs import lifecycle
@@ -84,13 +83,7 @@ async def create(
         "priority": request.priority,
         "max_restarts": request.max_restarts,
     }
-    run = await insert(session, values, created_by, idempotency, reward_run_ids=found.reward_run_ids)
-    if run.id == values["id"] and around.rules[request.backend].loads_model:
-        data = await estimates.data_of(session, request.dataset_id)
-        subject = estimates.Subject(found.config, found.given, request.backend, data)
-        expected = await estimates.estimate(session, around.settings, around.storage, subject, thorough=False)
-        await estimates.store(session, run.id, expected)
-    return run
+    return await insert(session, values, created_by, idempotency, reward_run_ids=found.reward_run_ids)
 
 
 async def check(session: AsyncSession, around: Surroundings, request: RunCreate) -> RunCheck:

@@ -36,10 +36,6 @@ def test_an_unknown_path_is_a_problem(shared_api: ApiServer) -> None:
     assert body["title"] == "Not Found"
 
 
-def test_what_is_due_later_answers_404(shared_api: ApiServer) -> None:
-    _check(shared_api.client.post("/v1/runs/estimate", json={}), 404, "not_found")
-
-
 def test_a_wrong_method_says_which_are_right(shared_api: ApiServer) -> None:
     answer = shared_api.client.put("/v1/experiments", json={})
     _check(answer, 404, "not_found")

@@ -8,6 +8,7 @@ import pytest
 
 from app.postmortems.causes import explain
 from tests.stack import Stack
+from tests.waiting import eventually
 from worker import repairs
 
 
@@ -20,6 +21,12 @@ def postmortem(stack: Stack, run_id: str) -> dict[str, Any]:
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
+
+
+def first_steps(stack: Stack, run_id: str) -> list[dict[str, Any]]:
+    """The first line of a step of each attempt."""
+    steps = [line for line in stack.journal(run_id) if line["event"] in ("step", "pass_over")]
+    return [next(line for line in steps if line["attempt"] == n) for n in sorted({line["attempt"] for line in steps})]
 
 
 class TestOutOfMemory:
@@ -90,24 +97,33 @@ class TestRewind:
         assert [line["step"] for line in lines if line["event"] == "pass_over"] == [7]
 
     def test_stop_wins_over_a_repair(self, stack: Stack) -> None:
+        """The trainer does not heed the stop, and fails a moment later for a reason that could be mended."""
         stack.add_worker()
         run_id = stack.create(
-            {"steps": 12, "step_seconds": 0.0, "load_seconds": 3.0, "out_of_memory_above": 1, "ignore_stop": True}
+            {"steps": 200, "step_seconds": 0.05, "non_finite_at_step": 40, "ignore_stop": True},
+            {"on_non_finite": "rewind", "logging_steps": 1},
         )
-        stack.until(run_id, "initializing")
+        stack.until_step(run_id, 5)
         stack.stop(run_id)
         assert stack.until(run_id, "completed", "failed", "cancelled")["status"] == "cancelled"
+        assert [one["kind"] for one in repairs_told(stack, run_id)] == ["non_finite"]
 
-    def test_trouble_before_another_checkpoint_leads_further_back(self) -> None:
-        rewinds = [
-            {"kind": "non_finite", "attempt": 1, "start_step": 0},
-            {"kind": "loss_spike", "attempt": 2, "start_step": 40},
-        ]
-        assert repairs.spoilt_steps(rewinds[:1], 2) == set()
-        assert repairs.spoilt_steps(rewinds, 3) == {40}
-        third = {"kind": "non_finite", "attempt": 3, "start_step": 30}
-        assert repairs.spoilt_steps([*rewinds, third], 4) == {40, 30}
-        assert repairs.spoilt_steps([*rewinds, third], 5) == set(), "an attempt in between ended otherwise"
+    def test_trouble_again_behind_one_checkpoint_leads_further_back_whatever_came_between(self, stack: Stack) -> None:
+        """Three steps in a row fail behind the checkpoint of step 10, with a loss of the worker in between."""
+        worker = stack.add_worker()
+        run_id = stack.create(
+            {"steps": 40, "step_seconds": 0.05, "non_finite_at_step": 12, "non_finite_steps": 3},
+            {"on_non_finite": "rewind", "save_steps": 5, "save_total_limit": 1, "logging_steps": 1},
+        )
+        eventually(lambda: repairs_told(stack, run_id), timeout=30)
+        worker.kill()
+        stack.add_worker()
+        assert stack.until(run_id, "completed", "failed")["status"] == "completed"
+        assert [one["step"] for one in repairs_told(stack, run_id)] == [12, 13, 14]
+        starts = [line["step"] for line in first_steps(stack, run_id)]
+        assert 11 in starts and 1 in starts, "from the checkpoint, and then from before it"
+        saved = stack.client.get(f"/v1/runs/{run_id}/checkpoints").json()["data"]
+        assert max(one["step"] for one in saved if one["bad_reason"] is None) == 40
 
 
 class TestPostmortem:

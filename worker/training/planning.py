@@ -37,6 +37,8 @@ def _chosen(run: Run, found: Base, length: int) -> tuple[planner.Value, str]:
         return False, "On a CPU it costs time and saves memory that is not scarce."
     if any(one["kind"] == "out_of_memory" for one in run.job.get("repairs", ())):
         return True, "An earlier attempt ran out of memory, so every layer is computed again."
+    if run.config.trainer_options.model_factory is not None:
+        return True, "What a model factory makes is not known before, so every layer is computed again."
     config = run.config.model_copy(update={"max_seq_length": length}) if run.config.packing else run.config
     room, _ = torch.cuda.mem_get_info()
     try:

@@ -165,8 +165,7 @@ class Mlflow:
 
         about = self._about
         self._client = MlflowClient(tracking_uri=about.mlflow_uri)
-        experiment = self._client.get_experiment_by_name(PROJECT)
-        place = experiment.experiment_id if experiment else self._client.create_experiment(PROJECT)
+        place = self._experiment()
         named = f"tags.`anneal.run_id` = '{about.run_id}'"
         earlier = self._client.search_runs([place], filter_string=named, max_results=1)
         tags = {"run_id": about.run_id, "attempt": str(about.attempt), "method": about.method, "status": "running"}
@@ -177,6 +176,18 @@ class Mlflow:
         self._id = earlier[0].info.run_id
         self._client.update_run(self._id, status="RUNNING")
         self._tag(tags)
+
+    def _experiment(self) -> str:
+        found = self._client.get_experiment_by_name(PROJECT)
+        if found is None:
+            try:
+                return str(self._client.create_experiment(PROJECT))
+            except Exception:
+                # Another run has made it in this moment, or our own call came twice; else this is the trouble.
+                found = self._client.get_experiment_by_name(PROJECT)
+                if found is None:
+                    raise
+        return str(found.experiment_id)
 
     def describe(self, parameters: Mapping[str, Any]) -> None:
         from mlflow.entities import Param

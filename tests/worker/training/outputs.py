@@ -13,11 +13,11 @@ def weights(outcome: Outcome) -> dict[str, str]:
 
 
 def figures(outcome: Outcome) -> list[dict[str, Any]]:
-    """The metrics of an output without what depends on the clock."""
+    """The metrics of an output without what depends on the clock and the process."""
     told = []
     for line in (outcome.output / "metrics.jsonl").read_text().splitlines():
         point = json.loads(line)
         point.update(point.pop("extra", {}))
-        clock = ("second", "gpu_memory")
+        clock = ("second", "gpu_memory", "host_memory")
         told.append({name: value for name, value in point.items() if not any(word in name for word in clock)})
     return told

@@ -1,0 +1,277 @@
+"""Figures of estimates by formula alone: no database, no model, no training."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.estimates import architecture, planner, schemas
+from app.estimates.activations import Precision
+from app.estimates.architecture import Architecture, UnknownArchitecture
+from app.estimates.memory import memory
+from app.estimates.parameters import CannotTrain, total, trained
+from app.estimates.plan import Data, attention_of, plan
+from app.estimates.work import left_out, work
+from app.runs.config import Machine, TrainingConfig, given_fields, problems, resolve
+from tests.properties import examples
+
+# Llama-3.1-8B, as its config.json has it.
+LLAMA = {
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+}  # fmt: skip
+TINY = {
+    "vocab_size": 517, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "n_embd": 64, "n_layer": 2, "n_head": 4,
+}  # fmt: skip
+GIB = 2**30
+CHECKS = [{"type": "length", "max": 100}]
+
+
+def effective(**asked: Any) -> TrainingConfig:
+    """A configuration as a GPU would take it."""
+    config = TrainingConfig.model_validate({"base_model": "any", **asked})
+    return resolve(config, sorted(given_fields(asked)), Machine(kind="cuda", bf16=True)).config
+
+
+def counted(rows: int = 100, mean: float = 100.0, largest: int = 100) -> Data:
+    """A data set whose tokens a tokenizer has counted."""
+    return Data(rows, None, {"mean": mean, "max": largest, "total": round(rows * mean), "tokenizer": "any"})
+
+
+def operations(data: Data, *, model: Architecture | None = None, **asked: Any) -> Any:
+    """What there is to do for a run."""
+    config, model = effective(**asked), model or architecture.read(LLAMA)
+    found = work(model, config, Precision.of(config, "cuda"), plan(model, config, data), "off")
+    assert found is not None
+    return found
+
+
+class TestStepsAndTokens:
+    @pytest.mark.parametrize(
+        ("asked", "steps", "tokens"),
+        [
+            ({"epochs": 1}, 7, 10_000),
+            ({"epochs": 2.5}, 18, 25_000),
+            ({"epochs": 1, "min_steps": 1000}, 1000, 1000 * 16 * 100),
+            ({"epochs": 1, "min_steps": 3}, 7, 10_000),
+            ({"max_steps": 50}, 50, 50 * 16 * 100),
+            ({"epochs": 1, "min_steps": 1000, "stop_at_step": 10}, 10, 10 * 16 * 100),
+        ],
+    )
+    def test_tokens_are_those_of_all_steps(self, asked: dict[str, Any], steps: int, tokens: int) -> None:
+        found = plan(architecture.read(LLAMA), effective(**asked), counted())
+        assert (found.steps, found.tokens) == (steps, tokens)
+
+    @pytest.mark.parametrize(("asked", "steps"), [({}, None), ({"max_steps": 50}, 50)])
+    def test_of_a_data_source_are_not_guessed(self, asked: dict[str, Any], steps: int | None) -> None:
+        config = effective(extra={"data_source": {"type": "lake"}}, max_seq_length=512, **asked)
+        model = architecture.read(LLAMA)
+        found = plan(model, config, counted())
+        assert (found.steps, found.tokens, found.batch.length) == (steps, None, 512)
+        assert work(model, config, Precision.of(config, "cuda"), found, "off") is None
+
+
+class TestOperations:
+    def test_grow_with_the_mean_row_and_not_with_the_longest(self) -> None:
+        assert operations(counted(largest=100)).training == operations(counted(largest=2000)).training
+
+    def test_of_packed_texts_are_those_of_each_by_itself(self) -> None:
+        asked = {"packing": True, "max_steps": 10}
+        short, long = (operations(counted(10_000, mean), **asked).training for mean in (100.0, 2000.0))
+        stream = operations(counted(10_000), **asked, extra={"packing_strategy": "wrapped"}).training
+        assert short < long < stream * 1.001 and stream == pytest.approx(long, rel=0.01)
+
+    def test_of_a_reference_in_every_step_are_those_of_a_forward_pass(self) -> None:
+        one_pass, two = (operations(counted(), method="dpo", epochs=epochs) for epochs in (1, 2))
+        forward = 2 * total(architecture.read(LLAMA)) * one_pass.tokens
+        assert one_pass.training - two.training / 2 == pytest.approx(forward, rel=0.1)
+
+    def test_computed_beforehand_are_named(self) -> None:
+        model = architecture.read(LLAMA)
+        for epochs, said in ((1, 0), (2, 1)):
+            config = effective(method="dpo", epochs=epochs)
+            assert len(left_out(config, plan(model, config, counted()))) == said
+
+    def test_of_completions_are_those_of_a_forward_pass_for_each_token(self) -> None:
+        free, held = (
+            operations(counted(), method="rlhf", rlhf={"rewards": CHECKS, "beta": beta}, max_steps=10)
+            for beta in (0.0, 0.1)
+        )
+        forward = 2 * total(architecture.read(LLAMA)) * free.tokens
+        assert free.writing == pytest.approx(forward, rel=0.1)
+        assert held.training - free.training == pytest.approx(forward, rel=0.1)
+        assert operations(counted()).writing == 0
+
+
+class TestMemory:
+    def test_without_an_adapter_a_reference_is_a_second_base(self) -> None:
+        model = architecture.read(LLAMA)
+
+        def needed(**asked: Any) -> Any:
+            config = effective(method="rlhf", **asked)
+            batch = plan(model, config, counted()).batch
+            return memory(model, config, Precision.of(config, "cuda"), batch, "full", attention_of(model, config))
+
+        free, held = (needed(rlhf={"rewards": CHECKS, "beta": beta}, lora_r=None) for beta in (0.0, 0.1))
+        assert held.peak - free.peak == held.components.reference == held.components.weights
+        assert held.components.reference / GIB == pytest.approx(29.9, abs=0.1)
+        adapter = needed(rlhf={"rewards": CHECKS, "beta": 0.1})
+        assert adapter.components.reference == 0, "with an adapter the base is its own reference"
+
+    def test_an_optimizer_of_the_operator_is_not_taken_for_an_8_bit_one(self) -> None:
+        model, state = architecture.read(LLAMA), []
+        for more in ({}, {"extra": {"optimizer": {"type": "mine"}}}):
+            config = effective(method="full", **more)
+            batch = plan(model, config, counted()).batch
+            found = memory(model, config, Precision.of(config, "cuda"), batch, "full", "sdpa")
+            state.append(found.components.optimizer / total(model))
+        assert state[0] < 4 and state[1] == pytest.approx(8, rel=0.01)
+
+    def test_the_documented_example_is_what_the_code_says(self) -> None:
+        model, config = architecture.read(LLAMA), effective(epochs=1)
+        planned = plan(model, config, counted(12_640, 173.56, 320))
+        shown: Any = schemas.EXAMPLE
+        device, precision = shown["device"], Precision.of(config, "cuda")
+        choice = planner.choose(model, config, precision, planned.batch, device["memory_mb"] * 2**20)
+        todo = work(model, config, precision, planned, choice.checkpointing)
+        assert shown["memory_mb"] == choice.memory.as_megabytes()
+        assert shown["parameters"] == {"total": total(model), "trainable": trained(model, config).count}
+        assert (shown["steps"], shown["tokens"]) == (planned.steps, planned.tokens)
+        assert todo is not None and shown["flops"] == pytest.approx(todo.training)
+        assert shown["fits"][0]["reason"] == choice.reason
+        assert shown["fits"][0]["total_mb"] == shown["memory_mb"]["total"]
+
+
+class TestAdvice:
+    @pytest.mark.parametrize("gigabytes", [8, 12, 24, 40])
+    @pytest.mark.parametrize(
+        "asked",
+        [
+            {"method": "full"},
+            {"method": "lora"},
+            {"method": "sft", "lora_r": None},
+            {"method": "sft", "load_in_4bit": False},
+            {"method": "dpo", "lora_r": None},
+            {"method": "dpo", "load_in_8bit": True},
+            {"method": "reward", "lora_r": None},
+            {"method": "rlhf", "lora_r": None, "rlhf": {"rewards": CHECKS}},
+            {"method": "rlhf", "lora_r": 16, "rlhf": {"rewards": CHECKS}, "max_seq_length": 400},
+        ],
+        ids=str,
+    )
+    def test_never_changes_what_a_run_learns_towards(self, asked: dict[str, Any], gigabytes: int) -> None:
+        model, config = architecture.read(LLAMA), effective(**asked)
+        (said,) = planner.advice(model, config, Precision.of(config, "cuda"), 1024, gigabytes * GIB)
+        if asked["method"] not in ("full", "lora"):
+            assert "method:" not in said
+        changed = {"base_model": "any", **asked, **_named(said)}
+        if "lora_r: 16" in said or "load_in_4bit: true" in said:
+            changed.pop("load_in_8bit", None)
+        assert problems(changed, has_eval_dataset=False) == [], said
+
+    def test_names_an_adapter_where_every_weight_of_a_preference_run_trains(self) -> None:
+        model, config = architecture.read(LLAMA), effective(method="dpo", lora_r=None, batch_size=1)
+        precision = Precision.of(config, "cuda")
+        said = [planner.advice(model, config, precision, 512, gigabytes * GIB)[0] for gigabytes in (40, 14)]
+        assert "`lora_r: 16` with `load_in_4bit: false`" in said[0]
+        assert "`lora_r: 16` with `load_in_4bit: true`" in said[1]
+
+
+def _named(said: str) -> dict[str, Any]:
+    """The fields that a sentence of advice names, with their values."""
+    words = said.replace("`", " ").replace(":", " ").replace(",", " ").split()
+    values: dict[str, Any] = {"true": True, "false": False}
+    found = {}
+    for name, value in pairwise(words):
+        if name in TrainingConfig.model_fields:
+            value = value.rstrip(".")
+            if value.isdigit() or value in values or name == "method":
+                found[name] = int(value) if value.isdigit() else values.get(value, value.rstrip(")"))
+    return found
+
+
+class TestAConfigJson:
+    @pytest.mark.parametrize(
+        ("file", "says"),
+        [
+            ({"model_type": "phi3", "rope_scaling": "x"}, "AttributeError"),
+            ({"model_type": "phi3", "rope_parameters": [1]}, "AttributeError"),
+            ({"model_type": "phi3", "partial_rotary_factor": float("inf")}, "not a part of one"),
+            ({"model_type": "gpt2", "resid_pdrop": 10**400}, "not a part of one"),
+            ({"model_type": "gpt2", "attn_pdrop": float("nan")}, "not a part of one"),
+            ({"model_type": "llama", "hidden_size": 8, "num_attention_heads": 16}, "16 heads are more"),
+            ({"model_type": "gpt2", "n_embd": 8, "n_head": 16}, "16 heads are more"),
+            ({"model_type": "llama", "num_key_value_heads": 64}, "more than the 32 of queries"),
+        ],
+    )
+    def test_that_cannot_be_is_said_to_be_unknown(self, file: dict[str, Any], says: str) -> None:
+        with pytest.raises(UnknownArchitecture, match=says):
+            architecture.read(file)
+
+    @examples(300)
+    @given(st.data())
+    def test_of_any_content_is_counted_or_said_to_be_unknown(self, data: st.DataObject) -> None:
+        family = data.draw(st.sampled_from(sorted(architecture.FAMILIES)))
+        known = {**architecture.FAMILIES[family], **TINY}
+        names = st.sampled_from(
+            [*known, "rope_scaling", "rope_parameters", "num_key_value_heads", "head_dim", "n_inner"]
+        )
+        file = {"model_type": family, **TINY, **data.draw(st.dictionaries(names, _ODD, min_size=1, max_size=3))}
+        if isinstance(file.get("num_hidden_layers"), int):
+            file["num_hidden_layers"] = min(file["num_hidden_layers"], 3)
+        if isinstance(file.get("n_layer"), int):
+            file["n_layer"] = min(file["n_layer"], 3)
+        asked = data.draw(st.sampled_from(_METHODS))
+        try:
+            model, config = architecture.read(file), effective(**asked)
+            trained(model, config)
+        except (UnknownArchitecture, CannotTrain) as error:
+            assert str(error).endswith(".")
+            return
+        planned, precision = plan(model, config, counted()), Precision.of(config, "cuda")
+        choice = planner.choose(model, config, precision, planned.batch, GIB)
+        assert choice.memory.peak > 0 and min(choice.memory.as_megabytes().values()) >= 0
+        todo = work(model, config, precision, planned, choice.checkpointing)
+        assert todo is not None and todo.training >= 0
+        if not choice.fits:
+            planner.advice(model, config, precision, planned.batch.length, GIB)
+
+
+_ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 100),
+    st.sampled_from([2**39, 2**40, 10**400, -(10**400), 0.1, 1.5, float("nan"), float("inf"), "x", "", [], [1], {}]),
+    st.dictionaries(st.sampled_from(["partial_rotary_factor", "rope_type"]), st.sampled_from(["x", None, 0.5, 7])),
+    st.lists(st.integers(-1, 3), max_size=3),
+)
+_METHODS: list[dict[str, Any]] = [
+    {"method": "full"},
+    {"method": "lora", "lora_dropout": 0.0},
+    {"method": "qlora", "packing": True},
+    {"method": "dpo"},
+    {"method": "reward", "lora_r": None},
+    {"method": "rlhf", "lora_r": None, "rlhf": {"rewards": CHECKS, "beta": 0.1}},
+]
+
+
+def test_memory_is_walked_through_once_for_each_way_of_checkpointing() -> None:
+    walked: list[str] = []
+
+    def needs(one: Any) -> Any:
+        walked.append(one)
+        return memory(model, config, Precision.of(config, "cuda"), planned.batch, one, "sdpa")
+
+    model, config = architecture.read({"model_type": "llama", **TINY}), effective()
+    planned = plan(model, config, counted())
+    assert not planner.first_that_fits(needs, 1, planner.CHOICES).fits
+    assert walked == ["off", "selective", "full"]
+
+
+@pytest.mark.parametrize("document", [{}, {"parameters": 3}, {**schemas.EXAMPLE, "fits": [{"device": None}]}])
+def test_an_estimate_of_another_version_is_none(document: dict[str, Any]) -> None:
+    assert schemas.stored(document) is None
+    assert schemas.stored(dict(schemas.EXAMPLE)) is not None
