@@ -191,7 +191,7 @@ class TestHostMemory:
             HostMemory().copy([torch.randn(10)])
         told: list[tuple[str, str]] = []
         report = SimpleNamespace(message=lambda *said: told.append(said), phase=lambda name: told.append((name, "")))
-        run: Any = SimpleNamespace(folder=tmp_path, job={}, report=report)
+        run: Any = SimpleNamespace(folder=tmp_path, job={}, report=report, is_probe=False)
         saving, snapshot = Saving(run), Snapshot([], {"state": torch.randn(10)}, {})
         assert saving.copied(snapshot) is None and saving.copied(snapshot) is None
         assert [what for what, _ in told if what == "saving"] == ["saving"] * 2

@@ -58,8 +58,8 @@ class Training:
         config = SimpleNamespace(save_steps=2, seed=1, eval_steps=None, trainer_options=options)
         self.run: Any = SimpleNamespace(
             folder=folder, job={"run_id": "run_a", "attempt": 1, "disk_reserve_bytes": reserve}, report=self.report,
-            config=config, state=RunState(), save_kind="periodic", ended_by=None, fingerprint={}, stop_requested=None,
-            journal=SimpleNamespace(save=lambda step: None), control=self.control,
+            config=config, state=RunState(), save_kind="periodic", ended_by=None, fingerprint={}, is_probe=False,
+            journal=SimpleNamespace(save=lambda step: None), control=self.control, stop_requested=None,
         )  # fmt: skip
         weights = torch.nn.Linear(4, 4)
         self.trainer: Any = SimpleNamespace(
