@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator
 from typing import Annotated
 
-from fastapi import Depends, Request, Response
+from fastapi import Depends, Header, Request, Response
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.audit import log as audit
@@ -52,3 +52,10 @@ Reading = Annotated[AsyncSession, Depends(get_reading, scope="function")]
 Snapshot = Annotated[AsyncSession, Depends(get_snapshot, scope="function")]
 CurrentSettings = Annotated[Settings, Depends(_settings)]
 CurrentStorage = Annotated[Storage, Depends(_storage)]
+IdempotencyKey = Annotated[
+    str | None,
+    Header(
+        description="The same key with the same request answers the same run, so that a call can be repeated.",
+        examples=["6f1c0a52-6d0e-4d5c-8a53-0f8c7a8f1b6e"],
+    ),
+]

@@ -94,7 +94,7 @@ class Training:
         self.journal = journal
         self.folder = Path(job["output_dir"])
         self.config = TrainingConfig.model_validate(understood(job["config"], job.get("given", ())))
-        self.options = FakeOptions.model_validate(self.config.extra)
+        self.options = FakeOptions.stored(self.config.extra)
         self.rows = int((job.get("dataset") or {}).get("rows") or _ROWS_WITHOUT_DATASET)
         self.per_step = self.config.batch_size * self.config.gradient_accumulation_steps
         self.total = self._total_steps()
@@ -133,6 +133,7 @@ class Training:
         why = self.state.ended_by or self._stop_reason()
         while why is None and self.state.step < self.total:
             self._step()
+            self.actions.do_again()
             why = self._stop_reason()
             if why is None and self.state.step < self.total:
                 self.actions.take()
@@ -179,9 +180,12 @@ class Training:
         return self.config.learning_rate * (1 - self.state.step / (self.total + 1))
 
     def _stop_reason(self) -> str | None:
-        request = self.control.stop_requested
-        if request is not None and not self.options.ignore_stop:
-            return request.why
+        request = self.control.stop_requested if not self.options.ignore_stop else None
+        limit = self._limit_reached()
+        # A drain at a limit changes nothing about that: another attempt would train beyond it.
+        return request.why if request is not None and (limit is None or request.why == "stop") else limit
+
+    def _limit_reached(self) -> str | None:
         if self.control.ends_with_epoch and self.state.step > self.saved_step and self._is_epoch_over():
             return "epoch_end"
         limit, at = self.config.time_limit_seconds, self.config.stop_at_step
@@ -258,14 +262,15 @@ class Training:
             return None
         return {"kind": "non_finite", "step": step, "rows": samples, "singled_out": []}
 
-    def evaluate(self, loss: float) -> None:
-        """Pretend that an evaluation found this loss."""
+    def evaluate(self, loss: float, *, is_due: bool = True) -> None:
+        """Pretend that an evaluation found this loss; one that was only asked for decides nothing."""
         state = self.state
         self.report.phase("evaluating")
         self.report.eval(state.step, {"eval_loss": loss}, epoch=self.epoch())
         state.eval_loss, state.eval_step = loss, state.step
-        self.improved = state.best_eval_loss is None or loss < state.best_eval_loss
-        state.best_eval_loss = min(loss, state.best_eval_loss or math.inf)
+        if is_due:
+            self.improved = state.best_eval_loss is None or loss < state.best_eval_loss
+            state.best_eval_loss = min(loss, state.best_eval_loss or math.inf)
         self.report.phase("training", start_step=state.step, total_steps=self.total)
 
     def _samples(self, step: int) -> list[int]:

@@ -19,11 +19,14 @@ class Actions:
         self._again: deque[dict[str, Any]] = deque(training.job.get("actions", ()))
         self._saves: list[dict[str, Any]] = []
 
-    def take(self) -> None:
-        """Do what is to be done behind the step that is over; what earlier attempts did there comes first."""
+    def do_again(self) -> None:
+        """Do what an earlier attempt did behind the step that is over, however that step ends."""
         step = self._training.state.step
         while self._again and self._again[0]["step"] <= step:
             self._take(self._again.popleft())
+
+    def take(self) -> None:
+        """Do what is newly asked for, where training goes on."""
         while not self._again and (asked := self._training.control.take_action()) is not None:
             self._take(asked)
 
@@ -47,7 +50,7 @@ class Actions:
                 self._saves.append(asked)
             case "evaluate":
                 loss = (training.state.loss or 0.0) + 0.1
-                training.evaluate(loss)
+                training.evaluate(loss, is_due=False)
                 self._answer(asked, "done", result={"metrics": {"eval_loss": loss}})
             case "sample":
                 self._sample(asked, **parameters)

@@ -161,10 +161,11 @@ class Pump:
     def _take_total(self, told: Any) -> None:
         if told:
             self._total_steps = _count(told, "total_steps")
+            self._stopwatch.total(self._total_steps)
 
     def _take_result(self, record: dict[str, Any], _ts: float) -> None:
         self.result = record
-        self._stopwatch.end()
+        self._stopwatch.end(str(record.get("outcome")))
         self._note_pace(self._stopwatch.has_begun)
 
     def _note_pace(self, is_due: bool) -> None:
@@ -174,13 +175,13 @@ class Pump:
     def _take_phase(self, record: dict[str, Any], ts: float) -> None:
         self.phase = str(record["name"])
         run_id, epoch = self._run.id, self._run.epoch
-        self._stopwatch.enter(self.phase, record.get("start_step"), record.get("total_steps"))
+        start = (self._job.start_step, self._job.start_epoch) if self._job else (0, 0.0)
+        self._stopwatch.enter(self.phase, start[0])
         progress = {"phase": self.phase, "done": None, "total": None, "message": self.phase}
         self._writer.put(NewEvent.of("progress", ts, progress))
         if self.phase == "training" and not self.has_begun:
             self.has_begun = True
             self._take_total(record.get("total_steps"))
-            start = (self._job.start_step, self._job.start_epoch) if self._job else (0, 0.0)
             self._move(lifecycle.begin(run_id, epoch, *start, self._total_steps, self._bests[-1][1]), "running")
             self._note_pace(self._stopwatch.is_due)
         elif self.phase == "saving" and self._status == "running":

@@ -1,5 +1,6 @@
 """How long the parts of an attempt take, by the worker's monotonic clock: what later predictions rest on."""
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from app.runs import prediction
 from app.runs.models import Pace, Run
 from app.runs.prediction import Timings
 from app.workers.models import Device
+
+log = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_WRITES = 0.5
 _MOST_WINDOWS = 64
@@ -29,26 +32,32 @@ class Stopwatch:
         self._times: dict[str, int] = {"evaluating": 0, "saving": 0}
         self._windows: deque[tuple[int, float]] = deque(maxlen=_MOST_WINDOWS)
         self._written: float | None = None
-        config = run.config
-        task = prediction.task(run.backend, config, run.given, None, (run.dataset_id, run.eval_dataset_id))
-        self._timings = Timings(twin=task.twin, work=task.work)
+        self._timings = Timings()
+        self._is_broken = False
+        try:
+            task = prediction.task(run.backend, run.config, run.given, None, (run.dataset_id, run.eval_dataset_id))
+            self._timings = Timings(twin=task.twin, work=task.work)
+        except Exception:  # whatever it is: no attempt is to fail for want of a prediction
+            log.exception("nothing is measured for predictions: what %s asks for cannot be read", run.id)
+            self._is_broken = True
         self.has_begun = False
         """Whether the first step is reached, so that there is something to store."""
 
-    def enter(self, phase: str, start_step: int | None = None, total_steps: int | None = None) -> None:
-        """A phase begins, and the one before it ends."""
+    def enter(self, phase: str, start_step: int = 0) -> None:
+        """A phase begins, and the one before it ends; the first `training` at `start_step`."""
         self._turn()
         if phase in self._times and phase != self._phase:
             self._times[phase] += 1
         self._phase = phase
-        if phase == "training" and not self.has_begun:
+        if phase == "training" and not self.has_begun and not self._is_broken:
             self.has_begun = True
-            start = start_step or 0
             self._reached = self._turned
             loading = self._turned - self._claimed
-            self._timings = replace(
-                self._timings, start_step=start, step=start, total_steps=total_steps, loading=loading
-            )
+            self._timings = replace(self._timings, start_step=start_step, step=start_step, loading=loading)
+
+    def total(self, steps: int) -> None:
+        """So many steps there are to be: told at first, and again when the run is extended."""
+        self._timings = replace(self._timings, total_steps=steps)
 
     def step(self, step: int) -> None:
         """A metric tells that this step is done."""
@@ -69,10 +78,11 @@ class Stopwatch:
             saving=self._in["saving"],
         )
 
-    def end(self) -> None:
+    def end(self, outcome: str) -> None:
         """The trainer has said its last word."""
         self._turn()
-        if self.has_begun and self._timings.step == self._timings.total_steps:
+        # One that fails behind its last step has not done what comes after it.
+        if self.has_begun and outcome == "completed" and self._timings.step == self._timings.total_steps:
             self._timings = replace(self._timings, finishing=self._turned - self._reached)
 
     @property

@@ -7,10 +7,11 @@ from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.actions.models import RunAction
-from app.actions.schemas import AnyAction, EvaluateAction, ExtendAction, SampleAction
+from app.actions.schemas import AnyAction, EvaluateAction, ExtendAction, SampleAction, SetLearningRateAction
 from app.errors import ApiError, FieldError, conflict, invalid
 from app.ids import is_id, new_id
 from app.pagination import Paging, fetch
+from app.runs import plugins
 from app.runs.config import TrainingMethod
 from app.runs.models import TERMINAL, Run
 from app.runs.service import Idempotency, key_reused, locked
@@ -120,6 +121,12 @@ def _problems(run: Run, wanted: AnyAction) -> Sequence[FieldError]:
     if isinstance(wanted, SampleAction) and config.get("method") == TrainingMethod.reward:
         message = "a reward model scores texts and writes none; sample a run of another method"
         return [FieldError(field="action", code="not_for_this_method", message=message)]
+    if isinstance(wanted, SetLearningRateAction | ExtendAction) and plugins.makes_rates(config):
+        message = (
+            "the run's optimizer or scheduler is a plugin, and nobody knows what it would make of another learning "
+            "rate or of more steps while it trains; stop the run, and resume it with what is to change"
+        )
+        return [FieldError(field="action", code="not_with_a_plugin", message=message)]
     if isinstance(wanted, ExtendAction):
         return _not_longer(run, config, wanted)
     return []

@@ -69,6 +69,14 @@ def write(request: Request, response: Response, session: AsyncSession) -> Call |
     return call
 
 
+def forget(request: Request) -> None:
+    """The call turned out to change nothing: it does not belong into the list."""
+    call = call_of(request.scope)
+    if call is not None:
+        call.is_written = True
+        del request.scope["state"]["audited"]
+
+
 def made(headers: Headers) -> str | None:
     """Id of what a call has made."""
     return headers["location"].rpartition("/")[2] if "location" in headers else None

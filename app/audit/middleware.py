@@ -13,7 +13,7 @@ from app.errors import as_api_error
 log = logging.getLogger(__name__)
 
 _SAFE = {"GET", "HEAD", "OPTIONS"}
-CHANGES_NOTHING = {("POST", "/v1/runs/validate"), ("POST", "/v1/runs/estimate")}
+CHANGES_NOTHING = {("POST", "/v1/runs/validate")}
 
 
 class Audit:

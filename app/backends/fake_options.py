@@ -1,6 +1,7 @@
 """Options of the `fake` backend, given in `extra`: how long its pretended training takes and how it goes wrong."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -12,7 +13,8 @@ class FakeOptions(BaseModel):
     `logging_steps`, `eval_steps`, `stop_at_step`, `time_limit_seconds` and `seed` are honoured as well.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # What a number or a flag is not, a string for one, is refused when a run is made.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     steps: int = Field(20, ge=1, le=1_000_000, description="Optimizer steps, unless `max_steps` is set.")
     step_seconds: float = Field(0.05, ge=0, le=3600, description="Duration of a step.")
@@ -56,3 +58,8 @@ class FakeOptions(BaseModel):
     faults_until_attempt: int | None = Field(
         None, ge=1, description="Fail, crash and hang only in attempts up to this one; unset: in all."
     )
+
+    @classmethod
+    def stored(cls, extra: Mapping[str, Any]) -> Self:
+        """The options of a stored run: what an earlier version has accepted, as `"20"` for 20, is still understood."""
+        return cls.model_validate(extra, strict=False)

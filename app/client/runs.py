@@ -12,7 +12,7 @@ from app.client.download import download
 from app.client.events import Event, Follower
 from app.client.modes import M, call, stream
 from app.client.resource import ApiResource, body_of, given
-from app.estimates.schemas import RunEstimate
+from app.estimates.schemas import Estimated
 from app.postmortems.schemas import PostMortem
 from app.runs.schemas import RunCheck, RunComparison, RunCreate, RunMetrics, RunRead, RunStopped, RunSummary, StopMode
 
@@ -37,9 +37,27 @@ class Runs(ApiResource[M]):
         return await self._session.post(RunCheck, "/runs/validate", body_of(run), repeatable=True)
 
     @call
-    async def estimate(self, run: RunCreate | Mapping[str, Any]) -> RunEstimate:
-        """What the run would take in memory, steps, tokens, time and money, and where it fits; makes nothing."""
-        return await self._session.post(RunEstimate, "/runs/estimate", body_of(run), repeatable=True)
+    async def estimate(
+        self, run: RunCreate | Mapping[str, Any], *, probe: bool = False, wait: bool = True
+    ) -> Estimated:
+        """What the run would take in memory, steps, tokens, time and money, and where it fits; makes nothing.
+
+        With `probe` a worker measures it too, with two steps on its longest rows: answers once that is done, with
+        `measured` and `probe` beside the estimate; without `wait` at once, with `probe_run_id` to look at later.
+        """
+        if not probe:
+            return await self._session.post(Estimated, "/runs/estimate", body_of(run), repeatable=True)
+        key, body = str(uuid.uuid4()), {**body_of(run), "probe": True}
+        found = await self._session.post(Estimated, "/runs/estimate", body, key=key)
+        if not wait:
+            return found
+        path = f"/runs/{found.probe_run_id}"
+        follower = Follower(self._session, f"{path}/events", {"types": "end"}, after=None, whole=False)
+        async with aclosing(follower.follow(STREAM_PATIENCE)) as events:
+            async for _ in events:
+                pass
+        ended = await self._session.get(RunRead, path)
+        return found.model_copy(update={"measured": ended.measured, "probe": ended.probe})
 
     @stream
     async def list(

@@ -2,10 +2,14 @@
 
 from typing import TYPE_CHECKING
 
+import typer
+
 from app.commands.console import details, note, table
+from app.commands.watching import exit_code, watch_run
 
 if TYPE_CHECKING:
-    from app.estimates.schemas import EstimatedDevice, RunEstimate
+    from app.client import Anneal
+    from app.estimates.schemas import Estimated, EstimatedDevice, Measured, ProbeResult, RunEstimate
 
 
 def show(estimate: "RunEstimate") -> None:
@@ -50,6 +54,42 @@ def show(estimate: "RunEstimate") -> None:
         note(f"  {sentence}")
 
 
+def probed(client: "Anneal", estimate: "Estimated", is_told: bool) -> int:
+    """Follow the run that measures to its end and set what it found beside the estimate; answers the exit code.
+
+    `is_told`: it has ended, and what it found was shown.
+    """
+    run = client.runs.get(estimate.probe_run_id or "")
+    if not is_told:
+        watch_run(client, run, False)
+        run = client.runs.get(run.id)
+        _compare(estimate, run.measured, run.probe)
+    return 0 if run.probe and run.probe.fits is not None else exit_code(run.status)
+
+
+def _compare(estimate: "RunEstimate", measured: "Measured | None", told: "ProbeResult | None") -> None:
+    if told is None:
+        return
+    expected = estimate.memory_mb or {}
+    # The peak that a GPU tells is that of tensors alone.
+    gpu = estimate.device.kind == "cuda"
+    total = expected["total"] - (expected["context"] if gpu else 0.0) if expected else None
+    rows = [
+        ("peak memory, MiB", _figure(total), _figure(measured.peak_memory_mb if measured else None)),
+        ("reserved memory, MiB", "-", _figure(measured.reserved_memory_mb if measured else None)),
+        ("steps", _figure(estimate.steps), _figure(told.steps)),
+        ("a step of the longest rows", "-", _time(measured.step_seconds if measured else None) or "-"),
+        ("time", _time(estimate.seconds) or "-", _time(told.seconds) or "-"),
+        ("time at most", "-", _time(told.seconds_at_most) or "-"),
+    ]
+    table(("the whole run", "estimated", "measured"), [row for row in rows if row[1:] != ("-", "-")])
+    typer.echo(told.message)
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
 def _named(device: "EstimatedDevice") -> str:
     memory = "" if device.memory_mb is None else f", {device.memory_mb:,} MiB"
     return f"{device.name or device.kind}{memory}"
@@ -61,4 +101,4 @@ def _time(seconds: float | None) -> str | None:
     for unit, size in (("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.1f} s"
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds:.2g} s"

@@ -91,19 +91,32 @@ def validate(file: File, sets: Set = None, as_json: AsJson = False) -> None:
 
 
 @commands.command()
-def estimate(file: File, sets: Set = None, as_json: AsJson = False) -> None:
+def estimate(
+    file: File,
+    sets: Set = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Measure too: a worker takes two steps on the longest rows.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
     """Say what a run would take in memory, steps, time and money, and where it fits; make none.
+
+    With --probe a worker measures it, and estimate and measurement stand side by side. Exit code 3 or 4 when the probe
+    failed (but for lack of memory, which is an answer) or was stopped.
 
     Example: `anneal runs estimate -f run.yaml --set config.batch_size=8`
     """
     from app.commands import estimating, run_file
 
     with connected() as client:
-        found = client.runs.estimate(run_file.change(run_file.read(file), sets or []))
+        wanted = run_file.change(run_file.read(file), sets or [])
+        found = client.runs.estimate(wanted, probe=probe, wait=as_json)
         if as_json:
             document(found)
         else:
             estimating.show(found)
+        if found.probe_run_id is not None:
+            raise typer.Exit(estimating.probed(client, found, as_json))
 
 
 @commands.command("list")

@@ -81,9 +81,9 @@ def _tell_end(run: "RunRead") -> None:
     typer.echo(f"{run.id} {run.name}: {run.status} at step {run.current_step}{_loss(run.best_loss, ', best loss')}")
     if run.status == "failed":
         typer.echo(f"  {run.error_code}: {run.error_message} (`anneal runs why {run.id}` explains)")
-    elif run.status == "completed":
+    elif run.status == "completed" and run.probe is None:
         typer.echo(f"  `anneal runs download {run.id}` fetches the model.")
-    elif run.status == "cancelled":
+    elif run.status == "cancelled" and run.probe is None:
         typer.echo(f"  `anneal runs resume {run.id}` goes on with it.")
 
 

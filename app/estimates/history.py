@@ -21,6 +21,7 @@ _EARLY = 1000
 _MAX, _LAST = 5, 7
 """Places in an extent of a roll-up."""
 _SPEED = "extra.tokens_per_second"
+_RESERVED = "extra.gpu_memory_reserved_mb"
 _MEMORY = ("gpu_memory_mb", "extra.host_memory_peak_mb")
 ASSUMED_SPEED = {"cuda": 1e14, "cpu": 3e10}
 """Operations a second, while no run has shown any."""
@@ -96,12 +97,20 @@ async def _measured_on(session: AsyncSession, ids: Sequence[str], device: tuple[
     return rates
 
 
-async def measured(session: AsyncSession, run_id: str) -> tuple[float | None, float | None]:
-    """Highest memory in MiB and newest tokens a second of a run, over all its attempts."""
+async def measured(session: AsyncSession, run_id: str) -> tuple[float | None, float | None, float | None]:
+    """Highest memory and highest reserved memory in MiB and newest tokens a second of a run, over all its attempts."""
     rows = (await session.execute(_whole([run_id]))).all()
-    peaks = [row.series[name][_MAX] for row in rows for name in _MEMORY if name in row.series]
-    there = [peak for peak in peaks if peak is not None]
-    return max(there, default=None), (_newest(rows) if rows else None)
+    return _highest(rows, *_MEMORY), _highest(rows, _RESERVED), (_newest(rows) if rows else None)
+
+
+async def facts_of(session: AsyncSession, run_id: str) -> dict[str, Any]:
+    """The first facts of a run, of its newest attempt; empty while it has told none."""
+    return (await _facts(session, [run_id])).get(run_id, {})
+
+
+def _highest(rows: Sequence[Any], *names: str) -> float | None:
+    peaks = [row.series[name][_MAX] for row in rows for name in names if name in row.series]
+    return max((peak for peak in peaks if peak is not None), default=None)
 
 
 def _whole(ids: Sequence[str]) -> Any:

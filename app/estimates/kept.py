@@ -43,15 +43,26 @@ async def keep(sessions: async_sessionmaker[AsyncSession], settings: Settings, s
             # Who is deleted meanwhile needs none.
             still = select(Run.id).where(Run.id == run.id).with_for_update(read=True, key_share=True)
             if await session.scalar(still) is not None:
-                new = insert(StoredEstimate).values(run_id=run.id, estimate=found.model_dump(mode="json"))
-                await session.execute(new.on_conflict_do_nothing())
+                await store(session, run.id, found)
     except Exception:
         log.exception("run %s of the model %r has no estimate", run.id, run.config.get("base_model"))
 
 
-async def compared(session: AsyncSession, run: Run) -> tuple[RunEstimate | None, Measured | None]:
+async def store(session: AsyncSession, run_id: str, found: RunEstimate) -> None:
+    """Write down what was estimated of a run; what was written before stays."""
+    new = insert(StoredEstimate).values(run_id=run_id, estimate=found.model_dump(mode="json"))
+    await session.execute(new.on_conflict_do_nothing())
+
+
+async def compared(
+    session: AsyncSession, run: Run, step_seconds: float | None
+) -> tuple[RunEstimate | None, Measured | None]:
     """What was estimated of a run at its creation, and what it has taken so far; null before it has measured any."""
     document = await session.scalar(select(StoredEstimate.estimate).where(StoredEstimate.run_id == run.id))
-    peak, rate = await measured(session, run.id) if run.attempt else (None, None)
-    real = None if peak is None and rate is None else Measured(peak_memory_mb=peak, tokens_per_second=rate)
+    peak, reserved, rate = await measured(session, run.id) if run.attempt else (None, None, None)
+    real = None
+    if peak is not None or rate is not None:
+        real = Measured(
+            peak_memory_mb=peak, reserved_memory_mb=reserved, tokens_per_second=rate, step_seconds=step_seconds
+        )
     return stored(document) if document else None, real

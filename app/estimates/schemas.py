@@ -110,7 +110,40 @@ class Measured(BaseModel):
     peak_memory_mb: float | None = Field(
         description="On a GPU: of tensors, without the context; on a CPU: of the whole process."
     )
+    reserved_memory_mb: float | None = Field(
+        default=None, description="On a GPU: what the allocator had reserved at most, free pieces included."
+    )
     tokens_per_second: float | None
+    step_seconds: float | None = Field(
+        default=None, description="Of a step between its two newest metrics, the waiting for data included."
+    )
+
+
+class ProbeResult(BaseModel):
+    """What two steps on the longest rows say about the whole run."""
+
+    fits: bool | None = Field(
+        description="On the device that measured. False: it ran out of memory there. Null: nothing is measured yet, or "
+        "the probe ended for another reason."
+    )
+    steps: int | None = Field(
+        description="Of the whole run, as estimated; of packed data and `rlhf` as the trainer counts them."
+    )
+    seconds: float | None = Field(
+        description="Of all these steps: the estimated tokens at the measured speed, and never more than at most."
+    )
+    seconds_at_most: float | None = Field(description="Of all these steps, were all rows as long as the longest.")
+    message: str
+
+
+class Estimated(RunEstimate):
+    """An estimate, and the run that measures it if one was asked for."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {**EXAMPLE, "probe_run_id": None}})
+
+    probe_run_id: str | None = Field(default=None, description="The run that measures; null without `probe`.")
+    measured: Measured | None = Field(default=None, description="What it has measured; null until then.")
+    probe: ProbeResult | None = Field(default=None, description="What that means; null without `probe`.")
 
 
 def stored(document: dict[str, Any]) -> RunEstimate | None:

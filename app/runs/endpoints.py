@@ -3,12 +3,12 @@
 from collections.abc import AsyncIterator
 from typing import Annotated
 
-from fastapi import APIRouter, BackgroundTasks, Depends, Header, Query, Request, Response
+from fastapi import APIRouter, BackgroundTasks, Depends, Query, Request, Response
 
 from app.auth import CurrentCaller
 from app.backends.registry import RULES
 from app.checkpoints.service import best_good
-from app.dependencies import CurrentSettings, CurrentStorage, Reading, Session, Snapshot
+from app.dependencies import CurrentSettings, CurrentStorage, IdempotencyKey, Reading, Session, Snapshot
 from app.estimates.kept import keep
 from app.pagination import Page, PageQuery
 from app.queue import Queue
@@ -32,14 +32,6 @@ from app.runs.schemas import (
 )
 
 router = APIRouter(prefix="/runs", tags=["runs"])
-
-IdempotencyKey = Annotated[
-    str | None,
-    Header(
-        description="The same key with the same request answers the same run, so that a call can be repeated.",
-        examples=["6f1c0a52-6d0e-4d5c-8a53-0f8c7a8f1b6e"],
-    ),
-]
 
 
 async def _turn(request: Request) -> AsyncIterator[None]:

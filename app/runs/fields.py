@@ -145,6 +145,11 @@ class TrainerOptions(Strict):
         description="Memory of every step as a file of the output (of more than 10,000 every second goes); true: on "
         "a GPU every allocation too.",
     )
+    probe: bool = Field(
+        default=False,
+        description="Only measure: two steps on the longest rows, and nothing is saved or kept. "
+        "`POST /v1/runs/estimate` with `probe` makes such runs.",
+    )
     recipe: Plugin | None = Field(
         default=None,
         description='`{"type": name, …}`: an installed recipe in the place of the method\'s own (docs/plugins.md).',

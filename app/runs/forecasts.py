@@ -1,15 +1,18 @@
 """Predictions for all runs that wait or train, made together: a few short queries, at most once a second.
 
-Their order in the queue makes each depend on all before it, so that one at a time would cost as much as all.
+Their order in the queue makes each depend on all before it, so that one at a time would cost as much as all. They are
+but a decoration: nobody waits for those that somebody else is making, and none that goes wrong fails an answer.
 """
 
 import asyncio
+import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any
 
 from sqlalchemy import bindparam, text
@@ -18,12 +21,14 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.config import Settings
 from app.runs import prediction
 from app.runs.models import LIVE, sql_list
-from app.runs.prediction import Estimate, Habit, Past, Prediction, Queue, Seat, Task, Timings, Waiting
+from app.runs.prediction import Estimate, Habit, Past, Prediction, Task, Timings
+from app.runs.turns import Seat, Turn, Waiting, turns
 from app.workers.service import FRESH_LEASES
 
+log = logging.getLogger(__name__)
+
 _SECONDS = 1.0
-_SECONDS_FOR_NEW = 0.25
-"""For a run that the newest forecast does not know: it was made since."""
+"""From one forecast to the next at least, whoever asks for whatever."""
 _PAUSES = 5
 """Times as long as a forecast took is the least pause before the next, however many runs there are."""
 _MOST_RUNS = 1000
@@ -31,7 +36,8 @@ _MOST_LIKE = 20
 _FIELDS = ", ".join(f"'{name}', runs.config->'{name}'" for name in prediction.FIELDS)
 _RUN = f"""
     runs.id, runs.backend, runs.given, runs.dataset_id, runs.eval_dataset_id, runs.total_steps, runs.attempt,
-    runs.started_at, jsonb_build_object({_FIELDS}) AS config, datasets.rows, checkpoints.step AS resumed_at,
+    runs.started_at, runs.stop_mode, runs.current_step, runs.current_epoch,
+    jsonb_build_object({_FIELDS}) AS config, datasets.rows, checkpoints.step AS resumed_at,
     coalesce(runs.checkpoint_step, 0) AS saved_at
 """
 _WITH = """
@@ -65,11 +71,13 @@ _SEATS = text("""
     WHERE workers.state = 'online' AND workers.heartbeat_at > clock_timestamp() - make_interval(secs => :fresh)
     GROUP BY workers.id ORDER BY workers.id
 """)
+# Of each run the attempt that got on furthest: one that was lost or repaired many times is no long history.
 _PAST = text(f"""
     SELECT wanted.likeness, past.run_id, past.device, past.timings FROM unnest(cast(:likenesses AS text[]))
         AS wanted(likeness)
     CROSS JOIN LATERAL (
-        SELECT * FROM run_paces WHERE run_paces.likeness = wanted.likeness ORDER BY run_id DESC LIMIT {_MOST_LIKE}
+        SELECT DISTINCT ON (run_id) * FROM run_paces WHERE run_paces.likeness = wanted.likeness
+        ORDER BY run_id DESC, cast(timings->'step' AS int) - cast(timings->'start_step' AS int) DESC LIMIT {_MOST_LIKE}
     ) AS past
 """).bindparams(bindparam("likenesses"))
 _NOW = text("SELECT clock_timestamp()")
@@ -85,44 +93,53 @@ class Forecasts:
         self._made_at = -math.inf
         self._took = 0.0
         self._found: Mapping[str, tuple[bool, Prediction | None]] = {}
-        self._turn = asyncio.Lock()
+        self._is_making = False
+        self._told: set[str] = set()
+        """Runs of which it was logged that nothing can be said of them."""
 
     async def of(self, session: AsyncSession, runs: Mapping[str, str]) -> dict[str, Prediction | None]:
         """The predictions of runs, by id; `runs` are their statuses. Of those that have ended there is none."""
         waits = {id: status == "pending" for id, status in runs.items() if status == "pending" or status in LIVE}
         if not waits:
             return {}
-        if self._is_due(waits):
-            async with self._turn:
-                if self._is_due(waits):
-                    began = time.monotonic()
-                    self._found = await _forecast(session, self._settings, self._backends)
-                    self._made_at = time.monotonic()
-                    self._took = self._made_at - began
+        age = time.monotonic() - self._made_at
+        if not self._is_making and age > max(_SECONDS, self._took * _PAUSES):
+            # Whoever else asks meanwhile answers from the last ones: waiting, each would hold a connection.
+            self._is_making = True
+            try:
+                await self._make(session)
+            finally:
+                self._is_making = False
         known = {id: self._found.get(id, (not is_pending, None)) for id, is_pending in waits.items()}
         return {id: told for id, (was_pending, told) in known.items() if was_pending == waits[id]}
 
-    def _is_due(self, waits: Mapping[str, bool]) -> bool:
-        age = time.monotonic() - self._made_at
-        if age < max(_SECONDS_FOR_NEW, self._took * _PAUSES):
-            return False
-        return age > _SECONDS or any(self._found.get(id, (None,))[0] != pending for id, pending in waits.items())
+    async def _make(self, session: AsyncSession) -> None:
+        began = time.monotonic()
+        try:
+            self._found, unreadable = await _forecast(session, self._settings, self._backends)
+        finally:
+            self._made_at = time.monotonic()
+            self._took = self._made_at - began
+        for id in unreadable.keys() - self._told:
+            log.error("nothing can be predicted of %s", id, exc_info=unreadable[id])
+        self._told = set(unreadable)
 
 
 async def _forecast(
     session: AsyncSession, settings: Settings, backends: Sequence[str]
-) -> dict[str, tuple[bool, Prediction | None]]:
-    """Whether each run waits, and what is said of it."""
+) -> tuple[dict[str, tuple[bool, Prediction | None]], dict[str, Exception]]:
+    """Whether each run waits, and what is said of it; and what went wrong with those of which nothing can be."""
     now: datetime = (await session.execute(_NOW)).scalar_one()
     live = (await session.execute(_LIVE)).all()
     pending = (await session.execute(_PENDING, {"backends": list(backends)})).all()
     if not live and not pending:
-        return {}
+        return {}, {}
     seats = (await session.execute(_SEATS, {"fresh": settings.lease_seconds * FRESH_LEASES})).all()
     wanted = {prediction.likeness(run.backend, run.config) for run in (*live, *pending)}
     past = (await session.execute(_PAST, {"likenesses": sorted(wanted)})).all()
     # In a thread: a thousand runs that wait are some tenths of a second, in which others are to be served.
-    return await asyncio.to_thread(_Forecast(now, past).of, live, pending, seats)
+    forecast = _Forecast(now, past)
+    return await asyncio.to_thread(forecast.of, live, pending, seats), forecast.unreadable
 
 
 @dataclass(frozen=True)
@@ -131,9 +148,18 @@ class _Task:
     task: Task
 
     @classmethod
-    def of(cls, run: Any, first_step: int) -> "_Task":
-        datasets = (run.dataset_id, run.eval_dataset_id)
-        wanted = prediction.task(run.backend, run.config, run.given, run.rows, datasets, first_step)
+    def of(cls, run: Any, at: int | None = None) -> "_Task":
+        """What a run has to do; `at` is the step that it has reached, if it trains."""
+        datasets, first = (run.dataset_id, run.eval_dataset_id), run.resumed_at or 0
+        wanted = prediction.task(
+            run.backend, run.config, run.given, run.rows, datasets,
+            first_step=first, next_step=run.saved_at, told_steps=run.total_steps,
+        )  # fmt: skip
+        if run.stop_mode == "epoch_end":
+            reached = wanted.next_step if at is None else at
+            end = prediction.epoch_end(reached, run.current_step, run.current_epoch)
+            known = [step for step in (end, wanted.total_steps) if step is not None]
+            wanted = replace(wanted, total_steps=min(known) if end is not None else None, ends_with_epoch=True)
         return cls(prediction.likeness(run.backend, run.config), wanted)
 
 
@@ -144,6 +170,8 @@ class _Forecast:
         for one in past:
             self._past[one.likeness].append((one.run_id, Past(_timings(one.timings), one.device)))
         self._habits: dict[tuple[Any, ...], Habit | None] = {}
+        self.unreadable: dict[str, Exception] = {}
+        """What went wrong, by the id of the run."""
 
     def of(
         self, live: Sequence[Any], pending: Sequence[Any], seats: Sequence[Any]
@@ -151,53 +179,67 @@ class _Forecast:
         found: dict[str, tuple[bool, Prediction | None]] = {}
         ends: dict[str, float] = {}
         for run in live:
-            told = self._running(run)
+            told = self._guarded(run, partial(self._running, run))
             if told is not None:
                 ends[run.id] = told.seconds
             found[run.id] = (False, self._told(run.started_at, told))
-        queue = Queue(
+        places = [
             Seat(
                 one.id, frozenset(one.backends), one.kind, one.device, one.memory_mb,
                 tuple(0.0 if run is None else ends.get(run, math.inf) for run in one.runs),
             )
             for one in seats
-        )  # fmt: skip
-        for before, run in enumerate(pending):
-            found[run.id] = (True, self._waiting(run, queue, before))
+        ]  # fmt: skip
+        rows = {run.id: run for run in pending}
+        times: dict[str, Estimate | None] = {}
+
+        def seconds(one: Waiting, seat: Seat) -> float:
+            run = rows[one.run_id]
+            told = times[run.id] = self._guarded(run, partial(self._whole, run, seat.device))
+            return told.seconds if told else math.inf
+
+        queue = [_waiting(run) for run in pending]
+        starts = turns(places, queue, seconds)
+        for before, one in enumerate(queue):
+            found[one.run_id] = (True, self._waits(one, starts[one.run_id], times.get(one.run_id), before))
         return found
+
+    def _guarded(self, run: Any, tell: Callable[[], Estimate | None]) -> Estimate | None:
+        """What is said of a run; nothing where that goes wrong, for whatever its request holds."""
+        try:
+            return tell()
+        except Exception as error:
+            self.unreadable[run.id] = error
+            return None
 
     def _running(self, run: Any) -> Estimate | None:
         """Seconds from now to its end."""
         if run.is_stopping:
             return None
-        start = run.resumed_at or 0
         if run.timings is None:  # no step yet
-            like = self._habit(wanted := _Task.of(run, max(start, run.saved_at)), None, run.id)
-            told = prediction.whole(wanted.task, like)
-            ago = run.claimed_ago or 0.0
+            told, ago = self._whole(run, None), run.claimed_ago or 0.0
         else:
             timings = _timings(run.timings)
-            wanted = _Task.of(run, start)
+            wanted = _Task.of(run, timings.step)
             told = prediction.remaining(wanted.task, timings, self._habit(wanted, run.device, run.id))
             ago = run.ago
         if told is None:
             return None
         return Estimate(max(told.seconds - ago, 0.0), told.confidence, told.basis)
 
-    def _waiting(self, run: Any, queue: Queue, before: int) -> Prediction | None:
-        needs = run.requirements or {}
-        one = Waiting(
-            run.id, run.backend, needs.get("kind"), needs.get("memory_mb") or 0, run.devices_needed, max(run.wait, 0.0)
-        )
-        turn = queue.turn(one)
+    def _whole(self, run: Any, device: str | None) -> Estimate | None:
+        """Seconds from its claim to its end."""
+        wanted = _Task.of(run)
+        return prediction.whole(wanted.task, self._habit(wanted, device, run.id))
+
+    def _waits(self, one: Waiting, turn: Turn, told: Estimate | None, before: int) -> Prediction | None:
         if turn.seat is None:
             return Prediction(start_at=None, finish_at=None, confidence="low", basis=_nobody(one))
-        wanted = _Task.of(run, max(run.saved_at, run.resumed_at or 0))
-        told = prediction.whole(wanted.task, self._habit(wanted, turn.seat.device, run.id))
-        queue.take(one, turn, told.seconds if told else math.inf)
+        if one.run_id in self.unreadable:
+            return None
         ahead = f"{before} {'run is' if before == 1 else 'runs are'} before it" if before else "it is next"
         if math.isinf(turn.start):
-            why = f"{ahead}, and nobody knows yet when a device is free: of a run before it there is no like run"
+            why = f"{ahead}, and nobody knows yet when a device is free: nothing tells how long a run before it takes"
             return Prediction(start_at=None, finish_at=None, confidence="low", basis=_sentence(why))
         if told is None:
             why = f"{ahead}; no like run has trained yet that tells how long it takes"
@@ -238,6 +280,13 @@ class _Forecast:
 def _timings(stored: Mapping[str, Any]) -> Timings:
     # Another version may have stored more.
     return Timings(**{name: value for name, value in stored.items() if name in _TIMINGS})
+
+
+def _waiting(run: Any) -> Waiting:
+    needs = run.requirements or {}
+    return Waiting(
+        run.id, run.backend, needs.get("kind"), needs.get("memory_mb") or 0, run.devices_needed, max(run.wait, 0.0)
+    )
 
 
 def _nobody(one: Waiting) -> str:

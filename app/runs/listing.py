@@ -11,7 +11,7 @@ from app.checkpoints.service import preferred_place
 from app.errors import FieldError, invalid
 from app.pagination import Paging, newest_first
 from app.runs.config import TrainingStatus
-from app.runs.models import TERMINAL, Run
+from app.runs.models import IS_NO_PROBE, TERMINAL, Run
 from app.runs.views import DOCUMENTS, MOMENTS, NUMBERS, PLAIN
 
 Sort = Literal["created_at", "best_loss"]
@@ -169,4 +169,5 @@ def _with_loss(
 async def best_of(session: AsyncSession, experiment_id: str) -> Any | None:
     """Id, name and loss of the run of an experiment with the lowest loss; the older one of two equals."""
     named = select(Run.id, Run.name, Run.best_loss)
-    return (await session.execute(_with_loss(named, [Run.experiment_id == experiment_id], None, 1))).one_or_none()
+    conditions = [Run.experiment_id == experiment_id, IS_NO_PROBE]
+    return (await session.execute(_with_loss(named, conditions, None, 1))).one_or_none()

@@ -145,6 +145,10 @@ class Run(Owned, Base):
     finished_at: Mapped[datetime | None]
 
 
+IS_NO_PROBE = Run.config[("extra", "probe")].astext.is_distinct_from("true")
+"""The run does not only measure another one."""
+
+
 class RunRewardModel(Base):
     """A run, and another whose output is a reward model that it learns from."""
 

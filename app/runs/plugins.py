@@ -73,6 +73,12 @@ def named(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
             yield f"rlhf.rewards.{at}.name", "reward", reward["name"]
 
 
+def makes_rates(config: Mapping[str, Any]) -> bool:
+    """Whether a plugin decides about learning rates."""
+    extra = config.get("extra") or {}
+    return extra.get("optimizer") is not None or extra.get("scheduler") is not None
+
+
 def has_copies(config: Mapping[str, Any]) -> bool:
     """Whether checkpoints that are gone from their folder may be somewhere else."""
     return (config.get("extra") or {}).get("checkpoint_engine") is not None

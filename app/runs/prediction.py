@@ -2,19 +2,20 @@
 
 A running run: steps left times the time of its own steps, the newest counting most; evaluations and saves on the way at
 what they took so far; and what comes after the last step, from like runs. While less than a tenth is done, like runs
-have a part in the time of a step too, twins the longest. A waiting run: when devices come free, in the order of claims.
+have a part in the time of a step too, twins the longest. When a run that waits has its turn: `turns.py`.
 """
 
 import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from app.backends.fake_options import FakeOptions
 from app.wire import Moment
 
 Confidence = Literal["low", "medium", "high"]
@@ -25,6 +26,7 @@ _OWN_PART_AMONG_OTHERS = 0.02
 """The same where like runs are no twins: their steps may be of quite another kind."""
 _ENOUGH_RUNS, _STEADY = 3, 0.25
 _OUTLIER = 3.0
+_ROUNDING = 1e-6
 _LEVELS: tuple[Confidence, ...] = ("low", "medium", "high")
 _TWINS = (
     "method", "lora_r", "target_modules", "use_dora", "modules_to_save", "batch_size", "gradient_accumulation_steps",
@@ -35,6 +37,8 @@ _BOUNDS = (
     "base_model", "epochs", "max_steps", "min_steps", "eval_steps", "save_steps", "time_limit_seconds", "stop_at_step",
     "early_stopping_patience",
 )  # fmt: skip
+PROBE_STEPS = 2
+"""Of a run that only measures (`extra.probe`)."""
 FIELDS = (*_TWINS, *_BOUNDS)
 """Fields of a configuration that its time depends on."""
 
@@ -98,12 +102,17 @@ class Task:
     work: float
     """Size of a step: what the time of a step is scaled by between runs that are no twins."""
     total_steps: int | None
+    """The step that ends it, as far as that is known."""
     first_step: int = 0
-    """Where it goes on from."""
+    """Where the run took up training; above 0 when it continues another."""
+    next_step: int = 0
+    """Where it goes on from while no attempt of it trains."""
     evaluate_every: int | None = None
     save_every: int | None = None
     time_limit: float | None = None
     may_end_early: bool = False
+    ends_with_epoch: bool = False
+    """It was asked to stop at the end of its epoch."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +147,14 @@ class Estimate:
 
 def likeness(backend: str, config: Mapping[str, Any]) -> str:
     """What a run has in common with those that say something about it."""
-    return f"{backend} {config.get('method', 'qlora')} {config.get('base_model')}"[:500]
+    # A probe trains on the longest rows alone: it says nothing about other runs.
+    which = "probe of " if is_probe(config) else ""
+    return f"{which}{backend} {config.get('method', 'qlora')} {config.get('base_model')}"[:500]
+
+
+def is_probe(config: Mapping[str, Any]) -> bool:
+    """Whether a run only measures."""
+    return (config.get("extra") or {}).get("probe") is True
 
 
 def task(
@@ -147,13 +163,19 @@ def task(
     given: Iterable[str],
     rows: int | None,
     datasets: Sequence[str | None] = (),
+    *,
     first_step: int = 0,
+    next_step: int = 0,
+    told_steps: int | None = None,
 ) -> Task:
-    """What a configuration (`FIELDS` of it, defaults included) asks for on so many rows of these data sets."""
+    """What a configuration (`FIELDS` of it, defaults included) asks for on so many rows of these data sets.
+
+    `told_steps` are those that the trainer told of last: it knows the rows, and what the run was extended by.
+    """
     same = {name: config.get(name) for name in _TWINS}
     digest = hashlib.sha256(json.dumps([same, *datasets], sort_keys=True, default=str).encode())
     sequences = (config.get("batch_size") or 1) * (config.get("gradient_accumulation_steps") or 1)
-    total = _total_steps(backend, config, set(given), rows, sequences)
+    total = told_steps or _total_steps(backend, config, set(given), rows, sequences)
     stop_at = config.get("stop_at_step")
     if stop_at is not None and first_step < stop_at:
         total = min(total or stop_at, stop_at)
@@ -162,6 +184,7 @@ def task(
         work=float(sequences * ((config.get("max_seq_length") or 2048) if config.get("packing") else 1)),
         total_steps=total,
         first_step=first_step,
+        next_step=max(first_step, next_step),
         evaluate_every=config.get("eval_steps"),
         save_every=config.get("save_steps"),
         time_limit=config.get("time_limit_seconds"),
@@ -173,17 +196,31 @@ def _total_steps(
     backend: str, config: Mapping[str, Any], given: set[str], rows: int | None, sequences: int
 ) -> int | None:
     """Steps of the whole run, or None where only the worker will know."""
+    if is_probe(config):
+        return PROBE_STEPS
     if config.get("max_steps") is not None:
         return max(int(config["max_steps"]), config.get("min_steps") or 0)
     extra = config.get("extra") or {}
     if backend == "fake" and ("epochs" not in given or "extra.steps" in given):
-        return int(extra.get("steps", 20))
+        return FakeOptions.stored(extra).steps
+    if extra.get("data_source") is not None:
+        return None  # its rows are not those of the file
     # How many sequences are packed into one, and how many rows are left out, shows when they are tokenised.
     if rows is None or config.get("packing") or config.get("method") == "rlhf":
         return None
     held_out = float(config.get("eval_split") or 0)
     steps = math.ceil(float(config.get("epochs") or 1) * math.ceil(rows * (1 - held_out) / sequences))
     return max(steps, config.get("min_steps") or 0, 1)
+
+
+def epoch_end(at: int, step: int, epoch: float) -> int | None:
+    """The step that ends the epoch of the one after `at`, of a run that was in `epoch` at `step`; None: unknown yet."""
+    if step <= 0 or epoch <= 0:
+        return None
+    in_epoch = step / epoch
+    # Epochs are told with rounding errors: a step that ends one is neither just before nor just behind its end.
+    passes = math.floor(at / in_epoch + _ROUNDING) + 1
+    return math.ceil(passes * in_epoch - _ROUNDING)
 
 
 def step_seconds(windows: Sequence[tuple[int, float]]) -> float | None:
@@ -240,12 +277,15 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 def whole(wanted: Task, like: Habit | None) -> Estimate | None:
     """How long a task takes from its claim to its end; None: no like run has trained yet, or its steps are unknown."""
-    total = wanted.total_steps or (like.total_steps if like else None)
+    total = wanted.total_steps
+    if total is None and like is not None and not wanted.ends_with_epoch:
+        total = like.total_steps
     if like is None or total is None:
         return None
-    steps = max(total - wanted.first_step, 0)
-    on_the_way = _steps(wanted, wanted.first_step, steps, like.step_seconds, 0.0)
-    asides = _asides(wanted, wanted.first_step, on_the_way[0], like.evaluation or 0.0, like.save or 0.0)
+    steps = max(total - wanted.next_step, 0)
+    spent = (wanted.next_step - wanted.first_step) * like.step_seconds
+    on_the_way = _steps(wanted, steps, like.step_seconds, spent)
+    asides = _asides(wanted, wanted.next_step, on_the_way[0], like.evaluation or 0.0, like.save or 0.0)
     seconds = like.loading + on_the_way[1] + asides + (like.finishing or 0.0)
     sure = like.are_twins and like.runs >= _ENOUGH_RUNS and like.spread <= _STEADY
     return _told(seconds, 1 if sure else 0, wanted, f"its {total:,} steps from {like}")
@@ -253,9 +293,9 @@ def whole(wanted: Task, like: Habit | None) -> Estimate | None:
 
 def remaining(wanted: Task, so_far: Timings, like: Habit | None) -> Estimate | None:
     """How long a running attempt takes from `so_far.step` on; None: there is nothing to go by yet."""
-    total = wanted.total_steps or so_far.total_steps
-    if so_far.total_steps is not None and total is not None:
-        total = min(total, so_far.total_steps)
+    total = wanted.total_steps
+    if total is None and not wanted.ends_with_epoch:
+        total = so_far.total_steps
     if total is None:
         return None
     left = max(total - so_far.step, 0)
@@ -267,7 +307,7 @@ def remaining(wanted: Task, so_far: Timings, like: Habit | None) -> Estimate | N
     fades = OWN_PART if like and like.are_twins else _OWN_PART_AMONG_OTHERS
     part = 0.0 if own is None else 1.0 if like is None else min(done / fades, 1.0)
     each = part * (own or 0.0) + (1 - part) * (like.step_seconds if like else 0.0)
-    steps, training = _steps(wanted, so_far.step, left, each, _spent(wanted, so_far, each))
+    steps, training = _steps(wanted, left, each, _spent(wanted, so_far, each))
     evaluation = so_far.evaluating / so_far.evaluations if so_far.evaluations else like and like.evaluation
     save = so_far.saving / so_far.saves if so_far.saves else like and like.save
     finishing = like.finishing if like and like.finishing is not None else save
@@ -286,7 +326,7 @@ def _spent(wanted: Task, so_far: Timings, each: float) -> float:
     return so_far.training + earlier * each
 
 
-def _steps(wanted: Task, first: int, steps: int, each: float, spent: float) -> tuple[int, float]:
+def _steps(wanted: Task, steps: int, each: float, spent: float) -> tuple[int, float]:
     """How many of the steps fit within the time limit, and their seconds."""
     training = steps * each
     if wanted.time_limit is None or training <= wanted.time_limit - spent:
@@ -306,74 +346,8 @@ def _asides(wanted: Task, first: int, steps: int, evaluation: float, save: float
 
 
 def _told(seconds: float, level: int, wanted: Task, basis: str) -> Estimate:
+    if wanted.ends_with_epoch:
+        basis = f"{basis}; it ends with its epoch"
     if not wanted.may_end_early:
         return Estimate(seconds, _LEVELS[level], basis)
     return Estimate(seconds, _LEVELS[max(level - 1, 0)], f"{basis}; early stopping may end it sooner")
-
-
-@dataclass(frozen=True)
-class Seat:
-    """A worker that is online, with its devices."""
-
-    worker_id: str
-    backends: frozenset[str]
-    kind: str
-    device: str
-    memory_mb: int
-    free: tuple[float, ...]
-    """In how many seconds each device is free; infinite where nobody knows."""
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """A run in the queue."""
-
-    run_id: str
-    backend: str
-    kind: str | None
-    memory_mb: int
-    devices: int
-    not_before: float
-    """Seconds from now."""
-
-    def fits(self, seat: Seat) -> bool:
-        """Whether a worker could ever take it; the same as a claim asks."""
-        return (
-            self.backend in seat.backends
-            and self.kind in (None, seat.kind)
-            and self.memory_mb <= seat.memory_mb
-            and self.devices <= len(seat.free)
-        )
-
-
-@dataclass(frozen=True)
-class Turn:
-    """When a waiting run has its turn."""
-
-    seat: Seat | None
-    """Where it starts; None: no worker could take it."""
-    start: float
-    """Seconds from now; infinite where nobody knows."""
-
-
-class Queue:
-    """Devices as they come free; runs take their turns in the order of claims."""
-
-    def __init__(self, seats: Iterable[Seat]) -> None:
-        self._seats = list(seats)
-
-    def turn(self, one: Waiting) -> Turn:
-        """Where and when a run starts, those before it having taken their turns."""
-        fitting = [seat for seat in self._seats if one.fits(seat)]
-        if not fitting:
-            return Turn(None, math.inf)
-        seat = min(fitting, key=lambda seat: sorted(seat.free)[one.devices - 1])
-        return Turn(seat, max(sorted(seat.free)[one.devices - 1], one.not_before))
-
-    def take(self, one: Waiting, turn: Turn, seconds: float) -> None:
-        """It has these devices for so long."""
-        if turn.seat is None:
-            return
-        free = sorted(turn.seat.free)
-        free[: one.devices] = [turn.start + seconds] * one.devices
-        self._seats[self._seats.index(turn.seat)] = replace(turn.seat, free=tuple(free))

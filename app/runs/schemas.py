@@ -14,7 +14,7 @@ from pydantic.config import JsonDict
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from app.estimates.schemas import EXAMPLE, Measured, RunEstimate
+from app.estimates.schemas import EXAMPLE, Measured, ProbeResult, RunEstimate
 from app.runs.config import TrainingConfig, TrainingStatus
 from app.runs.prediction import Prediction
 from app.wire import FieldError
@@ -28,6 +28,7 @@ _EXPERIMENT_ID = "exp_01k3x9m6q2v8s4t0w7y5z1a3b9"
 _CONFIG: JsonDict = {"base_model": "my-model", "method": "qlora", "lora_r": 16, "epochs": 1}
 
 StopMode = Literal["checkpoint", "epoch_end", "best", "discard"]
+MOST_TAGS = 50
 Label = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 """A name or tag."""
 
@@ -73,7 +74,13 @@ class RunCreate(_Body):
     max_restarts: int = Field(
         default=3, ge=0, le=100, description="Restarts after losses, counted since the last new checkpoint."
     )
-    tags: list[Label] = Field(default_factory=list, max_length=50)
+    tags: list[Label] = Field(default_factory=list, max_length=MOST_TAGS)
+
+
+class RunToEstimate(RunCreate):
+    """A run that might be made."""
+
+    probe: bool = Field(default=False, description="Measure it too: two steps on its longest rows, on a worker.")
 
 
 class RunEdit(_Body):
@@ -82,7 +89,7 @@ class RunEdit(_Body):
     model_config = ConfigDict(json_schema_extra={"example": {"name": "rank 8", "tags": ["demo"], "pinned": True}})
 
     name: Label | None = None
-    tags: Annotated[list[Label], Field(max_length=50)] | None = Field(default=None, description="All of them.")
+    tags: Annotated[list[Label], Field(max_length=MOST_TAGS)] | None = Field(default=None, description="All of them.")
     pinned: bool | None = Field(default=None, description="A pinned run is never deleted, by no policy either.")
 
 
@@ -253,7 +260,11 @@ class RunRead(RunSummary):
             "example": {
                 **_RUN,
                 "estimate": EXAMPLE,
-                "measured": {"peak_memory_mb": 15904.1, "tokens_per_second": 7031.0},
+                "measured": {
+                    "peak_memory_mb": 15210.4, "reserved_memory_mb": 16022.0, "tokens_per_second": 7031.0,
+                    "step_seconds": 0.39,
+                },
+                "probe": None,
                 "metrics_history": [
                     {
                         "step": 40, "epoch": 0.2, "loss": 2.31, "learning_rate": 0.0002, "grad_norm": 0.9,
@@ -269,6 +280,7 @@ class RunRead(RunSummary):
         "that load no model, and for runs that resume others."
     )
     measured: Measured | None = Field(description="What it has taken so far; null while nothing is measured.")
+    probe: ProbeResult | None = Field(description="What it says about the run that it measures; null for all others.")
     metrics_history: list[TrainingMetrics] = Field(description="The last 100 points; GET …/metrics has all of them.")
 
 

@@ -138,6 +138,18 @@ class TestRefused:
         answer = ask(shared_api, trainer.run_id, "sample", prompts=["x"])
         assert answer.json()["errors"][0]["code"] == "not_for_this_method"
 
+    @pytest.mark.parametrize("kind", ["scheduler", "optimizer"])
+    @pytest.mark.parametrize("wish", [("set_learning_rate", {"learning_rate": 1e-5}), ("extend", {"max_steps": 101})])
+    def test_rates_that_a_plugin_makes_are_not_changed(
+        self, shared_api: ApiServer, engine: Engine, trainer: Trainer, kind: str, wish: tuple[str, dict[str, Any]]
+    ) -> None:
+        config = {**run_row(engine, trainer.run_id).config, "extra": {kind: {"type": "stairs"}}}
+        mark_run(engine, trainer.run_id, config=config)
+        answer = ask(shared_api, trainer.run_id, wish[0], **wish[1])
+        assert answer.status_code == 422, answer.text
+        assert answer.json()["errors"][0]["code"] == "not_with_a_plugin"
+        assert ask(shared_api, trainer.run_id, "checkpoint").status_code == 202
+
     def test_when_the_run_has_ended_is_stopping_or_has_too_much_to_do(
         self, shared_api: ApiServer, trainer: Trainer
     ) -> None:

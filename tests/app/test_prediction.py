@@ -1,13 +1,12 @@
 """The arithmetic of predictions, on made-up histories."""
 
-import math
 import random
 from dataclasses import replace
 
 import pytest
 
 from app.runs import prediction
-from app.runs.prediction import Past, Queue, Seat, Task, Timings, Waiting
+from app.runs.prediction import Past, Task, Timings
 
 TASK = Task(twin="same", work=16.0, total_steps=1000, evaluate_every=100, save_every=200)
 DONE = Timings(
@@ -84,6 +83,12 @@ class TestRemaining:
         told = prediction.remaining(wanted, replace(HALFWAY, saves=0, saving=0.0), None)
         assert told is not None and told.seconds == pytest.approx(seconds)
 
+    def test_a_repaired_attempt_that_goes_back_has_the_rest_to_do(self) -> None:
+        plain = replace(TASK, evaluate_every=None, save_every=None, next_step=600)
+        again = Timings(total_steps=1000, start_step=200, step=250, training=50.0, step_seconds=1.0)
+        told = prediction.remaining(plain, again, None)
+        assert told is not None and told.seconds == pytest.approx(750)
+
     def test_what_may_stop_early_is_told_with_less_confidence(self) -> None:
         told = prediction.remaining(replace(TASK, may_end_early=True), HALFWAY, None)
         assert told is not None and told.confidence == "low" and "early stopping" in told.basis
@@ -114,10 +119,18 @@ class TestWhole:
     def test_a_resumed_run_has_only_the_rest_to_do(self) -> None:
         plain = replace(TASK, evaluate_every=None, save_every=None)
         whole, rest = (
-            prediction.whole(replace(plain, first_step=first), prediction.habit(like(DONE), plain))
-            for first in (0, 900)
+            prediction.whole(replace(plain, next_step=first), prediction.habit(like(DONE), plain)) for first in (0, 900)
         )
         assert whole is not None and rest is not None and whole.seconds - rest.seconds == pytest.approx(1800)
+
+    def test_a_run_that_goes_on_has_used_up_a_part_of_its_time(self) -> None:
+        limited = replace(TASK, time_limit=1000.0, next_step=400, evaluate_every=None, save_every=None)
+        habit = prediction.habit(like(DONE), limited)
+        told = prediction.whole(limited, habit)
+        assert told is not None and told.seconds == pytest.approx(20 + (1000 - 400 * 2.0) + 30)
+        # What it trained as another run counts for that one.
+        told = prediction.whole(replace(limited, first_step=400), habit)
+        assert told is not None and told.seconds == pytest.approx(20 + 1000 + 30)
 
     def test_nothing_is_made_up(self) -> None:
         assert prediction.whole(TASK, None) is None
@@ -144,6 +157,37 @@ class TestTask:
         assert self.steps(packing=True) is None
         assert self.steps(rows=None) is None
         assert self.steps("fake", extra={"steps": 12}) == 12
+        # As an earlier version has accepted it, and as its trainer understands it.
+        assert self.steps("fake", extra={"steps": "20.0"}) == 20
+        assert self.steps(extra={"data_source": {"type": "generated"}}) is None
+
+    @pytest.mark.parametrize(
+        ("stop_at", "first_step", "ends_at"), [(None, 0, 90), (50, 0, 50), (50, 50, 90), (95, 0, 90)]
+    )
+    def test_what_the_trainer_tells_counts_and_a_stop_bounds_it(
+        self, stop_at: int | None, first_step: int, ends_at: int
+    ) -> None:
+        """One that has taken up another where that one was to stop goes on; where it was lost itself, it does not."""
+        config = {**self.CONFIG, "max_steps": 60, "stop_at_step": stop_at}
+        told = prediction.task("celery", config, [], 100, first_step=first_step, next_step=50, told_steps=90)
+        assert (told.total_steps, told.next_step) == (ends_at, 50)
+
+    @pytest.mark.parametrize(
+        ("at", "step", "epoch", "end"),
+        [
+            (3, 3, 0.24, 13),
+            (12, 12, 12 / 13, 13),
+            (13, 13, 1.0, 26),
+            (30, 30, 30 / 13, 39),
+            (5, 10, 0.8, 13),
+            (0, 0, 0.0, None),
+        ],
+    )
+    def test_an_epoch_ends_at_a_step_that_progress_tells(
+        self, at: int, step: int, epoch: float, end: int | None
+    ) -> None:
+        """Thirteen steps an epoch, or twelve and a half."""
+        assert prediction.epoch_end(at, step, epoch) == end
 
     def test_only_what_takes_time_makes_runs_differ(self) -> None:
         def twin(*datasets: str, **config: object) -> str:
@@ -152,35 +196,3 @@ class TestTask:
         assert twin() == twin(learning_rate=1.0, seed=3, max_steps=9, save_steps=1)
         different = [twin(), twin(batch_size=8), twin(max_seq_length=9), twin("ds_1"), twin(extra={"steps": 1})]
         assert len(set(different)) == len(different)
-
-
-class TestQueue:
-    def waiting(self, run_id: str = "a", **change: object) -> Waiting:
-        return replace(Waiting(run_id, "celery", None, 0, 1, 0.0), **change)  # type: ignore[arg-type]
-
-    def seat(self, *free: float, **change: object) -> Seat:
-        return replace(Seat("w", frozenset({"celery"}), "cuda", "H100", 80_000, free), **change)  # type: ignore[arg-type]
-
-    def test_each_takes_the_first_device_that_comes_free_after_those_before_it(self) -> None:
-        queue = Queue([self.seat(0.0, 100.0)])
-        starts = []
-        for seconds in (50.0, 300.0, 10.0, 10.0):
-            turn = queue.turn(self.waiting())
-            queue.take(self.waiting(), turn, seconds)
-            starts.append(turn.start)
-        assert starts == [0.0, 50.0, 100.0, 110.0]
-
-    def test_several_devices_have_to_be_free_on_one_worker(self) -> None:
-        queue = Queue([self.seat(0.0, worker_id="v"), self.seat(30.0, 70.0)])
-        assert queue.turn(self.waiting(devices=2)).start == 70.0
-        assert queue.turn(self.waiting(devices=3)).seat is None
-
-    @pytest.mark.parametrize(
-        "change", [{"kind": "cpu"}, {"backend": "fake"}, {"memory_mb": 90_000}, {"devices": 2}], ids=str
-    )
-    def test_what_no_worker_could_take_has_no_seat(self, change: dict[str, object]) -> None:
-        assert Queue([self.seat(0.0)]).turn(self.waiting(**change)).seat is None
-
-    def test_a_pause_is_waited_out_and_what_nobody_knows_is_not_guessed(self) -> None:
-        assert Queue([self.seat(0.0)]).turn(self.waiting(not_before=20.0)).start == 20.0
-        assert math.isinf(Queue([self.seat(math.inf)]).turn(self.waiting()).start)

@@ -329,3 +329,7 @@ class TestFaults:
     def test_an_unknown_option_is_refused_by_name(self) -> None:
         with pytest.raises(ValidationError, match="stepz"):
             FakeOptions.model_validate({"stepz": 3})
+        with pytest.raises(ValidationError, match="valid integer"):
+            FakeOptions.model_validate({"steps": "20.0"})
+        # A run that an earlier version has accepted still trains.
+        assert FakeOptions.stored({"steps": "20.0", "step_seconds": 1}).steps == 20

@@ -26,7 +26,7 @@ def moment(told: dict[str, Any], name: str) -> float:
 
 
 def all_told(stack: Stack, *run_ids: str) -> dict[str, Any] | None:
-    """The list, by id, once it has a prediction of each: one made just now may lack it for a quarter of a second."""
+    """The list, by id, once it has a prediction of each: one made just now may lack it for a second."""
     listed = {run["id"]: run for run in stack.client.get("/v1/runs").json()["data"]}
     return listed if all(listed[id]["prediction"] for id in run_ids) else None
 
@@ -43,7 +43,7 @@ def test_runs_say_when_they_start_and_finish_from_the_queue_to_their_end(stack: 
     stack.add_worker()
     stack.until(first, "running")
     # Nothing has trained here before: its own speed is all there is to go by.
-    shown = eventually(lambda: run if (run := stack.run(first))["current_step"] >= 12 else None)
+    shown = eventually(lambda: run if (run := stack.run(first))["current_step"] >= 24 and run["prediction"] else None)
     asked = datetime.now(UTC).timestamp()
     told = shown["prediction"]
     assert told["confidence"] == "medium" and "by its own speed" in told["basis"], told

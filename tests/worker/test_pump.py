@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, event, select
+from sqlalchemy import Engine, event, func, select
 from sqlalchemy.exc import OperationalError, ProgrammingError
 
 from app.checkpoints.models import Checkpoint
@@ -17,6 +17,7 @@ from app.config import Settings
 from app.db import sync_engine
 from app.events.log import Fenced, NewEvent
 from app.runs import lifecycle
+from app.runs.models import Pace
 from app.storage import Storage
 from tests.rows import add_run, add_worker, claim, events_of, run_row
 from worker.pump import Pump
@@ -130,6 +131,35 @@ def test_a_sign_of_life_is_heard_and_stored_nowhere(lab: Lab) -> None:
     lab.prints("after\n")
     lab.writer.drain()
     assert [data["line"] for _, data in lab.events()[2:]] == ["before", "after"]
+
+
+@pytest.mark.parametrize(("outcome", "is_kept"), [("completed", True), ("failed", False)])
+def test_how_long_the_end_of_an_extended_run_took_is_kept_for_predictions(
+    lab: Lab, outcome: str, is_kept: bool
+) -> None:
+    lab.says("phase", name="training", start_step=0, total_steps=2)
+    lab.says("metric", step=1, epoch=0.5, loss=2.0, total_steps=2)
+    lab.says("action", id="act_1", action="extend", step=1, epoch=0.5, status="done", total_steps=3)
+    lab.says("metric", step=3, epoch=1.5, loss=1.0)
+    lab.says("result", outcome=outcome, step=3)
+    lab.writer.drain()
+    with lab.engine.connect() as connection:
+        timings = connection.execute(select(Pace.timings)).scalar_one()
+    assert (timings["step"], timings["total_steps"]) == (3, 3)
+    assert (timings["finishing"] is not None) is is_kept
+
+
+def test_what_cannot_be_read_is_not_measured_and_training_goes_on(lab: Lab) -> None:
+    lab.run = SimpleNamespace(**{**lab.run._mapping, "config": {**lab.run.config, "extra": {"steps": "many"}}})
+    lab.pump = Pump(lab.pump._host, lab.run, lab.writer)
+    lab.says("phase", name="training", start_step=0, total_steps=1)
+    lab.says("metric", step=1, epoch=1.0, loss=2.0, total_steps=1)
+    lab.says("result", outcome="completed", step=1)
+    lab.writer.drain()
+    row = run_row(lab.engine, lab.run.id)
+    assert (row.status, row.current_step) == ("running", 1)
+    with lab.engine.connect() as connection:
+        assert connection.scalar(select(func.count()).select_from(Pace)) == 0
 
 
 def test_what_postgres_refuses_is_told_and_the_rest_is_stored(lab: Lab) -> None:

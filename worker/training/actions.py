@@ -2,13 +2,14 @@
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainerControl
 
-from worker.training import checkpoints, sampling
+from worker.training import checkpoints, plugins, sampling
 from worker.training.failures import Stopped
 from worker.training.state import RunState
 
@@ -44,11 +45,18 @@ class Actions:
             "extend": self._extend,
         }
 
-    def take(self, control: TrainerControl) -> None:
-        """Do what is to be done behind the step that is over; evaluating and saving are left to `control`."""
+    def do_again(self, control: TrainerControl) -> None:
+        """Do what an earlier attempt did behind the step that is over; evaluating and saving are left to `control`.
+
+        However the step ends, and before that is decided: a checkpoint of this step has to hold it, since whoever goes
+        on from there does only what lies behind it.
+        """
         step = self._trainer.state.global_step
         while self._again and self._again[0]["step"] <= step:
             self._take(self._again.popleft(), control)
+
+    def take(self, control: TrainerControl) -> None:
+        """Do what is newly asked for, where training goes on; evaluating and saving are left to `control`."""
         while not self._again and (asked := self._run.control.take_action()) is not None:
             self._take(asked, control)
 
@@ -62,6 +70,8 @@ class Actions:
             self._do[asked["action"]](asked, control)
         except Refused as refusal:
             self._answer(asked, "refused", message=str(refusal))
+        except Exception as error:  # what was asked for must never cost a run, whatever the matter was
+            self._answer(asked, "failed", message=f"It did not work: {_told(error)}. Training goes on unchanged.")
 
     def _answer(self, asked: Asked, status: str, **more: Any) -> None:
         state = self._trainer.state
@@ -97,6 +107,15 @@ class Actions:
             self._answer(asked, "done", result={"metrics": found})
         self._evaluations.clear()
 
+    def evaluation_failed(self, error: Exception) -> None:
+        """One that was only asked for did not work: training goes on."""
+        message = f"The evaluation did not work: {_told(error)}. Training goes on."
+        asked, self._evaluations = self._evaluations, []
+        for one in asked:
+            self._answer(one, "failed", message=message)
+        if not asked:  # asked of an earlier attempt, which a stop kept from it
+            self._run.report.message(message, level="warning")
+
     def drop_evaluation(self) -> bool:
         """An evaluation was broken off: whether it has to be made up for behind this very step.
 
@@ -108,12 +127,14 @@ class Actions:
     # What changes how the run goes on
 
     def _set_learning_rate(self, asked: Asked, _control: TrainerControl) -> None:
+        self._refuse_where_a_plugin_makes_rates()
         before, rate = self._trainer.args.learning_rate, float(asked["parameters"]["learning_rate"])
-        self._change(learning_rate=rate)
-        self._answer(asked, "done", result={"before": before, "learning_rate": rate, "next": self._next_rate()})
+        following = self._change(learning_rate=rate)
+        self._answer(asked, "done", result={"before": before, "learning_rate": rate, "next": following})
         self._tell_config()
 
     def _extend(self, asked: Asked, _control: TrainerControl) -> None:
+        self._refuse_where_a_plugin_makes_rates()
         trainer, run, wanted = self._trainer, self._run, asked["parameters"]
         before, epochs = trainer.state.max_steps, wanted.get("epochs")
         total = wanted.get("max_steps") or math.ceil(epochs * run.steps_in_a_pass)
@@ -121,21 +142,51 @@ class Actions:
         if total <= before:
             raise Refused(f"The run is to have {before} steps already, and this would be {total}; name more.")
         changed = {"max_steps": total} if epochs is None else {"max_steps": None, "epochs": epochs}
-        self._change(total_steps=total, **changed)
+        following = self._change(total_steps=total, **changed)
         trainer.state.max_steps = total
-        result = {"before": before, "total_steps": total, "next_learning_rate": self._next_rate()}
+        result = {"before": before, "total_steps": total, "next_learning_rate": following}
         self._answer(asked, "done", result=result, total_steps=total)
         self._tell_config()
 
-    def _change(self, *, total_steps: int | None = None, **changed: Any) -> None:
-        """Put a change in force, and into every checkpoint from now on."""
+    def _refuse_where_a_plugin_makes_rates(self) -> None:
+        if plugins.makes_rates(self._run.config):
+            raise Refused(
+                "The run's optimizer or scheduler is a plugin, and nobody knows what it would make of another learning "
+                "rate or of more steps while it trains. Stop the run, and resume it with what is to change."
+            )
+
+    def _change(self, *, total_steps: int | None = None, **changed: Any) -> float:
+        """Put a change in force, and into every checkpoint from now on: wholly, or not at all.
+
+        Returns the learning rate of the next step.
+        """
         state: RunState = self._run.state
-        state.changed |= changed
-        state.total_steps = total_steps or state.total_steps
-        self.put_in_force()
         trainer = self._trainer
-        trainer.lr_scheduler.lr_lambdas = [self._factor()] * len(trainer.lr_scheduler.lr_lambdas)
-        checkpoints.reapply_rates(trainer, [group["weight_decay"] for group in trainer.optimizer.param_groups])
+        with self._wholly():
+            state.changed = state.changed | changed
+            state.total_steps = total_steps or state.total_steps
+            self.put_in_force()
+            trainer.lr_scheduler.lr_lambdas = [self._factor()] * len(trainer.lr_scheduler.lr_lambdas)
+            checkpoints.reapply_rates(trainer, [group["weight_decay"] for group in trainer.optimizer.param_groups])
+            return float(trainer.lr_scheduler.get_last_lr()[0])
+
+    @contextmanager
+    def _wholly(self) -> Iterator[None]:
+        """Whatever a change touches is as it was before, where it breaks off."""
+        trainer, run = self._trainer, self._run
+        owners = (run, run.state, trainer.args, trainer.lr_scheduler)
+        before = [(vars(owner), dict(vars(owner))) for owner in owners]
+        # Neither weights nor moments: a change of rates touches none of them.
+        groups = [(group, dict(group)) for group in trainer.optimizer.param_groups]
+        facts = (trainer.facts, dict(trainer.facts))
+        try:
+            yield
+        except BaseException:
+            for now, then in (*before, *groups, facts):
+                now.update(then)  # never without what it had: the thread that writes a checkpoint reads of it
+                for new in now.keys() - then.keys():
+                    del now[new]
+            raise
 
     def put_in_force(self) -> None:
         """Let what was changed hold: now, or before a trainer that goes on from a checkpoint begins."""
@@ -159,9 +210,6 @@ class Actions:
             trainer.lr_scheduler = in_force
         return factor
 
-    def _next_rate(self) -> float:
-        return float(self._trainer.lr_scheduler.get_last_lr()[0])
-
     def _tell_config(self) -> None:
         trainer, run = self._trainer, self._run
         replaced = [one.model_dump(mode="json") for one in trainer.replaced]
@@ -176,10 +224,14 @@ class Actions:
         except Stopped:
             return  # heeded behind the next step; it waits for whoever goes on
         except Exception as error:  # training goes on, whatever the matter was
-            reason = f"{type(error).__name__}: {error}".split("\n")[0][:300]
+            reason = _told(error)
             return self._answer(asked, "failed", message=f"The model could not write: {reason}. Training goes on.")
         pairs = list(zip(asked["parameters"]["prompts"], texts, strict=True))
         for prompt, text in pairs:
             self._run.report.sample(step, prompt, text, action_id=asked["id"])
         samples = [{"prompt": prompt, "completion": text} for prompt, text in pairs]
         self._answer(asked, "done", result={"samples": samples})
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".split("\n")[0][:300].rstrip(".")

@@ -47,6 +47,7 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
             run.state.samples += len(rows)
             self.trainer.throughput.stepped(took, len(rows))
         self.trainer.saving.stepped(self.trainer)
+        self.trainer.actions.do_again(control)
 
         if step >= state.max_steps:  # a stop that comes now finds the run complete
             control.should_log = control.should_save = True
@@ -58,9 +59,10 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
             control.should_save = True
             run.save_kind = "periodic"
         limit = run.state.limit_reached(run.config, step) or self.trainer.actions.epoch_is_over()
-        if run.stop_requested is not None:
-            self._end(control, run.stop_requested.why, save=run.stop_requested.save)
-        elif limit is not None:
+        stop = run.stop_requested
+        if stop is not None and (limit is None or stop.why == "stop"):
+            self._end(control, stop.why, save=stop.save)
+        elif limit is not None:  # a drain changes nothing about that: another attempt would train beyond it
             self._end(control, limit, save=True)
         else:
             self.trainer.actions.take(control)
@@ -82,6 +84,10 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
         run, name = self.run, self.trainer.OBJECTIVE
         found = metrics.get(name)
         if found is None:
+            return
+        if not self.trainer.evaluation_is_due():  # only asked for: nothing of the training hangs on it
+            if math.isfinite(found):
+                run.state.objective, run.state.eval_step = found, state.global_step
             return
         if not math.isfinite(found):
             raise TrainingFailure(

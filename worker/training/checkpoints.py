@@ -71,7 +71,8 @@ class Saving:
         self._run = run
         self._room = Room(run.folder, int(run.job.get("disk_reserve_bytes", 0)))
         self._memory = HostMemory()
-        self._is_prepared = self._has_told_wait = self._has_told_memory = False
+        self._is_prepared = run.is_probe  # which saves nothing
+        self._has_told_wait = self._has_told_memory = False
 
     def stepped(self, trainer: "Faithful") -> None:
         """An optimizer step is done: make memory ready after the first one, and hear of what failed meanwhile.

@@ -25,12 +25,13 @@ class GpuMemory:
     """
 
     def __init__(self) -> None:
-        self._peak = 0.0
+        self._peak = self._reserved = 0.0
 
     def phase(self) -> dict[str, float]:
         """Memory at the end of a phase, and the peak within it; the next phase begins."""
         peak = torch.cuda.max_memory_allocated() / 2**20
         self._peak = max(self._peak, peak)
+        self._reserved = max(self._reserved, torch.cuda.max_memory_reserved() / 2**20)
         torch.cuda.reset_peak_memory_stats()
         return {
             "allocated_mb": round(torch.cuda.memory_allocated() / 2**20, 1),
@@ -39,13 +40,15 @@ class GpuMemory:
         }
 
     def take(self) -> tuple[float | None, dict[str, float]]:
-        """Peak since the last call, and more by name: the present memory, or without a GPU the process's own peak."""
+        """Peak since the last call, and more by name: the present memory and the peak that
+        the allocator had reserved, or without a GPU the process's own peak."""
         if not torch.cuda.is_available():
             most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
             return None, {"host_memory_peak_mb": round(most, 1)}
         now = self.phase()["allocated_mb"]
-        peak, self._peak = round(self._peak, 1), 0.0
-        return peak, {"gpu_memory_current_mb": now}
+        peak, reserved = round(self._peak, 1), round(self._reserved, 1)
+        self._peak = self._reserved = 0.0
+        return peak, {"gpu_memory_current_mb": now, "gpu_memory_reserved_mb": reserved}
 
 
 class MemoryProfiler(TrainerCallback):  # type: ignore[misc]

@@ -1,5 +1,6 @@
 """One run as its training process sees it: the job, the way to the supervisor, and what it remembers."""
 
+import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,6 +55,11 @@ class Run:
         return Path(self.job["output_dir"])
 
     @property
+    def is_probe(self) -> bool:
+        """Whether it only measures: nothing of it is kept."""
+        return self.config.trainer_options.probe
+
+    @property
     def histories(self) -> list[History]:
         """What this run writes down as it goes, and takes along from checkpoint to checkpoint."""
         options = self.config.trainer_options
@@ -84,7 +90,9 @@ class Run:
     def evaluation(self, step: int, epoch: float | None, found: dict[str, float]) -> None:
         """Tell, remember and track what an evaluation after `step` found."""
         self.report.eval(step, found, epoch=epoch)
-        self._keep({"step": step, "epoch": epoch, **found})
+        # The event names what is no number; in a file of JSON it is null.
+        numbers = {name: value if math.isfinite(value) else None for name, value in found.items()}
+        self._keep({"step": step, "epoch": epoch, **numbers})
 
     def _keep(self, record: dict[str, Any]) -> None:
         self.history.append(record)

@@ -196,12 +196,14 @@ class Faithful(Trainer):  # type: ignore[misc]
         run = self.run
         run.report.phase("evaluating")
         random_state = torch.random.get_rng_state()
+        is_due = self.evaluation_is_due()
         # One that was only asked for leaves no trace in the training; one that is due is part of it, as in TRL.
-        trace = nullcontext() if self.evaluation_is_due() else sampling.same_numbers()
+        trace = nullcontext() if is_due else sampling.same_numbers()
         self._eval_batches = 0
         try:
             with trace:
                 metrics = super().evaluate(*args, **options)
+                found = self.evaluated(metrics)
         except Stopped:
             torch.random.set_rng_state(random_state)
             self._metrics["eval"].clear()
@@ -214,8 +216,15 @@ class Faithful(Trainer):  # type: ignore[misc]
             self.control.should_training_stop = True
             self.control.should_evaluate = False
             return {}
+        except Exception as error:
+            if is_due:
+                raise
+            self._metrics["eval"].clear()
+            run.state.eval_pending = False
+            self.actions.evaluation_failed(error)
+            run.report.phase("training")
+            return {}
         run.state.eval_pending = False
-        found = self.evaluated(metrics)
         run.evaluation(self.state.global_step, self.state.epoch, found)
         self.actions.evaluated(found)
         if not self.control.should_training_stop:
@@ -266,6 +275,8 @@ class Faithful(Trainer):  # type: ignore[misc]
     # Checkpoints
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self.run.is_probe:
+            return
         if checkpoints.save(self) and not self.control.should_training_stop:
             self.run.report.phase("training")
 

@@ -21,6 +21,8 @@ def _child(request: dict[str, object]) -> None:
         arguments = [str(request["job"])]
         if "disk" in request:
             troubles.begin(json.loads(str(request["disk"])))
+        if "course" in request:
+            troubles.follow(request["course"])
         if "control" in request:
             control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             control.connect(str(request["control"]))

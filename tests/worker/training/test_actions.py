@@ -1,11 +1,22 @@
 """Actions of a real training process: when each takes effect, and that a run which lost its trainer trains the same."""
 
+import json
+import math
+import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import TrainerControl
 
+from app.runs.config import Machine, TrainingConfig
 from tests.worker.training.tiny import Forks, Outcome, make_job
+from worker.training.actions import Actions
+from worker.training.control import Control
+from worker.training.run import Run
 
 QUICK: dict[str, Any] = {
     "method": "lora", "max_seq_length": 64, "batch_size": 2, "gradient_accumulation_steps": 2, "lora_dropout": 0.1,
@@ -99,6 +110,23 @@ class TestExactness:
             one["completion"] for one in whole.of("sample")
         ]
 
+    def test_an_attempt_that_is_drained_at_the_very_step_of_an_action_leaves_it_done(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path, whole: Outcome
+    ) -> None:
+        """At the step of the learning rate, then of the evaluation and the checkpoint, then of the extension."""
+        behind, resume, trained = 2, whole.checkpoint(2), {}
+        for attempt, step in enumerate((3, 5, 7), start=2):
+            job = make_job(tmp_path, tiny_model, chats, attempt=attempt, resume_from=resume, **QUICK)
+            drained = forks.run(job | {"actions": asked(behind=behind)}, course={"drain_at": step})
+            assert (drained.result["why"], drained.result["step"]) == ("drain", step)
+            behind, resume = step, drained.checkpoint(step)
+            trained |= losses(drained)
+        job = make_job(tmp_path, tiny_model, chats, attempt=5, resume_from=resume, **QUICK)
+        ended = forks.run(job | {"actions": asked(behind=behind)})
+        assert ended.result["step"] == 16
+        assert trained | losses(ended) == {n: loss for n, loss in losses(whole).items() if n > 2}
+        assert ended.result["metrics"] == whole.result["metrics"]
+
     def test_samples_and_an_evaluation_that_was_asked_for_leave_no_trace_in_the_training(
         self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path, whole: Outcome
     ) -> None:
@@ -130,3 +158,91 @@ def test_what_cannot_be_done_is_refused_and_training_goes_on(
     ]  # fmt: skip
     assert "3 steps already" in done.of("action")[1]["message"]
     assert done.result["outcome"] == "completed" and done.result["step"] == 3
+
+
+def test_evaluations_that_were_only_asked_for_neither_end_a_run_nor_save_its_best(
+    forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    """One that breaks, one that finds no number, and others that get worse and worse."""
+    worse = {"method": "full", "learning_rate": 1.0, "warmup_ratio": 0.0, "early_stopping_patience": 1}
+    config = QUICK | worse | {"max_steps": 6, "save_steps": 100, "eval_steps": 6}
+    del config["lora_dropout"]
+    actions = [{"id": f"act_{n}", "action": "evaluate", "parameters": {}, "step": n} for n in range(1, 6)]
+    job = make_job(tmp_path, tiny_model, chats, **config) | {"actions": actions}
+    done = forks.run(job, course={"evaluations": ["raises", "nan"]})
+    assert (done.result["outcome"], done.result.get("why"), done.result["step"]) == ("completed", None, 6), done.result
+    assert [(one["kind"], one["step"]) for one in done.of("checkpoint")] == [("final", 6)]
+    answers = {one["step"]: one for one in done.of("action")}
+    assert [one["status"] for one in answers.values()] == ["failed", *["done"] * 4]
+    assert "no evaluation today" in answers[1]["message"]
+    assert math.isnan(answers[2]["result"]["metrics"]["eval_loss"])  # null, where it is stored
+    found = [answers[step]["result"]["metrics"]["eval_loss"] for step in (3, 4, 5)]
+    assert max(found) > found[0], "patience would have ended it"
+    lines = [json.loads(line) for line in (done.output / "metrics.jsonl").read_text().splitlines()]
+    assert [line["eval_loss"] for line in lines if "eval_loss" in line and line["step"] == 2] == [None]
+
+
+def test_a_drain_at_the_last_step_of_the_epoch_that_the_run_is_to_end_with_ends_it(
+    forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path, whole: Outcome
+) -> None:
+    last = next(one["step"] for one in whole.of("metric") if float(one["epoch"]).is_integer())
+    job = make_job(tmp_path, tiny_model, chats, **QUICK)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind(str(tmp_path / "control"))
+        listening.listen()
+        forks.start(job, control=tmp_path / "control", course={"drain_at": last})
+        control, _ = listening.accept()
+    with control:
+        control.send(json.dumps({"stop_at": "epoch_end"}).encode())
+        ended = forks.wait()
+    assert (ended.result["outcome"], ended.result["why"], ended.result["step"]) == ("stopped", "epoch_end", last)
+    # Whoever resumes from it in this run's name, for it was lost before it was heard, ends at once too.
+    resume = ended.checkpoint(last)
+    again = forks.run(make_job(tmp_path, tiny_model, chats, attempt=2, resume_from=resume, **QUICK))
+    assert (again.result["why"], again.result["step"], again.steps) == ("epoch_end", last, {})
+
+
+class TestAChangeThatBreaksOff:
+    """Halfway, by what nobody foresaw: it is told, and nothing of it is in force."""
+
+    @pytest.mark.parametrize("where", ["the schedule is not made", "the schedule has no such step"])
+    @pytest.mark.parametrize(
+        ("action", "parameters"), [("set_learning_rate", {"learning_rate": 0.5}), ("extend", {"epochs": 9})]
+    )
+    def test_is_answered_as_failed_and_changes_nothing(
+        self, tmp_path: Path, where: str, action: str, parameters: dict[str, Any]
+    ) -> None:
+        def fail(*_: Any) -> float:
+            raise LookupError(where)
+
+        def create_scheduler(_steps: int, own: torch.optim.Optimizer) -> Any:
+            return fail() if where == "the schedule is not made" else SimpleNamespace(lr_lambdas=[fail])
+
+        told: list[dict[str, Any]] = []
+        report: Any = SimpleNamespace(action=lambda *_, **outcome: told.append(outcome), config=fail)
+        config = TrainingConfig(base_model="tiny", learning_rate=0.1)
+        job = {
+            "output_dir": str(tmp_path),
+            "actions": [{"id": "a", "action": action, "parameters": parameters, "step": 1}],
+        }
+        nothing: Any = None
+        run = Run(job, config, set(), Machine(), report, Control(), nothing, steps_in_a_pass=10)
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+        course = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        trainer: Any = SimpleNamespace(
+            run=run, args=SimpleNamespace(learning_rate=0.1, max_steps=10), facts={"total_steps": 10},
+            state=SimpleNamespace(global_step=1, epoch=0.1, max_steps=10), optimizer=optimizer, lr_scheduler=course,
+            replaced=[], create_scheduler=create_scheduler,
+        )  # fmt: skip
+
+        def everything() -> Any:
+            rates = [{name: one for name, one in group.items() if name != "params"} for group in optimizer.param_groups]
+            parts = (course.lr_lambdas, course.base_lrs, course.get_last_lr(), vars(trainer.args), vars(trainer.state))
+            changed = (run.state.changed, run.state.total_steps)
+            return rates, *map(str, parts), *changed, dict(trainer.facts), run.config, trainer.lr_scheduler
+
+        before = everything()
+        Actions(trainer).do_again(TrainerControl())
+        ((answer),) = told
+        assert answer["status"] == "failed" and f"LookupError: {where}" in answer["message"]
+        assert everything() == before

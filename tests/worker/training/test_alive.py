@@ -70,7 +70,16 @@ class Watched:
         settings = SimpleNamespace(hang_seconds=HANG_SECONDS, save_after_seconds=1e9, save_grace_seconds=1e9)
         host: Any = SimpleNamespace(settings=settings, draining=threading.Event())
         writer: Any = SimpleNamespace(put=self.stored.append, check=lambda: None, is_full=False, progress=None)
-        run: Any = SimpleNamespace(id="run_test", epoch=1, attempt=1, config={}, backend="celery", given=[])
+        run: Any = SimpleNamespace(
+            id="run_test",
+            epoch=1,
+            attempt=1,
+            config={},
+            backend="celery",
+            given=[],
+            dataset_id="ds",
+            eval_dataset_id=None,
+        )
         self.pump = Pump(host, run, writer)
         process = launcher.launch("tests.worker.training.slow:main", write_job(job), CPU)
         lease: Any = Lease()

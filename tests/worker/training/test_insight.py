@@ -139,16 +139,17 @@ class TestGpuMemory:
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: device["now"])
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: device["now"])
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: device["peak"])
+        monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: device["peak"] + (50 << 20))
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: device.update(peak=device["now"]))
         gpu = memory.GpuMemory()
         use(900)
         use(100)
         assert gpu.phase() == {"allocated_mb": 100.0, "reserved_mb": 100.0, "peak_mb": 900.0}
         use(300)
-        assert gpu.take() == (900.0, {"gpu_memory_current_mb": 300.0})
+        assert gpu.take() == (900.0, {"gpu_memory_current_mb": 300.0, "gpu_memory_reserved_mb": 950.0})
         use(200)
-        assert gpu.take() == (300.0, {"gpu_memory_current_mb": 200.0})
-        assert gpu.take() == (200.0, {"gpu_memory_current_mb": 200.0})
+        assert gpu.take() == (300.0, {"gpu_memory_current_mb": 200.0, "gpu_memory_reserved_mb": 350.0})
+        assert gpu.take() == (200.0, {"gpu_memory_current_mb": 200.0, "gpu_memory_reserved_mb": 250.0})
 
     def test_without_a_gpu_the_process_tells_its_own_peak(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

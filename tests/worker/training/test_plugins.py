@@ -73,7 +73,18 @@ class TestARunMadeOfPlugins:
         self, forks: Forks, tiny_model: Path, chats: Path, extra: Any, tmp_path_factory: pytest.TempPathFactory
     ) -> Outcome:
         folder = tmp_path_factory.mktemp("run_made")
-        return completed(forks.run(make_job(folder, tiny_model, chats, run_id=folder.name, extra=extra, **CONFIG)))
+        wishes = [("set_learning_rate", {"learning_rate": 0.1}), ("extend", {"max_steps": 20})]
+        actions = [{"id": f"act_{name}", "action": name, "parameters": of, "step": 3} for name, of in wishes]
+        job = make_job(folder, tiny_model, chats, run_id=folder.name, extra=extra, **CONFIG)
+        return completed(forks.run(job | {"actions": actions}))
+
+    def test_what_would_change_rates_that_a_plugin_makes_is_refused_and_training_goes_on(self, done: Outcome) -> None:
+        answers = done.of("action")
+        assert [(one["action"], one["status"]) for one in answers] == [
+            ("set_learning_rate", "refused"), ("extend", "refused"),
+        ]  # fmt: skip
+        assert all("optimizer or scheduler is a plugin" in one["message"] for one in answers)
+        assert done.result["step"] == STEPS
 
     def test_each_has_had_its_part(self, done: Outcome, extra: Any) -> None:
         (config,) = done.of("config")

@@ -251,7 +251,9 @@ class TestBest:
         nothing: Any = None
         run = Run({"output_dir": str(tmp_path)}, config, set(), Machine(), nothing, nothing, nothing)
         arguments: Any = None
-        watcher = StepWatcher(run, Faithful.__new__(Faithful))
+        trainer = Faithful.__new__(Faithful)
+        trainer.run, trainer.state = run, TrainerState()
+        watcher = StepWatcher(run, trainer)
         with pytest.raises(TrainingFailure) as ended:
             watcher.on_evaluate(arguments, TrainerState(), TrainerControl(), {"eval_loss": math.nan})
         assert ended.value.code == "non_finite_loss"

@@ -278,7 +278,7 @@ class Forks:
         self._running: tuple[dict[str, Any], Path] | None = None
 
     def run(self, job: dict[str, Any], **limits: Any) -> Outcome:
-        """Run a job to its end; `file_bytes` limits the size of any file that it writes, `disk` is for `troubles`."""
+        """Run a job to its end; `file_bytes` limits the size of its files, `disk` and `course` are for `troubles`."""
         self.start(job, **limits)
         return self.wait()
 

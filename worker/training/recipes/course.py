@@ -13,7 +13,7 @@ from worker.training.export import export
 from worker.training.failures import TrainingFailure
 from worker.training.memory import MemoryProfiler
 from worker.training.peaks import peak_tflops
-from worker.training.recipes.steps import Rows
+from worker.training.recipes.steps import Rows, configured_steps
 from worker.training.run import Run
 from worker.training.trainer import EndedBeforeStep, Faithful
 
@@ -48,7 +48,7 @@ def arguments(run: Run, total_steps: int) -> dict[str, Any]:
         "seed": config.seed,
         "remove_unused_columns": False,
         "dataloader_pin_memory": cuda,
-        "logging_steps": config.logging_steps,
+        "logging_steps": 1 if run.is_probe else config.logging_steps,
         "logging_nan_inf_filter": False,
         "eval_strategy": "steps" if config.eval_steps else "no",
         "eval_steps": config.eval_steps,
@@ -95,6 +95,8 @@ def tell(
         "eval_rows": held_out.rows if held_out else 0, "total_steps": trainer.args.max_steps,
         "weights_dtype": str(model.weights_dtype(run.config, run.machine)), "base_revision": found.revision, **more,
     }  # fmt: skip
+    if run.is_probe:
+        facts["whole_run_steps"] = configured_steps(run)
     run.fingerprint = _fingerprint(run, found, facts)
     facts |= fidelity.facts(_differences(run))
     trainer.facts, trainer.replaced = facts, replaced
@@ -143,7 +145,7 @@ def train(trainer: Faithful) -> None:
 def finish(trainer: Faithful, start: Base, facts: dict[str, Any]) -> dict[str, Any]:
     """Export where training is over, and push; returns the fields of the result record."""
     run, state = trainer.run, trainer.run.state
-    output = export(trainer, start, facts) if run.ended_by in _EXPORTS else None
+    output = export(trainer, start, facts) if run.ended_by in _EXPORTS and not run.is_probe else None
     return {
         "outcome": "completed" if run.ended_by in _COMPLETES else "stopped",
         "why": run.ended_by,

@@ -96,7 +96,7 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
                 disable_dropout=no_dropout,
                 # Without an adapter the alternative is a second copy of the model; with one it is a forward pass in
                 # every step, which is more work from the second pass over the data on.
-                precompute_ref_log_probs=config.lora_r is None or total_steps > steps_in_a_pass,
+                precompute_ref_log_probs=config.lora_r is None or steps.configured_steps(run) > steps_in_a_pass,
             ),
             train_dataset=steps.seen(run, training),
             eval_dataset=held_out.dataset if held_out else None,

@@ -10,7 +10,7 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from app.runs.config import Replacement
 from app.runs.rewards import names
-from worker.training import model, pairs, planning, plugins, rewards
+from worker.training import measuring, model, pairs, planning, plugins, rewards
 from worker.training.failures import TrainingFailure
 from worker.training.pairs import Pairs, PromptEncoder
 from worker.training.protection import Trouble
@@ -164,7 +164,11 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
             "`gradient_accumulation_steps`, or add prompts.",
         )
     total_steps = steps.steps_in_all(run, steps_in_a_pass)
-    seen = training.dataset.select(range(prompts_in_a_step)) if config.overfit_first_batch else training.dataset
+    seen = training.dataset
+    if config.overfit_first_batch:
+        seen = seen.select(range(prompts_in_a_step))
+    elif run.is_probe:
+        seen = measuring.longest_rows(seen, config, tokenizer)
     planning.decide(run, replaced, found, training.dataset, max_length)
     with steps.weights(run, found) as start:
         network = steps.load(run, start, steps.highest_id(tokenizer, training, held_out))
@@ -179,6 +183,8 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
             "reward_weights": [one.weight for one in wanted.rewards],
             "steps_per_generation": config.gradient_accumulation_steps,
         }
+        if run.is_probe:
+            arguments |= measuring.generation(config)
         if wanted.beta > 0 and config.lora_r is None:
             # TRL loads the reference itself: the very weights that the policy starts from.
             arguments["model_init_kwargs"] = {**start.options, "use_safetensors": True}

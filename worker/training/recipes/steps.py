@@ -11,7 +11,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from app.runs.config import Replacement
-from worker.training import base, checkpoints, data, model, planning, plugins
+from worker.training import base, checkpoints, data, measuring, model, planning, plugins
 from worker.training.base import Base
 from worker.training.chat import ensure_template
 from worker.training.failures import TrainingFailure
@@ -144,7 +144,9 @@ def read_data(run: Run, read: Read[Some]) -> tuple[Some, Some | None]:
 
 def seen(run: Run, training: Rows) -> Dataset:
     """What of the data is trained on: all, or the rows of one step again and again."""
-    return data.first_batch(training.dataset, run.config) if run.config.overfit_first_batch else training.dataset
+    if run.config.overfit_first_batch:
+        return data.first_batch(training.dataset, run.config)
+    return measuring.longest_rows(training.dataset, run.config) if run.is_probe else training.dataset
 
 
 def chat_template_if_needed(run: Run, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -182,9 +184,14 @@ def tokenizing(run: Run) -> Callable[[int, int], None]:
 
 
 def steps_in_all(run: Run, steps_in_a_pass: int) -> int:
-    """Optimizer steps of the whole run, as the trainer counts them."""
+    """Optimizer steps of the whole run, as the trainer counts them; of a probe, its own."""
     run.steps_in_a_pass = steps_in_a_pass
-    steps = run.config.max_steps or math.ceil(run.config.epochs * steps_in_a_pass)
+    return measuring.STEPS if run.is_probe else configured_steps(run)
+
+
+def configured_steps(run: Run) -> int:
+    """Optimizer steps of the whole run, of which a probe takes only the first few; call behind `steps_in_all`."""
+    steps = run.config.max_steps or math.ceil(run.config.epochs * run.steps_in_a_pass)
     return max(steps, run.config.min_steps or 0)
 
 

@@ -1,0 +1,88 @@
+"""Probes: short runs that measure what a run would take, in the place of formulas."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from app.estimates.schemas import Measured, ProbeResult, RunEstimate
+from app.runs.config import in_numbers
+from app.runs.models import Run
+from app.runs.prediction import PROBE_STEPS
+from app.runs.schemas import MOST_TAGS, RunCreate, RunToEstimate, TrainingMetrics
+
+TAG = "probe"
+_NEEDS_EVALUATIONS = ("eval_steps", "eval_split", "early_stopping_patience")
+_SENDS_ELSEWHERE = ("report_to", "push_to_hub")
+_LOOKS_AFTER_ITSELF = ("on_non_finite", "on_spike", "time_limit_seconds", "stop_at_step")
+_EXTRA = (
+    "eval_on_start", "eval_batch_size", "metrics", "distributions_steps", "memory_profile", "checkpoint_engine",
+)  # fmt: skip
+
+
+def request_of(asked: RunToEstimate) -> RunCreate:
+    """The short run that measures what was asked for; `asked` would be accepted."""
+    left_out = {*_NEEDS_EVALUATIONS, *_SENDS_ELSEWHERE, *_LOOKS_AFTER_ITSELF, "extra"}
+    config = {name: value for name, value in asked.config.items() if name not in left_out}
+    extra = {name: value for name, value in (asked.config.get("extra") or {}).items() if name not in _EXTRA}
+    name = asked.name or f"{config.get('method', 'qlora')} of {config['base_model']}"
+    return RunCreate(
+        experiment_id=asked.experiment_id,
+        name=f"probe of {name}"[:200],
+        backend=asked.backend,
+        dataset_id=asked.dataset_id,
+        config=in_numbers(config) | {"on_out_of_memory": "stop", "extra": {**extra, "probe": True}},
+        priority=asked.priority,
+        max_restarts=asked.max_restarts,
+        tags=[*[tag for tag in asked.tags if tag != TAG][: MOST_TAGS - 1], TAG],
+    )
+
+
+def seconds_of_step(points: Sequence[TrainingMetrics]) -> float | None:
+    """Seconds of a step of the newest stretch between two metrics, the waiting for its data included."""
+    if len(points) < 2:
+        return None
+    steps, told = points[-1].step - points[-2].step, points[-1].extra
+    parts = [told.get(name) for name in ("step_seconds", "data_seconds")]
+    if steps < 1 or not isinstance(parts[0], int | float):
+        return None
+    return round(sum(part for part in parts if isinstance(part, int | float)) / steps, 6)
+
+
+def result(run: Run, estimate: RunEstimate | None, measured: Measured | None, facts: dict[str, Any]) -> ProbeResult:
+    """What a probe says about the whole run; `estimate` is that of the whole run, `facts` those that it told."""
+    device = facts.get("device_name") or facts.get("device")
+    steps = _steps(run.config, estimate, facts.get("whole_run_steps"))
+    if run.status == "failed" and run.error_code == "out_of_memory":
+        told = f"The run does not fit{f' on {device}' if device else ''}: its longest rows ran out of memory."
+        return _untold(steps, f"{told} {run.error_message or ''}".strip(), fits=False)
+    if run.status in ("failed", "cancelled"):
+        why = run.error_message or "it was stopped."
+        return _untold(steps, f"The probe has ended ({run.status}) before it had measured: {why}")
+    each = measured.step_seconds if measured else None
+    if run.status != "completed":
+        return _untold(steps, "The probe has not ended yet.")
+    if measured is None or each is None:
+        return _untold(steps, "The probe has ended and told no time of a step.")
+    most = None if steps is None else steps * each
+    seconds = most
+    if most is not None and estimate and estimate.tokens and measured.tokens_per_second:
+        seconds = min(most, estimate.tokens / measured.tokens_per_second)
+    peak = "" if measured.peak_memory_mb is None else f" with {measured.peak_memory_mb:,.0f} MiB at the peak"
+    return ProbeResult(
+        fits=True,
+        steps=steps,
+        seconds=None if seconds is None else round(seconds, 1),
+        seconds_at_most=None if most is None else round(most, 1),
+        message=f"The run fits on {device or 'this device'}: {PROBE_STEPS} steps on its longest rows went "
+        f"through{peak}, the second one in {each:.3g} s.",
+    )
+
+
+def _steps(config: Mapping[str, Any], estimate: RunEstimate | None, told: Any) -> int | None:
+    """Of the whole run: a trainer knows how much is packed or left out, but not what a probe leaves out itself."""
+    is_rough = config.get("max_steps") is None and (config.get("packing") or config.get("method") == "rlhf")
+    expected = estimate.steps if estimate else None
+    return told if isinstance(told, int) and (is_rough or expected is None) else expected
+
+
+def _untold(steps: int | None, message: str, fits: bool | None = None) -> ProbeResult:
+    return ProbeResult(fits=fits, steps=steps, seconds=None, seconds_at_most=None, message=message)

@@ -1,0 +1,132 @@
+"""When runs that wait have their turn: workers' devices come free, and claims take runs, played through. No database.
+
+Whenever a device of a worker comes free, the worker claims as long as any run fits into what is free there: the first
+that does, by priority and then age. So a run that needs two devices is overtaken by later ones that need one.
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+_ANY = -1
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A worker that is online, with its devices."""
+
+    worker_id: str
+    backends: frozenset[str]
+    kind: str
+    device: str
+    memory_mb: int
+    free: tuple[float, ...]
+    """In how many seconds each device is free; infinite where nobody knows."""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A run in the queue."""
+
+    run_id: str
+    backend: str
+    kind: str | None
+    memory_mb: int
+    devices: int
+    not_before: float
+    """Seconds from now."""
+
+    def fits(self, seat: Seat) -> bool:
+        """Whether a worker could ever take it; the same as a claim asks."""
+        return (
+            self.backend in seat.backends
+            and self.kind in (None, seat.kind)
+            and self.memory_mb <= seat.memory_mb
+            and self.devices <= len(seat.free)
+        )
+
+
+@dataclass(frozen=True)
+class Turn:
+    """When a waiting run has its turn."""
+
+    seat: Seat | None
+    """Where it starts; None: no worker could take it."""
+    start: float
+    """Seconds from now; infinite where nobody knows."""
+
+
+@dataclass
+class _Line:
+    """Runs that ask for the same, so that each of them fits wherever any does."""
+
+    one: Waiting
+    ready: list[int] = field(default_factory=list)
+    """Their places in the queue, as a heap."""
+
+
+def turns(
+    seats: Iterable[Seat], queue: Sequence[Waiting], seconds: Callable[[Waiting, Seat], float]
+) -> dict[str, Turn]:
+    """Where and when each run of a queue starts, by its id; `seconds` says how long one takes on a worker's device.
+
+    It is asked once for each run that has a turn, in the order of turns, and may answer infinity: nobody knows.
+    """
+    return _Play(list(seats), queue, seconds).found
+
+
+class _Play:
+    """The course of events: `(when, seat)`, a device of that seat being free then, or a pause being over."""
+
+    def __init__(self, seats: list[Seat], queue: Sequence[Waiting], seconds: Callable[[Waiting, Seat], float]) -> None:
+        self._seats, self._queue, self._seconds = seats, queue, seconds
+        self._free = [list(seat.free) for seat in seats]
+        self._events = [(when, at) for at, seat in enumerate(seats) for when in seat.free if when < math.inf]
+        self._pauses: list[tuple[float, int]] = []
+        lines: dict[tuple[object, ...], _Line] = {}
+        self._line_of: list[_Line] = []
+        for place, one in enumerate(queue):
+            line = lines.setdefault((one.backend, one.kind, one.memory_mb, one.devices), _Line(one))
+            self._line_of.append(line)
+            if one.not_before <= 0:
+                line.ready.append(place)
+            else:
+                self._pauses.append((one.not_before, place))
+                self._events.append((one.not_before, _ANY))
+        self._fitting = [[line for line in lines.values() if line.one.fits(seat)] for seat in seats]
+        heapq.heapify(self._events)
+        heapq.heapify(self._pauses)
+        self.found: dict[str, Turn] = {}
+        self._run()
+        self._leave()
+
+    def _run(self) -> None:
+        while self._events and len(self.found) < len(self._queue):
+            now, at = heapq.heappop(self._events)
+            while self._pauses and self._pauses[0][0] <= now:
+                _, place = heapq.heappop(self._pauses)
+                heapq.heappush(self._line_of[place].ready, place)
+            for seat in range(len(self._seats)) if at == _ANY else (at,):
+                self._claim(now, seat)
+
+    def _claim(self, now: float, at: int) -> None:
+        """A worker takes runs as long as one fits into what is free there."""
+        seat, free = self._seats[at], self._free[at]
+        while idle := [device for device, when in enumerate(free) if when <= now]:
+            lines = [line for line in self._fitting[at] if line.ready and line.one.devices <= len(idle)]
+            if not lines:
+                return
+            one = self._queue[heapq.heappop(min(lines, key=lambda line: line.ready[0]).ready)]
+            self.found[one.run_id] = Turn(seat, now)
+            until = now + self._seconds(one, seat)
+            for device in idle[: one.devices]:
+                free[device] = until
+            if until < math.inf:
+                heapq.heappush(self._events, (until, at))
+
+    def _leave(self) -> None:
+        """Whoever has no turn: no worker fits, or nobody knows when one is free."""
+        for one in self._queue:
+            if one.run_id not in self.found:
+                self.found[one.run_id] = Turn(next((seat for seat in self._seats if one.fits(seat)), None), math.inf)

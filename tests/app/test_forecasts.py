@@ -1,0 +1,157 @@
+"""What is predicted of runs as they are stored: on real tables, without any trainer."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, event, func, insert, select, text
+
+from app.config import Settings
+from app.db import async_engine, session_maker, sync_engine
+from app.runs import lifecycle
+from app.runs.forecasts import Forecasts
+from app.runs.models import Pace, Run
+from app.runs.prediction import Prediction, Timings, task
+from tests.factories import mark_run
+from tests.rows import add_run, add_worker, claim, waiting_for_locks
+from tests.waiting import eventually_async
+
+CONFIG = {"base_model": "none", "method": "sft"}
+IN_EPOCH = {"current_step": 50, "current_epoch": 2.5}
+
+
+@pytest.fixture
+def engine(settings: Settings) -> Iterator[Engine]:
+    engine = sync_engine(settings.database_url or "")
+    yield engine
+    engine.dispose()
+
+
+def timed(engine: Engine, run: Any, attempt: int = 1, **values: Any) -> None:
+    """What an attempt took: a second a step, unless `values` say otherwise."""
+    twin = task(run.backend, run.config, run.given, None, (run.dataset_id, None)).twin
+    timings = Timings(twin=twin, training=float(values["step"]), step_seconds=1.0, **values)
+    row = {"run_id": run.id, "attempt": attempt, "likeness": "fake sft none", "device": "cpu"}
+    with engine.begin() as connection:
+        connection.execute(insert(Pace).values(**row, timings=asdict(timings), measured_at=func.clock_timestamp()))
+
+
+def past(engine: Engine) -> Any:
+    """A run that has ended; answers its row."""
+    run = add_run(engine, config={**CONFIG, "extra": {}})
+    claimed = claim(engine, add_worker(engine))
+    with engine.begin() as connection:
+        connection.execute(lifecycle.complete(run.id, claimed.epoch, None, "done")).one()
+    return run
+
+
+def ask(settings: Settings, times: int = 1) -> list[dict[str, Prediction | None]]:
+    """What is predicted of all runs, by so many forecasts."""
+
+    async def made() -> list[dict[str, Prediction | None]]:
+        engine = async_engine(settings.database_url or "")
+        forecasts, found = Forecasts(settings, ["fake"]), []
+        for _ in range(times):
+            async with session_maker(engine)() as session:
+                runs = (await session.execute(select(Run.id, Run.status))).all()
+                forecasts._made_at = float("-inf")
+                found.append(await forecasts.of(session, {run.id: run.status for run in runs}))
+        await engine.dispose()
+        return found
+
+    return asyncio.run(made())
+
+
+def test_a_request_that_cannot_be_read_takes_no_other_its_prediction(
+    settings: Settings, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    def config(steps: Any) -> dict[str, Any]:
+        return {**CONFIG, "extra": {"steps": steps}}
+
+    ended = past(engine)
+    # One that was lost twice on its way is one run all the same.
+    for attempt, step in ((1, 5), (2, 20), (3, 10)):
+        timed(engine, ended, attempt, step=step)
+    odd, broken, sound = (add_run(engine, config=config(steps)).id for steps in ("20.0", "many", 20))
+    for id in (odd, broken, sound):
+        mark_run(engine, id, dataset_id=ended.dataset_id)
+    live = add_run(engine, config=config([]), priority=5).id
+    worker = add_worker(engine, devices=4)
+    assert claim(engine, worker).id == live
+    with caplog.at_level(logging.ERROR):
+        found, again = ask(settings, 2)
+    for one in (found, again):
+        assert (one[broken], one[live]) == (None, None)
+        for told in (one[odd], one[sound]):
+            assert told is not None and told.start_at is not None and told.finish_at is not None
+            assert (told.finish_at - told.start_at).total_seconds() == pytest.approx(20, abs=0.1)
+            assert "its 20 steps from 1 earlier run" in told.basis
+    assert sorted(record.args[0] for record in caplog.records if record.args) == sorted([broken, live])  # type: ignore[index,type-var]
+
+
+@pytest.mark.parametrize(
+    ("columns", "extra", "left"),
+    [
+        ({"total_steps": 100}, {}, "50 of 100 steps left"),  # extended: the configuration says 20
+        ({"total_steps": 100}, {"stop_at_step": 80}, "30 of 80 steps left"),
+        ({"total_steps": 100, "stop_mode": "epoch_end", **IN_EPOCH}, {}, "10 of 60 steps left"),
+        ({"total_steps": 55, "stop_mode": "epoch_end", **IN_EPOCH}, {}, "5 of 55 steps left"),
+        ({"total_steps": 100, "stop_mode": "epoch_end"}, {}, None),
+    ],
+)  # fmt: skip
+def test_a_run_that_trains_has_left_what_the_trainer_tells_up_to_its_stop(
+    settings: Settings, engine: Engine, columns: dict[str, Any], extra: dict[str, Any], left: str | None
+) -> None:
+    run = add_run(engine, config={**CONFIG, "extra": {"steps": 20}, **extra})
+    claim(engine, add_worker(engine))
+    timed(engine, run, step=50, total_steps=20)
+    mark_run(engine, run.id, **columns)
+    told = ask(settings)[0][run.id]
+    if left is None:
+        assert told is None
+    else:
+        assert told is not None and told.basis.startswith(left)
+        assert ("it ends with its epoch" in told.basis) is ("stop_mode" in columns)
+
+
+async def test_nobody_waits_for_a_forecast_and_there_is_at_most_one_a_second(
+    settings: Settings, engine: Engine
+) -> None:
+    run_id = add_run(engine).id
+    add_worker(engine)
+    database = async_engine(settings.database_url or "")
+    made: list[float] = []
+
+    def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if "run_paces.likeness" in statement:
+            made.append(time.monotonic())
+
+    event.listen(database.sync_engine, "before_cursor_execute", note)
+    forecasts = Forecasts(settings, ["fake"])
+
+    async def told(*run_ids: str) -> dict[str, Prediction | None]:
+        async with session_maker(database)() as session:
+            return await forecasts.of(session, dict.fromkeys(run_ids, "pending"))
+
+    with engine.begin() as connection:
+        connection.execute(text("LOCK TABLE run_paces IN ACCESS EXCLUSIVE MODE"))
+        slow = asyncio.create_task(told(run_id))
+        await eventually_async(lambda: asyncio.to_thread(waiting_for_locks, engine))
+        assert await asyncio.wait_for(told(run_id), 5) == {}
+    assert (await slow)[run_id] is not None
+    # As one behind the thousandth of the queue: no forecast has it, and asking again makes none.
+    for _ in range(12):
+        assert (await told(run_id, "run_unknown")).keys() == {run_id}
+        await asyncio.sleep(0.05)
+
+    async def is_made_again() -> bool:
+        await told(run_id, "run_unknown")
+        return len(made) > 1
+
+    await eventually_async(is_made_again)
+    await database.dispose()
+    assert made[1] - made[0] >= 1.0

@@ -1,0 +1,148 @@
+"""`probe: true` has a worker measure a run with two steps, and what that says about the whole run stands beside the
+estimate."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine
+
+from app.client import Anneal
+from app.db import sync_engine
+from tests.factories import Trainer, count_runs, make_dataset, make_experiment, make_model, mark_run
+from tests.server import ApiServer
+from tests.waiting import eventually
+
+_CONFIG = {
+    "model_type": "llama", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "max_position_embeddings": 256, "torch_dtype": "float32",
+}  # fmt: skip
+_MEASURED = {"step_seconds": 0.4, "data_seconds": 0.1, "tokens_per_second": 1000.0, "gpu_memory_reserved_mb": 950.0}
+
+
+@pytest.fixture
+def engine(api: ApiServer) -> Iterator[Engine]:
+    engine = sync_engine(api.settings.database_url or "")
+    (make_model(api.settings, "tiny") / "config.json").write_text(json.dumps(_CONFIG))
+    yield engine
+    engine.dispose()
+
+
+def body(engine: Engine, **more: Any) -> dict[str, Any]:
+    """A run of which everything that a probe leaves out is asked for."""
+    config = {
+        "base_model": "tiny", "max_steps": 300, "eval_split": 0.2, "eval_steps": 50, "early_stopping_patience": 2,
+        "save_steps": "1k", "stop_at_step": 250, "on_spike": "rewind", "learning_rate": 1e-3,
+        "extra": {"eval_on_start": True, "max_grad_norm": 2.0},
+    }  # fmt: skip
+    return {"dataset_id": make_dataset(engine), "name": "counting", "priority": 7, "config": config, **more}
+
+
+def probed(api: ApiServer, asked: dict[str, Any], **headers: str) -> dict[str, Any]:
+    answer = api.client.post("/v1/runs/estimate", json={**asked, "probe": True}, headers=headers)
+    assert answer.status_code == 202, answer.text
+    found: dict[str, Any] = answer.json()
+    assert answer.headers["location"] == f"/v1/runs/{found['probe_run_id']}"
+    return found
+
+
+def measure(engine: Engine, run_id: str) -> Trainer:
+    """Play a worker that measures: the first step is slow, the second one takes half a second."""
+    trainer = Trainer(engine, run_id).begin(total=2)
+    trainer.events("config", {"facts": {"device": "cpu", "device_name": "EPYC", "whole_run_steps": 240}})
+    trainer.metric(1, loss=2.0, gpu_memory_mb=900.0, extra={**_MEASURED, "step_seconds": 9.0})
+    trainer.metric(2, loss=1.0, gpu_memory_mb=880.0, extra=_MEASURED)
+    return trainer
+
+
+def test_the_answer_names_a_short_run_that_waits_like_any_other(api: ApiServer, engine: Engine) -> None:
+    experiment = make_experiment(engine)
+    asked = body(engine, experiment_id=experiment, tags=["mine"])
+    plain = api.client.post("/v1/runs/estimate", json=asked).json()
+    assert plain["probe_run_id"] is None and count_runs(engine) == 0
+    found = probed(api, asked, **{"Idempotency-Key": "k1"})
+    assert found["steps"] == plain["steps"] == 250
+    run = api.client.get(f"/v1/runs/{found['probe_run_id']}").json()
+    assert (run["name"], run["tags"], run["priority"]) == ("probe of counting", ["mine", "probe"], 7)
+    assert (run["experiment_id"], run["eval_dataset_id"], run["status"]) == (experiment, None, "pending")
+    config = run["config"]
+    left_out = {"eval_split": 0.0, "eval_steps": None, "early_stopping_patience": None, "stop_at_step": None}
+    assert {name: config[name] for name in left_out} == left_out
+    assert (config["on_out_of_memory"], config["on_spike"]) == ("stop", "ignore")
+    assert (config["max_steps"], config["save_steps"], config["learning_rate"]) == (300, 1000, 1e-3)
+    assert config["extra"] == {"max_grad_norm": 2.0, "probe": True}
+    # It keeps what was estimated of the whole run, and the same request makes no second one.
+    assert run["estimate"]["seconds"] == found["seconds"] is not None
+    assert run["probe"] == found["probe"] and run["probe"]["message"] == "The probe has not ended yet."
+    assert probed(api, asked, **{"Idempotency-Key": "k1"})["probe_run_id"] == run["id"]
+    assert count_runs(engine) == 1
+    listed = api.client.get("/v1/audit").json()["data"]
+    assert [(one["status"], one["resource"]) for one in listed if "estimate" in one["route"]] == [(202, run["id"])] * 2
+
+
+def test_what_two_steps_took_is_told_of_the_whole_run(api: ApiServer, engine: Engine) -> None:
+    experiment = make_experiment(engine)
+    asked = body(engine, experiment_id=experiment)
+    # How many packed sequences there are only the trainer knows.
+    asked["config"] |= {"packing": True, "max_steps": None, "stop_at_step": None}
+    found = probed(api, asked)
+    measure(engine, found["probe_run_id"]).complete()
+    mark_run(engine, found["probe_run_id"], best_loss=1.0)
+    run = api.client.get(f"/v1/runs/{found['probe_run_id']}").json()
+    assert run["measured"] == {
+        "peak_memory_mb": 900.0, "reserved_memory_mb": 950.0, "tokens_per_second": 1000.0, "step_seconds": 0.5,
+    }  # fmt: skip
+    told = run["probe"]
+    assert (told["fits"], told["steps"], told["seconds_at_most"]) == (True, 240, 120.0)
+    assert told["seconds"] == pytest.approx(min(found["tokens"] / 1000, 120.0), abs=0.1)
+    assert "fits on EPYC" in told["message"] and "900 MiB" in told["message"]
+    # Its loss and its speed are those of the longest rows: nothing is to be held against them.
+    assert api.client.get(f"/v1/experiments/{experiment}").json()["best_run"] is None
+    assert api.client.post("/v1/runs/estimate", json=asked).json()["confidence"]["seconds"] == "assumed"
+
+
+def test_out_of_memory_is_an_answer_and_any_other_failure_is_none(api: ApiServer, engine: Engine) -> None:
+    for code, fits, says in (("out_of_memory", False, "does not fit"), ("bad_data", None, "before it had measured")):
+        found = probed(api, body(engine))
+        Trainer(engine, found["probe_run_id"]).begin(total=2).fail(code, "Because of this.")
+        told = api.client.get(f"/v1/runs/{found['probe_run_id']}").json()["probe"]
+        assert told["fits"] is fits and says in told["message"] and "Because of this." in told["message"]
+
+
+def test_what_cannot_be_measured_is_refused_and_makes_nothing(api: ApiServer, engine: Engine) -> None:
+    dataset = make_dataset(engine)
+    fake = {"dataset_id": dataset, "backend": "fake", "config": {"base_model": "any", "method": "sft"}}
+    wrong = {"dataset_id": dataset, "config": {"base_model": "tiny", "lora_r": 0}}
+    for asked, field, code in ((fake, "probe", "not_supported"), (wrong, "config.lora_r", "out_of_range")):
+        answer = api.client.post("/v1/runs/estimate", json={**asked, "probe": True})
+        assert answer.status_code == 422
+        assert [(error["field"], error["code"]) for error in answer.json()["errors"]] == [(field, code)]
+    assert count_runs(engine) == 0
+
+
+def test_client_and_command_wait_and_show_both(shared_api: ApiServer, anneal: Any, tmp_path: Any) -> None:
+    api, engine = shared_api, sync_engine(shared_api.settings.database_url or "")
+    (make_model(api.settings, "tiny") / "config.json").write_text(json.dumps(_CONFIG))
+    for other in api.client.get("/v1/runs?status=pending").json()["data"]:
+        api.client.post(f"/v1/runs/{other['id']}/stop")
+    asked = body(engine)
+    (tmp_path / "run.json").write_text(json.dumps(asked))
+
+    def work() -> None:
+        (waiting,) = eventually(lambda: api.client.get("/v1/runs?tag=probe&status=pending").json()["data"])
+        measure(engine, waiting["id"]).complete()
+
+    with ThreadPoolExecutor() as worker, Anneal(api.url, api.key) as client:
+        done = worker.submit(work)
+        both = client.runs.estimate(asked, probe=True)
+        done.result()
+        assert both.memory_mb is not None and both.measured is not None and both.measured.step_seconds == 0.5
+        assert both.probe is not None and both.probe.fits
+        done = worker.submit(work)
+        shown = anneal("runs", "estimate", "-f", str(tmp_path / "run.json"), "--probe").stdout
+        done.result()
+    engine.dispose()
+    assert "peak memory, MiB" in shown and "900" in shown and "The run fits on EPYC" in shown
+    assert "fetches the model" not in shown

@@ -1,0 +1,60 @@
+"""When runs that wait have their turn, on made-up workers: in the order in which they would be claimed."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from app.runs.turns import Seat, Waiting, turns
+
+
+def waiting(run_id: str = "a", **change: object) -> Waiting:
+    return replace(Waiting(run_id, "celery", None, 0, 1, 0.0), **change)  # type: ignore[arg-type]
+
+
+def seat(*free: float, **change: object) -> Seat:
+    return replace(Seat("w", frozenset({"celery"}), "cuda", "H100", 80_000, free), **change)  # type: ignore[arg-type]
+
+
+def starts(seats: list[Seat], queue: list[Waiting], **seconds: float) -> dict[str, float]:
+    """When each starts, those taking so long that are named and 10 s the others."""
+    found = turns(seats, queue, lambda one, _: seconds.get(one.run_id, 10.0))
+    assert found.keys() == {one.run_id for one in queue}
+    return {id: turn.start for id, turn in found.items()}
+
+
+def test_each_takes_the_first_device_that_comes_free_after_those_before_it() -> None:
+    queue = [waiting(name) for name in "abcd"]
+    assert starts([seat(0.0, 100.0)], queue, a=50.0, b=300.0) == {"a": 0.0, "b": 50.0, "c": 100.0, "d": 110.0}
+
+
+def test_several_devices_have_to_be_free_on_one_worker() -> None:
+    seats = [seat(0.0, worker_id="v"), seat(30.0, 70.0)]
+    assert starts(seats, [waiting(devices=2)]) == {"a": 70.0}
+    assert turns(seats, [waiting(devices=3)], lambda *_: 1.0)["a"].seat is None
+
+
+def test_who_needs_more_than_is_free_is_overtaken_as_a_claim_does_it() -> None:
+    queue = [waiting("wide", devices=2), waiting("short"), waiting("long")]
+    # A device is free at once, the other in 20 s, and by then a later run has taken the first again.
+    assert starts([seat(0.0, 20.0)], queue, short=10.0, long=50.0) == {"short": 0.0, "long": 10.0, "wide": 60.0}
+
+
+def test_a_worker_passes_over_what_does_not_fit_it() -> None:
+    seats = [seat(0.0, worker_id="small", memory_mb=1000), seat(40.0, worker_id="large")]
+    assert starts(seats, [waiting("big", memory_mb=9000), waiting("b")]) == {"big": 40.0, "b": 0.0}
+
+
+@pytest.mark.parametrize(
+    "change", [{"kind": "cpu"}, {"backend": "fake"}, {"memory_mb": 90_000}, {"devices": 2}], ids=str
+)
+def test_what_no_worker_could_take_has_no_seat_and_is_in_nobodys_way(change: dict[str, object]) -> None:
+    found = turns([seat(0.0)], [waiting("never", **change), waiting("b")], lambda *_: 1.0)
+    assert found["never"].seat is None and found["b"].start == 0.0
+
+
+def test_a_pause_is_waited_out_by_who_has_it_alone_and_what_nobody_knows_is_not_guessed() -> None:
+    assert starts([seat(0.0)], [waiting("a", not_before=20.0), waiting("b")]) == {"a": 20.0, "b": 0.0}
+    found = turns([seat(math.inf)], [waiting()], lambda *_: 1.0)["a"]
+    assert found.seat is not None and math.isinf(found.start)
+    assert starts([seat(0.0)], [waiting("a"), waiting("b")], a=math.inf) == {"a": 0.0, "b": math.inf}

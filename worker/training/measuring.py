@@ -1,0 +1,49 @@
+"""A probe: two steps on the longest rows, to measure a run before it is made; nothing of it is kept."""
+
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc  # type: ignore[import-untyped]
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from app.runs.config import TrainingConfig, TrainingMethod
+from worker.training.pairs import PromptEncoder
+
+STEPS = 2
+"""The first one is warm-up, and makes the optimizer's state: only in the second everything is there at once."""
+
+
+def longest_rows(data: Dataset, config: TrainingConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> Dataset:
+    """The rows of one step, the longest first; both steps of a probe train on them.
+
+    Rows are sequences of tokens, pairs (as long as their longer answer, prompt included), or prompts, which
+    `tokenizer` makes tokens of.
+    """
+    count = config.batch_size * config.gradient_accumulation_steps
+    if config.method is TrainingMethod.rlhf:
+        count //= config.rlhf.num_generations
+    order = np.argsort(-lengths(data, tokenizer), kind="stable")
+    return data.select(order[:count])
+
+
+def lengths(data: Dataset, tokenizer: PreTrainedTokenizerBase | None = None) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Tokens of each row."""
+    if tokenizer is not None:
+        encoder = PromptEncoder(tokenizer)
+        return np.array([len(ids) for _, ids in encoder.encode([encoder.prepare(row) for row in data])], np.int64)
+    if "input_ids" in data.column_names:
+        return _of_column(data, "input_ids")
+    answers = np.maximum(_of_column(data, "chosen_ids"), _of_column(data, "rejected_ids"))
+    prompts = _of_column(data, "prompt_ids") if "prompt_ids" in data.column_names else 0
+    return np.asarray(answers + prompts, np.int64)
+
+
+def generation(config: TrainingConfig) -> dict[str, Any]:
+    """Arguments of a trainer of `rlhf` that let every completion be as long as it may be, and keep the order."""
+    return {"generation_kwargs": {"min_new_tokens": config.rlhf.max_completion_length}, "shuffle_dataset": False}
+
+
+def _of_column(data: Dataset, column: str) -> np.ndarray[Any, np.dtype[np.int64]]:
+    found = pc.list_value_length(data.data.column(column)).to_numpy()
+    return np.asarray(found, np.int64)
