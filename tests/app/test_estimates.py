@@ -11,7 +11,7 @@ from sqlalchemy import Engine, insert, update
 from app.client import Anneal
 from app.config import Settings
 from app.db import sync_engine
-from app.estimates import service
+from app.estimates import history, service
 from app.estimates.models import StoredEstimate
 from app.runs.models import Pace
 from app.runs.prediction import likeness
@@ -129,12 +129,15 @@ def test_a_run_that_would_be_refused_is_refused(api: ApiServer, engine: Engine) 
     assert answer.status_code == 422 and answer.json()["errors"][0]["field"] == "config.lora_r"
 
 
-def test_time_comes_from_runs_that_were_there_before(api: ApiServer, engine: Engine) -> None:
+def test_time_comes_from_runs_that_were_there_before(
+    api: ApiServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "_LATEST", 3)
     dataset = make_dataset(engine)
     config = {"base_model": "qwen", "max_steps": 100}
     trained(engine, make_run(api.client, dataset, backend="celery", config=config), "cpu", 50.0)
     # However many others have trained since.
-    for at in range(31):
+    for at in range(4):
         other = {**config, "base_model": f"other-{at}"}
         (make_model(api.settings, f"other-{at}") / "config.json").write_text(json.dumps(_CONFIG))
         trained(engine, make_run(api.client, dataset, backend="celery", config=other), "cpu", 10.0)

@@ -102,3 +102,8 @@ def test_a_model_that_cannot_be_counted_computes_everything_again(monkeypatch: p
 def test_the_longest_row_is_known_before_the_weights_are_loaded(columns: Any, method: Any, longest: int) -> None:
     config = TrainingConfig(base_model="any", method=method)
     assert planning.longest_row(Dataset.from_dict(columns), config, 20) == longest
+
+
+def test_what_a_model_factory_makes_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = decided(monkeypatch, 4000 * 2**20, extra={"model_factory": {"type": "mine"}})
+    assert choice is not None and choice.used is True and "factory" in choice.reason
