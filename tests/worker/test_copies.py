@@ -283,8 +283,9 @@ class TestTheThread:
         with worker.engine.begin() as connection:
             connection.execute(retention.retire(worker.lab.trainer.run_id, 1))
         worker.copies.tidy()
-        eventually(lambda: [path.name for path in (tmp_path / "shared").rglob("checkpoint-*")] == ["checkpoint-30"])
+        # What is being removed cannot be walked through.
         eventually(lambda: [row.copy_begun_at is None for row in worker.rows()] == [True, True, False])
+        assert [path.name for path in (tmp_path / "shared").rglob("checkpoint-*")] == ["checkpoint-30"]
 
     def test_one_that_is_let_go_on_its_way_leaves_nothing(
         self, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

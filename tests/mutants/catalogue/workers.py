@@ -110,7 +110,7 @@ MUTANTS = (
         name="drain-without-saving",
         promises=(18,),
         about="A worker that is told to end does not let its trainers save, so steps are trained twice.",
-        changes=(Change(_FOLLOWING, "save = stop.save if stop else True", "save = stop.save if stop else False"),),
+        changes=(Change(_FOLLOWING, "if stop else (True, False)", "if stop else (False, False)"),),
         test="tests/reliability/test_stop.py::TestDrain::test_sigterm_saves_hands_back_and_loses_nothing",
     ),
     Mutant(

@@ -85,7 +85,8 @@ class Watched:
         lease: Any = Lease()
         began = time.monotonic()
         try:
-            _, self.killed_for = Following(host, lease, writer, self.pump, process).until_the_end()
+            vitals: Any = SimpleNamespace(look=lambda phase: None)
+            _, self.killed_for = Following(host, lease, writer, self.pump, process, vitals).until_the_end()
         finally:
             process.close()
         self.seconds = time.monotonic() - began
