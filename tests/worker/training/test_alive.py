@@ -62,13 +62,14 @@ class Watched:
 
         class Lease:
             fenced, stop, silent_seconds, run_id = False, None, 0.0, "run_test"
+            ends_with_epoch, actions = False, ()
 
             @property
             def expired(self) -> bool:  # ends a test that would wait for ever
                 return time.monotonic() > deadline
 
         settings = SimpleNamespace(hang_seconds=HANG_SECONDS, save_after_seconds=1e9, save_grace_seconds=1e9)
-        host: Any = SimpleNamespace(settings=settings, draining=threading.Event())
+        host: Any = SimpleNamespace(settings=settings, draining=threading.Event(), copies=None)
         writer: Any = SimpleNamespace(put=self.stored.append, check=lambda: None, is_full=False, progress=None)
         run: Any = SimpleNamespace(
             id="run_test",
