@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import ValidationError
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -94,7 +95,12 @@ def by_formula(
     Reads the model's files and computes for some ten milliseconds: for a thread. `thorough`: for every device, with
     what would make the run fit, and the work.
     """
-    options = subject.config.trainer_options
+    try:
+        options = subject.config.trainer_options
+    except ValidationError:  # the options of another trainer, such as that of `fake`
+        return _unknown(
+            known.devices, f"Backend `{subject.backend}` loads no model, so there is nothing to tell."
+        ), None
     for kind in ("recipe", "model_factory"):
         if plugin := getattr(options, kind):
             reason = f"`extra.{kind}` names `{plugin.type}`, which is the operator's own: only it knows what it takes."

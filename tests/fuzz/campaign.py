@@ -137,7 +137,8 @@ class Campaign:
         for name in ("checkpoint_id", "action_id"):
             if name in (case.path_parameters or {}) and self._chance.random() < 0.8:
                 case.path_parameters["run_id"] = self._pool.of_run.get(case.path_parameters[name], self._kept_run)
-        if case.path.endswith(("artifacts", "artifacts.tar", "artifacts/{path}")) and self._chance.random() < 0.6:
+        of_an_output = ("artifacts", "artifacts.tar", "artifacts/{path}", "postmortem")
+        if case.path.endswith(of_an_output) and self._chance.random() < 0.6:
             case.path_parameters["run_id"] = self._kept_run
             if "path" in case.path_parameters:
                 case.path_parameters["path"] = "fake_model.json"
@@ -175,13 +176,14 @@ class Campaign:
         if example is None:
             return
         body = self._pool.fill(example)
-        if case.path == "/v1/runs":
+        if case.path in ("/v1/runs", "/v1/runs/estimate"):
             # Runs of this backend end within a moment; those of the other would wait for a model for ever.
             body = {
                 **body,
                 "backend": "fake",
                 "config": {"base_model": "any", "extra": {"steps": 3, "step_seconds": 0}},
             }
+            body.pop("probe", None)  # which that backend refuses
         if case.path.endswith("/resume"):
             body = self._chance.choice([{}, {"from": "start"}, {"from": "start", "config": {"max_steps": 2}}])
         if isinstance(case.body, dict) and case.body and self._chance.random() < 0.4:
