@@ -223,3 +223,11 @@ def test_the_command_shows_it_as_tables_and_as_json(anneal: Any, run_file: Any, 
     assert "43,646,976 of 8,190,735,360 parameters" in shown.stdout and "quantization constants" in shown.stdout
     as_json = json.loads(anneal("runs", "estimate", "-f", str(run_file), *sets, "--json").stdout)
     assert as_json["parameters"]["total"] == 8_190_735_360
+
+
+def test_of_a_backend_that_loads_no_model_there_is_nothing_to_tell(api: ApiServer, engine: Engine) -> None:
+    config = {"base_model": "any", "extra": {"steps": 3, "step_seconds": 0}}
+    body = {"backend": "fake", "dataset_id": make_dataset(engine), "config": config}
+    answer = api.client.post("/v1/runs/estimate", json=body)
+    assert answer.status_code == 200, answer.text
+    assert "loads no model" in answer.text
