@@ -1,5 +1,6 @@
 """What every test may ask for: real servers for the session, a database of its own for each test."""
 
+import itertools
 import os
 import secrets
 import signal
@@ -23,7 +24,9 @@ from tests.server import ApiServer, ThreadServer
 _REDIS_DATABASES = 512
 
 # Where several processes share the tests, what takes long begins first, and none of them waits for another at the end.
-_LONG_FIRST = ("chaos", "e2e", "reliability", "training", "worker", "mutants")
+# What mostly waits (for leases, for processes that come back) alternates with what mostly computes.
+_WAIT = ("chaos", "e2e", "reliability")
+_COMPUTE = ("training", "worker", "mutants")
 
 # A shell without job control has what it starts in the background ignore Ctrl-C, and that is inherited.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -38,7 +41,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep together, in one process, the tests of a file and those of a folder that share what starts slowly."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
-    items.sort(key=lambda item: next((n for n, name in enumerate(_LONG_FIRST) if name in item.path.parts), 99))
+    files = list(dict.fromkeys(item.path for item in items))
+    waits, computes = ([file for file in files if not {*file.parts}.isdisjoint(names)] for names in (_WAIT, _COMPUTE))
+    turns = itertools.chain.from_iterable(itertools.zip_longest(waits, computes))
+    place = {file: number for number, file in enumerate(turns)}
+    items.sort(key=lambda item: place.get(item.path, len(files)))
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))

@@ -5,12 +5,13 @@ import os
 import resource
 import socket
 import sys
+from typing import Any
 
 from tests.worker.training import troubles
 from worker.training.__main__ import main
 
 
-def _child(request: dict[str, object]) -> None:
+def _child(request: dict[str, Any]) -> None:
     code = 70
     try:
         for descriptor, name in ((1, "stdout"), (2, "stderr")):
@@ -19,6 +20,7 @@ def _child(request: dict[str, object]) -> None:
             limit = int(str(request["file_bytes"]))
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
         arguments = [str(request["job"])]
+        os.environ.update(request.get("variables", {}))
         if "disk" in request:
             troubles.begin(json.loads(str(request["disk"])))
         if "course" in request:

@@ -14,13 +14,10 @@ def lab(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Lab:
 @pytest.mark.parametrize(
     "cell",
     [
-        Cell("dpo", "full", "remainder"),
         Cell("dpo", "qlora", "dropout"),
-        Cell("reward", "lora", "dropout"),
-        Cell("reward", "qlora", "remainder"),
+        Cell("reward", "lora", "remainder"),
         Cell("grpo", "full", "dropout"),
         Cell("grpo", "qlora", "remainder"),
-        Cell("grpo", "lora", "evaluation"),
         Cell("rloo", "lora", "evaluation"),
     ],
     ids=str,

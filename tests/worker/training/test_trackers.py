@@ -161,11 +161,11 @@ class TestMlflow:
 
 class TestWandb:
     def test_its_files_hold_every_point_and_the_key_is_in_none(
-        self, tiny_model: Path, chats: Path, tmp_path: Path
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
     ) -> None:
         job = make_job(tmp_path, tiny_model, chats, run_id="run_w", max_steps=6, **CONFIG, report_to=["wandb"])
         variables = {"WANDB_MODE": "offline", "WANDB_API_KEY": KEY}  # offline it writes files and asks nobody
-        done = completed(run_cold(job, **variables))
+        done = completed(forks.run(job, variables=variables))
         (file,) = (done.folder / "wandb").glob("offline-run-*/run-run_w.wandb")
         records = wandb_records(file)
         rows = [row for record in records if record.WhichOneof("record_type") == "history" for row in [as_row(record)]]
@@ -194,15 +194,17 @@ class TestWandb:
 
     @pytest.mark.parametrize("how", ["away", "silent"])
     def test_where_it_cannot_be_reached_a_run_completes_and_its_process_ends(
-        self, how: str, tiny_model: Path, chats: Path, tmp_path: Path
+        self, how: str, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
     ) -> None:
+        # What never answers is what could keep a process from its end, so that one ends as interpreters do.
+        run = run_cold if how == "silent" else lambda job, **variables: forks.run(job, variables=variables)
         with socket.socket() as listening:
             listening.bind(("127.0.0.1", 0))
             if how == "silent":
                 listening.listen()
             url = f"http://127.0.0.1:{listening.getsockname()[1]}"
             job = make_job(tmp_path, tiny_model, chats, max_steps=3, **CONFIG, report_to=["wandb"])
-            done = run_cold(job, WANDB_BASE_URL=url, WANDB_API_KEY=KEY)
+            done = run(job, WANDB_BASE_URL=url, WANDB_API_KEY=KEY)
         assert (done.code, done.result["outcome"]) == (0, "completed")
         assert "points did not reach it" in done.of("message")[-1]["line"], done.of("message")
         assert done.records[-1]["type"] == "result"

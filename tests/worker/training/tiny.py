@@ -278,7 +278,11 @@ class Forks:
         self._running: tuple[dict[str, Any], Path] | None = None
 
     def run(self, job: dict[str, Any], **limits: Any) -> Outcome:
-        """Run a job to its end; `file_bytes` limits the size of its files, `disk` and `course` are for `troubles`."""
+        """Run a job to its end.
+
+        `file_bytes` limits the size of its files, `variables` join its environment, `disk` and `course` are for
+        `troubles`.
+        """
         self.start(job, **limits)
         return self.wait()
 
