@@ -205,7 +205,7 @@ class TestWandb:
             url = f"http://127.0.0.1:{listening.getsockname()[1]}"
             job = make_job(tmp_path, tiny_model, chats, max_steps=3, **CONFIG, report_to=["wandb"])
             done = run(job, WANDB_BASE_URL=url, WANDB_API_KEY=KEY)
-        assert (done.code, done.result["outcome"]) == (0, "completed")
+        assert (done.code, done.result["outcome"]) == (0, "completed"), done.stderr
         assert "points did not reach it" in done.of("message")[-1]["line"], done.of("message")
         assert done.records[-1]["type"] == "result"
 
