@@ -85,8 +85,8 @@ async def list_runs(
     sort: Annotated[
         listing.Sort,
         Query(
-            description="`created_at`: newest first; `best_loss`: lowest first, those without last. The order of runs "
-            "that train may change between pages: one may come twice or not at all."
+            description="`created_at`: newest first; `best_loss`: lowest first, those without last, probes not at all. "
+            "The order of runs that train may change between pages: one may come twice or not at all."
         ),
     ] = "created_at",
 ) -> Response:
