@@ -124,7 +124,7 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     api.state.auth, api.state.queue, api.state.streams = Auth(sessions), queue, streams
     api.state.curve_reads = asyncio.Semaphore(app.runs.curves.READS_AT_A_TIME)
     api.state.log_searches = asyncio.Semaphore(app.runs.log_endpoints.SEARCHES_AT_A_TIME)
-    api.state.forecasts = Forecasts(settings, sorted(RULES))
+    api.state.forecasts = Forecasts(settings, sorted(RULES), api.state.reading_sessions)
     api.state.snapshots = Snapshots(dispatching, settings)
     api.state.metrics = Metrics(api.state.requests, streams, queue, dispatcher)
     # Every stream stalls while the collector passes over all that lives: so it leaves out what was imported, and takes

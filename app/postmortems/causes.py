@@ -5,8 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from app.runs.prediction import is_probe
+
 _LONGEST_LIMIT = 365 * 86_400.0
 _NATIVE = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+_REQUESTS_TO_END = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+_GOES_ON = "another attempt goes on from the last checkpoint"
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,8 @@ def explain(
 
     `config` is what the last attempt was told to train, `outcome` what became of that attempt.
     """
+    if is_probe(config):
+        return _of_a_probe(code, message, report, config, outcome)
     match code:
         case "out_of_memory":
             return _out_of_memory(report, config)
@@ -43,13 +49,28 @@ def explain(
             changes = {"time_limit_seconds": min(2 * limit, _LONGEST_LIMIT)} if limit else {}
             return Cause("The run reached its own `time_limit_seconds`.", changes, "It goes on for as long again.")
         case "trainer_crashed":
-            return _crash(report)
+            return _crash(report, resume="Resume the run")
         case "worker_lost":
             return _lost_too_often(report, message or "")
         case None:
             return _after_a_restart(report, outcome)
         case _:
             return Cause(message or f"The run ended with `{code}`.")
+
+
+def _of_a_probe(
+    code: str | None, message: str | None, report: Mapping[str, Any], config: Mapping[str, Any], outcome: str | None
+) -> Cause:
+    """A probe with another configuration would measure another run: what helps is to be changed in that one."""
+    # It never mends itself, and that it could is no advice.
+    left_out = ("extra", "on_out_of_memory")
+    cause = explain(code, message, report, {name: config[name] for name in config if name not in left_out}, outcome)
+    if not cause.changes:
+        return cause
+    if code != "out_of_memory":
+        return Cause(cause.sentence, advice="Once that is mended, ask for another probe.")
+    changes = " and ".join(f"`{name}` {value}" for name, value in cause.changes.items())
+    return Cause(cause.sentence, advice=f"The run that it measures may fit with {changes}: ask for a probe of that.")
 
 
 def _out_of_memory(report: Mapping[str, Any], config: Mapping[str, Any]) -> Cause:
@@ -95,18 +116,20 @@ def _disk_full(message: str, config: Mapping[str, Any]) -> Cause:
     return Cause(message or "The disk of the worker is full.", changes, advice)
 
 
-def _crash(report: Mapping[str, Any]) -> Cause:
+def _crash(report: Mapping[str, Any], resume: str | None = None) -> Cause:
+    """`resume` begins the advice to do so; None: the run has gone on by itself."""
     number, phase = report.get("exit_signal"), report.get("phase") or "its work"
     if number in _NATIVE:
         name = signal.Signals(number).name
         return Cause(
             f"A library written in C or CUDA crashed ({name}) during {phase}; the last lines may tell which.",
-            advice="Resume the run; if it crashes there again, look at the versions in its `config` event.",
+            advice=f"{f'{resume}; if' if resume else 'If'} it crashes there again, look at the versions in its "
+            "`config` event.",
         )
     if number == signal.SIGKILL:
         return Cause(
             f"Somebody killed the training process from outside during {phase}, not the service, and not for memory.",
-            advice="Resume the run.",
+            advice=f"{resume}." if resume else None,
         )
     how = f"signal {number}" if number else f"exit code {report.get('exit_code')}"
     return Cause(f"The training process ended with {how} during {phase} without saying why; its last lines may tell.")
@@ -120,29 +143,45 @@ def _hung(report: Mapping[str, Any]) -> Cause:
     )
 
 
-_UNSEEN = Cause(
-    "The worker was lost: its machine or its process ended, so nobody saw how the training process did.",
-    advice="Look at that machine; the run can be resumed.",
-)
+def _cut_off(report: Mapping[str, Any]) -> str:
+    phase = report.get("phase") or "its work"
+    return f"The database was out of reach for too long, so the service ended the training process during {phase}"
+
+
+_UNSEEN = "The worker was lost: its machine or its process ended, so nobody saw how the training process did."
 
 
 def _lost_too_often(report: Mapping[str, Any], message: str) -> Cause:
     if report.get("killed_for") == "hang":
         return _hung(report)
+    if report.get("killed_for") == "lease":
+        return Cause(f"{_cut_off(report)}.", advice="Once the database stays within reach, resume the run.")
     if message.startswith("worker lost") or not message:
-        return _UNSEEN
+        return Cause(_UNSEEN, advice="Look at that machine; the run can be resumed.")
     # What kept the last attempt from going on: a file that is not there, a process that could not be started, …
     return Cause(message[0].upper() + message[1:], advice="Once that is mended, the run can be resumed.")
 
 
 def _after_a_restart(report: Mapping[str, Any], outcome: str | None) -> Cause:
-    repair = report.get("repair")
+    """Of an attempt that another one followed: there is nothing to resume."""
+    repair, number = report.get("repair"), report.get("exit_signal")
     if repair:
         return Cause(f"The run repaired itself after this attempt: {repair['reason']}.")
     if report.get("killed_for") == "hang":
         return _hung(report)
+    if report.get("killed_for") == "lease":
+        return Cause(f"{_cut_off(report)}; {_GOES_ON}.")
+    if number == signal.SIGALRM:  # the trainer's own timer
+        why = "the database was out of reach, or the worker itself stood still"
+        return Cause(f"The lease ran out before it could be renewed, since {why}; {_GOES_ON}.")
+    if number in _REQUESTS_TO_END:
+        name = signal.Signals(number).name
+        return Cause(f"Somebody told the training process to end ({name}), not the service; {_GOES_ON}.")
+    if report and number is None and report.get("exit_code") is None:
+        lost = "The process that training processes are forked from was lost, and the training process with it"
+        return Cause(f"{lost}; {_GOES_ON}.")
     if report:
         return _crash(report)
     if outcome == "lost":
-        return _UNSEEN
+        return Cause(_UNSEEN, advice="Look at that machine.")
     return Cause("The attempt was given up and the run goes on by itself; its `status` event says why.")

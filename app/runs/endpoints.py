@@ -85,15 +85,15 @@ async def list_runs(
     sort: Annotated[
         listing.Sort,
         Query(
-            description="`created_at`: newest first; `best_loss`: lowest first, those without last. The order of runs "
-            "that train may change between pages: one may come twice or not at all."
+            description="`created_at`: newest first; `best_loss`: lowest first, those without last, probes not at all. "
+            "The order of runs that train may change between pages: one may come twice or not at all."
         ),
     ] = "created_at",
 ) -> Response:
     """Runs, newest or best first."""
     filters = listing.Filters(experiment_id, tuple(status or ()), tag, parent_run_id, base_model)
     rows, has_more = await listing.page(session, filters, paging, sort)
-    predictions = await _forecasts(request).of(session, {row.id: row.status for row in rows})
+    predictions = await _forecasts(request).of({row.id: row.status for row in rows})
     return Response(views.page(storage, rows, has_more, predictions), media_type="application/json")
 
 
@@ -117,15 +117,16 @@ async def compare_runs(
 async def get_run(run_id: str, request: Request, session: Session, storage: CurrentStorage) -> RunRead:
     """One run, with its newest metrics."""
     run = await service.get(session, run_id)
-    predictions = await _forecasts(request).of(session, {run.id: run.status})
+    predictions = await _forecasts(request).of({run.id: run.status})
     return await views.one(session, storage, run, predictions.get(run.id))
 
 
 @router.patch("/{run_id}")
 async def edit_run(run_id: str, body: RunEdit, request: Request, session: Session, storage: CurrentStorage) -> RunRead:
     """Rename or tag a run, or pin it, so that it is kept."""
+    await _forecasts(request).renew()  # before the row is locked, which its worker would wait for
     run = await service.edit(session, run_id, body)
-    predictions = await _forecasts(request).of(session, {run.id: run.status})
+    predictions = _forecasts(request).newest({run.id: run.status})
     return await views.one(session, storage, run, predictions.get(run.id))
 
 

@@ -1,7 +1,8 @@
 """Predictions for all runs that wait or train, made together: a few short queries, at most once a second.
 
 Their order in the queue makes each depend on all before it, so that one at a time would cost as much as all. They are
-but a decoration: nobody waits for those that somebody else is making, and none that goes wrong fails an answer.
+but a decoration: nobody waits for those that somebody else is making, and none that goes wrong fails an answer, since
+they are read in a session of their own.
 """
 
 import asyncio
@@ -16,11 +17,11 @@ from functools import partial
 from typing import Any
 
 from sqlalchemy import bindparam, text
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
 from app.config import Settings
 from app.runs import prediction
-from app.runs.models import LIVE, sql_list
+from app.runs.models import LIVE, TERMINAL, sql_list
 from app.runs.prediction import Estimate, Habit, Past, Prediction, Task, Timings
 from app.runs.turns import Seat, Turn, Waiting, turns
 from app.workers.service import FRESH_LEASES
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 
 _SECONDS = 1.0
 """From one forecast to the next at least, whoever asks for whatever."""
+_MOST_SECONDS = 10.0
+"""For a forecast: whoever makes it waits no longer, and does without."""
 _PAUSES = 5
 """Times as long as a forecast took is the least pause before the next, however many runs there are."""
 _MOST_RUNS = 1000
@@ -36,7 +39,7 @@ _MOST_LIKE = 20
 _FIELDS = ", ".join(f"'{name}', runs.config->'{name}'" for name in prediction.FIELDS)
 _RUN = f"""
     runs.id, runs.backend, runs.given, runs.dataset_id, runs.eval_dataset_id, runs.total_steps, runs.attempt,
-    runs.started_at, runs.stop_mode, runs.current_step, runs.current_epoch,
+    runs.started_at, runs.stop_mode, runs.stop_save_checkpoint, runs.current_step, runs.current_epoch,
     jsonb_build_object({_FIELDS}) AS config, datasets.rows, checkpoints.step AS resumed_at,
     coalesce(runs.checkpoint_step, 0) AS saved_at
 """
@@ -45,7 +48,8 @@ _WITH = """
     LEFT JOIN checkpoints ON checkpoints.id = runs.resume_checkpoint_id
 """
 _LIVE = text(f"""
-    SELECT {_RUN}, runs.stop_requested_at IS NOT NULL AS is_stopping, paces.timings, paces.device,
+    SELECT {_RUN}, paces.timings, paces.device,
+        cast(extract(epoch FROM clock_timestamp() - runs.stop_requested_at) AS float) AS told_to_stop_ago,
         cast(extract(epoch FROM clock_timestamp() - paces.measured_at) AS float) AS ago,
         cast(extract(epoch FROM clock_timestamp() - run_attempts.started_at) AS float) AS claimed_ago
     FROM runs {_WITH}
@@ -87,58 +91,72 @@ _TIMINGS = {field.name for field in fields(Timings)}
 class Forecasts:
     """The newest predictions of this process."""
 
-    def __init__(self, settings: Settings, backends: Sequence[str]) -> None:
+    def __init__(self, settings: Settings, backends: Sequence[str], sessions: async_sessionmaker[AsyncSession]) -> None:
         self._settings = settings
         self._backends = list(backends)
+        self._sessions = sessions
         self._made_at = -math.inf
         self._took = 0.0
         self._found: Mapping[str, tuple[bool, Prediction | None]] = {}
         self._is_making = False
+        self._has_failed = False
         self._told: set[str] = set()
         """Runs of which it was logged that nothing can be said of them."""
 
-    async def of(self, session: AsyncSession, runs: Mapping[str, str]) -> dict[str, Prediction | None]:
+    async def of(self, runs: Mapping[str, str]) -> dict[str, Prediction | None]:
         """The predictions of runs, by id; `runs` are their statuses. Of those that have ended there is none."""
-        waits = {id: status == "pending" for id, status in runs.items() if status == "pending" or status in LIVE}
-        if not waits:
-            return {}
-        age = time.monotonic() - self._made_at
-        if not self._is_making and age > max(_SECONDS, self._took * _PAUSES):
-            # Whoever else asks meanwhile answers from the last ones: waiting, each would hold a connection.
-            self._is_making = True
-            try:
-                await self._make(session)
-            finally:
-                self._is_making = False
+        if any(status not in TERMINAL for status in runs.values()):
+            await self.renew()
+        return self.newest(runs)
+
+    def newest(self, runs: Mapping[str, str]) -> dict[str, Prediction | None]:
+        """As `of`, from what is known already."""
+        waits = {id: status == "pending" for id, status in runs.items() if status not in TERMINAL}
         known = {id: self._found.get(id, (not is_pending, None)) for id, is_pending in waits.items()}
         return {id: told for id, (was_pending, told) in known.items() if was_pending == waits[id]}
 
-    async def _make(self, session: AsyncSession) -> None:
+    async def renew(self) -> None:
+        """Make new ones, if it is time for that; where that goes wrong, there are none until it works again."""
+        age = time.monotonic() - self._made_at
+        # Whoever asks while some are made answers from the last ones: waiting, each would hold a connection.
+        if self._is_making or age <= max(_SECONDS, self._took * _PAUSES):
+            return
+        self._is_making = True
         began = time.monotonic()
         try:
-            self._found, unreadable = await _forecast(session, self._settings, self._backends)
+            async with asyncio.timeout(_MOST_SECONDS):
+                self._found, unreadable = await _forecast(self._sessions, self._settings, self._backends)
+        except Exception:
+            self._found = {}  # the last ones are not true for long
+            if not self._has_failed:
+                log.exception("nothing can be predicted of any run")
+            self._has_failed = True
+        else:
+            self._has_failed = False
+            for id in unreadable.keys() - self._told:
+                log.error("nothing can be predicted of %s", id, exc_info=unreadable[id])
+            self._told = set(unreadable)
         finally:
             self._made_at = time.monotonic()
             self._took = self._made_at - began
-        for id in unreadable.keys() - self._told:
-            log.error("nothing can be predicted of %s", id, exc_info=unreadable[id])
-        self._told = set(unreadable)
+            self._is_making = False
 
 
 async def _forecast(
-    session: AsyncSession, settings: Settings, backends: Sequence[str]
+    sessions: async_sessionmaker[AsyncSession], settings: Settings, backends: Sequence[str]
 ) -> tuple[dict[str, tuple[bool, Prediction | None]], dict[str, Exception]]:
     """Whether each run waits, and what is said of it; and what went wrong with those of which nothing can be."""
-    now: datetime = (await session.execute(_NOW)).scalar_one()
-    live = (await session.execute(_LIVE)).all()
-    pending = (await session.execute(_PENDING, {"backends": list(backends)})).all()
-    if not live and not pending:
-        return {}, {}
-    seats = (await session.execute(_SEATS, {"fresh": settings.lease_seconds * FRESH_LEASES})).all()
-    wanted = {prediction.likeness(run.backend, run.config) for run in (*live, *pending)}
-    past = (await session.execute(_PAST, {"likenesses": sorted(wanted)})).all()
+    async with sessions() as session:
+        now: datetime = (await session.execute(_NOW)).scalar_one()
+        live = (await session.execute(_LIVE)).all()
+        pending = (await session.execute(_PENDING, {"backends": list(backends)})).all()
+        if not live and not pending:
+            return {}, {}
+        seats = (await session.execute(_SEATS, {"fresh": settings.lease_seconds * FRESH_LEASES})).all()
+        wanted = {prediction.likeness(run.backend, run.config) for run in (*live, *pending)}
+        past = (await session.execute(_PAST, {"likenesses": sorted(wanted)})).all()
     # In a thread: a thousand runs that wait are some tenths of a second, in which others are to be served.
-    forecast = _Forecast(now, past)
+    forecast = _Forecast(now, past, settings.save_grace_seconds)
     return await asyncio.to_thread(forecast.of, live, pending, seats), forecast.unreadable
 
 
@@ -164,8 +182,9 @@ class _Task:
 
 
 class _Forecast:
-    def __init__(self, now: datetime, past: Sequence[Any]) -> None:
+    def __init__(self, now: datetime, past: Sequence[Any], grace_seconds: float) -> None:
         self._now = now
+        self._grace = grace_seconds
         self._past: dict[str, list[tuple[str, Past]]] = defaultdict(list)
         for one in past:
             self._past[one.likeness].append((one.run_id, Past(_timings(one.timings), one.device)))
@@ -179,6 +198,10 @@ class _Forecast:
         found: dict[str, tuple[bool, Prediction | None]] = {}
         ends: dict[str, float] = {}
         for run in live:
+            if run.told_to_stop_ago is not None:
+                ends[run.id] = self._stopping(run)
+                found[run.id] = (False, None)
+                continue
             told = self._guarded(run, partial(self._running, run))
             if told is not None:
                 ends[run.id] = told.seconds
@@ -200,8 +223,8 @@ class _Forecast:
 
         queue = [_waiting(run) for run in pending]
         starts = turns(places, queue, seconds)
-        for before, one in enumerate(queue):
-            found[one.run_id] = (True, self._waits(one, starts[one.run_id], times.get(one.run_id), before))
+        for one in queue:
+            found[one.run_id] = (True, self._waits(one, starts[one.run_id], times.get(one.run_id)))
         return found
 
     def _guarded(self, run: Any, tell: Callable[[], Estimate | None]) -> Estimate | None:
@@ -214,8 +237,6 @@ class _Forecast:
 
     def _running(self, run: Any) -> Estimate | None:
         """Seconds from now to its end."""
-        if run.is_stopping:
-            return None
         if run.timings is None:  # no step yet
             told, ago = self._whole(run, None), run.claimed_ago or 0.0
         else:
@@ -227,17 +248,23 @@ class _Forecast:
             return None
         return Estimate(max(told.seconds - ago, 0.0), told.confidence, told.basis)
 
+    def _stopping(self, run: Any) -> float:
+        """Seconds from now until a run is gone that was asked to stop at once, at most."""
+        saves = run.stop_save_checkpoint or run.stop_mode == "best"
+        return max(self._grace - run.told_to_stop_ago, 0.0) if saves else 0.0
+
     def _whole(self, run: Any, device: str | None) -> Estimate | None:
         """Seconds from its claim to its end."""
         wanted = _Task.of(run)
         return prediction.whole(wanted.task, self._habit(wanted, device, run.id))
 
-    def _waits(self, one: Waiting, turn: Turn, told: Estimate | None, before: int) -> Prediction | None:
+    def _waits(self, one: Waiting, turn: Turn, told: Estimate | None) -> Prediction | None:
         if turn.seat is None:
             return Prediction(start_at=None, finish_at=None, confidence="low", basis=_nobody(one))
         if one.run_id in self.unreadable:
             return None
-        ahead = f"{before} {'run is' if before == 1 else 'runs are'} before it" if before else "it is next"
+        before = f"{turn.before} {'run is' if turn.before == 1 else 'runs are'} before it"
+        ahead = before if turn.before else "it is next"
         if math.isinf(turn.start):
             why = f"{ahead}, and nobody knows yet when a device is free: nothing tells how long a run before it takes"
             return Prediction(start_at=None, finish_at=None, confidence="low", basis=_sentence(why))

@@ -97,7 +97,10 @@ class Filters:
 async def page(
     session: AsyncSession, filters: Filters, paging: Paging, sort: Sort = "created_at"
 ) -> tuple[list[Listed], bool]:
-    """One page of runs and whether there are more: newest first, or lowest loss first, those without last."""
+    """One page of runs and whether there are more: newest first, or lowest loss first, those without last.
+
+    Among the best there are no probes: what they measure is the time of two steps on the longest rows, no result.
+    """
     if sort == "best_loss":
         return await _best_first(session, filters, paging)
     runs = await _fetch(session, newest_first(_chosen(filters, paging), Run.id, paging))
@@ -127,7 +130,7 @@ def _chosen(filters: Filters, paging: Paging) -> Select[*tuple[Any, ...]]:
 
 
 async def _best_first(session: AsyncSession, filters: Filters, paging: Paging) -> tuple[list[Listed], bool]:
-    conditions = [*filters.conditions(), *filters.on_status()]
+    conditions = [*filters.conditions(), *filters.on_status(), IS_NO_PROBE]
     after = None if paging.after is None else await _place(session, paging.after)
     runs: list[Listed] = []
     if after is None or after[0] is not None:

@@ -21,7 +21,7 @@ async def outlook(
     needed = await _needed(session, run, seconds) if saves and seconds is not None else None
     suffices = needed <= grace_seconds if needed is not None else None
     parts = []
-    if found_no_best and mode == "checkpoint":
+    if found_no_best and mode == "checkpoint" and saves:
         parts.append("No evaluation has found a best checkpoint yet, so the present state counts.")
     elif asked != mode and run.status not in TERMINAL:
         parts.append(f"An earlier stop stands, of the mode `{mode}`.")

@@ -6,8 +6,10 @@ that does, by priority and then age. So a run that needs two devices is overtake
 
 import heapq
 import math
+from bisect import bisect_left, bisect_right, insort
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 _ANY = -1
 
@@ -55,6 +57,8 @@ class Turn:
     """Where it starts; None: no worker could take it."""
     start: float
     """Seconds from now; infinite where nobody knows."""
+    before: int = 0
+    """Runs ahead of it in the queue that start earlier, or may, on a worker that could take it as well."""
 
 
 @dataclass
@@ -62,6 +66,8 @@ class _Line:
     """Runs that ask for the same, so that each of them fits wherever any does."""
 
     one: Waiting
+    fitting: frozenset[int]
+    """The seats that could take them."""
     ready: list[int] = field(default_factory=list)
     """Their places in the queue, as a heap."""
 
@@ -87,19 +93,23 @@ class _Play:
         lines: dict[tuple[object, ...], _Line] = {}
         self._line_of: list[_Line] = []
         for place, one in enumerate(queue):
-            line = lines.setdefault((one.backend, one.kind, one.memory_mb, one.devices), _Line(one))
+            asked = (one.backend, one.kind, one.memory_mb, one.devices)
+            if asked not in lines:
+                lines[asked] = _Line(one, frozenset(at for at, seat in enumerate(seats) if one.fits(seat)))
+            line = lines[asked]
             self._line_of.append(line)
             if one.not_before <= 0:
                 line.ready.append(place)
             else:
                 self._pauses.append((one.not_before, place))
                 self._events.append((one.not_before, _ANY))
-        self._fitting = [[line for line in lines.values() if line.one.fits(seat)] for seat in seats]
+        self._fitting = [[line for line in lines.values() if at in line.fitting] for at in range(len(seats))]
         heapq.heapify(self._events)
         heapq.heapify(self._pauses)
         self.found: dict[str, Turn] = {}
         self._run()
         self._leave()
+        self._count()
 
     def _run(self) -> None:
         while self._events and len(self.found) < len(self._queue):
@@ -127,6 +137,17 @@ class _Play:
 
     def _leave(self) -> None:
         """Whoever has no turn: no worker fits, or nobody knows when one is free."""
-        for one in self._queue:
+        for one, line in zip(self._queue, self._line_of, strict=True):
             if one.run_id not in self.found:
-                self.found[one.run_id] = Turn(next((seat for seat in self._seats if one.fits(seat)), None), math.inf)
+                self.found[one.run_id] = Turn(self._seats[min(line.fitting)] if line.fitting else None, math.inf)
+
+    def _count(self) -> None:
+        """How many are before each."""
+        starts: dict[frozenset[int], list[float]] = defaultdict(list)
+        for one, line in zip(self._queue, self._line_of, strict=True):
+            turn = self.found[one.run_id]
+            # Of those whose start nobody knows each comes before the next.
+            place = bisect_left if turn.start < math.inf else bisect_right
+            rivals = [known for fitting, known in starts.items() if not fitting.isdisjoint(line.fitting)]
+            self.found[one.run_id] = replace(turn, before=sum(place(known, turn.start) for known in rivals))
+            insort(starts[line.fitting], turn.start)

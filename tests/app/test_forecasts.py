@@ -4,12 +4,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 from sqlalchemy import Engine, event, func, insert, select, text
 
+import app.runs.forecasts
 from app.config import Settings
 from app.db import async_engine, session_maker, sync_engine
 from app.runs import lifecycle
@@ -18,7 +21,8 @@ from app.runs.models import Pace, Run
 from app.runs.prediction import Prediction, Timings, task
 from tests.factories import mark_run
 from tests.rows import add_run, add_worker, claim, waiting_for_locks
-from tests.waiting import eventually_async
+from tests.server import ApiServer
+from tests.waiting import eventually, eventually_async
 
 CONFIG = {"base_model": "none", "method": "sft"}
 IN_EPOCH = {"current_step": 50, "current_epoch": 2.5}
@@ -54,12 +58,13 @@ def ask(settings: Settings, times: int = 1) -> list[dict[str, Prediction | None]
 
     async def made() -> list[dict[str, Prediction | None]]:
         engine = async_engine(settings.database_url or "")
-        forecasts, found = Forecasts(settings, ["fake"]), []
+        sessions = session_maker(engine)
+        forecasts, found = Forecasts(settings, ["fake"], sessions), []
         for _ in range(times):
-            async with session_maker(engine)() as session:
+            async with sessions() as session:
                 runs = (await session.execute(select(Run.id, Run.status))).all()
-                forecasts._made_at = float("-inf")
-                found.append(await forecasts.of(session, {run.id: run.status for run in runs}))
+            forecasts._made_at = float("-inf")
+            found.append(await forecasts.of({run.id: run.status for run in runs}))
         await engine.dispose()
         return found
 
@@ -118,6 +123,85 @@ def test_a_run_that_trains_has_left_what_the_trainer_tells_up_to_its_stop(
         assert ("it ends with its epoch" in told.basis) is ("stop_mode" in columns)
 
 
+@pytest.mark.parametrize(
+    ("stop", "seconds"),
+    [
+        ({"stop_save_checkpoint": True, "stop_mode": "checkpoint"}, 6.0),  # twice the lease
+        ({"stop_save_checkpoint": False, "stop_mode": "best"}, 6.0),
+        ({"stop_save_checkpoint": False, "stop_mode": "discard"}, 0.0),
+        ({"stop_save_checkpoint": True, "stop_requested_at": text("now() - interval '1 hour'")}, 0.0),
+        ({"stop_requested_at": None, "stop_mode": "epoch_end", **IN_EPOCH}, 10.0),
+    ],
+    ids=str,
+)
+def test_a_run_that_is_to_stop_makes_room_for_those_that_wait(
+    settings: Settings, engine: Engine, stop: dict[str, Any], seconds: float
+) -> None:
+    run = add_run(engine, config={**CONFIG, "extra": {"steps": 100}})
+    claim(engine, add_worker(engine))
+    timed(engine, run, step=50, total_steps=100)
+    mark_run(engine, run.id, **{"stop_requested_at": func.clock_timestamp(), "total_steps": 100, **stop})
+    waits = add_run(engine).id
+    (found,) = ask(settings)
+    assert (found[run.id] is None) is (stop.get("stop_mode") != "epoch_end"), "when it ends itself is for nobody to ask"
+    told = found[waits]
+    assert told is not None and told.start_at is not None
+    assert (told.start_at - datetime.now(UTC)).total_seconds() == pytest.approx(seconds, abs=2)
+
+
+def test_only_those_are_before_a_run_that_could_take_its_place(settings: Settings, engine: Engine) -> None:
+    add_worker(engine)
+    for _ in range(2):
+        add_run(engine, requirements={"kind": "cuda"})
+    first, second = (add_run(engine).id for _ in range(2))
+    (found,) = ask(settings)
+    bases = [told.basis for told in (found[first], found[second]) if told]
+    assert [basis.partition(",")[0].partition(";")[0] for basis in bases] == ["It is next", "1 run is before it"]
+
+
+def test_a_forecast_that_goes_wrong_fails_no_answer_and_the_next_is_made_as_ever(
+    api: ApiServer, engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id = add_run(engine).id
+    add_worker(engine)
+    forecasts = api.application.state.forecasts
+
+    def predictions() -> list[Any]:
+        forecasts._made_at = float("-inf")
+        listed = api.client.get("/v1/runs").json()["data"][0]["prediction"]
+        answers = [api.client.get(f"/v1/runs/{run_id}"), api.client.patch(f"/v1/runs/{run_id}", json={"pinned": True})]
+        return [listed, *(answer.raise_for_status().json()["prediction"] for answer in answers)]
+
+    assert None not in predictions()
+    with engine.begin() as connection:
+        connection.execute(text("ALTER TABLE run_paces RENAME TO elsewhere"))
+    with caplog.at_level(logging.ERROR, "app.runs.forecasts"):
+        assert [*predictions(), *predictions()] == [None] * 6
+    assert len([record for record in caplog.records if record.name == "app.runs.forecasts"]) == 1, "told once"
+    with engine.begin() as connection:
+        connection.execute(text("ALTER TABLE elsewhere RENAME TO run_paces"))
+    assert None not in predictions()
+    with monkeypatch.context() as patch, engine.begin() as connection:
+        patch.setattr(app.runs.forecasts, "_MOST_SECONDS", 0.2)
+        connection.execute(text("LOCK TABLE run_paces IN ACCESS EXCLUSIVE MODE"))
+        assert predictions() == [None] * 3, "nobody waits longer than that"
+    assert None not in predictions()
+
+
+def test_an_edit_keeps_nobody_from_the_run_while_a_forecast_is_made(api: ApiServer, engine: Engine) -> None:
+    run_id = add_run(engine).id
+    add_worker(engine)
+    with ThreadPoolExecutor() as editor:
+        with engine.begin() as connection:
+            connection.execute(text("LOCK TABLE run_paces IN ACCESS EXCLUSIVE MODE"))
+            edited = editor.submit(api.client.patch, f"/v1/runs/{run_id}", json={"name": "another"})
+            eventually(lambda: waiting_for_locks(engine))
+            mine = select(Run.name).where(Run.id == run_id).with_for_update(nowait=True)
+            assert connection.scalar(mine) == "a run"
+        shown = edited.result().raise_for_status().json()
+    assert shown["name"] == "another" and shown["prediction"] is not None
+
+
 async def test_nobody_waits_for_a_forecast_and_there_is_at_most_one_a_second(
     settings: Settings, engine: Engine
 ) -> None:
@@ -131,11 +215,10 @@ async def test_nobody_waits_for_a_forecast_and_there_is_at_most_one_a_second(
             made.append(time.monotonic())
 
     event.listen(database.sync_engine, "before_cursor_execute", note)
-    forecasts = Forecasts(settings, ["fake"])
+    forecasts = Forecasts(settings, ["fake"], session_maker(database))
 
     async def told(*run_ids: str) -> dict[str, Prediction | None]:
-        async with session_maker(database)() as session:
-            return await forecasts.of(session, dict.fromkeys(run_ids, "pending"))
+        return await forecasts.of(dict.fromkeys(run_ids, "pending"))
 
     with engine.begin() as connection:
         connection.execute(text("LOCK TABLE run_paces IN ACCESS EXCLUSIVE MODE"))

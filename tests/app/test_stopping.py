@@ -148,6 +148,14 @@ class TestWithTheBestCheckpoint:
         )
         assert run_row(engine, trainer.run_id).stop_save_checkpoint
 
+    def test_of_a_run_that_has_nothing_to_save_none_is_looked_for(self, shared_api: ApiServer, engine: Engine) -> None:
+        dataset = make_dataset(engine)
+        waiting = make_run(shared_api.client, dataset)["id"]
+        assert stop(shared_api, waiting, mode="best")["stop"]["message"] == "The run is cancelled."
+        loading = make_run(shared_api.client, dataset)["id"]
+        Trainer(engine, loading)
+        assert "present state" not in stop(shared_api, loading, mode="best")["stop"]["message"]
+
 
 class TestTheAnswerSays:
     def test_that_it_is_not_known_how_long_a_save_takes(self, shared_api: ApiServer, trainer: Trainer) -> None:

@@ -53,6 +53,21 @@ def test_what_no_worker_could_take_has_no_seat_and_is_in_nobodys_way(change: dic
     assert found["never"].seat is None and found["b"].start == 0.0
 
 
+def test_before_a_run_are_those_that_start_earlier_where_it_could_itself() -> None:
+    seats = [seat(0.0, 5.0), seat(0.0, worker_id="cpu", kind="cpu")]
+    queue = [
+        waiting("never", memory_mb=90_000), waiting("wide", kind="cuda", devices=2), waiting("a", kind="cuda"),
+        waiting("b", kind="cuda"), waiting("cpu", kind="cpu"), waiting("c", kind="cuda"), waiting("any"),
+    ]  # fmt: skip
+    found = turns(seats, queue, lambda *_: 20.0)
+    assert {id: turn.before for id, turn in found.items()} == {
+        "never": 0, "wide": 0, "a": 0, "b": 1, "cpu": 0, "c": 2, "any": 3,
+    }  # fmt: skip
+    assert found["wide"].start > found["b"].start, "overtaken by those that come later in the queue"
+    unknown = turns([seat(math.inf)], [waiting("a"), waiting("b", kind="cuda")], lambda *_: 20.0)
+    assert [unknown[id].before for id in "ab"] == [0, 1]
+
+
 def test_a_pause_is_waited_out_by_who_has_it_alone_and_what_nobody_knows_is_not_guessed() -> None:
     assert starts([seat(0.0)], [waiting("a", not_before=20.0), waiting("b")]) == {"a": 20.0, "b": 0.0}
     found = turns([seat(math.inf)], [waiting()], lambda *_: 1.0)["a"]

@@ -1,6 +1,7 @@
 """A run that fails for a reason that can be mended goes on by itself, says what it changed, and explains itself."""
 
 import json
+import signal
 from itertools import pairwise
 from typing import Any
 
@@ -177,3 +178,40 @@ class TestPostmortem:
     ])  # fmt: skip
     def test_a_run_that_was_given_up_too_often_is_told_why(self, message: str, says: str) -> None:
         assert explain("worker_lost", message, {}, {}, "failed").sentence.startswith(says)
+
+    @pytest.mark.parametrize(("report", "says"), [
+        ({"exit_signal": signal.SIGKILL, "killed_for": "lease"}, "The database was out of reach for too long"),
+        ({"exit_signal": signal.SIGALRM}, "The lease ran out"),
+        ({"exit_signal": signal.SIGTERM}, "Somebody told the training process to end (SIGTERM)"),
+        ({"exit_signal": signal.SIGHUP}, "Somebody told the training process to end (SIGHUP)"),
+        ({}, "The process that training processes are forked from was lost"),
+    ])  # fmt: skip
+    def test_an_attempt_that_another_follows_is_blamed_on_nobody_else_and_leaves_nothing_to_resume(
+        self, report: dict[str, Any], says: str
+    ) -> None:
+        report = {"exit_code": None, "exit_signal": None, "killed_for": None, "phase": "training", **report}
+        cause = explain(None, None, report, {}, "retried")
+        assert cause.sentence.startswith(says) and "another attempt goes on" in cause.sentence
+        assert cause.advice is None
+        for number in (signal.SIGSEGV, signal.SIGKILL):  # its end got lost with its worker
+            assert "esume" not in (explain(None, None, {**report, "exit_signal": number}, {}, "lost").advice or "")
+        assert "esume" not in (explain(None, None, {}, {}, "lost").advice or "")
+
+    def test_a_run_that_was_cut_off_too_often_can_be_resumed(self) -> None:
+        message = "the database was out of reach for 40 s; the run goes on from its last checkpoint (4 times …)"
+        cause = explain("worker_lost", message, {"killed_for": "lease", "phase": "training"}, {}, "failed")
+        assert cause.sentence.startswith("The database was out of reach") and "goes on" not in cause.sentence
+        assert cause.advice is not None and "resume" in cause.advice
+
+    @pytest.mark.parametrize("code", ["out_of_memory", "non_finite_loss", "loss_spike", "disk_full", "time_limit"])
+    def test_a_probe_is_not_changed_but_the_run_that_it_measures(self, code: str) -> None:
+        config: dict[str, Any] = {
+            "batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-4, "time_limit_seconds": 60.0,
+            "method": "lora", "max_seq_length": 2048, "on_out_of_memory": "stop", "extra": {"probe": True},
+        }  # fmt: skip
+        cause = explain(code, "It said why.", {"phase": "training"}, config)
+        assert cause.changes == {} and cause.advice is not None and "probe" in cause.advice
+        if code == "out_of_memory":
+            assert "`batch_size` 1" in cause.advice
+            short = explain(code, None, {"phase": "training"}, {**config, "batch_size": 1, "method": "qlora"})
+            assert short.changes == {} and short.advice is not None and "`max_seq_length` 1024" in short.advice
