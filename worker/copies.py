@@ -16,9 +16,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from app.checkpoints import copies, retention
 from app.events.log import NewEvent
 from app.storage import Storage
-from worker.remote import Gone, NotAsWritten, Remote, Stopped
+from worker.remote import Gone, NotAsWritten, Remote, Stopped, Unreachable
 from worker.training import manifest
-from worker.unreachable import Unreachable
 
 if TYPE_CHECKING:
     from worker.lease import Lease

@@ -18,9 +18,8 @@ from fsspec.spec import AbstractBufferedFile
 
 from app.home import HomeError
 from app.storage import Storage, fsync
-from worker import unreachable
 from worker.training import manifest
-from worker.unreachable import Unreachable
+from worker.unreachable import meaning
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +60,18 @@ def _options(protocol: str) -> dict[str, Any]:
 
 class Stopped(Exception):
     """Whoever sends or fetches has been told to end."""
+
+
+class Unreachable(Exception):
+    """The second storage does not answer, or not to us; what is there may be as good as ever.
+
+    Its text is a clause that anybody may read.
+    """
+
+    def __init__(self, clause: str, is_silent: bool = False) -> None:
+        super().__init__(clause)
+        self.is_silent = is_silent
+        """Whether nothing at all answers, so that the next request need not be tried."""
 
 
 class NotThere(Exception):
@@ -275,7 +286,7 @@ class Remote:
             raise
         except Exception as error:
             log.warning("%s: %s", self.url, f"{type(error).__name__}: {error}"[:_MOST_LOGGED])
-            raise unreachable.of(error) from error
+            raise Unreachable(*meaning(error)) from error
 
 
 def _listed(text: bytes, folder: Path) -> list[tuple[str, int, str]]:

@@ -9,30 +9,18 @@ _SILENT_TYPES = {"HTTPClientError", "ConnectionError", "ClientConnectionError", 
 _NO_CREDENTIALS_TYPES = {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"}
 
 
-class Unreachable(Exception):
-    """The second storage does not answer, or not to us; what is there may be as good as ever.
-
-    Its text is a clause that anybody may read.
-    """
-
-    def __init__(self, clause: str, is_silent: bool = False) -> None:
-        super().__init__(clause)
-        self.is_silent = is_silent
-        """Whether nothing at all answers, so that the next request need not be tried."""
-
-
-def of(error: Exception) -> Unreachable:
-    """What `error`, of whatever library, tells about a second storage."""
+def meaning(error: Exception) -> tuple[str, bool]:
+    """What `error`, of whatever library, tells about a second storage; and whether nothing at all answers there."""
     names = {kind.__name__ for kind in type(error).__mro__}
     number = error.errno if isinstance(error, OSError) else None
     if names & _NO_CREDENTIALS_TYPES:
-        return Unreachable("this worker has no credentials for it", is_silent=True)
+        return "this worker has no credentials for it", True
     if isinstance(error, PermissionError) or number == errno.EROFS:
-        return Unreachable("it refuses this worker: look at its credentials, or its permissions there")
+        return "it refuses this worker: look at its credentials, or its permissions there", False
     if isinstance(error, TimeoutError) or names & _SILENT_TYPES or number in _SILENT:
-        return Unreachable("it does not answer", is_silent=True)
+        return "it does not answer", True
     if isinstance(error, FileNotFoundError):
-        return Unreachable("there is no such place")
+        return "there is no such place", False
     if number in _FULL:
-        return Unreachable("it has no room left")
-    return Unreachable(f"it answers with an error ({type(error).__name__})")
+        return "it has no room left", False
+    return f"it answers with an error ({type(error).__name__})", False

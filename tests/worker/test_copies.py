@@ -30,9 +30,8 @@ from tests.waiting import eventually
 from tests.worker.test_job import CPU, Lab, flip
 from worker.copies import Copies
 from worker.job import JobError, prepare
-from worker.remote import MARK, BadCopy, NotAsWritten, NotThere, Remote
+from worker.remote import MARK, BadCopy, NotAsWritten, NotThere, Remote, Unreachable
 from worker.training import manifest
-from worker.unreachable import Unreachable
 
 
 @pytest.fixture(scope="module")
