@@ -178,7 +178,7 @@ class Copies:
                     self._do(copies.run_removed(one.id))
                     log.info("removed the copies of %s, which was deleted", one.id)
         except Unreachable as error:
-            kept.append(f"the others ({error})")
+            kept.insert(0, f"all that is left ({error})")
         if kept:
             log.warning("copies that are not needed stay at %s for now, of %s", self.remote.url, _few(kept))
 
