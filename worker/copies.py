@@ -5,17 +5,19 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Engine, Executable
 from sqlalchemy.exc import SQLAlchemyError
 
-from app.checkpoints import copies
+from app.checkpoints import copies, retention
 from app.events.log import NewEvent
 from app.storage import Storage
-from worker.remote import NotAsWritten, Remote, Stopped, Unreachable
+from worker.remote import Gone, NotAsWritten, Remote, Stopped, Unreachable
+from worker.training import manifest
 
 if TYPE_CHECKING:
     from worker.lease import Lease
@@ -34,6 +36,10 @@ _JOIN_SECONDS = 2.0
 Say = Callable[[NewEvent], None]
 
 
+class _LetGo(Exception):
+    """No copy is wanted any more of what is being sent, or another worker makes it."""
+
+
 class Copies:
     """What waits to be copied, newest first, and the thread that does it, one checkpoint at a time.
 
@@ -46,8 +52,8 @@ class Copies:
         self._storage = storage
         self._engine = engine
         self._waiting: OrderedDict[str, Any] = OrderedDict()
-        self._begun: set[str] = set()
-        """Ids of checkpoints of whose copies this worker has begun to send something."""
+        self._begun: dict[str, Any] = {}
+        """By id of a checkpoint of whose copy this worker has begun to send something, what it has noted last."""
         self._readers: dict[str, Say] = {}
         self._told: set[str] = set()
         """Runs that have been told of the present absence."""
@@ -104,7 +110,7 @@ class Copies:
         run_id = lease.run_id
         left = self._unsent(run_id)
         if left:
-            message = f"copying {_named(left)} to {self.remote.url}"
+            message = f"copying {_few(left)} to {self.remote.url}"
             told = {"phase": "copying", "done": None, "total": None, "message": message}
             writer.put(NewEvent.of("progress", time.time(), told))
         while left and not self._pause and not (lease.fenced or lease.expired) and time.monotonic() < until:
@@ -113,7 +119,7 @@ class Copies:
             left = self._unsent(run_id)
         if left:
             line = (
-                f"There is no copy of {_named(left)} at {self.remote.url} yet: it is made as soon as a worker of this "
+                f"There is no copy of {_few(left)} at {self.remote.url} yet: it is made as soon as a worker of this "
                 "storage can reach it, and until then only workers of this storage can go on from there."
             )
             writer.put(_line(line, "warning"))
@@ -128,8 +134,7 @@ class Copies:
             try:
                 self._look_around()
                 now = self._newest()
-                if now is not None:
-                    self._send(now)
+                if now is not None and self._send(now):
                     self._answers()
             except Stopped:
                 return
@@ -137,7 +142,12 @@ class Copies:
                 log.info("copies of checkpoints wait for the database: %s", error)
                 self._ended.wait(_FIRST_PAUSE_SECONDS)
             except Unreachable as error:
-                self._is_away(now.run_id if now else None, error)
+                self._is_away(error)
+            except OSError as error:
+                log.warning("%s cannot be read now, and is copied later: %s", now, error)
+                if now is not None:
+                    self._drop(now)
+                self._ended.wait(_FIRST_PAUSE_SECONDS)
             except Exception:
                 # A mistake of ours in one copy must cost neither the others nor any training.
                 log.exception("a checkpoint could not be copied: %s", now)
@@ -148,33 +158,48 @@ class Copies:
     def _look_around(self) -> None:
         if time.monotonic() >= self._sweep_at:
             self._sweep_at = time.monotonic() + _SWEEP_SECONDS
-            try:
-                self.sweep()
-            except Unreachable as error:
-                log.warning("copies that are not needed stay at %s for now: %s", self.remote.url, error)
+            self.sweep()
         if time.monotonic() >= self._take_up_at:
             self._take_up_at = time.monotonic() + _SWEEP_SECONDS
             self.take_up()
 
     def sweep(self) -> None:
-        """Remove the copies of what has been let go.
+        """Remove the copies of what has been let go; one that cannot be removed stays for now, the others go."""
+        kept: list[str] = []
+        try:
+            for one in self._pages(copies.to_remove, ""):
+                if one.is_sent and self._begun.get(one.id) != one.copy_begun_at:
+                    continue  # by another worker: what this one has begun, this very thread sends
+                if self._remove(partial(self._folder, one), one.run_id, kept):
+                    self._do(copies.removed(one.id, one.copy_begun_at))
+                    self._begun.pop(one.id, None)
+            for one in self._pages(copies.runs_to_remove, ""):
+                if self._remove(partial(self._storage.run_dir, one.id), one.id, kept):
+                    self._do(copies.run_removed(one.id))
+                    log.info("removed the copies of %s, which was deleted", one.id)
+        except Unreachable as error:
+            kept.insert(0, f"all that is left ({error})")
+        if kept:
+            log.warning("copies that are not needed stay at %s for now, of %s", self.remote.url, _few(kept))
 
-        Raises:
-            Unreachable: some of it stays for now.
-        """
-        for one in self._rows(copies.to_remove()):
-            self.remote.remove(self._folder(one))
-            self._do(copies.removed(one.id))
-        for one in self._rows(copies.runs_to_remove()):
-            self.remote.remove(self._storage.run_dir(one.run_id))
-            self._do(copies.run_removed(one.run_id))
-            log.info("removed the copies of %s, which was deleted", one.run_id)
+    def _remove(self, folder: Callable[[], Path], run_id: str, kept: list[str]) -> bool:
+        """Whether it is gone; raises `Unreachable` where no other one need be tried."""
+        try:
+            self.remote.remove(folder())
+        except (Unreachable, ValueError) as error:  # `OutsideStorage` is one
+            if isinstance(error, Unreachable) and error.is_silent:
+                raise
+            kept.append(f"{run_id} ({error})")
+            return False
+        return True
 
     def take_up(self) -> None:
-        """Have copied what nobody copies."""
-        for one in self._rows(copies.overdue()):
+        """Have copied what nobody copies, and this worker has."""
+        for one in self._pages(copies.overdue, None):
             with self._changed:
-                if one.id not in self._waiting and len(self._waiting) < _MOST_WAITING and self._folder(one).is_dir():
+                if len(self._waiting) >= _MOST_WAITING:
+                    return
+                if one.id not in self._waiting and self._folder(one).is_dir():
                     self._waiting[one.id] = one
                     self._waiting.move_to_end(one.id, last=False)
 
@@ -185,52 +210,99 @@ class Copies:
                 self._changed.wait(max(self._sweep_at - time.monotonic(), 0.0))
             return next(reversed(self._waiting.values()), None)
 
-    def _send(self, one: Any) -> None:
-        if self._do(copies.begin(one.id, one.id in self._begun)) is None:
-            return self._drop(one)  # let go, or another worker's
-        self._begun.add(one.id)
-        noted = time.monotonic()
+    def _send(self, one: Any) -> bool:
+        """Whether it arrived; else it is not to be sent any more.
+
+        Raises:
+            Unreachable, SQLAlchemyError, OSError: not now.
+        """
+        self.remote.settle_in(lambda: not self._rows(copies.made()))
+        began = noted = time.monotonic()
+        epoch = 0
+
+        def note() -> None:
+            nonlocal epoch, noted
+            row = self._do(copies.begin(one.id, self._begun.get(one.id)))
+            if row is None:
+                raise _LetGo
+            self._begun[one.id], epoch, noted = row.copy_begun_at, row.epoch, time.monotonic()
 
         def on_piece() -> None:
-            nonlocal noted
             if self._ended.is_set():
                 raise Stopped
             if time.monotonic() - noted > _NOTE_SECONDS:
-                noted = time.monotonic()
-                self._do(copies.begin(one.id, True))
+                note()
 
-        began = time.monotonic()
         try:
+            note()
             self.remote.send(self._folder(one), one.manifest_sha256, on_piece)
+            if self._do(copies.complete(one.id, self._begun[one.id])) is None:
+                raise _LetGo
+        except _LetGo:
+            self._take_back(one)
+        except Gone:
+            log.info("%s: %s is gone, no copy is made of it", one.run_id, one.name)
+            self._take_back(one)
         except NotAsWritten as error:
             log.warning("%s: no copy is made of a checkpoint that is not whole: %s", one.run_id, error)
-            self.tidy()  # it may have gone because it was let go
-            return self._drop(one)
-        if self._do(copies.complete(one.id)) is None:
-            self.remote.remove(self._folder(one))
-            self._do(copies.removed(one.id))
+            with suppress(_LetGo):
+                note()  # it may be going because it was let go
+                self._judge(one, epoch, on_piece)
+            self._take_back(one)
         else:
             log.info("%s: %s copied in %.1f s", one.run_id, one.name, time.monotonic() - began)
+            self._drop(one)
+            return True
+        return False
+
+    def _judge(self, one: Any, epoch: int, on_piece: Callable[[], None]) -> None:
+        """Mark a checkpoint that is bad, unless somebody else holds its run by now or it has been let go."""
+        try:
+            wrong = manifest.verify(self._folder(one), one.manifest_sha256, on_piece)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            wrong = [f"its {manifest.MANIFEST} is none of ours"]
+        if not wrong or not self._folder(one).exists():
+            return
+        why = "; ".join(wrong[:3])
+        with self._engine.begin() as connection:
+            is_ours = connection.execute(copies.begin(one.id, self._begun[one.id])).one_or_none()
+            if is_ours is None:
+                return
+            self._begun[one.id] = is_ours.copy_begun_at
+            is_marked = connection.execute(retention.mark_bad(one.id, why, one.run_id, epoch)).rowcount == 1
+        reason = f"checkpoint {one.id} (step {one.step}) cannot be resumed from, and is not copied: {why}"
+        log.warning("%s: %s", one.run_id, reason)
+        with self._changed:
+            say = self._readers.get(one.run_id)
+            if say and is_marked:
+                say(_line(reason, "warning"))
+
+    def _take_back(self, one: Any) -> None:
+        """Remove what this worker has sent of a copy that nobody wants, unless another worker has gone on with it."""
+        noted = self._begun.get(one.id)
+        if noted is not None and self._do(copies.left_to_others(one.id, noted)) is None:
+            self.remote.remove(self._folder(one))
+            self._do(copies.removed(one.id, noted))
         self._drop(one)
 
     def _drop(self, one: Any) -> None:
         with self._changed:
             self._waiting.pop(one.id, None)
-            self._begun.discard(one.id)
+            self._begun.pop(one.id, None)
             self._changed.notify_all()
 
-    def _is_away(self, run_id: str | None, error: Unreachable) -> None:
+    def _is_away(self, error: Unreachable) -> None:
         log.warning("checkpoints cannot be copied to %s: %s", self.remote.url, error)
         self._pause = min(max(self._pause * 2, _FIRST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS)
+        line = (
+            f"Checkpoints cannot be copied to {self.remote.url}: {error}. Training goes on, and what "
+            "is written here is copied once that works; an operator finds the cause in the worker's log."
+        )
         with self._changed:
-            say = self._readers.get(run_id or "")
-            if say and run_id and run_id not in self._told:
+            waiting = {one.run_id for one in self._waiting.values()}
+            for run_id in (waiting & self._readers.keys()) - self._told:
                 self._told.add(run_id)
-                line = (
-                    f"Checkpoints cannot be copied to {self.remote.url}: {error}. Training goes on, and what "
-                    "is written here is copied once that answers; an operator finds the cause in the worker's log."
-                )
-                say(_line(line, "warning"))
+                self._readers[run_id](_line(line, "warning"))
             self._changed.notify_all()
         self._ended.wait(self._pause)
 
@@ -244,6 +316,12 @@ class Copies:
     def _folder(self, one: Any) -> Path:
         return self._storage.named_checkpoint(one.run_id, one.attempt, one.name)
 
+    def _pages(self, page: Callable[[Any], Executable], last: str | None) -> Iterator[Any]:
+        """The rows of all pages; each look is over before what it found is worked on."""
+        while rows := self._rows(page(last)):
+            yield from rows
+            last = rows[-1].id
+
     def _rows(self, statement: Executable) -> list[Any]:
         with self._engine.connect() as connection:
             return list(connection.execute(statement).all())
@@ -254,8 +332,8 @@ class Copies:
             return result.one_or_none() if result.returns_rows else None
 
 
-def _named(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''}"
+def _few(names: list[str]) -> str:
+    return f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''}"
 
 
 def _line(line: str, level: str) -> NewEvent:

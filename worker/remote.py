@@ -1,34 +1,77 @@
 """Whole checkpoints in a second storage, any that fsspec knows: sent manifest last, fetched as they were written."""
 
+import errno
 import hashlib
 import json
+import logging
 import os
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import fsspec
+from fsspec.spec import AbstractBufferedFile
 
 from app.home import HomeError
-from app.storage import Storage
+from app.storage import Storage, fsync
 from worker.training import manifest
+from worker.unreachable import meaning
 
+log = logging.getLogger(__name__)
+
+MARK = ".anneal-checkpoints"
+"""A file in a folder that is meant to hold second copies. The folder below which a share is mounted has none."""
 _PIECE = 4 * 2**20
 _MOST_MANIFEST = 16 * 2**20
-_MOST_WHY = 300
-_OPTIONS: dict[str, dict[str, Any]] = {
-    # Its own answer to a store that is away is to wait for minutes; we have pauses of our own, and can say so.
-    "s3": {
-        "use_listings_cache": False,
-        "config_kwargs": {"connect_timeout": 5, "read_timeout": 60, "retries": {"max_attempts": 2}},
+_MOST_LOGGED = 1000
+_PART = ".part"
+_SILENCE_SECONDS = 20.0
+
+
+def _socket(address: tuple[Any, ...]) -> socket.socket:
+    """Time-outs of libraries concern reading: a store that takes no more of what is sent must not be waited for."""
+    made = socket.socket(*address[:3])
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(_SILENCE_SECONDS * 1000))
+    return made
+
+
+def _options(protocol: str) -> dict[str, Any]:
+    if protocol != "s3":
+        return {}
+    # We have pauses of our own, and say so: a request to a store that is silent ends soon.
+    config = {
+        "connect_timeout": 5,
+        "read_timeout": _SILENCE_SECONDS,
+        "retries": {"mode": "standard", "total_max_attempts": 2},
+        "connector_args": {"socket_factory": _socket},
     }
-}
+    from aiobotocore.session import AioSession
+    from botocore.handlers import add_expect_header
+
+    session = AioSession()
+    # To send a body only once the store says so has no time-out there: a silent one would be waited for for ever.
+    session.unregister("before-call.s3", add_expect_header)
+    return {"use_listings_cache": False, "config_kwargs": config, "session": session}
+
+
+class Stopped(Exception):
+    """Whoever sends or fetches has been told to end."""
 
 
 class Unreachable(Exception):
-    """The second storage does not answer, or not to us; what is there may be as good as ever."""
+    """The second storage does not answer, or not to us; what is there may be as good as ever.
+
+    Its text is a clause that anybody may read.
+    """
+
+    def __init__(self, clause: str, is_silent: bool = False) -> None:
+        super().__init__(clause)
+        self.is_silent = is_silent
+        """Whether nothing at all answers, so that the next request need not be tried."""
 
 
 class NotThere(Exception):
@@ -39,8 +82,12 @@ class BadCopy(Exception):
     """What the second storage has is not what was written."""
 
 
+class Gone(Exception):
+    """What is to be sent is not here any more."""
+
+
 class NotAsWritten(Exception):
-    """What is to be sent is gone, or not as it was written: of no use as a copy."""
+    """What is to be sent is not as it was written: of no use as a copy."""
 
 
 class Remote:
@@ -55,33 +102,51 @@ class Remote:
         self.url = url
         protocol = url.partition("://")[0]
         try:
-            self._files, root = fsspec.url_to_fs(url, **_OPTIONS.get(protocol, {}))
+            self._files, root = fsspec.url_to_fs(url, **_options(protocol))
         except (ImportError, ValueError) as error:
             more = " (for S3: pip install 'anneal[s3]')" if protocol.startswith("s3") else ""
             raise HomeError(f"ANNEAL_CHECKPOINT_URL={url} cannot be used: {error}{more}") from error
+        if protocol == "s3":
+            self._files.retries = 1  # its own, each of which is all the tries of the library below it
         self._root = str(root).rstrip("/")
         self._is_local = "file" in self._protocols()
         self._storage = storage
+
+    def settle_in(self, is_first: Callable[[], bool]) -> None:
+        """Leave the mark in a folder that has none, where `is_first()` says that no copy was ever made.
+
+        Raises:
+            Unreachable: the folder is not there, or it is not the one that has the copies.
+        """
+        if self._is_local and not Path(self._root, MARK).exists() and Path(self._root).is_dir() and is_first():
+            with self._answering():
+                Path(self._root, MARK).touch()
+                fsync(Path(self._root))
+        self._check_root()
 
     def send(self, folder: Path, sha256: str, on_piece: Callable[[], None]) -> None:
         """Copy a checkpoint, its manifest last: before that, nothing takes what is there for a checkpoint.
 
         Each byte is hashed on its way, and none is read through a link: the folder is its trainer's own. `on_piece` is
-        called often; what it raises ends the sending.
+        called often; what it raises ends the sending, and of the file that is on its way nothing arrives.
 
         Raises:
-            NotAsWritten: the folder is gone or damaged.
+            Gone: the folder is not here.
+            NotAsWritten: it is damaged.
+            OSError: it cannot be read here and now, which says nothing about it.
             Unreachable: the second storage took no more.
         """
-        with _as_written(folder):
-            text = b"".join(_local_pieces(folder, manifest.MANIFEST))
+        text = b"".join(_local_pieces(folder, manifest.MANIFEST))
         if hashlib.sha256(text).hexdigest() != sha256:
             raise NotAsWritten(f"{folder.name}: {manifest.MANIFEST} is not the one that was written with it")
         target = self._place(folder)
-        with self._answering():
-            self._check_root()
+        self._check_root()
         with _as_written(folder):
             listed = _listed(text, folder)
+        if self._is_local:
+            with self._answering():
+                for left in Path(target).rglob(f".*{_PART}"):
+                    left.unlink()  # of one that was killed
         for name, size, digest in listed:
             self._put(f"{target}/{name}", _hashed(folder, name, (size, digest), on_piece))
         self._put(f"{target}/{manifest.MANIFEST}", iter([text]))
@@ -127,28 +192,57 @@ class Remote:
         Raises:
             Unreachable: something may be left.
         """
-        with self._answering():
-            self._check_root()
-            with suppress(FileNotFoundError):
-                self._files.rm(self._place(folder), recursive=True)
+        self._check_root()
+        with self._answering(), suppress(FileNotFoundError):
+            self._files.rm(self._place(folder), recursive=True)
 
     def _place(self, folder: Path) -> str:
         return f"{self._root}/{self._storage.key_of(folder)}"
 
     def _put(self, path: str, pieces: Iterator[bytes]) -> None:
-        if self._is_local:  # object stores have no folders
-            with self._answering():
-                self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
+        if self._is_local:
+            return self._put_durably(Path(path), pieces)
         with self._answering():
             file = self._files.open(path, "wb")
-        with self._answering(), file:
+        try:
             for piece in pieces:
-                file.write(piece)
+                with self._answering():
+                    file.write(piece)
+            with self._answering():
+                file.close()
+        except BaseException:
+            _discard(file)
+            raise
+
+    def _put_durably(self, path: Path, pieces: Iterator[bytes]) -> None:
+        """Into a folder: under its name a file is whole and on the disk, or not there."""
+        part = path.with_name(f".{path.name}.{uuid4().hex}{_PART}")
+        with self._answering():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = part.open("xb")
+        try:
+            with file:
+                for piece in pieces:
+                    with self._answering():
+                        file.write(piece)
+                with self._answering():
+                    file.flush()
+                    os.fsync(file.fileno())
+            with self._answering():
+                part.replace(path)
+                for folder in path.parents:
+                    _fsync_folder(folder)
+                    if folder == Path(self._root):
+                        break
+        except BaseException:
+            with suppress(OSError):
+                part.unlink()
+            raise
 
     def _get(self, path: str, most: int) -> Iterator[bytes]:
         """The pieces of a file, no more of it than `most` and one more: what is too long need not be fetched."""
+        self._check_root()
         with self._answering():
-            self._check_root()
             try:
                 file = self._files.open(path, "rb", block_size=_PIECE)
             except FileNotFoundError as error:
@@ -168,8 +262,16 @@ class Remote:
 
     def _check_root(self) -> None:
         # A share that is not mounted must not be replaced by a folder of the same name on this machine's own disk.
-        if self._is_local and not Path(self._root).is_dir():
-            raise Unreachable(f"the folder {self._root} is not there: mount it, or make it")
+        if not self._is_local:
+            return
+        if not Path(self._root).is_dir():
+            raise Unreachable(f"the folder {self._root} is not there: mount it, or make it", is_silent=True)
+        if not Path(self._root, MARK).exists():
+            raise Unreachable(
+                f"the folder {self._root} has no file {MARK}: mount what belongs there, or make that file if this is "
+                "the place for copies",
+                is_silent=True,
+            )
 
     def _protocols(self) -> tuple[str, ...]:
         protocol = self._files.protocol
@@ -177,17 +279,14 @@ class Remote:
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
-        """Whatever a library of a store raises means that it cannot be used now."""
+        """For calls of a library alone: whatever it raises means that the store cannot be used now."""
         try:
             yield
-        except (Unreachable, NotThere, NotAsWritten, Stopped):
+        except NotThere:
             raise
         except Exception as error:
-            raise Unreachable(f"{type(error).__name__}: {error}"[:_MOST_WHY]) from error
-
-
-class Stopped(Exception):
-    """Whoever sends or fetches has been told to end."""
+            log.warning("%s: %s", self.url, f"{type(error).__name__}: {error}"[:_MOST_LOGGED])
+            raise Unreachable(*meaning(error)) from error
 
 
 def _listed(text: bytes, folder: Path) -> list[tuple[str, int, str]]:
@@ -208,18 +307,19 @@ def _listed(text: bytes, folder: Path) -> list[tuple[str, int, str]]:
 
 def _hashed(folder: Path, name: str, wanted: tuple[int, str], on_piece: Callable[[], None]) -> Iterator[bytes]:
     digest, size = hashlib.sha256(), 0
-    with _as_written(folder):
-        for piece in _local_pieces(folder, name):
-            digest.update(piece)
-            size += len(piece)
-            on_piece()
-            yield piece
+    for piece in _local_pieces(folder, name):
+        digest.update(piece)
+        size += len(piece)
+        on_piece()
+        yield piece
     if (size, digest.hexdigest()) != wanted:
         raise NotAsWritten(f"{folder.name}: {name} has other contents than were written")
 
 
 def _local_pieces(folder: Path, name: str) -> Iterator[bytes]:
-    with os.fdopen(Storage.open_below(folder, name), "rb") as file:
+    with _as_written(folder):
+        file = os.fdopen(Storage.open_below(folder, name), "rb")
+    with file:
         while piece := file.read(_PIECE):
             yield piece
 
@@ -228,5 +328,30 @@ def _local_pieces(folder: Path, name: str) -> Iterator[bytes]:
 def _as_written(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError) as error:  # `OutsideStorage` is one
+    except (FileNotFoundError, NotADirectoryError, ValueError) as error:  # `OutsideStorage` is one
+        if not folder.exists():
+            raise Gone(folder.name) from error
         raise NotAsWritten(f"{folder.name}: {error}") from error
+    except OSError as error:
+        if error.errno != errno.ELOOP:  # which is a link
+            raise
+        raise NotAsWritten(f"{folder.name}: {error}") from error
+
+
+def _discard(file: Any) -> None:
+    """Let nothing of a file arrive that was to be written to a store."""
+    with suppress(Exception):  # what is left of it, the store ends by itself
+        if hasattr(file, "discard"):
+            file.discard()
+    if isinstance(file, AbstractBufferedFile):
+        file.closed = True  # to close it would be to finish it
+    else:
+        file.close()
+
+
+def _fsync_folder(folder: Path) -> None:
+    try:
+        fsync(folder)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that knows no such thing
+            raise

@@ -22,6 +22,11 @@ class Checkpoint(Base):
             "id",
             postgresql_where=text("deleted_at IS NOT NULL AND copy_begun_at IS NOT NULL"),
         ),
+        Index(
+            "ix_checkpoints_without_copy",
+            "id",
+            postgresql_where=text("remote_at IS NULL AND deleted_at IS NULL AND bad_reason IS NULL"),
+        ),
     )
 
     id: Mapped[str] = mapped_column(primary_key=True)
@@ -44,7 +49,9 @@ class Checkpoint(Base):
     bad_reason: Mapped[str | None]
     """Why it failed verification when somebody wanted to resume from it."""
     copy_begun_at: Mapped[datetime | None]
-    """When a worker last went on with a copy at `ANNEAL_CHECKPOINT_URL`; null: nothing of it is there."""
+    """When a worker last went on with a copy at `ANNEAL_CHECKPOINT_URL`; null: nothing of it is there.
+
+    Whoever has noted it last is the one that may go on."""
     remote_at: Mapped[datetime | None]
     """When that copy was whole."""
 
@@ -62,3 +69,5 @@ class CopyRemoval(Base):
 
     run_id: Mapped[str] = mapped_column(primary_key=True)
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    not_before: Mapped[datetime] = mapped_column(server_default=func.now())
+    """When no worker that was sending one of them sends any more."""

@@ -8,7 +8,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlalchemy.orm import aliased
 
-from app.checkpoints.models import Checkpoint, CopyRemoval
+from app.checkpoints import copies
 from app.errors import conflict, not_found
 from app.events.models import RunEvent
 from app.runs.models import TERMINAL, MetricRollup, Removal, Run, RunRewardModel
@@ -57,8 +57,7 @@ async def drop(session: AsyncSession, runs: Select[str]) -> None:
     """Remove the rows of `runs`, and note that the rest of them has to follow. The caller has looked and locked."""
     noted = insert(Removal).from_select(["run_id"], runs).on_conflict_do_nothing()
     await session.execute(noted)
-    copied = select(Checkpoint.run_id).where(Checkpoint.run_id.in_(runs), Checkpoint.copy_begun_at.is_not(None))
-    await session.execute(insert(CopyRemoval).from_select(["run_id"], copied.distinct()).on_conflict_do_nothing())
+    await session.execute(copies.leave(runs))
     # Before the runs: of two that go together, one may be the reward model of the other.
     await session.execute(delete(RunRewardModel).where(RunRewardModel.run_id.in_(runs)))
     await session.execute(delete(Run).where(Run.id.in_(runs)))

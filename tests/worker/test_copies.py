@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import boto3
+import fsspec
 import pytest
 from moto.server import ThreadedMotoServer
 from sqlalchemy import Engine, select, text
@@ -29,7 +30,7 @@ from tests.waiting import eventually
 from tests.worker.test_job import CPU, Lab, flip
 from worker.copies import Copies
 from worker.job import JobError, prepare
-from worker.remote import BadCopy, NotAsWritten, NotThere, Remote, Unreachable
+from worker.remote import MARK, BadCopy, NotAsWritten, NotThere, Remote, Unreachable
 from worker.training import manifest
 
 
@@ -44,6 +45,7 @@ def s3() -> Iterator[str]:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         patch.setenv(name, "testing")
     patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    fsspec.get_filesystem_class("s3").clear_instance_cache()  # of an earlier server
     boto3.client("s3").create_bucket(Bucket="checkpoints")
     yield "s3://checkpoints/of-anneal"
     patch.undo()
@@ -53,6 +55,7 @@ def s3() -> Iterator[str]:
 @pytest.fixture
 def shared(tmp_path: Path) -> str:
     (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / MARK).touch()
     return f"file://{tmp_path}/shared"
 
 
@@ -97,7 +100,9 @@ def worker(settings: Settings, engine: Engine, shared: str) -> Iterator[Worker]:
 
 
 def files_below(folder: Path) -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    """All but the mark of a second storage."""
+    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(name for name in found if name != MARK)
 
 
 class TestAStore:
