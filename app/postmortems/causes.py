@@ -1,7 +1,7 @@
 """Why a run most probably ended as it did, and what to change: from its error and what was seen of its last attempt."""
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,12 @@ from app.runs.prediction import is_probe
 _LONGEST_LIMIT = 365 * 86_400.0
 _NATIVE = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 _REQUESTS_TO_END = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+_CLIMBED = 1.5
+"""So many times its lowest is a loss that has been rising: the weights are spoilt then, whatever rows came last."""
+_NAMED = "out when put through the model alone"
+"""What the trainer says of rows that go wrong by themselves."""
+_EVALUATED = "` of the evaluation at step "
+"""What the trainer says where not a step but an evaluation had no number: there is none to pass over."""
 _GOES_ON = "another attempt goes on from the last checkpoint"
 
 
@@ -22,6 +28,23 @@ class Cause:
     """New values; empty where no other configuration helps."""
     advice: str | None = None
     """What the changes do, or what else to do."""
+    is_for_new_run: bool = False
+    """Whether the changes help only from the first step on: no checkpoint is worth going on from."""
+
+
+@dataclass(frozen=True)
+class Before:
+    """What a run had come to when it ended."""
+
+    losses: Sequence[float] = ()
+    """The latest logged ones, in order of their steps."""
+    has_checkpoint: bool = False
+    """Whether there is one to go back to."""
+
+    @property
+    def was_diverging(self) -> bool:
+        """Whether the loss stood well above its lowest."""
+        return len(self.losses) > 1 and self.losses[-1] > _CLIMBED * min(self.losses) > 0
 
 
 def explain(
@@ -30,10 +53,12 @@ def explain(
     report: Mapping[str, Any],
     config: Mapping[str, Any],
     outcome: str | None = None,
+    before: Before = Before(),
 ) -> Cause:
     """The probable cause of an end with this error; `report` is what the supervisor noted, empty if it saw nothing.
 
-    `config` is what the last attempt was told to train, `outcome` what became of that attempt.
+    `config` is what the last attempt was told to train, `outcome` what became of that attempt, `before` how the run
+    stood until then.
     """
     if is_probe(config):
         return _of_a_probe(code, message, report, config, outcome)
@@ -41,7 +66,7 @@ def explain(
         case "out_of_memory":
             return _out_of_memory(report, config)
         case "non_finite_loss" | "loss_spike":
-            return _bad_step(code, message or "", config)
+            return _bad_step(code, message or "", config, before)
         case "disk_full":
             return _disk_full(message or "", config)
         case "time_limit":
@@ -99,14 +124,28 @@ def _out_of_memory(report: Mapping[str, Any], config: Mapping[str, Any]) -> Caus
     return Cause(sentence, advice="Take a smaller base model, or a device with more memory.")
 
 
-def _bad_step(code: str, message: str, config: Mapping[str, Any]) -> Cause:
+def _bad_step(code: str, message: str, config: Mapping[str, Any], before: Before) -> Cause:
     name = "on_non_finite" if code == "non_finite_loss" else "on_spike"
     sentence = message.partition(" Look at ")[0] or "A step spoilt the run."
-    if config.get(name) != "rewind":
-        return Cause(sentence, {name: "rewind"}, "The run goes back to its last checkpoint and passes over such steps.")
     rate = config.get("learning_rate")
-    advice = "It happened again and again: the learning rate is too high more probably than the rows are bad."
-    return Cause(sentence, {"learning_rate": rate / 10} if rate else {}, advice)
+    slower = {"learning_rate": rate / 10} if rate else {}
+    if before.was_diverging:
+        lowest, last = min(before.losses), before.losses[-1]
+        told = f"{sentence} The loss had been rising before, from {lowest:.4g} to {last:.4g}: the run diverged."
+        advice = "The learning rate is too high more probably than the rows are bad; what was trained so far is spoilt."
+        return Cause(told, slower, advice, is_for_new_run=True)
+    if _EVALUATED in message:
+        return Cause(sentence, slower, "The learning rate is probably too high.")
+    if config.get(name) == "rewind":
+        advice = "It happened again and again: the learning rate is too high more probably than the rows are bad."
+        return Cause(sentence, slower, advice)
+    if before.has_checkpoint:
+        advice = "Resumed with this, a run goes back to the last checkpoint and passes over such steps."
+        return Cause(sentence, {name: "rewind"}, advice)
+    if _NAMED in message:
+        return Cause(sentence, {name: "rewind"}, "Posted again with this, a run passes over such steps.")
+    advice = "No row stands out, and there is no checkpoint to go back to: the learning rate is probably too high."
+    return Cause(sentence, slower, advice)
 
 
 def _disk_full(message: str, config: Mapping[str, Any]) -> Cause:

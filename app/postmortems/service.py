@@ -10,16 +10,19 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.backends.registry import RULES
 from app.checkpoints.service import furthest_good
 from app.errors import conflict
-from app.postmortems.causes import explain
+from app.postmortems.causes import Before, Cause, explain
 from app.postmortems.schemas import AttemptEnd, CorrectedRequest, Correction, PostMortem
 from app.runs import service
 from app.runs.checks import config_problems
 from app.runs.config import CHANGEABLE_ON_RESUME
+from app.runs.metrics import recent
 from app.runs.models import TERMINAL, Attempt, Run
 from app.runs.resume import as_asked
 
 _REPLACED = {"qlora": ("load_in_4bit", "load_in_8bit", "lora_r"), "lora": ("load_in_4bit", "load_in_8bit", "lora_r")}
 """What somebody may have set that does not go with another method."""
+_LOSSES = 1000
+"""The newest points that tell whether a loss had been rising."""
 _WRONG = ("failed", "lost", "retried", "repaired")
 
 
@@ -39,7 +42,8 @@ async def examine(session: AsyncSession, run_id: str) -> PostMortem:
         )
     report: dict[str, Any] = (last.report if last else None) or {}
     told = (run.config | run.effective_config) if run.effective_config else run.config
-    cause = explain(run.error_code, run.error_message, report, told, last.outcome if last else None)
+    outcome = last.outcome if last else None
+    cause = explain(run.error_code, run.error_message, report, told, outcome, await _before(session, run))
     return PostMortem(
         run_id=run.id,
         status=run.status,
@@ -57,7 +61,7 @@ async def examine(session: AsyncSession, run_id: str) -> PostMortem:
         memory=report.get("memory", []),
         last_lines=report.get("last_lines", []),
         attempts=[_end(one) for one in attempts],
-        correction=await _correction(session, run, cause.changes) if cause.changes else None,
+        correction=await _correction(session, run, cause) if cause.changes else None,
     )
 
 
@@ -87,7 +91,14 @@ def _signal_name(report: dict[str, Any]) -> str | None:
         return f"signal {number}"
 
 
-async def _correction(session: AsyncSession, run: Run, changes: dict[str, Any]) -> Correction | None:
+async def _before(session: AsyncSession, run: Run) -> Before:
+    points = await recent(session, run.id, _LOSSES)
+    losses = [point.loss for point in points if point.loss is not None]
+    return Before(losses, has_checkpoint=await furthest_good(session, run.id) is not None)
+
+
+async def _correction(session: AsyncSession, run: Run, cause: Cause) -> Correction | None:
+    changes = cause.changes
     replaced = _REPLACED.get(changes.get("method", ""), ())
     asked = as_asked(run.config, set(run.given))
     config = {name: value for name, value in asked.items() if name not in replaced} | changes
@@ -96,7 +107,7 @@ async def _correction(session: AsyncSession, run: Run, changes: dict[str, Any]) 
     )
     if problems:
         return None
-    can_resume = run.status in TERMINAL and changes.keys() <= CHANGEABLE_ON_RESUME
+    can_resume = not cause.is_for_new_run and run.status in TERMINAL and changes.keys() <= CHANGEABLE_ON_RESUME
     if can_resume and await furthest_good(session, run.id) is not None:
         request = CorrectedRequest(path=f"/v1/runs/{run.id}/resume", body={"config": changes})
     else:

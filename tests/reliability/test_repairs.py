@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.postmortems.causes import explain
+from app.postmortems.causes import Before, explain
 from tests.stack import Stack
 from tests.waiting import eventually
 from worker import repairs
@@ -157,6 +157,20 @@ class TestPostmortem:
         cause = explain(code, "It said why.", {}, config)
         assert cause.sentence.endswith(".") and len(cause.sentence) > 10
         json.dumps(cause.changes)
+
+    @pytest.mark.parametrize(("message", "before", "changes"), [
+        ("No row did.", Before([6.9, 4.2, 25.0], has_checkpoint=True), {"learning_rate": 1.0}),
+        ("No row did.", Before(), {"learning_rate": 1.0}),
+        ("No row did.", Before([6.9, 6.8], has_checkpoint=True), {"on_non_finite": "rewind"}),
+        ("Row 7 stands out when put through the model alone.", Before([6.9, 6.8]), {"on_non_finite": "rewind"}),
+        ("Row 7 stands out when put through the model alone.", Before([6.9, 25.0]), {"learning_rate": 1.0}),
+    ])  # fmt: skip
+    def test_a_run_that_diverged_is_to_learn_slower_and_only_a_bad_row_to_be_passed_over(
+        self, message: str, before: Before, changes: dict[str, Any]
+    ) -> None:
+        cause = explain("non_finite_loss", message, {}, {"learning_rate": 10.0, "on_non_finite": "stop"}, None, before)
+        assert cause.changes == changes and cause.is_for_new_run == before.was_diverging
+        assert ("checkpoint and" in (cause.advice or "")) == ("on_non_finite" in changes and before.has_checkpoint)
 
     def test_memory_is_made_smaller_until_nothing_is_left(self) -> None:
         config: dict[str, Any] = {

@@ -10,7 +10,7 @@ import torch
 from transformers import TrainerControl
 
 from worker.training import checkpoints, plugins, sampling
-from worker.training.failures import Stopped
+from worker.training.failures import Stopped, in_one_line
 from worker.training.state import RunState
 
 if TYPE_CHECKING:
@@ -240,4 +240,4 @@ class Actions:
 
 
 def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".split("\n")[0][:300].rstrip(".")
+    return f"{type(error).__name__}: {in_one_line(error)}".rstrip(".")

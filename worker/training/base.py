@@ -12,16 +12,19 @@ import torch
 from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.file_download import repo_folder_name
 from peft import PeftConfig, PeftModel
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from app.runs.config import TrainingConfig, TrainingMethod
 from worker.training import fidelity
-from worker.training.failures import TrainingFailure
+from worker.training.failures import TrainingFailure, in_one_line
 from worker.training.pulse import Alive, while_growing
 
 ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".index.json")
+_OF_A_CONFIG = (huggingface_hub.errors.StrictDataclassError, ArithmeticError, KeyError, TypeError)
+"""What a config.json raises whose fields have the wrong type, or do not go together."""
 
 
 @dataclass(frozen=True)
@@ -142,16 +145,34 @@ def not_loaded(error: Exception, source: str, what: str) -> TrainingFailure:
     """The failure that an exception of `from_pretrained` means."""
     name = source if not Path(source).is_absolute() else Path(source).name
     missing = (OSError, huggingface_hub.errors.HFValidationError)
-    text = str(error).split("\n")[0][:300]
+    text = in_one_line(error)
     if _is_refused(error):
         return TrainingFailure(
             "model_not_found",
             f"The hub does not give out the {what} {name}: it is gated, private or not there. The operator can give "
             "runs the token of an account that may read it: `anneal secrets set hf_token`.",
         )
-    if isinstance(error, missing) or type(error).__name__ == "SafetensorError":
+    if isinstance(error, SafetensorError):
+        told = _damaged(Path(source)) or "a file of its weights is empty or damaged"
+        return TrainingFailure(
+            "config_error", f"The {what} {name} cannot be loaded: {told} ({text}). Copy or download it again."
+        )
+    if isinstance(error, missing):
         return TrainingFailure("model_not_found", f"The {what} {name} cannot be loaded: {text}")
-    return TrainingFailure("config_error", f"The {what} {name} cannot be used: {type(error).__name__}: {text}")
+    told = f"The {what} {name} cannot be used: {type(error).__name__}: {text.rstrip('.')}."
+    is_described_wrongly = what in ("configuration", "architecture") or isinstance(error, _OF_A_CONFIG)
+    return TrainingFailure("config_error", f"{told} Look at config.json of the model." if is_described_wrongly else told)
+
+
+def _damaged(folder: Path) -> str | None:
+    """What the matter is with the first file of weights in a folder whose header cannot be read."""
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except (SafetensorError, OSError):
+            return f"{path.name} is {'damaged' if path.stat().st_size else 'empty'}"
+    return None
 
 
 def _is_refused(error: BaseException | None) -> bool:

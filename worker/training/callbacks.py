@@ -93,7 +93,7 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
             raise TrainingFailure(
                 "non_finite_loss",
                 f"`{name}` of the evaluation at step {state.global_step} is {found}. Lower `learning_rate`, or look at "
-                "the evaluation data; earlier checkpoints are sound.",
+                "the evaluation data.",
             )
         is_best = run.state.evaluate(found, state.global_step, self.trainer.HIGHER_IS_BETTER)
         if is_best and not control.should_save and state.global_step > 0:  # of those before it, the base has a copy

@@ -12,6 +12,8 @@ _FULL_WORDS = (
 )  # fmt: skip
 _MEMORY_WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory")
 
+_LONGEST_LINE = 300
+
 
 class TrainingFailure(Exception):
     """A failure with a stable code and a sentence that says what to do next."""
@@ -26,6 +28,12 @@ class TrainingFailure(Exception):
 
 class Stopped(Exception):
     """A stop was asked for where no checkpoint can be saved: while loading, tokenising or evaluating."""
+
+
+def in_one_line(error: BaseException) -> str:
+    """What an exception says, at most 300 characters of it: many tell the reason only behind a first line."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= _LONGEST_LINE else f"{text[: _LONGEST_LINE - 1]}…"
 
 
 def classify(error: BaseException) -> TrainingFailure:

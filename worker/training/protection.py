@@ -91,10 +91,12 @@ class Guard:
         wants, field = self._policies[trouble.kind] == "rewind", f"on_{trouble.kind.removeprefix('loss_')}"
         code = _CODES[trouble.kind]
         if not wants:
+            kept = trainer.saving.kept_step
+            again, back = ("Resumed", f"the checkpoint of step {kept}") if kept else ("Posted again", "its start")
             return TrainingFailure(
                 code,
-                f'{told} Look at these rows, or lower `learning_rate`; with `{field}` set to "rewind" the run goes '
-                "back to its last checkpoint by itself and passes over such steps. Earlier checkpoints are sound.",
+                f'{told} Look at these rows, or lower `learning_rate`. {again} with `{field}` set to "rewind", a run '
+                f"goes back to {back} by itself and passes over such steps.",
             )
         if self._rewinds >= self._most:
             return TrainingFailure(

@@ -12,9 +12,10 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from huggingface_hub.errors import GatedRepoError
+from huggingface_hub.errors import GatedRepoError, StrictDataclassError
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.waiting import eventually
 from tests.worker.training.tiny import (
@@ -315,6 +316,27 @@ class TestNotLoaded:
         failure = not_loaded(error, "owner/gated", "model")
         assert failure.code == "model_not_found"
         assert "owner/gated" in failure.message and "`anneal secrets set hf_token`" in failure.message
+
+    @pytest.mark.parametrize(("wrong", "reason"), [
+        ({"hidden_size": 65}, "not a multiple of the number of attention heads (4)"),
+        ({"hidden_size": "big"}, "expected int, got str"),
+        ({"num_key_value_heads": 0}, "ZeroDivisionError"),
+    ])  # fmt: skip
+    def test_a_config_that_makes_no_sense_is_told_with_its_reason_and_where_to_look(
+        self, tmp_path: Path, wrong: dict[str, Any], reason: str
+    ) -> None:
+        fields = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+        (tmp_path / "config.json").write_text(json.dumps(fields | {"vocab_size": 32, "intermediate_size": 64} | wrong))
+        with pytest.raises((StrictDataclassError, ZeroDivisionError)) as raised:
+            AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+        failure = not_loaded(raised.value, str(tmp_path), "model")
+        assert failure.code == "config_error" and reason in failure.message and "config.json" in failure.message
+
+    def test_an_empty_file_of_weights_is_named(self, tmp_path: Path) -> None:
+        (tmp_path / "model.safetensors").touch()
+        failure = not_loaded(SafetensorError("header too small"), str(tmp_path), "model")
+        assert failure.code == "config_error" and "model.safetensors is empty" in failure.message
+        assert "download it again" in failure.message
 
 
 class TestKilledWhileSaving:
