@@ -1,8 +1,11 @@
 """`/v1/runs/{id}/checkpoints`."""
 
+from collections.abc import Sequence
+
 from fastapi import APIRouter
 
 from app.checkpoints import service
+from app.checkpoints.models import Checkpoint
 from app.checkpoints.schemas import CheckpointEdit, CheckpointRead
 from app.dependencies import Session
 from app.pagination import Page, PageQuery
@@ -16,18 +19,25 @@ async def list_checkpoints(run_id: str, session: Session, paging: PageQuery) -> 
     """Checkpoints whose files are there, newest first."""
     run = await get_run(session, run_id)
     rows, has_more = await service.page(session, run.id, paging)
-    return Page(data=[CheckpointRead.model_validate(row) for row in rows], has_more=has_more)
+    return Page(data=await _shown(session, run.id, rows), has_more=has_more)
 
 
 @router.get("/{checkpoint_id}")
 async def get_checkpoint(run_id: str, checkpoint_id: str, session: Session) -> CheckpointRead:
     """One checkpoint."""
     run = await get_run(session, run_id)
-    return CheckpointRead.model_validate(await service.get(session, run.id, checkpoint_id))
+    (shown,) = await _shown(session, run.id, [await service.get(session, run.id, checkpoint_id)])
+    return shown
 
 
 @router.patch("/{checkpoint_id}")
 async def edit_checkpoint(run_id: str, checkpoint_id: str, body: CheckpointEdit, session: Session) -> CheckpointRead:
     """Pin a checkpoint, or let it go again."""
     run = await get_run(session, run_id)
-    return CheckpointRead.model_validate(await service.pin(session, run.id, checkpoint_id, body.pinned))
+    (shown,) = await _shown(session, run.id, [await service.pin(session, run.id, checkpoint_id, body.pinned)])
+    return shown
+
+
+async def _shown(session: Session, run_id: str, rows: Sequence[Checkpoint]) -> list[CheckpointRead]:
+    best = await service.best_good(session, run_id)
+    return [CheckpointRead.model_validate(row).model_copy(update={"is_best": row is best}) for row in rows]

@@ -31,7 +31,8 @@ class CheckpointRead(BaseModel):
                 "kind": "periodic",
                 "bytes": 1048576,
                 "manifest_sha256": "0f" * 32,
-                "metrics": {"loss": 2.31},
+                "metrics": {"loss": 2.31, "best_loss": 2.31, "eval_loss": 2.4},
+                "is_best": True,
                 "save_seconds": 1.8,
                 "pinned": False,
                 "bad_reason": None,
@@ -50,7 +51,14 @@ class CheckpointRead(BaseModel):
     kind: Literal["periodic", "stop", "best", "final"]
     bytes: int
     manifest_sha256: str
-    metrics: dict[str, Any]
+    metrics: dict[str, Any] = Field(
+        description="`loss`: the last logged one, `best_loss`: the lowest of those; `eval_loss` or `eval_reward` where "
+        "an evaluation was of these very weights."
+    )
+    is_best: bool = Field(
+        default=False,
+        description="Its evaluation was the best of the good checkpoints: lowest `eval_loss` or highest `eval_reward`.",
+    )
     save_seconds: float | None = Field(description="How long it took to write it.")
     pinned: bool
     bad_reason: str | None = Field(description="Why it cannot be resumed, when it was found damaged.")

@@ -189,7 +189,7 @@ class Runs(ApiResource[M]):
         from_step: int | None = None,
         to_step: int | None = None,
     ) -> RunMetrics:
-        """The curves of a run; thinned ones keep every extreme."""
+        """The curves of a run (`loss`, `extra.<name>`, `eval.eval_loss`, …); thinned ones keep every extreme."""
         wanted = None if names is None else ",".join(names)
         return await self._session.get(
             RunMetrics, f"/runs/{run_id}/metrics", names=wanted, max_points=max_points, from_step=from_step,

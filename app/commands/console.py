@@ -21,6 +21,7 @@ After = Annotated[str | None, typer.Option(help="Go on behind this id, the last 
 
 # Who waits at a prompt wants to be told soon; but a service that asks to come back in 5 s is asked once more.
 _PATIENCE = 8.0
+_WIDEST_CELL = 80
 
 
 def noun(help: str) -> typer.Typer:
@@ -64,6 +65,19 @@ def plain_errors() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
+@contextmanager
+def option_told(code: str, sentence: str) -> Iterator[None]:
+    """Beside an error with this code, how what the service proposes is written on the command line."""
+    from app.client.errors import AnnealError
+
+    try:
+        yield
+    except AnnealError as error:
+        if error.code == code:
+            fail(f"{error.detail} {sentence}")
+        raise
+
+
 def fail(sentence: str, *details: str) -> NoReturn:
     """Say why on standard error, and end with code 1."""
     for line in (f"anneal: {sentence}", *details):
@@ -104,13 +118,17 @@ def page(items: "Iterable[BaseModel]", limit: int) -> "tuple[list[Any], bool]":
 def listing(
     items: "Sequence[BaseModel]", has_more: bool, as_json: bool, columns: Sequence[str], rows: Iterable[Sequence[Any]]
 ) -> None:
-    """A list, as a table or as JSON in the form of the API."""
+    """A list, as a table with long cells cut, or as JSON in the form of the API."""
     if as_json:
         document({"data": [_plain(item) for item in items], "has_more": has_more})
         return
-    table(columns, [[shown(cell) for cell in row] for row in rows])
+    table(columns, [[_cut(shown(cell)) for cell in row] for row in rows])
     if has_more:
         note(f"There are more: --after {getattr(items[-1], 'id', '')} goes on, --limit takes more at once.")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _WIDEST_CELL else f"{text[: _WIDEST_CELL - 1]}…"
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

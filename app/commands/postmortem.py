@@ -1,8 +1,15 @@
 """`anneal runs why`."""
 
 import json
+import shlex
+from typing import TYPE_CHECKING
 
-from app.commands.console import AsJson, RunId, connected, details, document, note, shown, table
+import typer
+
+from app.commands.console import AsJson, RunId, connected, details, document, shown, table
+
+if TYPE_CHECKING:
+    from app.postmortems.schemas import CorrectedRequest
 
 _LINES_SHOWN = 12
 
@@ -31,7 +38,17 @@ def why(run_id: RunId, as_json: AsJson = False) -> None:
         ]
         table(["attempt", "outcome", "phase", "step", "repaired"], [[shown(value) for value in row] for row in rows])
     if found.last_lines:
-        note("\n  ".join(["Its last lines:", *found.last_lines[-_LINES_SHOWN:]]))
+        typer.echo("\n  ".join(["Its last lines:", *found.last_lines[-_LINES_SHOWN:]]))
     if found.correction:
         request = found.correction.request
-        note(f"This may help: {request.method} {request.path} with\n  {json.dumps(request.body, ensure_ascii=False)}")
+        body = json.dumps(request.body, ensure_ascii=False)
+        typer.echo(f"This may help: {request.method} {request.path} with\n  {body}\nwhich is\n{typed(run_id, request)}")
+
+
+def typed(run_id: str, request: "CorrectedRequest") -> str:
+    """The command that sends a corrected request, as it can be pasted into a shell."""
+    if request.path.endswith("/resume"):
+        changes = request.body["config"].items()
+        sets = (shlex.quote(f"config.{name}={json.dumps(value, ensure_ascii=False)}") for name, value in changes)
+        return " ".join([f"anneal runs resume {run_id}", *(f"--set {one}" for one in sets)])
+    return f"anneal runs create -f - <<'EOF'\n{json.dumps(request.body, ensure_ascii=False)}\nEOF"

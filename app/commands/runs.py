@@ -20,7 +20,9 @@ from app.commands.console import (
     listing,
     note,
     noun,
+    option_told,
     page,
+    shown,
     size,
     transfer,
 )
@@ -28,6 +30,7 @@ from app.commands.outlook import in_words
 from app.commands.postmortem import why
 
 if TYPE_CHECKING:
+    from app.checkpoints.schemas import CheckpointRead
     from app.client import Anneal
     from app.runs.schemas import RunRead
 
@@ -328,7 +331,8 @@ def resume(
         config = changes.pop("config", {})
         if changes:
             fail(f"Only the configuration can change: write --set config.{next(iter(changes))}=….")
-        run = client.runs.resume(run_id, checkpoint_id=checkpoint, from_start=from_start, config=config)
+        with option_told("no_checkpoint", "On the command line that is --from-start."):
+            run = client.runs.resume(run_id, checkpoint_id=checkpoint, from_start=from_start, config=config)
         _begun(client, run, watch, as_json)
 
 
@@ -341,11 +345,19 @@ def checkpoints(run_id: RunId, limit: Limit = 50, after: After = None, as_json: 
     with connected() as client:
         found, has_more = page(client.runs.checkpoints(run_id, limit=limit + 1, after=after), limit)
         rows = [
-            (it.id, it.step, f"{it.kind}{', pinned' if it.pinned else ''}", it.metrics.get("loss"), size(it.bytes),
-             it.created_at)
+            (it.id, it.step, f"{it.kind}{', pinned' if it.pinned else ''}", it.metrics.get("loss"), _evaluated(it),
+             size(it.bytes), it.created_at)
             for it in found
         ]  # fmt: skip
-        listing(found, has_more, as_json, ("id", "step", "kind", "loss", "size", "created"), rows)
+        listing(found, has_more, as_json, ("id", "step", "kind", "loss", "evaluation", "size", "created"), rows)
+
+
+def _evaluated(checkpoint: "CheckpointRead") -> str | None:
+    """What an evaluation of these very weights found, and whether no other checkpoint's was better."""
+    measured = (name for name in ("eval_loss", "eval_reward") if checkpoint.metrics.get(name) is not None)
+    name = next(measured, None)
+    best = " (best)" if checkpoint.is_best else ""
+    return f"{name} {shown(checkpoint.metrics[name])}{best}" if name else None
 
 
 @commands.command()

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
 import typer
@@ -26,11 +27,13 @@ from app.commands.outlook import in_words
 
 if TYPE_CHECKING:
     from app.client import Anneal
+    from app.runs.prediction import Prediction
     from app.runs.schemas import RunRead
 
 COMPLETED, FAILED, CANCELLED = 0, 3, 4
 _SECONDS_BETWEEN_LINES = 5.0
 _SECONDS_BETWEEN_OUTLOOKS = 30.0
+_ENDED = ("completed", "failed", "cancelled")
 _POINTS = 400
 # What is told of a run beside its output, which `anneal runs logs -f` shows.
 _TYPES = ("status", "metric", "eval", "checkpoint", "config", "progress", "action", "error", "end")
@@ -51,10 +54,11 @@ def watch_run(client: "Anneal", run: "RunRead", as_json: bool) -> int:
             seen = Seen.of(run)
             screen: _Screen = _Terminal(client, seen) if sys.stdout.isatty() else _Lines(seen)
             with screen:
-                asked = time.monotonic() - _SECONDS_BETWEEN_OUTLOOKS + _SECONDS_BETWEEN_LINES
+                asked, pause = time.monotonic(), _SECONDS_BETWEEN_LINES
                 for event in client.runs.events(run.id, after=run.last_seq, types=_TYPES):
-                    if time.monotonic() - asked > _SECONDS_BETWEEN_OUTLOOKS:
-                        asked, seen.outlook = time.monotonic(), in_words(client.runs.get(run.id).prediction)
+                    if time.monotonic() - asked > pause:
+                        asked, seen.prediction = time.monotonic(), client.runs.get(run.id).prediction
+                        pause = until_asked_again(seen.prediction)
                     if seen.total is None and isinstance(event, StatusEvent) and event.to == "running":
                         seen.total = client.runs.get(run.id).total_steps
                     screen.show(event)
@@ -62,6 +66,14 @@ def watch_run(client: "Anneal", run: "RunRead", as_json: bool) -> int:
     if not as_json:
         _tell_end(run)
     return exit_code(run.status)
+
+
+def until_asked_again(told: "Prediction | None") -> float:
+    """Seconds for which a prediction will do: near the end it is asked for more often."""
+    if told is None or told.finish_at is None:
+        return _SECONDS_BETWEEN_OUTLOOKS
+    left = (told.finish_at - datetime.now(UTC)).total_seconds()
+    return min(max(left / 4, _SECONDS_BETWEEN_LINES), _SECONDS_BETWEEN_OUTLOOKS)
 
 
 @contextmanager
@@ -105,8 +117,7 @@ class Seen:
     loss: float | None = None
     evaluated: float | None = None
     phase: str = ""
-    outlook: str = ""
-    """When it finishes, as predicted."""
+    prediction: "Prediction | None" = None
     curve: dict[int, float] = field(default_factory=dict)
 
     @classmethod
@@ -116,7 +127,7 @@ class Seen:
         rewarded = run.config.get("method") == "rlhf"
         return cls(
             run.id, run.name, run.status, run.current_step, run.total_steps, rewarded, loss=last,
-            outlook=in_words(run.prediction),
+            prediction=run.prediction,
         )  # fmt: skip
 
     def take(self, event: Event) -> str | None:
@@ -152,6 +163,11 @@ class Seen:
         return None
 
     @property
+    def outlook(self) -> str:
+        """When it finishes, as predicted, seen from now."""
+        return "" if self.status in _ENDED else in_words(self.prediction)
+
+    @property
     def figures(self) -> str:
         """The newest loss, what the newest evaluation found, and when the run finishes."""
         held_out = "held-out reward" if self.learns_from_rewards else "held-out"
@@ -176,6 +192,7 @@ class _Lines:
     def __init__(self, seen: Seen) -> None:
         self._seen = seen
         self._told = 0.0
+        self._is_step_untold = False
 
     def __enter__(self) -> None:
         seen = self._seen
@@ -187,11 +204,18 @@ class _Lines:
 
     def show(self, event: Event) -> None:
         line = self._seen.take(event)
+        if isinstance(event, MetricEvent):
+            self._is_step_untold = True
+            if time.monotonic() - self._told > _SECONDS_BETWEEN_LINES:
+                self._say_step()
+        elif isinstance(event, StatusEvent) and event.to in _ENDED and self._is_step_untold:
+            self._say_step()
         if line is not None:
             self._say(line)
-        elif isinstance(event, MetricEvent) and time.monotonic() - self._told > _SECONDS_BETWEEN_LINES:
-            self._told = time.monotonic()
-            self._say(f"step {event.step}/{self._seen.total or '?'}  {self._seen.figures}")
+
+    def _say_step(self) -> None:
+        self._told, self._is_step_untold = time.monotonic(), False
+        self._say(f"step {self._seen.step}/{self._seen.total or '?'}  {self._seen.figures}")
 
     @staticmethod
     def _say(line: str) -> None:

@@ -194,16 +194,25 @@ async def get_metrics(
     session: Snapshot,
     names: Annotated[
         str | None,
-        Query(max_length=2000, description="Series, comma-separated.", examples=["loss,extra.tokens_per_second"]),
+        Query(
+            max_length=2000,
+            description="Series, comma-separated: `loss`, `learning_rate`, … of a metric, `extra.<name>` of its extra, "
+            "`eval.<name>` of an evaluation, such as `eval.eval_loss`, which `eval_loss` means too. Without, all that "
+            "the run has. A name that it does not have is an empty series.",
+            examples=["loss,extra.tokens_per_second,eval.eval_loss"],
+        ),
     ] = None,
     max_points: Annotated[int, Query(ge=4, le=100_000, description="Most points of a series.")] = 1000,
     from_step: Annotated[int, Query(ge=0, le=2**53)] = 0,
     to_step: Annotated[int | None, Query(ge=0, le=2**53)] = None,
 ) -> RunMetrics:
     """The curves of a run; thinned ones keep every extreme."""
-    wanted = [name.strip() for name in names.split(",") if name.strip()] if names else None
+    # A name as the evaluation tells it does for its series.
+    parts = [name.strip() for name in names.split(",") if name.strip()] if names else []
+    asked = {name: f"eval.{name}" if name.startswith("eval_") else name for name in parts}
+    wanted = list(dict.fromkeys(asked.values())) if names else None
     found = await curves.curves(session, run_id, wanted, from_step, to_step, max_points)
-    return RunMetrics(run_id=run_id, series=found)
+    return RunMetrics(run_id=run_id, series={name: found[full] for name, full in asked.items()} if asked else found)
 
 
 def _forecasts(request: Request) -> Forecasts:

@@ -69,6 +69,11 @@ class TestFromAShell:
         assert [(one["action"], one["status"]) for one in listed] == [("sample", "done")]
         assert listed[0]["parameters"] == {"prompts": ["why"], "max_new_tokens": 8, "temperature": 1.0}
 
+    def test_a_long_cell_of_a_list_is_cut(self, anneal: Anneal, trainer: Trainer) -> None:
+        anneal("actions", "sample", "-p", "x" * 3000, trainer.run_id)
+        assert max(map(len, anneal("actions", "list", trainer.run_id).stdout.splitlines())) < 250
+        assert "x" * 3000 in anneal("actions", "list", trainer.run_id, "--json").stdout
+
     def test_what_is_refused_is_told_with_code_1(self, anneal: Anneal, trainer: Trainer) -> None:
         worker = threading.Thread(target=answer, args=(trainer, "refused", "It has 400 steps already."))
         worker.start()

@@ -39,6 +39,20 @@ class TestCheckpoints:
         assert (read["metrics"], read["name"], read["attempt"]) == ({"loss": 1.5}, "checkpoint-40", 1)
         assert read["created_at"].endswith("Z") and read["bad_reason"] is None
 
+    @pytest.mark.parametrize("name", ["eval_loss", "eval_reward"])
+    def test_the_best_of_the_good_ones_is_marked(
+        self, api: ApiServer, engine: Engine, trainer: Trainer, name: str
+    ) -> None:
+        made = [trainer.checkpoint(step, metrics={name: value}) for step, value in ((10, 3.0), (20, 2.0), (30, 4.0))]
+        trainer.checkpoint(40)
+        path = f"/v1/runs/{trainer.run_id}/checkpoints"
+        best, second = made[1 if name == "eval_loss" else 2], made[0]
+        assert [it["id"] for it in api.client.get(path).json()["data"] if it["is_best"]] == [best]
+        assert api.client.get(f"{path}/{best}").json()["is_best"]
+        mark_checkpoint(engine, best, bad_reason="weights have another hash")
+        left = [it["id"] for it in api.client.get(path).json()["data"] if it["is_best"]]
+        assert left == [second]
+
     def test_deleted_ones_are_gone_and_damaged_ones_say_why(
         self, api: ApiServer, engine: Engine, trainer: Trainer
     ) -> None:

@@ -22,9 +22,11 @@ from app import client
 from app.cli import cli
 from app.client.events import EvalEvent
 from app.client.transport import SyncTransport
+from app.commands.postmortem import typed
 from app.commands.watching import Seen
 from app.db import sync_engine
 from app.errors import RETRY_SECONDS
+from app.postmortems.schemas import CorrectedRequest
 from app.storage import Storage
 from tests.app import hub_server
 from tests.app.conftest import Anneal, told
@@ -169,6 +171,10 @@ class TestNouns:
         assert checkpoint_id in anneal("runs", "checkpoints", trainer.run_id).stdout
         assert told(anneal("runs", "checkpoints", trainer.run_id, "--json"))["data"][0]["step"] == 40
         assert anneal("runs", "resume", trainer.run_id, code=1).stderr.startswith("anneal: ")
+        trainer.checkpoint(50, metrics={"loss": 1.5, "eval_loss": 2.5})
+        trainer.checkpoint(60, metrics={"eval_loss": 2.25})
+        listed = anneal("runs", "checkpoints", trainer.run_id).stdout
+        assert "eval_loss 2.25 (best)" in listed and "eval_loss 2.5 " in listed and listed.count("(best)") == 1
         anneal("runs", "stop", trainer.run_id)
         trainer.cancel()
         resume = ["runs", "resume", trainer.run_id, "--checkpoint", checkpoint_id, "--json"]
@@ -176,6 +182,25 @@ class TestNouns:
         child = told(anneal(*resume, "--set", "config.epochs=5"))
         assert (child["parent_run_id"], child["resume_checkpoint_id"]) == (trainer.run_id, checkpoint_id)
         assert child["config"]["epochs"] == 5
+
+    def test_without_a_checkpoint_the_option_that_starts_anew_is_named(self, anneal: Anneal, trainer: Trainer) -> None:
+        trainer.fail()
+        assert "--from-start" in anneal("runs", "resume", trainer.run_id, code=1).stderr
+        assert anneal("runs", "resume", trainer.run_id, "--from-start").stdout.startswith("run_")
+
+    def test_why_tells_a_command_that_can_be_typed(self, anneal: Anneal, trainer: Trainer) -> None:
+        trainer.metric(1, loss=2.0)
+        trainer.metric(2, loss=25.0)
+        trainer.fail("non_finite_loss", "At step 3 the loss became nan.")
+        told = anneal("runs", "why", trainer.run_id).stdout
+        command, body, end = told.splitlines()[-3:]
+        assert (command, end) == ("anneal runs create -f - <<'EOF'", "EOF") and "diverged" in told
+        Path("again.json").write_text(body)
+        assert anneal("runs", "create", "-f", "again.json").stdout.startswith("run_")
+        request = CorrectedRequest(path="/v1/runs/run_1/resume", body={"config": {"learning_rate": 1e-05, "epochs": 2}})
+        assert (
+            typed("run_1", request) == "anneal runs resume run_1 --set config.learning_rate=1e-05 --set config.epochs=2"
+        )
 
     def test_a_model_is_downloaded(self, anneal: Anneal, trainer: Trainer, shared_api: ApiServer) -> None:
         trainer.write_output(Storage(shared_api.settings))
@@ -275,6 +300,19 @@ class TestFollowing:
         measured = {"eval_loss": 2.0, "eval_reward": 0.75}
         seen.take(EvalEvent(type="eval", run_id="run_1", seq=1, step=5, metrics=measured))
         assert seen.figures == shown
+
+    def test_the_last_step_is_told_before_the_end(self, anneal: Anneal, trainer: Trainer) -> None:
+        def finish() -> None:
+            for step in (28, 29, 30):
+                trainer.metric(step, loss=step / 100)
+            trainer.complete()
+
+        ending = threading.Timer(0.3, finish)
+        ending.start()
+        lines = anneal("runs", "watch", trainer.run_id).stdout.splitlines()
+        ending.join()
+        (last,) = (place for place, line in enumerate(lines) if line.startswith("step 30/100  loss 0.3000"))
+        assert lines[last + 1].startswith("completed")
 
     def test_json_is_a_line_for_each_event(self, anneal: Anneal, trainer: Trainer) -> None:
         trainer.log("first", "second")

@@ -47,6 +47,10 @@ class TestSeries:
         assert found["loss"] == {"steps": [10, 20], "values": [3.0, 2.0], "min": 2.0, "max": 3.0}
         assert found["extra.mfu"]["values"] == [0.4, 0.5]
         assert found["eval.eval_loss"] == {"steps": [20], "values": [2.5], "min": 2.5, "max": 2.5}
+        named = series(api, trainer, names="eval_loss,eval.eval_loss,loss")
+        assert named == {"eval_loss": found["eval.eval_loss"]} | {
+            name: found[name] for name in ("eval.eval_loss", "loss")
+        }
 
     def test_only_those_named_and_only_the_steps_asked_for(self, api: ApiServer, trainer: Trainer) -> None:
         for step in range(1, 11):

@@ -2,11 +2,13 @@
 
 import random
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from app.commands.watching import Seen, until_asked_again
 from app.runs import prediction
-from app.runs.prediction import Past, Task, Timings
+from app.runs.prediction import Past, Prediction, Task, Timings
 
 TASK = Task(twin="same", work=16.0, total_steps=1000, evaluate_every=100, save_every=200)
 DONE = Timings(
@@ -196,3 +198,16 @@ class TestTask:
         assert twin() == twin(learning_rate=1.0, seed=3, max_steps=9, save_steps=1)
         different = [twin(), twin(batch_size=8), twin(max_seq_length=9), twin("ds_1"), twin(extra={"steps": 1})]
         assert len(set(different)) == len(different)
+
+
+class TestWords:
+    def test_what_is_left_is_counted_from_now_and_asked_for_more_often_near_the_end(self) -> None:
+        now = datetime.now(UTC)
+        seconds = {"in about 40 s": 40.4, "any moment": -20.0}
+        for words, left in seconds.items():
+            told = Prediction(start_at=None, finish_at=now + timedelta(seconds=left), confidence="high", basis="")
+            seen = Seen("run_1", "counting", "running", 0, 10, prediction=told)
+            assert seen.outlook == f"finishes {words}"
+            assert until_asked_again(told) < 15 < until_asked_again(None)
+        seen.status = "completed"
+        assert seen.outlook == ""

@@ -161,7 +161,9 @@ def not_loaded(error: Exception, source: str, what: str) -> TrainingFailure:
         return TrainingFailure("model_not_found", f"The {what} {name} cannot be loaded: {text}")
     told = f"The {what} {name} cannot be used: {type(error).__name__}: {text.rstrip('.')}."
     is_described_wrongly = what in ("configuration", "architecture") or isinstance(error, _OF_A_CONFIG)
-    return TrainingFailure("config_error", f"{told} Look at config.json of the model." if is_described_wrongly else told)
+    return TrainingFailure(
+        "config_error", f"{told} Look at config.json of the model." if is_described_wrongly else told
+    )
 
 
 def _damaged(folder: Path) -> str | None:

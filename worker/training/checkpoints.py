@@ -207,7 +207,8 @@ def _about(trainer: "Faithful", facts: dict[str, Any]) -> "_About":
             "epoch": trainer.state.epoch,
             **trainer.actions.saved(),
             "metrics": {
-                "loss": run.state.loss,
+                # Means as they are logged, both: a single step's loss may well lie below the best of those.
+                "loss": run.state.last_metric.get("loss", run.state.loss),
                 "best_loss": run.state.best_loss,
                 # Of these very weights, or of none: it says which checkpoint is the best.
                 trainer.OBJECTIVE: run.state.objective if run.state.eval_step == step else None,
