@@ -65,6 +65,21 @@ class TestStepsAndTokens:
         found = plan(architecture.read(LLAMA), effective(**asked), counted())
         assert (found.steps, found.tokens) == (steps, tokens)
 
+    @pytest.mark.parametrize("method", ["dpo", "reward"])
+    def test_of_a_pair_hold_its_prompt_twice(self, method: str) -> None:
+        """Prompts of 1,000 tokens, answers of 100."""
+        model, config = architecture.read(LLAMA), effective(method=method, epochs=1)
+        now: Any = {"tokenizer": "any", "rows": 1000, "sequences": 2000, "mean": 1100.0, "max": 1100}
+        found = plan(model, config, Data(1000, None, now))
+        assert (found.tokens, found.attended, found.batch.length) == (2_200_000, 1100, 1100)
+        # What an earlier version counted, and bytes, do not tell how long the prompts are; that is said.
+        old = {"tokenizer": "any", "rows": 1000, "mean": 1200.0, "max": 1200}
+        for data in (Data(1000, None, old), Data(1000, 4_800_000)):
+            found = plan(model, config, data)
+            assert found.tokens == 2 * 1000 * 800
+            assert any("prompt of a pair and its two answers are assumed" in said for said in found.assumptions)
+        assert plan(model, config, Data(1000, None)).attended == 2048
+
     @pytest.mark.parametrize(("asked", "steps"), [({}, None), ({"max_steps": 50}, 50)])
     def test_of_a_data_source_are_not_guessed(self, asked: dict[str, Any], steps: int | None) -> None:
         config = effective(extra={"data_source": {"type": "lake"}}, max_seq_length=512, **asked)
@@ -164,7 +179,7 @@ class TestAdvice:
     )
     def test_never_changes_what_a_run_learns_towards(self, asked: dict[str, Any], gigabytes: int) -> None:
         model, config = architecture.read(LLAMA), effective(**asked)
-        (said,) = planner.advice(model, config, Precision.of(config, "cuda"), 1024, gigabytes * GIB)
+        (said,) = planner.Advice(model, config, Precision.of(config, "cuda"), 1024).within(gigabytes * GIB)
         if asked["method"] not in ("full", "lora"):
             assert "method:" not in said
         changed = {"base_model": "any", **asked, **_named(said)}
@@ -175,7 +190,8 @@ class TestAdvice:
     def test_names_an_adapter_where_every_weight_of_a_preference_run_trains(self) -> None:
         model, config = architecture.read(LLAMA), effective(method="dpo", lora_r=None, batch_size=1)
         precision = Precision.of(config, "cuda")
-        said = [planner.advice(model, config, precision, 512, gigabytes * GIB)[0] for gigabytes in (40, 14)]
+        advice = planner.Advice(model, config, precision, 512)
+        said = [advice.within(gigabytes * GIB)[0] for gigabytes in (40, 14)]
         assert "`lora_r: 16` with `load_in_4bit: false`" in said[0]
         assert "`lora_r: 16` with `load_in_4bit: true`" in said[1]
 
@@ -237,7 +253,7 @@ class TestAConfigJson:
         todo = work(model, config, precision, planned, choice.checkpointing)
         assert todo is not None and todo.training >= 0
         if not choice.fits:
-            planner.advice(model, config, precision, planned.batch.length, GIB)
+            planner.Advice(model, config, precision, planned.batch.length).within(GIB)
 
 
 _ODD = st.one_of(
