@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.estimates import architecture, planner, schemas
-from app.estimates.activations import Precision
+from app.estimates.activations import Precision, activations
 from app.estimates.architecture import Architecture, UnknownArchitecture
 from app.estimates.memory import memory
 from app.estimates.parameters import CannotTrain, total, trained
@@ -285,6 +285,40 @@ def test_memory_is_walked_through_once_for_each_way_of_checkpointing() -> None:
     planned = plan(model, config, counted())
     assert not planner.first_that_fits(needs, 1, planner.CHOICES).fits
     assert walked == ["off", "selective", "full"]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("method", ["full", "dpo"])
+def test_layers_that_are_alike_come_to_the_same_whether_walked_through_or_not(family: str, method: str) -> None:
+    config = effective(method=method, lora_dropout=0.0) if method == "dpo" else effective(method=method)
+    precision = Precision.of(config, "cuda")
+
+    def needed(layers: int) -> Any:
+        names = ("num_hidden_layers", "n_layer")
+        model = architecture.read({"model_type": family, **TINY, **dict.fromkeys(names, layers)})
+        batch = plan(model, config, counted()).batch
+        return activations(model, config, precision, batch, "off", attention_of(model, config))
+
+    # Of two layers both are walked through, of more only these: what all share is kept by the first.
+    one, two, nine = map(needed, (1, 2, 9))
+    assert nine.kept - two.kept == 7 * (two.kept - one.kept)
+    assert nine.operations - two.operations == 7 * (two.operations - one.operations)
+
+
+def test_advice_for_several_devices_walks_through_each_change_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    walked: list[Any] = []
+
+    def counting(*asked: Any) -> Any:
+        walked.append(asked)
+        return memory(*asked)
+
+    monkeypatch.setattr(planner, "memory", counting)
+    model, config = architecture.read(LLAMA), effective(method="full")
+    advice = planner.Advice(model, config, Precision.of(config, "cuda"), 512)
+    said = [advice.within(gigabytes * GIB)[0] for gigabytes in (40, 24, 1)]
+    most = len(walked)
+    assert said == [advice.within(gigabytes * GIB)[0] for gigabytes in (40, 24, 1)] and len(walked) == most
+    assert "adapter" in said[0] and "smaller model" in said[2]
 
 
 @pytest.mark.parametrize("document", [{}, {"parameters": 3}, {**schemas.EXAMPLE, "fits": [{"device": None}]}])

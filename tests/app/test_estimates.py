@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, insert, update
+from sqlalchemy import Engine, insert, text, update
 
 from app.client import Anneal
 from app.config import Settings
@@ -202,6 +202,22 @@ def test_a_mistake_of_the_estimator_undoes_no_run(
     assert made["id"] in caplog.text and "'qwen'" in caplog.text and "a mistake" in caplog.text
     found = api.client.get(f"/v1/runs/{made['id']}").json()
     assert (found["status"], found["estimate"]) == ("pending", None)
+
+
+def test_no_row_is_locked_while_an_estimate_is_computed(
+    api: ApiServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset, by_formula, open_then = make_dataset(engine), service.by_formula, []
+
+    def watched(*asked: Any) -> Any:
+        query = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND state LIKE 'idle in%'"
+        with engine.connect() as connection:
+            open_then.append(connection.scalar(text(query)))
+        return by_formula(*asked)
+
+    monkeypatch.setattr(service, "by_formula", watched)
+    estimated(api, dataset, max_steps=10)
+    assert open_then == [0]
 
 
 def test_an_estimate_that_this_version_cannot_read_is_null(api: ApiServer, engine: Engine) -> None:
