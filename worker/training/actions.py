@@ -147,6 +147,10 @@ class Actions:
         total = max(total, run.config.min_steps or 0)
         if total <= before:
             raise Refused(f"The run is to have {before} steps already, and this would be {total}; name more.")
+        stop = run.config.stop_at_step
+        # What an earlier attempt has done already is done again, or this one would have another schedule.
+        if "step" not in asked and stop is not None and run.state.first_step < stop < total:
+            raise Refused(f"The run ends at step {stop}, which is its `stop_at_step`, and not at {total}.")
         changed = {"max_steps": total} if epochs is None else {"max_steps": None, "epochs": epochs}
         following = self._change(total_steps=total, **changed)
         trainer.state.max_steps = total
