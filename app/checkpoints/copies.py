@@ -1,6 +1,6 @@
 """Second copies of checkpoints at `ANNEAL_CHECKPOINT_URL`: statements by which workers make and remove them."""
 
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from sqlalchemy import ColumnElement, Executable, and_, delete, func, or_, select, update
 
@@ -40,6 +40,15 @@ def complete(checkpoint_id: str) -> Executable:
         .where(Checkpoint.id == checkpoint_id, Checkpoint.deleted_at.is_(None))
         .values(remote_at=func.clock_timestamp())
         .returning(Checkpoint.id)
+    )
+
+
+def spoilt(checkpoint_id: str, remote_at: datetime) -> Executable:
+    """Note that the copy which was whole at `remote_at` is none any more, so that whoever can sends it again."""
+    return (
+        update(Checkpoint)
+        .where(Checkpoint.id == checkpoint_id, Checkpoint.remote_at == remote_at)
+        .values(remote_at=None)
     )
 
 
