@@ -129,7 +129,7 @@ MUTANTS = (
         changes=(
             Change(
                 "worker/job.py",
-                "        wrong = manifest.verify(place, checkpoint.manifest_sha256)\n",
+                "        wrong = manifest.verify(place, checkpoint.manifest_sha256, patience.check)\n",
                 "        wrong: list[str] = []\n",
             ),
         ),
