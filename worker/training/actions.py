@@ -36,6 +36,8 @@ class Actions:
         self._run = trainer.run
         self._again: deque[Asked] = deque(self._run.job.get("actions", ()))
         self._saves: list[Asked] = []
+        self._on_the_way: list[Asked] = []
+        """What the checkpoint that was begun last answers."""
         self._evaluations: list[Asked] = []
         self._do: dict[str, Callable[[Asked, TrainerControl], None]] = {
             "checkpoint": self._checkpoint,
@@ -90,10 +92,15 @@ class Actions:
     def saved(self) -> dict[str, Any]:
         """What a checkpoint that is being told answers, as fields of its record."""
         answered, self._saves = self._saves, []
+        self._on_the_way = answered
         return {
             "actions": [{"id": one["id"], "action": one["action"]} for one in answered],
             "pinned": any(one["parameters"].get("pin") for one in answered),
         }
+
+    def save_again(self) -> None:
+        """The checkpoint that was told last never came: the next one answers what was asked of it."""
+        self._saves, self._on_the_way = [*self._on_the_way, *self._saves], []
 
     def not_saved(self, why: str) -> None:
         """The checkpoint that was asked for does not come."""
