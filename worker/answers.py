@@ -22,7 +22,8 @@ class Answer:
 def answer(run: Any, record: dict[str, Any], ts: float) -> Answer:
     """Of a trainer's record {id, action, step, status, result, message}.
 
-    An action that an attempt does once more, since it goes on from an earlier step, is told once more and stays done.
+    An action that an attempt does once more, since it goes on from an earlier step, is told once more and stays done:
+    with its new result, or with the one that it had where it does not work this time.
 
     Raises:
         ValueError, KeyError, TypeError: it is no such record.
@@ -40,6 +41,7 @@ def answer(run: Any, record: dict[str, Any], ts: float) -> Answer:
         "finished_at": func.clock_timestamp(),
     }
     action_id = str(record["id"])
-    asked = (RunAction.id == action_id, RunAction.run_id == run.id, RunAction.status.in_(("waiting", "done")))
+    before = ("waiting", "done") if status == "done" else ("waiting",)
+    asked = (RunAction.id == action_id, RunAction.run_id == run.id, RunAction.status.in_(before))
     change = update(RunAction).where(*asked).values(outcome)
     return Answer(change, NewEvent.of("action", ts, {"action_id": action_id, **told}))

@@ -31,6 +31,7 @@ class Following:
         self._process = process
         self._vitals = vitals
         self._asked_at: float | None = None
+        self._grace = 0.0
         self._asked: dict[str, object] = {}
         self._has_asked_for_checkpoint = False
         self._has_told_of_epoch_end = False
@@ -83,15 +84,16 @@ class Following:
         stop = self._lease.stop
         why: KilledFor = "stop" if stop else "drain"
         save, finish = (stop.save, stop.finish) if stop else (True, False)
+        grace = self._host.settings.save_grace_seconds if save or finish else _NO_SAVE_GRACE_SECONDS
         now = time.monotonic()
-        if self._asked_at is None:
-            self._asked_at = now
+        if self._asked_at is None or grace < self._grace:
+            self._asked_at = now  # what is to keep less than before has its own time to hear of it
+        self._grace = grace
         asked: dict[str, object] = {"save": save, "why": why, "finish": finish}
         if asked != self._asked and self._process.send({"stop": asked}):  # again where it is to keep less than before
             self._asked = asked
         if not self._pump.has_begun:
             return why  # there is nothing to save
-        grace = self._host.settings.save_grace_seconds if save or finish else _NO_SAVE_GRACE_SECONDS
         if now - self._asked_at <= grace:
             return None
         self._pump.say(f"the training process did not stop within {grace:.0f} s and was killed", "warning")

@@ -4,13 +4,12 @@ import json
 import logging
 import os
 import pwd
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Executable, select
+from sqlalchemy import Connection, Engine, Executable, func, select
 
 from app.actions.replay import done_behind
 from app.checkpoints import retention
@@ -18,11 +17,12 @@ from app.checkpoints.models import Checkpoint
 from app.datasets.models import Dataset
 from app.runs import base_models
 from app.runs.config import TrainingMethod
-from app.runs.models import Run
+from app.runs.models import Attempt, Run
 from app.runs.plugins import has_copies
 from app.secrets import store
 from app.secrets.keyring import KeyringError
-from worker import fetching, repairs
+from worker import fetching, repairs, sweeping
+from worker.fetching import Outcome, Patience
 from worker.host import Host
 from worker.training import manifest
 
@@ -33,18 +33,23 @@ _OF_TRACKERS = {
     "mlflow": {"mlflow_tracking_token": "MLFLOW_TRACKING_TOKEN"},
 }
 """Secrets of trackers, and the variables in which their libraries look for them."""
-_LEFTOVERS = (".checkpoint-*", ".deleted-*", ".output.tmp", "base_model")
+_AWAY_SECONDS = 30.0
+_LONGEST_AWAY_SECONDS = 300.0
+_MOST_WAITS = 80
+"""Some six hours."""
 
 
 class JobError(Exception):
     """The run cannot start: a stable code, and a sentence with what to do next."""
 
-    def __init__(self, code: str, message: str, is_passing: bool = False) -> None:
+    def __init__(self, code: str, message: str, is_passing: bool = False, pause_seconds: float | None = None) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
         self.is_passing = is_passing
         """Whether it is this worker's trouble: the run waits for another try, perhaps elsewhere."""
+        self.pause_seconds = pause_seconds
+        """For how long nobody need try again, where it is nobody's trouble, and does not count as a try."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +68,12 @@ class Job:
     """Variables that the training process is to have, and nobody else: they are in no file."""
 
 
-def prepare(host: Host, run: Any, device: dict[str, Any]) -> Job:
+def prepare(host: Host, run: Any, device: dict[str, Any], patience: Patience) -> Job:
     """Resolve data, base model and checkpoint of a claimed run and write its job file.
 
     Raises:
         JobError: something that the run needs is not there.
+        Stopped: meanwhile the run was to end.
         OSError: the storage cannot be read or written.
     """
     folder = host.storage.attempt_dir(run.id, run.attempt)
@@ -77,11 +83,11 @@ def prepare(host: Host, run: Any, device: dict[str, Any]) -> Job:
         dataset = _dataset(host, connection, run.dataset_id)
         evaluation = _dataset(host, connection, run.eval_dataset_id) if run.eval_dataset_id else None
     folder.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(host, run)
+    sweeping.before_attempt(host, run)
     remarks: list[str] = []
     with host.engine.connect() as connection:
         repaired = repairs.earlier(connection, run.id)
-    checkpoint = _newest_good(host, run, remarks)
+    checkpoint = _newest_good(host, run, remarks, patience)
     config, changed = repairs.apply(run.config, repaired)
     with host.engine.connect() as connection:
         base_model = _base_model(host, connection, run)
@@ -166,20 +172,6 @@ def _token_cache(host: Host) -> dict[str, Any] | None:
     return {"folder": str(folder), "limit_bytes": limit}
 
 
-def _sweep(host: Host, run: Any) -> None:
-    """Remove what a kill left half written or half removed; no trainer of an earlier attempt lives any more.
-
-    Of a later one it may: this worker may have stood still since its claim, and the run be somebody else's.
-    """
-    for attempt in range(1, run.attempt):
-        for pattern in _LEFTOVERS:
-            for leftover in host.storage.attempt_dir(run.id, attempt).glob(pattern):
-                shutil.rmtree(leftover, ignore_errors=True)
-    with host.engine.connect() as connection:
-        retired = connection.execute(retention.retired(run.id)).all()
-    remove_folders(host, run.id, [(attempt, name) for attempt, name in retired])
-
-
 def _dataset(host: Host, connection: Connection, dataset_id: str) -> dict[str, Any]:
     row = connection.execute(select(Dataset.__table__).where(Dataset.id == dataset_id)).one()
     path = host.storage.dataset_file(row.id, row.extension)
@@ -243,48 +235,63 @@ def _resume(host: Host, checkpoint: Any) -> dict[str, Any] | None:
     if checkpoint is None:
         return None
     return {
-        "path": str(host.storage.attempt_dir(checkpoint.run_id, checkpoint.attempt) / checkpoint.name),
+        "path": str(host.storage.named_checkpoint(checkpoint.run_id, checkpoint.attempt, checkpoint.name)),
         "step": checkpoint.step,
         "manifest_sha256": checkpoint.manifest_sha256,
     }
 
 
-def _newest_good(host: Host, run: Any, remarks: list[str]) -> Any:
-    """The furthest checkpoint whose files all have the hashes of its manifest; None starts from the beginning."""
+def _newest_good(host: Host, run: Any, remarks: list[str], patience: Patience) -> Any:
+    """The furthest checkpoint whose files all have the hashes of its manifest; None starts from the beginning.
+
+    Whatever it may answer, `retention.retire` keeps: the furthest, and what an attempt saved that could not reach it.
+    """
     elsewhere: Any = None
     out_of_reach: str | None = None
     for checkpoint in _candidates(host.engine, run):
-        place = host.storage.attempt_dir(checkpoint.run_id, checkpoint.attempt) / checkpoint.name
+        place = host.storage.named_checkpoint(checkpoint.run_id, checkpoint.attempt, checkpoint.name)
         if has_copies(run.config) and checkpoint.remote_at is None and not place.exists():
             elsewhere = elsewhere or checkpoint  # the trainer asks for its copy
             continue
-        wrong = manifest.verify(place, checkpoint.manifest_sha256)
+        wrong = manifest.verify(place, checkpoint.manifest_sha256, patience.check)
         if not wrong:
             return checkpoint
-        fetched = fetching.instead(host, checkpoint, place, wrong)
+        fetched = fetching.instead(host, run, checkpoint, place, wrong, patience)
         about = f"checkpoint {checkpoint.id} (step {checkpoint.step})"
-        if fetched.is_whole:
+        if fetched.outcome is Outcome.WHOLE:
             remarks.append(f"{about} was not whole here: {fetched.why}")
             return checkpoint
         reason = f"{about} cannot be resumed from: {fetched.why}"
         log.warning("%s: %s", run.id, reason)
         remarks.append(reason + "; taking the one before it")
-        if fetched.is_known:
+        if fetched.outcome is Outcome.AWAY:
             out_of_reach = out_of_reach or reason
-        if fetched.is_bad:
+        if fetched.outcome is Outcome.BAD:
             with host.engine.begin() as connection:
                 connection.execute(retention.mark_bad(checkpoint.id, fetched.why, run.id, run.epoch))
     if elsewhere is not None:
         return elsewhere
     if out_of_reach is not None:
         # To begin anew because of a store that is away for a while would throw away what it keeps.
-        raise JobError("internal", f"{out_of_reach}; the run waits for another try", is_passing=True)
+        message = f"{out_of_reach}; the run waits for another try"
+        raise JobError("internal", message, is_passing=True, pause_seconds=_pause(host.engine, run))
     if run.resume_checkpoint_id:
         raise JobError(
             "config_error",
             'no checkpoint of the parent run is whole any more: resume it with {"from": "start"} to train anew',
         )
     return None
+
+
+def _pause(engine: Engine, run: Any) -> float | None:
+    """Seconds that a run waits for what is away, longer each time; None: it has waited for hours, and tries count now.
+
+    Counted are the attempts since the last one that began to train.
+    """
+    began = select(func.max(Attempt.attempt)).where(Attempt.run_id == run.id, Attempt.start_step.is_not(None))
+    with engine.connect() as connection:
+        waits = run.attempt - (connection.scalar(began) or 0)
+    return min(_AWAY_SECONDS * waits, _LONGEST_AWAY_SECONDS) if waits <= _MOST_WAITS else None
 
 
 def _candidates(engine: Engine, run: Any) -> Iterator[Any]:
@@ -310,19 +317,3 @@ def _candidates(engine: Engine, run: Any) -> Iterator[Any]:
 def _rows(engine: Engine, statement: Executable) -> Sequence[Any]:
     with engine.connect() as connection:
         return connection.execute(statement).all()
-
-
-def remove_folders(host: Host, run_id: str, retired: list[tuple[int, str]]) -> None:
-    """Remove the folders of checkpoints whose rows are marked as deleted."""
-    for attempt, name in retired:
-        folder = host.storage.attempt_dir(run_id, attempt) / name
-        # Renamed first: a kill in the middle of the removal must not leave half a checkpoint under its name.
-        going = folder.with_name(f".deleted-{name}")
-        try:
-            folder.rename(going)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            log.warning("%s: %s could not be removed: %s", run_id, name, error)
-            continue
-        shutil.rmtree(going, ignore_errors=True)

@@ -43,8 +43,9 @@ def kept(run: Any, report: dict[str, Any], at: float) -> Step:
         this = (Attempt.run_id == run.id, Attempt.attempt == run.attempt)
         if connection.scalar(select(Attempt.report.is_not(None)).where(*this)):
             return  # the commit of an earlier try has happened, and only its answer got lost
-        told = repairs.remember(connection, run, repair) if repair else None
+        if repair:
+            repairs.remember(connection, run, repair)
         ours = exists().where(Run.id == run.id, Run.epoch == run.epoch)
-        connection.execute(update(Attempt).where(*this, ours).values(report={**report, "repair": told}))
+        connection.execute(update(Attempt).where(*this, ours).values(report=report))
 
     return Step(keep, NewEvent.of("repair", at, repair) if repair else None)

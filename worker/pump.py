@@ -18,11 +18,12 @@ from app.storage import checkpoint_name
 from worker.answers import answer
 from worker.channel import Source
 from worker.host import Host
-from worker.job import Job, remove_folders
+from worker.job import Job
 from worker.lines import LogLines, parse_record
 from worker.redaction import Redactor
 from worker.spool import Step
 from worker.stopwatch import Stopwatch
+from worker.sweeping import remove_folders
 from worker.training.pulse import ALIVE
 from worker.writer import Writer
 

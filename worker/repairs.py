@@ -5,10 +5,11 @@ of them, on whichever worker it runs.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from sqlalchemy import Connection, exists, select
+from sqlalchemy import Connection, Executable, exists, func, select
+from sqlalchemy.orm import aliased
 
 from app.checkpoints import retention
 from app.checkpoints.models import Checkpoint
@@ -35,28 +36,69 @@ class Repair:
     """Fields of the configuration and their new values; `extra.…` for those within that group."""
     instead_of: dict[str, Any] = field(default_factory=dict)
     """The values before."""
+    back_to: str | None = None
+    """The checkpoint from which the run goes on; none where it is the start."""
+    spoilt: str | None = None
+    """The checkpoint behind which there was trouble too often; nobody goes on from there any more."""
 
     def stored(self) -> dict[str, Any]:
         """As JSON."""
         return asdict(self)
 
 
-def remember(connection: Connection, run: Any, repair: Mapping[str, Any]) -> dict[str, Any]:
-    """A repair as it is stored with its attempt: one that leads back also says to which checkpoint, `back_to`.
+def planned(connection: Connection, run: Any, repair: Repair) -> Repair:
+    """A repair as it is stored and told: one that leads back also says to which checkpoint, `back_to`.
 
-    Whoever went back to a checkpoint, and meets trouble again before there is another one, goes back further: the
-    checkpoint may be spoilt, and nobody is to take up the run there any more.
+    Whoever went back to a checkpoint, and meets trouble again before there is another one, goes back further, if no row
+    stood out either time: then the weights may be spoilt, and nobody is to take up the run there any more (`spoilt`).
+    Not so where that is the last good one, or pinned: rows are passed over behind it, until it has been often enough.
+
+    To be called once everything is stored that the trainer told of.
     """
-    if repair["kind"] == OUT_OF_MEMORY:
-        return dict(repair)
-    good = [*connection.execute(retention.good(run.id).with_only_columns(Checkpoint.id).limit(2)).scalars()]  # type: ignore[attr-defined]
-    back_to = Attempt.report["repair"]["back_to"].astext
-    before = (Attempt.run_id == run.id, Attempt.attempt < run.attempt)
-    if good and connection.scalar(select(exists().where(*before, back_to == good[0]))):
-        why = "training met trouble twice behind it, without another checkpoint in between"
-        connection.execute(retention.mark_bad(good[0], why, run.id, run.epoch))
-        del good[0]
-    return {**repair, "back_to": good[0] if good else None}
+    if repair.step is None:
+        return repair
+    good = list(connection.execute(_behind(run, repair.step)).all())
+    if not good:
+        start = "what the run was resumed from" if run.resume_checkpoint_id else "the start"
+        return replace(repair, reason=_back(repair, start))
+    here, *before = good
+    if not (before and not here.pinned and not repair.singled_out and _came_from(connection, run, here)):
+        return replace(repair, reason=_back(repair, f"the checkpoint of step {here.step}"), back_to=here.id)
+    why = f"training met trouble twice behind that of step {here.step}, and no row stood out"
+    reason = _back(repair, f"the checkpoint of step {before[0].step} ({why})")
+    return replace(repair, reason=reason, back_to=before[0].id, spoilt=here.id)
+
+
+def _behind(run: Any, step: int) -> Executable:
+    """The two checkpoints that an attempt has behind it at this step: its own, or those that it may have begun from."""
+    columns = (Checkpoint.id, Checkpoint.step, Checkpoint.pinned)
+    found: Executable = retention.good(run.id, below_step=step).with_only_columns(*columns).limit(2)  # type: ignore[attr-defined]
+    return found
+
+
+def _came_from(connection: Connection, run: Any, checkpoint: Any) -> bool:
+    """Whether this attempt began at a checkpoint that an earlier one was led back to without a row that stood out."""
+    this = (Attempt.run_id == run.id, Attempt.attempt == run.attempt, Attempt.start_step == checkpoint.step)
+    earlier = aliased(Attempt)
+    repair = earlier.report["repair"]
+    before = exists().where(
+        earlier.run_id == run.id,
+        earlier.attempt < run.attempt,
+        repair["back_to"].astext == checkpoint.id,
+        func.jsonb_array_length(repair["singled_out"]) == 0,
+    )
+    return bool(connection.scalar(select(exists().where(*this, before))))
+
+
+def _back(repair: Repair, where: str) -> str:
+    return f"{repair.reason}: back to {where}, and past that step"
+
+
+def remember(connection: Connection, run: Any, repair: Mapping[str, Any]) -> None:
+    """Let nobody take up the run where a repair (as `planned`) says that its weights may be spoilt."""
+    if repair["spoilt"]:
+        why = "training met trouble twice behind it, without another checkpoint in between, and no row stood out"
+        connection.execute(retention.mark_bad(repair["spoilt"], why, run.id, run.epoch))
 
 
 def repair_for(config: Mapping[str, Any], phase: str, code: str, found: Mapping[str, Any] | None) -> Repair | None:
@@ -69,7 +111,7 @@ def repair_for(config: Mapping[str, Any], phase: str, code: str, found: Mapping[
         said = "the loss leapt" if found["kind"] == "loss_spike" else "loss or gradients were no number"
         return Repair(
             str(found["kind"]),
-            f"{said} at step {step}: back to the last checkpoint, and past that step",
+            f"{said} at step {step}",
             step,
             [int(row) for row in found["rows"]],
             [int(row) for row in found["singled_out"]],

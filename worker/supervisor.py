@@ -15,8 +15,9 @@ from app.db import is_away
 from app.events.log import Fenced
 from app.lean_structlog import bound_contextvars
 from app.runs import lifecycle
-from worker import last_words, repairs
+from worker import last_words, repairs, sweeping
 from worker.devices import Device
+from worker.fetching import Patience
 from worker.following import Following, KilledFor
 from worker.host import Host
 from worker.job import Job, JobError, prepare
@@ -24,6 +25,7 @@ from worker.launcher import LaunchAbandoned, LaunchError
 from worker.lease import Lease
 from worker.process import Exit, TrainingProcess
 from worker.pump import Pump
+from worker.remote import Stopped
 from worker.repairs import Repair
 from worker.vitals import Vitals
 from worker.writer import LeaseLost, Writer
@@ -110,9 +112,6 @@ def see_through(host: Host, run: Any, lease: Lease, writer: Writer) -> Ending:
             log.warning("%s: its lease ran out unrenewed, its trainer is gone; waiting for the database", run.id)
             ending = partial(out_of_reach, run, lease)
         writer.outlive_lease()
-        if host.copies and not (lease.stop and not lease.stop.save):
-            writer.drain()  # whatever was saved waits for its copy now
-            host.copies.settle(lease, writer, min(host.drained_at, time.monotonic()) + host.settings.save_grace_seconds)
         writer.drain()
         return ending
     except (Fenced, LeaseLost):
@@ -134,12 +133,15 @@ def attempt(host: Host, run: Any, lease: Lease, writer: Writer) -> Executable:
     device = next(one for one in host.machine.devices if one.index == run.device_indexes[0])
     pump = Pump(host, run, writer)
     try:
-        job = writer.persist(lambda: prepare(host, run, device.for_job()))
+        patience = Patience(lambda: is_unwanted(host, lease), writer.put)
+        job = writer.persist(lambda: prepare(host, run, device.for_job(), patience))
         pump.start_from(job)
         process = launch(host, run, lease, job, device)
-    except LaunchAbandoned:
+    except (Stopped, LaunchAbandoned):
         return given_up(host, run, lease)
     except JobError as error:
+        if error.pause_seconds is not None:
+            return lifecycle.hand_back(run.id, run.epoch, f"handed back: {error.message}", error.pause_seconds)
         if error.is_passing:
             return not_here(host, run, error.message)
         return lifecycle.fail(run.id, run.epoch, error.code, error.message)
@@ -154,13 +156,31 @@ def attempt(host: Host, run: Any, lease: Lease, writer: Writer) -> Executable:
         end, killed_for = Following(host, lease, writer, pump, process, vitals).until_the_end()
     finally:
         process.close()
+    sweeping.after_attempt(host, run.id, run.attempt)
     repair = repair_of(job, device, pump, end, killed_for)
+    if repair:
+        writer.outlive_lease()
+        writer.drain()  # its last checkpoint may be among what is not stored yet
+        repair = writer.persist(partial(plan, host, run, repair))
     if repair or went_wrong(pump, killed_for):
         report = last_words.report(pump, vitals, end, killed_for, repair)
         writer.put(last_words.kept(run, report, time.time()))
     if repair:
         return lifecycle.repair(run.id, run.epoch, repair.reason)
-    return conclude(host, run, lease, pump, end, killed_for)
+    transition = conclude(host, run, lease, pump, end, killed_for)
+    settle(host, lease, writer)
+    return transition
+
+
+def settle(host: Host, lease: Lease, writer: Writer) -> None:
+    """Wait for the copies of what the attempt has saved, unless nothing of it is wanted.
+
+    After a repair nobody waits: the device would stand still each time, and the run most probably goes on right here.
+    """
+    if host.copies and (lease.stop is None or lease.stop.save or lease.stop.finish):
+        writer.outlive_lease()
+        writer.drain()  # whatever was saved waits for its copy now
+        host.copies.settle(lease, writer, min(host.drained_at, time.monotonic()) + host.settings.save_grace_seconds)
 
 
 def launch(host: Host, run: Any, lease: Lease, job: Job, device: Device) -> TrainingProcess:
@@ -169,11 +189,7 @@ def launch(host: Host, run: Any, lease: Lease, job: Job, device: Device) -> Trai
     Raises:
         LaunchAbandoned: meanwhile the run was to end, or to be given back.
     """
-
-    def should_end() -> bool:
-        return bool(lease.stop) or lease.fenced or host.draining.is_set()
-
-    if should_end():
+    if is_unwanted(host, lease):
         raise LaunchAbandoned("not wanted any more")
     # A GPU is one device for every worker of the machine; a share of the CPU is the worker's own.
     owner = device.id if device.kind == "cuda" else f"{host.id}-{device.id}"
@@ -187,11 +203,16 @@ def launch(host: Host, run: Any, lease: Lease, job: Job, device: Device) -> Trai
         device.for_job(),
         [device_lock, run_lock],
         renew_until=lambda: lease.kill_at,
-        should_end=should_end,
+        should_end=lambda: is_unwanted(host, lease),
         secrets=job.secrets,
     )
     lease.guard(process)
     return process
+
+
+def is_unwanted(host: Host, lease: Lease) -> bool:
+    """Whether no trainer is to begin any more: the run is to end, to be given back, or somebody else's."""
+    return bool(lease.stop) or lease.fenced or host.draining.is_set()
 
 
 def went_wrong(pump: Pump, killed_for: KilledFor | None) -> bool:
@@ -210,6 +231,12 @@ def repair_of(job: Job, device: Device, pump: Pump, end: Exit, killed_for: Kille
     if not result and end.out_of_memory and not killed_for and device.kind == "cpu":
         return repairs.repair_for(config, pump.phase, repairs.OUT_OF_MEMORY, None)
     return None
+
+
+def plan(host: Host, run: Any, repair: Repair) -> Repair:
+    """The repair, with where it leads."""
+    with host.engine.connect() as connection:
+        return repairs.planned(connection, run, repair)
 
 
 def conclude(host: Host, run: Any, lease: Lease, pump: Pump, end: Exit, killed_for: KilledFor | None) -> Executable:

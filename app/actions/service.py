@@ -14,6 +14,7 @@ from app.pagination import Paging, fetch
 from app.runs import plugins
 from app.runs.config import TrainingMethod
 from app.runs.models import TERMINAL, Run
+from app.runs.prediction import is_probe
 from app.runs.service import Idempotency, key_reused, locked
 
 MOST_WAITING = 20
@@ -115,6 +116,9 @@ async def _replayed(
 
 def _problems(run: Run, wanted: AnyAction) -> Sequence[FieldError]:
     config = {**run.config, **(run.effective_config or {})}
+    if is_probe(config):
+        message = "the run is a probe: it takes two steps, saves nothing and ends; ask this of the run that it measures"
+        return [FieldError(field="action", code="not_for_a_probe", message=message)]
     if isinstance(wanted, EvaluateAction) and run.eval_dataset_id is None and not config.get("eval_split"):
         message = "the run has no evaluation data: create runs with `eval_dataset_id` or `eval_split`, and `eval_steps`"
         return [FieldError(field="action", code="no_evaluation_data", message=message)]
@@ -133,7 +137,7 @@ def _problems(run: Run, wanted: AnyAction) -> Sequence[FieldError]:
 
 
 def _not_longer(run: Run, config: dict[str, Any], wanted: ExtendAction) -> Sequence[FieldError]:
-    """As far as it is known here; the trainer, which counts the steps, looks again."""
+    """Why it would train no longer. As far as it is known here; the trainer, which counts the steps, looks again."""
     total = run.total_steps or config.get("max_steps")
     if wanted.max_steps is not None and total is not None and wanted.max_steps <= total:
         message = f"the run is to have {total} steps already, and is at step {run.current_step}; name more"
@@ -141,4 +145,13 @@ def _not_longer(run: Run, config: dict[str, Any], wanted: ExtendAction) -> Seque
     if wanted.epochs is not None and config.get("max_steps") is None and wanted.epochs <= config["epochs"]:
         message = f"the run is to have {config['epochs']:g} epochs already; name more"
         return [FieldError(field="epochs", code="not_longer", message=message)]
+    stop = config.get("stop_at_step")
+    end = wanted.max_steps if wanted.max_steps is not None else (total or 0) + 1
+    if stop is not None and run.current_step < stop < end:
+        field = "epochs" if wanted.max_steps is None else "max_steps"
+        message = (
+            f"the run ends at step {stop} in any case, which is its `stop_at_step`; once it has, resume it with "
+            "another one, and with more steps"
+        )
+        return [FieldError(field=field, code="stops_before", message=message)]
     return []

@@ -83,8 +83,7 @@ class CeleryBackend(TrainingBackend):
             TrainingConfig.model_validate(options), given, self.capabilities.name, Data(dataset_size, None)
         )
         settings, storage = self._around.settings, self._storage
-        async with self._sessions() as session:
-            return await estimates.estimate(session, settings, storage, subject)
+        return await estimates.estimate(self._sessions, settings, storage, subject)
 
     async def launch(self, run: TrainingRun, dataset_path: Path, output_dir: Path) -> str:
         """Insert the run; 422 for a data set or folder that is not the storage's own."""

@@ -58,6 +58,15 @@ def made() -> Executable:
     return select(Checkpoint.id).where(Checkpoint.remote_at.is_not(None)).limit(1)
 
 
+def spoilt(checkpoint_id: str, remote_at: datetime) -> Executable:
+    """Note that the copy which was whole at `remote_at` is none any more, so that whoever can sends it again."""
+    return (
+        update(Checkpoint)
+        .where(Checkpoint.id == checkpoint_id, Checkpoint.remote_at == remote_at)
+        .values(remote_at=None)
+    )
+
+
 def overdue(before: str | None = None) -> Executable:
     """Checkpoints of live and just ended runs that nobody copies, newest first: their worker is gone, or behind.
 

@@ -24,10 +24,10 @@ def badness(one: Any) -> ColumnElement[float]:
 
 
 def retire(run_id: str, keep: int) -> Executable:
-    """Mark all but the `keep` furthest checkpoints as deleted; the rows tell which folders to remove afterwards.
+    """Mark all but the `keep` newest checkpoints as deleted; the rows tell which folders to remove afterwards.
 
-    Never the newest good one, the best of an evaluation (lowest loss, or highest reward), or a pinned one. Only a live
-    run retires, and only a run that has ended can be resumed by another: nobody needs what goes here.
+    Never the newest good one, the furthest one, the best of an evaluation (lowest loss, or highest reward), or a pinned
+    one. Only a live run retires, and only a run that has ended can be resumed by another: nobody needs what goes here.
     """
     return _retire(run_id, keep).returning(Checkpoint.attempt, Checkpoint.name)
 
@@ -35,13 +35,18 @@ def retire(run_id: str, keep: int) -> Executable:
 def _retire(run_id: str, keep: int) -> Update:
     one = aliased(Checkpoint)
     there = select(one.id).where(one.run_id == run_id, one.deleted_at.is_(None), one.bad_reason.is_(None))
-    furthest = there.order_by(one.step.desc(), one.id.desc()).limit(max(keep, 1))
+    # An attempt may begin behind what an earlier one has saved, where that lies on another machine and has no copy.
+    # What it saves itself is what its worker can go on from, however far the other is.
+    newest = there.order_by(one.attempt.desc(), one.step.desc(), one.id.desc()).limit(max(keep, 1))
+    # And the other is what `good` names first: a worker that has it goes on from there, until it has been overtaken.
+    furthest = there.order_by(one.step.desc(), one.id.desc()).limit(1)
     best = there.where(badness(one).is_not(None)).order_by(badness(one), one.step).limit(1)
     return (
         update(Checkpoint)
         .where(
             Checkpoint.run_id == run_id,
             Checkpoint.deleted_at.is_(None),
+            Checkpoint.id.not_in(newest),
             Checkpoint.id.not_in(furthest),
             Checkpoint.id.not_in(best),
             Checkpoint.pinned.is_(False),
@@ -51,7 +56,7 @@ def _retire(run_id: str, keep: int) -> Update:
 
 
 def retire_ended(run_id: str) -> Executable:
-    """`retire` for a run that has ended: its furthest and its best stay, and whatever a later run went on from."""
+    """`retire` for a run that has ended: its newest, furthest and best stay, and whatever a later run went on from."""
     resumed = exists().where(Run.resume_checkpoint_id == Checkpoint.id)
     return _retire(run_id, 1).where(~resumed).returning(Checkpoint.attempt, Checkpoint.name, Checkpoint.bytes)
 

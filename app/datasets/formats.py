@@ -48,9 +48,17 @@ def checked(format: str, row: Row) -> Row:
     return _CHECKS[format](row)
 
 
-def texts_of(format: str, row: Row) -> Iterator[str]:
-    """What a model would read of a row that `checked` has answered: contents, without any chat template."""
-    for column in _READ[format]:
+def sequences_of(format: str, row: Row) -> Iterator[Iterator[str]]:
+    """What a model would read of a row that `checked` has answered: contents, without any chat template.
+
+    The texts of each sequence; a preference pair is two of them, each with the prompt before its answer.
+    """
+    for columns in _READ[format]:
+        yield _texts(row, columns)
+
+
+def _texts(row: Row, columns: tuple[str, ...]) -> Iterator[str]:
+    for column in columns:
         value = row[column]
         if isinstance(value, str):
             yield value
@@ -175,13 +183,14 @@ _CHECKS: dict[str, Callable[[Row], Row]] = {
     "preference": _preference,
     "prompt": _prompt,
 }
-_READ: dict[str, tuple[str, ...]] = {
-    "chat": ("messages",),
-    "prompt_completion": ("prompt", "completion"),
-    "text": ("text",),
-    "preference": ("prompt", "chosen", "rejected"),
-    "prompt": ("prompt",),
+_READ: dict[str, tuple[tuple[str, ...], ...]] = {
+    "chat": (("messages",),),
+    "prompt_completion": (("prompt", "completion"),),
+    "text": (("text",),),
+    "preference": (("prompt", "chosen"), ("prompt", "rejected")),
+    "prompt": (("prompt",),),
 }
+"""Columns of each sequence."""
 FORMATS = tuple(_CHECKS)
 NEEDED = frozenset[str]().union(*(needed for choices in _SIGNATURES.values() for needed in choices)) - {"answer"}
 """Columns that some format cannot do without: an empty cell of theirs is a mistake, not an absence."""

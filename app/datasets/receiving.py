@@ -173,7 +173,7 @@ class Receiving:
             sha256=self._stored.sha256.hexdigest(),
             columns=list(self._rows.columns),
             preview=self._rows.preview,
-            token_statistics=tokens.statistics() if tokens else None,
+            token_statistics=tokens.statistics(self._rows.count) if tokens else None,
             digest=digest,
         )
 

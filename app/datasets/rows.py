@@ -80,7 +80,8 @@ class Rows:
         if len(self.preview) < PREVIEW_ROWS:
             self.preview.append(shortened(kept))
         if self._tokens is not None:
-            self._tokens.add(formats.texts_of(self.format or "", kept))
+            for texts in formats.sequences_of(self.format or "", kept):
+                self._tokens.add(texts)
         self._write(raw if raw is not None and kept is row else line_of(kept))
 
     def take_json(self, place: str, raw: bytes, *, is_line: bool = False) -> None:

@@ -29,6 +29,7 @@ _ROW: JsonDict = {
 _STATISTICS: JsonDict = {
     "tokenizer": "Qwen/Qwen3-0.6B",
     "rows": 4210,
+    "sequences": 4210,
     "total": 731277,
     "mean": 173.7,
     "min": 12,
@@ -40,12 +41,17 @@ Format = Literal["chat", "prompt_completion", "text", "preference", "prompt"]
 
 
 class TokenStatistics(BaseModel):
-    """Tokens of the rows' contents; special tokens and what a chat template adds are not counted."""
+    """Tokens of sequences' contents; special tokens and what a chat template adds are not counted."""
 
     model_config = ConfigDict(json_schema_extra={"example": _STATISTICS})
 
     tokenizer: str
     rows: int
+    sequences: int | None = Field(
+        default=None,
+        description="What the model sees by itself: a row, of a preference pair either answer with the prompt before "
+        "it. Null: counted by an earlier version, by row, the prompt of a pair once.",
+    )
     total: int
     mean: float
     min: int

@@ -1,4 +1,4 @@
-"""How many tokens the rows of a data set have, counted while they come in."""
+"""How many tokens the sequences of a data set have, counted while its rows come in."""
 
 import json
 import os
@@ -20,9 +20,9 @@ _PIECE_CHARACTERS = 64 * 1024
 
 
 class TokenCounter:
-    """Counts the tokens of rows, a batch at a time; special tokens and chat templates are left out.
+    """Counts the tokens of sequences, a batch at a time; special tokens and chat templates are left out.
 
-    Keeps how many rows have each length. The caps on rows' and data sets' bytes leave room for some 100,000
+    Keeps how many sequences have each length. The caps on rows' and data sets' bytes leave room for some 100,000
     different lengths, so that every figure is exact in a few megabytes. A process of its own runs the tokenizer,
     and counts one batch while the next is collected. Raises `ApiError` where the tokenizer is of no use.
     """
@@ -45,7 +45,7 @@ class TokenCounter:
         except BaseException:
             self.close()
             raise
-        self._rows_of_length: Counter[int] = Counter()
+        self._of_length: Counter[int] = Counter()
         self._begun = 0
         """Tokens so far of a row that goes on in the next batch."""
         self._texts: list[tuple[int, str]] = []
@@ -53,7 +53,7 @@ class TokenCounter:
         self._characters = 0
 
     def add(self, texts: Iterable[str]) -> None:
-        """One more row, as the texts that a model would read of it."""
+        """One more sequence, as the texts that a model would read of it."""
         for text in texts:
             for piece in _pieces(text):
                 if self._characters >= _BATCH_CHARACTERS:
@@ -64,21 +64,22 @@ class TokenCounter:
         if self._characters >= _BATCH_CHARACTERS or self._rows >= 4096:
             self._count()
 
-    def statistics(self) -> dict[str, Any]:
-        """What is known once all rows were added."""
+    def statistics(self, rows: int) -> dict[str, Any]:
+        """What is known once the sequences of so many rows, which is all, were added."""
         self._count()
         self._collect()
-        lengths = sorted(self._rows_of_length.items())
-        rows = sum(count for _, count in lengths)
+        lengths = sorted(self._of_length.items())
+        sequences = sum(count for _, count in lengths)
         total = sum(length * count for length, count in lengths)
         return {
             "tokenizer": self._name,
             "rows": rows,
+            "sequences": sequences,
             "total": total,
-            "mean": round(total / rows, 2),
+            "mean": round(total / sequences, 2),
             "min": lengths[0][0],
-            "p50": _percentile(lengths, rows, 0.5),
-            "p95": _percentile(lengths, rows, 0.95),
+            "p50": _percentile(lengths, sequences, 0.5),
+            "p95": _percentile(lengths, sequences, 0.95),
             "max": lengths[-1][0],
         }
 
@@ -109,7 +110,7 @@ class TokenCounter:
             lengths[row] += length
         if goes_on:
             self._begun = lengths.pop()
-        self._rows_of_length.update(lengths)
+        self._of_length.update(lengths)
 
     def _line(self) -> bytes:
         self._answer.clear()
@@ -140,11 +141,11 @@ def _pieces(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _percentile(lengths: list[tuple[int, int]], rows: int, part: float) -> int:
-    """The length that so many rows do not exceed."""
+def _percentile(lengths: list[tuple[int, int]], sequences: int, part: float) -> int:
+    """The length that so many sequences do not exceed."""
     passed = 0
     for length, count in lengths:
         passed += count
-        if passed >= part * rows:
+        if passed >= part * sequences:
             return length
     return lengths[-1][0]

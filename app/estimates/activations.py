@@ -1,7 +1,7 @@
 """Bytes that a training step holds for its backward pass, by the shape of its micro-batch and by what is recomputed."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from app.estimates.architecture import Architecture
 from app.estimates.layers import Attention, Batch, Forward, Loaded
@@ -82,16 +82,27 @@ def activations(
     forward = Forward(model, batch, attention, loaded.described(), tape)
     value = _embedded(model, loaded, batch, tape, checkpointing)
     every, again, repeated = EVERY.get(checkpointing, 0), 0, 0
+    walks: dict[tuple[Any, ...], _Walk] = {}
     for at in range(model.layers):
-        if every and at % every == 0:
+        is_repeated = every > 0 and at % every == 0
+        if is_repeated:
             tape.save(value)
-            before, done = dict(tape.saved), tape.forward_operations
-            value = forward.layer(at, value)
-            again = max(again, tape.total - sum(before.values()))
-            repeated += tape.forward_operations - done
-            tape.saved = before
+        # Most layers are like one that was walked through before: all that a walk depends on is in the key.
+        shape, has_saved = replace(value, storage=0), value.storage in tape.saved
+        key = model.experts_of(at), shape, has_saved, forward.has_turned, is_repeated
+        walk = walks.get(key)
+        if walk is None:
+            walk = walks[key] = _walk(forward, at, value, keeps=not is_repeated)
+            value = walk.result
         else:
-            value = forward.layer(at, value)
+            tape.forward_operations += walk.forward
+            tape.backward_operations += walk.backward
+            if not is_repeated:
+                tape.save(Value(walk.kept, 1, False))
+            value = walk.result.copied()
+        if is_repeated:
+            again = max(again, walk.kept)
+            repeated += walk.forward
     kept, backbone = tape.total, forward.norm(_last_norm(model), value)
     head, workspace = _head(model, config, loaded, batch, backbone, tape)
     mask = batch.pairs * (precision.base if attention == "eager" else 1)
@@ -105,6 +116,28 @@ def activations(
         operations_again=repeated,
         head_workspace=workspace,
     )
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """What the way through one layer comes to."""
+
+    result: Value
+    kept: int
+    """Bytes of what it keeps that was not kept before."""
+    forward: int
+    backward: int
+
+
+def _walk(forward: Forward, at: int, value: Value, *, keeps: bool) -> _Walk:
+    """Through one layer; unless it `keeps`, the tape is afterwards without what the layer has kept."""
+    tape = forward.tape
+    before, there, done, to_do = dict(tape.saved), tape.total, tape.forward_operations, tape.backward_operations
+    result = forward.layer(at, value)
+    kept = tape.total - there
+    if not keeps:
+        tape.saved = before
+    return _Walk(result, kept, tape.forward_operations - done, tape.backward_operations - to_do)
 
 
 class _Loaded:

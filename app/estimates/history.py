@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
-from sqlalchemy import select
+from sqlalchemy import select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.estimates.work import Work
@@ -37,26 +37,27 @@ class Speed:
 
 
 async def speed(session: AsyncSession, config: TrainingConfig, device: tuple[str, str | None], work: Work) -> Speed:
-    """How long so much work takes on a device (kind, name)."""
+    """How long so much work takes on a device (kind, name); `config` is the effective one."""
     same = select(Pace.run_id).where(Pace.likeness == _like(config.method, config.base_model))
     newest = list((await session.scalars(same.order_by(Pace.run_id.desc()).limit(_LATEST))).unique())
-    if near := [one.tokens for one in await _measured_on(session, newest, device)]:
+    measured_on = await _measured_on(session, newest, device)
+    if near := [one.tokens for one in measured_on if _is_like(one.told, config, work.length)]:
         rate = median(near)
-        text = f"{len(near)} earlier runs of this model and method trained at {rate:,.0f} tokens a second here"
-        return Speed(work.tokens / rate, "history", f"{text} (the median).")
+        said = f"{len(near)} earlier runs like this, of this model and method, did {rate:,.0f} tokens a second here"
+        return Speed(work.tokens / rate, "history", f"{said} (the median).")
     others = [
         one.operations for one in await _measured_on(session, await _others(session, config), device) if one.operations
     ]
     if others:
         rate = median(others)
-        text = f"{len(others)} earlier runs on this kind of device did {rate / 1e12:.3g} TFLOP/s (the median)"
-        return Speed(work.training / rate, "comparable", f"{text}, and this one does as many.")
+        said = f"{len(others)} earlier runs on this kind of device did {rate / 1e12:.3g} TFLOP/s (the median)"
+        return Speed(work.training / rate, "comparable", f"{said}, and this one does as many.")
     rate = ASSUMED_SPEED[device[0]]
     where = "GPU" if device[0] == "cuda" else "CPU"
-    text = f"No run has trained on this kind of device yet: a {where} is assumed to do {rate / 1e12:g} TFLOP/s."
+    said = f"No run has trained on this kind of device yet: a {where} is assumed to do {rate / 1e12:g} TFLOP/s."
     if work.writing:
-        text += " Completions are written a token at a time, which is slower than that: expect more."
-    return Speed((work.training + work.writing) / rate, "assumed", text)
+        said += " Completions are written a token at a time, which is slower than that: expect more."
+    return Speed((work.training + work.writing) / rate, "assumed", said)
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,25 @@ class _Rate:
 
     tokens: float
     operations: float | None
+    told: dict[str, Any]
+    """Its first facts, and its effective configuration."""
 
 
 def _like(method: str, base_model: str) -> str:
     return likeness(_BACKEND, {"method": method, "base_model": base_model})
+
+
+def _is_like(told: dict[str, Any], config: TrainingConfig, length: int) -> bool:
+    """Whether a run of the same model and method did the same for each token, on texts half to twice as long."""
+    then = told["effective"]
+    if (then.get("lora_r") is None) != (config.lora_r is None):
+        return False
+    if any(then.get(name) != getattr(config, name) for name in ("load_in_4bit", "load_in_8bit", "packing")):
+        return False
+    # Packed sequences are full, whatever texts they are made of.
+    texts = told["facts"].get("flops_sequence_length"), length
+    one, other = (then.get("max_seq_length"), config.max_seq_length) if config.packing else texts
+    return bool(one and other) and 0.5 <= one / other <= 2
 
 
 async def _others(session: AsyncSession, config: TrainingConfig) -> list[str]:
@@ -86,14 +102,15 @@ async def _measured_on(session: AsyncSession, ids: Sequence[str], device: tuple[
     if not ids:
         return []
     kind, name = device
-    facts, speeds = await _facts(session, ids), await _speeds(session, ids)
+    first, speeds = await _first(session, ids), await _speeds(session, ids)
     rates = []
     for run_id, tokens in speeds.items():
-        told = facts.get(run_id, {})
-        if told.get("device") != kind or (name and kind == "cuda" and told.get("device_name") != name):
+        told = first.get(run_id, {"facts": {}, "effective": {}})
+        facts = told["facts"]
+        if facts.get("device") != kind or (name and kind == "cuda" and facts.get("device_name") != name):
             continue
-        each = told.get("flops_per_token_hardware")
-        rates.append(_Rate(tokens, tokens * each if isinstance(each, int | float) else None))
+        each = facts.get("flops_per_token_hardware")
+        rates.append(_Rate(tokens, tokens * each if isinstance(each, int | float) else None, told))
     return rates
 
 
@@ -105,7 +122,10 @@ async def measured(session: AsyncSession, run_id: str) -> tuple[float | None, fl
 
 async def facts_of(session: AsyncSession, run_id: str) -> dict[str, Any]:
     """The first facts of a run, of its newest attempt; empty while it has told none."""
-    return (await _facts(session, [run_id])).get(run_id, {})
+    told = select(RunEvent.data["facts"]).where(
+        RunEvent.run_id == run_id, RunEvent.type == "config", RunEvent.seq <= _EARLY
+    )
+    return await session.scalar(told.order_by(RunEvent.seq.desc()).limit(1)) or {}
 
 
 def _highest(rows: Sequence[Any], *names: str) -> float | None:
@@ -132,8 +152,17 @@ async def _speeds(session: AsyncSession, ids: Sequence[str]) -> dict[str, float]
     return {run_id: value for run_id, value in found.items() if value}
 
 
-async def _facts(session: AsyncSession, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-    query = select(RunEvent.run_id, RunEvent.data["facts"].label("facts")).where(
-        RunEvent.run_id.in_(ids), RunEvent.type == "config", RunEvent.seq <= _EARLY
-    )
-    return {row.run_id: row.facts or {} for row in (await session.execute(query.order_by(RunEvent.seq))).all()}
+async def _first(session: AsyncSession, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """First facts and effective configuration of runs, as each told them first."""
+    rows = await session.execute(_FIRST, {"ids": list(ids), "early": _EARLY})
+    return {row.run_id: {"facts": row.facts or {}, "effective": row.effective or {}} for row in rows}
+
+
+# No index finds a `config` event. It is among the first of a run, so each run is read only as far as there.
+_FIRST = text("""
+    SELECT wanted.run_id, first.facts, first.effective
+    FROM unnest(CAST(:ids AS text[])) AS wanted (run_id), LATERAL (
+        SELECT data -> 'facts' AS facts, data -> 'effective' AS effective FROM run_events
+        WHERE run_id = wanted.run_id AND seq <= :early AND type = 'config' ORDER BY seq LIMIT 1
+    ) AS first
+""")

@@ -1,8 +1,6 @@
 """The estimate that a run keeps: made once the run is there, and held against what it has really taken."""
 
-import asyncio
 import logging
-from concurrent.futures import ThreadPoolExecutor
 
 from sqlalchemy import select
 from sqlalchemy.dialects.postgresql import insert
@@ -12,15 +10,12 @@ from app.config import Settings
 from app.estimates import service
 from app.estimates.history import measured
 from app.estimates.models import StoredEstimate
-from app.estimates.schemas import Measured, RunEstimate, stored
+from app.estimates.schemas import KeptEstimate, Measured, RunEstimate, stored
 from app.runs.config import TrainingConfig
 from app.runs.models import Run
 from app.storage import Storage
 
 log = logging.getLogger(__name__)
-
-# Each is some ten milliseconds of Python; one after the other they leave the requests their turns.
-_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="estimates")
 
 
 async def keep(sessions: async_sessionmaker[AsyncSession], settings: Settings, storage: Storage, run: Run) -> None:
@@ -37,8 +32,7 @@ async def keep(sessions: async_sessionmaker[AsyncSession], settings: Settings, s
             data = await service.data_of(session, run.dataset_id)
             subject = service.Subject(TrainingConfig.model_validate(run.config), run.given, run.backend, data)
             known = await service.look_up(session, settings, subject)
-        loop = asyncio.get_running_loop()
-        found, _ = await loop.run_in_executor(_thread, service.by_formula, settings, storage, subject, known, False)
+        found, _ = await service.in_turn(settings, storage, subject, known, thorough=False)
         async with sessions() as session, session.begin():
             # Who is deleted meanwhile needs none.
             still = select(Run.id).where(Run.id == run.id).with_for_update(read=True, key_share=True)
@@ -54,15 +48,21 @@ async def store(session: AsyncSession, run_id: str, found: RunEstimate) -> None:
     await session.execute(new.on_conflict_do_nothing())
 
 
+async def of(session: AsyncSession, run_id: str) -> KeptEstimate | None:
+    """What was estimated of a run at its creation; None: nothing was, or by a version that wrote something else."""
+    document = await session.scalar(select(StoredEstimate.estimate).where(StoredEstimate.run_id == run_id))
+    return stored(document) if document else None
+
+
 async def compared(
     session: AsyncSession, run: Run, step_seconds: float | None
-) -> tuple[RunEstimate | None, Measured | None]:
+) -> tuple[KeptEstimate | None, Measured | None]:
     """What was estimated of a run at its creation, and what it has taken so far; null before it has measured any."""
-    document = await session.scalar(select(StoredEstimate.estimate).where(StoredEstimate.run_id == run.id))
+    expected = await of(session, run.id)
     peak, reserved, rate = await measured(session, run.id) if run.attempt else (None, None, None)
     real = None
     if peak is not None or rate is not None:
         real = Measured(
             peak_memory_mb=peak, reserved_memory_mb=reserved, tokens_per_second=rate, step_seconds=step_seconds
         )
-    return stored(document) if document else None, real
+    return expected, real

@@ -56,6 +56,11 @@ class Forward:
         self._turns = Value(*turn), Value(*turn)
         self._joins = model.family in ("phi", "phi3")
 
+    @property
+    def has_turned(self) -> bool:
+        """Whether the tape keeps already what all layers turn their heads by."""
+        return all(one.storage in self.tape.saved for one in self._turns)
+
     def layer(self, at: int, value: Value) -> Value:
         """Layer `at` on hidden states."""
         parts = {one.name.removeprefix("layer."): one for one in layer(self._model, at)}

@@ -123,6 +123,7 @@ def counted_optimizer(config: TrainingConfig) -> str:
 def _base(model: Architecture, config: TrainingConfig, precision: Precision) -> tuple[int, int]:
     """Bytes of the weights as they are loaded, and of the constants of their quantisation."""
     reward = config.method is TrainingMethod.reward
+    doubled = config.trainer_options.double_quant
     base = constants = 0
     for one in weights(model, reward_head=reward):
         if not _quantises(one, config):
@@ -135,7 +136,6 @@ def _base(model: Architecture, config: TrainingConfig, precision: Precision) -> 
             continue
         base += -(-one.weights // 2) + bias
         blocks = -(-one.weights // _BLOCK)
-        doubled = config.trainer_options.double_quant
         constants += blocks + -(-blocks // _BLOCKS) * 4 + 1024 + 4 if doubled else blocks * 4
         constants += 16 * 4
     return base, constants

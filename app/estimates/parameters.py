@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from app.estimates.architecture import Architecture
@@ -48,7 +49,8 @@ class Weight:
         return self.name == name or self.name.endswith(f".{name}")
 
 
-def weights(model: Architecture, *, reward_head: bool = False) -> list[Weight]:
+@lru_cache(maxsize=4)  # asked for some ten times for each memory, and that for each change that is tried
+def weights(model: Architecture, *, reward_head: bool = False) -> tuple[Weight, ...]:
     """Every weight, in the order of the forward pass; a tied head is left out, since it is the embeddings' matrix."""
     found = list(_backbone(model))
     if reward_head:
@@ -57,7 +59,7 @@ def weights(model: Architecture, *, reward_head: bool = False) -> list[Weight]:
         found.append(Weight("lm_head", "linear", model.vocabulary, model.hidden, model.head_bias))
     elif model.head_bias:
         found.append(Weight("lm_head.bias", "norm", model.vocabulary))
-    return found
+    return tuple(found)
 
 
 def total(model: Architecture, *, reward_head: bool = False) -> int:
@@ -126,7 +128,7 @@ def trained(model: Architecture, config: TrainingConfig) -> Trained:
     reward = config.method is TrainingMethod.reward
     every = weights(model, reward_head=reward)
     if config.lora_r is None:
-        return Trained(every, [], 0, False)
+        return Trained(list(every), [], 0, False)
     linear = [one for one in every if one.kind == "linear" and one.name not in ("lm_head", SCORE)]
     for name in config.target_modules or ():
         if not any(one.is_named(name) for one in linear):
@@ -151,10 +153,10 @@ def trained(model: Architecture, config: TrainingConfig) -> Trained:
     return Trained(list(whole.values()), adapted, config.lora_r, config.use_dora)
 
 
-def _saveable(model: Architecture, every: list[Weight], reward: bool) -> list[Weight]:
+def _saveable(model: Architecture, every: tuple[Weight, ...], reward: bool) -> tuple[Weight, ...]:
     # A head that shares its matrix gets a copy of its own when it is to train.
     tied = model.tied and not reward
-    return [*every, Weight("lm_head", "linear", model.vocabulary, model.hidden)] if tied else every
+    return (*every, Weight("lm_head", "linear", model.vocabulary, model.hidden)) if tied else every
 
 
 def _below(weight: str, module: str) -> bool:

@@ -11,6 +11,8 @@ from app.runs.config import PREFERENCE, TrainingConfig, TrainingMethod
 
 BYTES_OF_A_TOKEN = 4.0
 """Assumed where no tokenizer has counted: bytes of a data set's file for each token of it."""
+_OF_A_PAIR = 2 / 3
+_EQUALLY = "The prompt of a pair and its two answers are assumed to be equally long."
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Data:
     bytes: int | None
     """Of its file; None: not known."""
     tokens: Mapping[str, Any] | None = None
-    """Statistics of a tokenizer: mean, max, total."""
+    """Statistics of a tokenizer: mean and max of sequences; without `sequences` of rows, the prompt of a pair once."""
 
 
 @dataclass
@@ -76,27 +78,37 @@ def plan(model: Architecture, config: TrainingConfig, data: Data) -> Plan:
         if steps is not None and config.stop_at_step is not None:
             steps = min(steps, config.stop_at_step)
         return Plan(micro_batch(model, config, max(most, 2)), steps, None, float(most), assumptions=assumed)
+    pairs = config.method in PREFERENCE
     if data.tokens is not None:
         mean, largest = float(data.tokens["mean"]), int(data.tokens["max"])
+        is_old = pairs and data.tokens.get("sequences") is None
+        what = "Pairs" if is_old else "Sequences (prompt and either answer)" if pairs else "Rows"
         assumed.append(
-            f"Rows have the lengths that the tokenizer {data.tokens['tokenizer']} counted at the upload: "
+            f"{what} have the lengths that the tokenizer {data.tokens['tokenizer']} counted at the upload: "
             f"{mean:g} tokens on average, {largest} at most, special tokens and chat templates left out."
         )
+        if is_old:
+            mean *= _OF_A_PAIR
+            assumed.append(
+                f"They were counted before this version, with the prompt once: {_EQUALLY} To have either answer "
+                "counted with its prompt, upload the rows again."
+            )
     elif data.bytes is None:
         mean = largest = most
-        assumed.append(f"Every row has the {most} tokens that `max_seq_length` allows: only their number is known.")
+        what = "sequence" if pairs else "row"
+        assumed.append(f"Every {what} has the {most} tokens that `max_seq_length` allows: only their number is known.")
     else:
         mean, largest = data.bytes / data.rows / BYTES_OF_A_TOKEN, most
         assumed.append(
             f"A token takes {BYTES_OF_A_TOKEN:g} bytes of the data set's file, and some sequence is as long as "
             f"`max_seq_length` allows ({most} tokens): no tokenizer was named at the upload."
         )
+        if pairs:
+            mean *= _OF_A_PAIR
+            assumed.append(_EQUALLY)
     if config.method is TrainingMethod.rlhf:
         mean, largest = mean + config.rlhf.max_completion_length, most
         assumed.append("Completions are as long as `rlhf.max_completion_length` allows.")
-    elif config.method in PREFERENCE:
-        mean, largest = mean / 2, largest if data.tokens is None else min(largest, most)
-        assumed.append("The two answers of a pair are equally long, prompt included.")
     mean = max(min(mean, most), 1.0)
     rows = max(round(data.rows * (1 - config.eval_split)), 1)
     batch = micro_batch(model, config, max(min(largest, most), 2))

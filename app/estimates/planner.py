@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 from app.estimates.activations import Checkpointing, Precision
@@ -17,6 +18,7 @@ ROOM = 0.9
 """Part of a device's memory that may be planned with: the rest is for fragments and for what was not foreseen."""
 CHOICES: tuple[Checkpointing, ...] = ("off", "selective", "full")
 """From the fastest to the smallest."""
+Needs = Callable[[Checkpointing], Memory]
 Value = bool | Literal["auto", "selective"]
 _RANK = 16
 """Of the adapter that is advised."""
@@ -57,13 +59,21 @@ def choose(
     Raises:
         CannotTrain: not with this configuration.
     """
+    return first_that_fits(needed(model, config, precision, batch), room, choices)
+
+
+def needed(model: Architecture, config: TrainingConfig, precision: Precision, batch: Batch) -> Needs:
+    """What tells how much each choice takes; it walks through each but once, however many devices ask."""
     attention = attention_of(model, config)
-    return first_that_fits(lambda one: memory(model, config, precision, batch, one, attention), room, choices)
+
+    @cache
+    def needs(one: Checkpointing) -> Memory:
+        return memory(model, config, precision, batch, one, attention)
+
+    return needs
 
 
-def first_that_fits(
-    needs: Callable[[Checkpointing], Memory], room: int | None, choices: tuple[Checkpointing, ...]
-) -> Choice:
+def first_that_fits(needs: Needs, room: int | None, choices: tuple[Checkpointing, ...]) -> Choice:
     """The same, where `needs` tells what each choice takes."""
     for one in choices:
         found = needs(one)
@@ -80,29 +90,46 @@ def first_that_fits(
     return Choice(one, found, fits, reason)
 
 
-def advice(model: Architecture, config: TrainingConfig, precision: Precision, length: int, room: int) -> list[str]:
-    """What would make a run fit that does not, the mildest change first; each alone, or nothing does.
+class Advice:
+    """What would make a run fit that does not, on any device of a kind; each change is walked through but once.
 
     None of it changes what the run learns towards.
     """
-    for text, changed in _changes(config):
-        loaded, batch = Precision.of(changed, precision.device), micro_batch(model, changed, length)
-        with suppress(CannotTrain):  # an adapter, by which this family does not train as it is asked to
-            if choose(model, changed, loaded, batch, room).fits:
-                return [f"It fits with {text}."]
-    # A whole step stays as large as it was.
-    single = {"batch_size": 1, "gradient_accumulation_steps": config.batch_size * config.gradient_accumulation_steps}
-    least = max(64, config.rlhf.max_completion_length + 1 if config.method is TrainingMethod.rlhf else 0)
-    shorter = length // 2
-    while shorter >= least:
-        update = {**single, "max_seq_length": shorter, "gradient_checkpointing": "auto"}
-        changed = config.model_copy(update=update)
-        if choose(model, changed, precision, micro_batch(model, changed, shorter), room).fits:
-            steps = single["gradient_accumulation_steps"]
+
+    def __init__(self, model: Architecture, config: TrainingConfig, precision: Precision, length: int) -> None:
+        self._model, self._config, self._precision, self._length = model, config, precision, length
+        self._known: list[tuple[str, Needs]] = []
+        self._more = self._all()
+
+    def within(self, room: int) -> list[str]:
+        """The mildest change with which the run needs no more than so many bytes; each alone, or nothing does."""
+        for text, needs in self._each():
+            with suppress(CannotTrain):  # an adapter, by which this family does not train as it is asked to
+                if first_that_fits(needs, room, CHOICES).fits:
+                    return [f"It fits with {text}."]
+        return ["No smaller batch, 4-bit base or shorter sequence makes it fit: take a smaller model."]
+
+    def _each(self) -> Iterator[tuple[str, Needs]]:
+        yield from self._known
+        for one in self._more:
+            self._known.append(one)
+            yield one
+
+    def _all(self) -> Iterator[tuple[str, Needs]]:
+        model, config, precision = self._model, self._config, self._precision
+        for text, changed in _changes(config):
+            loaded = Precision.of(changed, precision.device)
+            yield text, needed(model, changed, loaded, micro_batch(model, changed, self._length))
+        # A whole step stays as large as it was.
+        steps = config.gradient_accumulation_steps * config.batch_size
+        single = {"batch_size": 1, "gradient_accumulation_steps": steps, "gradient_checkpointing": "auto"}
+        least = max(64, config.rlhf.max_completion_length + 1 if config.method is TrainingMethod.rlhf else 0)
+        shorter = self._length // 2
+        while shorter >= least:
+            changed = config.model_copy(update={**single, "max_seq_length": shorter})
             text = f"`batch_size` 1, `gradient_accumulation_steps` {steps} and `max_seq_length` {shorter}"
-            return [f"It fits with {text}."]
-        shorter //= 2
-    return ["No smaller batch, 4-bit base or shorter sequence makes it fit: take a smaller model."]
+            yield text, needed(model, changed, precision, micro_batch(model, changed, shorter))
+            shorter //= 2
 
 
 def _changes(config: TrainingConfig) -> Iterator[tuple[str, TrainingConfig]]:

@@ -1,12 +1,17 @@
 """Probes: short runs that measure what a run would take, in the place of formulas."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from app.estimates.schemas import Measured, ProbeResult, RunEstimate
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.estimates.history import facts_of
+from app.estimates.schemas import KeptEstimate, Measured, ProbeResult
 from app.runs.config import in_numbers
-from app.runs.models import Run
-from app.runs.prediction import PROBE_STEPS
+from app.runs.models import Attempt, Run
+from app.runs.prediction import PROBE_STEPS, is_probe
 from app.runs.schemas import MOST_TAGS, RunCreate, RunToEstimate, TrainingMetrics
 
 TAG = "probe"
@@ -15,6 +20,7 @@ _SENDS_ELSEWHERE = ("report_to", "push_to_hub")
 _LOOKS_AFTER_ITSELF = ("on_non_finite", "on_spike", "time_limit_seconds", "stop_at_step")
 _EXTRA = (
     "eval_on_start", "eval_batch_size", "metrics", "distributions_steps", "memory_profile", "checkpoint_engine",
+    "spike_threshold", "max_rewinds",
 )  # fmt: skip
 
 
@@ -47,13 +53,24 @@ def seconds_of_step(points: Sequence[TrainingMetrics]) -> float | None:
     return round(sum(part for part in parts if isinstance(part, int | float)) / steps, 6)
 
 
-def result(run: Run, estimate: RunEstimate | None, measured: Measured | None, facts: dict[str, Any]) -> ProbeResult:
-    """What a probe says about the whole run; `estimate` is that of the whole run, `facts` those that it told."""
+async def told(
+    session: AsyncSession, run: Run, estimate: KeptEstimate | None, measured: Measured | None
+) -> ProbeResult | None:
+    """What a probe says about the whole run, of which `estimate` is; None: the run is no probe."""
+    if not is_probe(run.config):
+        return None
+    query = select(Attempt.report).where(Attempt.run_id == run.id, Attempt.attempt == run.attempt)
+    report = await session.scalar(query) if run.status == "failed" else None
+    return _result(run, estimate, measured, await facts_of(session, run.id), report or {})
+
+
+def _result(
+    run: Run, estimate: KeptEstimate | None, measured: Measured | None, facts: dict[str, Any], report: dict[str, Any]
+) -> ProbeResult:
     device = facts.get("device_name") or facts.get("device")
     steps = _steps(run.config, estimate, facts.get("whole_run_steps"))
     if run.status == "failed" and run.error_code == "out_of_memory":
-        told = f"The run does not fit{f' on {device}' if device else ''}: its longest rows ran out of memory."
-        return _untold(steps, f"{told} {run.error_message or ''}".strip(), fits=False)
+        return _out_of_memory(run, steps, facts, report)
     if run.status in ("failed", "cancelled"):
         why = run.error_message or "it was stopped."
         return _untold(steps, f"The probe has ended ({run.status}) before it had measured: {why}")
@@ -77,11 +94,35 @@ def result(run: Run, estimate: RunEstimate | None, measured: Measured | None, fa
     )
 
 
-def _steps(config: Mapping[str, Any], estimate: RunEstimate | None, told: Any) -> int | None:
+def _out_of_memory(run: Run, steps: int | None, facts: dict[str, Any], report: dict[str, Any]) -> ProbeResult:
+    """Only the device's own memory says whether the run fits on it; `report` is that of the attempt."""
+    why, phase, device = run.error_message or "", report.get("phase"), facts.get("device")
+    # Rows become tokens in the memory of the host, whatever the device is.
+    on_host = report.get("killed_by_kernel") or phase == "tokenizing"
+    if on_host and device != "cpu":
+        during = f" during {phase}" if phase else ""
+        told = f"The host ran out of memory{during}, which says nothing about the device: nothing was measured."
+        return _untold(steps, f"{told} {why}".strip())
+    name = facts.get("device_name") or device
+    where = f" on {name}" if name else ""
+    what = "its longest rows" if phase == "training" else "it"
+    during = f" during {phase}" if phase and phase != "training" else ""
+    told = f"The run does not fit{where}: {what} ran out of memory{during}."
+    return _untold(steps, f"{told} {why}".strip(), fits=False)
+
+
+def _steps(config: Mapping[str, Any], estimate: KeptEstimate | None, told: int | None) -> int | None:
     """Of the whole run: a trainer knows how much is packed or left out, but not what a probe leaves out itself."""
-    is_rough = config.get("max_steps") is None and (config.get("packing") or config.get("method") == "rlhf")
+    is_open = config.get("max_steps") is None
+    is_rough = is_open and (config.get("packing") or config.get("method") == "rlhf")
     expected = estimate.steps if estimate else None
-    return told if isinstance(told, int) and (is_rough or expected is None) else expected
+    if told is None or not (is_rough or expected is None):
+        return expected
+    if estimate is None:
+        return told
+    if is_open:
+        told = max(math.ceil(told * (1 - estimate.eval_split)), int(config.get("min_steps") or 1))
+    return min(told, estimate.stop_at_step or told)
 
 
 def _untold(steps: int | None, message: str, fits: bool | None = None) -> ProbeResult:

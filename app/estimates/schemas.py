@@ -123,11 +123,12 @@ class ProbeResult(BaseModel):
     """What two steps on the longest rows say about the whole run."""
 
     fits: bool | None = Field(
-        description="On the device that measured. False: it ran out of memory there. Null: nothing is measured yet, or "
-        "the probe ended for another reason."
+        description="On the device that measured. False: its memory ran out. Null: nothing is measured yet, the memory "
+        "of its host ran out, or the probe ended for another reason."
     )
     steps: int | None = Field(
-        description="Of the whole run, as estimated; of packed data and `rlhf` as the trainer counts them."
+        description="Of the whole run, as estimated; of packed data and `rlhf` as the trainer counts them, less what "
+        "`eval_split` holds out, and up to `stop_at_step`."
     )
     seconds: float | None = Field(
         description="Of all these steps: the estimated tokens at the measured speed, and never more than at most."
@@ -146,9 +147,16 @@ class Estimated(RunEstimate):
     probe: ProbeResult | None = Field(default=None, description="What that means; null without `probe`.")
 
 
-def stored(document: dict[str, Any]) -> RunEstimate | None:
+class KeptEstimate(RunEstimate):
+    """An estimate as it is written down; that of a probe with what the whole run has and the probe has not."""
+
+    eval_split: float = 0.0
+    stop_at_step: int | None = None
+
+
+def stored(document: dict[str, Any]) -> KeptEstimate | None:
     """An estimate as it was written down; None: by a version that wrote something else."""
     try:
-        return RunEstimate.model_validate(document)
+        return KeptEstimate.model_validate(document)
     except ValidationError:
         return None

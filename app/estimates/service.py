@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,17 +10,17 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 from sqlalchemy import func, select
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
 from app.config import Settings
 from app.datasets.models import Dataset
 from app.estimates import planner
-from app.estimates.activations import Checkpointing, Precision
+from app.estimates.activations import Precision
 from app.estimates.architecture import Architecture, UnknownArchitecture, read
 from app.estimates.history import Speed, speed
-from app.estimates.memory import CONTEXT, Memory, memory
+from app.estimates.memory import CONTEXT
 from app.estimates.parameters import CannotTrain, total, trained
-from app.estimates.plan import Data, attention_of, longest, plan
+from app.estimates.plan import Data, longest, plan
 from app.estimates.schemas import (
     Confidence,
     Cost,
@@ -39,6 +40,8 @@ from app.workers.models import Device, Worker
 from app.workers.service import FRESH_LEASES
 
 _MOST_CONFIG_BYTES = 2**20
+# Each is some ten milliseconds of Python; one after the other they leave the requests their turns.
+_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="estimates")
 
 
 @dataclass(frozen=True)
@@ -65,17 +68,21 @@ class Known:
     """Whose output it builds on, where that is a run's."""
 
 
-async def estimate(session: AsyncSession, settings: Settings, storage: Storage, subject: Subject) -> RunEstimate:
-    """What the run would take.
+async def estimate(
+    sessions: async_sessionmaker[AsyncSession], settings: Settings, storage: Storage, subject: Subject
+) -> RunEstimate:
+    """What the run would take. No transaction is open while it is computed.
 
     Never raises for what cannot be known: that is null, with its reason.
     """
-    known = await look_up(session, settings, subject)
-    found, todo = await asyncio.to_thread(by_formula, settings, storage, subject, known, True)
+    async with sessions() as session:
+        known = await look_up(session, settings, subject)
+    found, todo = await in_turn(settings, storage, subject, known, thorough=True)
     if todo is None:
         return found
-    device = found.device.kind, found.device.name
-    took = await speed(session, subject.config, device, todo)
+    config = resolve(subject.config, subject.given, _machine(found.device.kind)).config
+    async with sessions() as session:
+        took = await speed(session, config, (found.device.kind, found.device.name), todo)
     return found.model_copy(update=_of_time(settings, found, took, todo.training + todo.writing))
 
 
@@ -85,6 +92,14 @@ async def look_up(session: AsyncSession, settings: Settings, subject: Subject) -
     if base_models.is_run(subject.config.base_model):
         attempt = await session.scalar(select(Run.output_attempt).where(Run.id == subject.config.base_model))
     return Known(await _devices(session, settings, subject.backend), attempt)
+
+
+async def in_turn(
+    settings: Settings, storage: Storage, subject: Subject, known: Known, *, thorough: bool
+) -> tuple[RunEstimate, Work | None]:
+    """`by_formula` in the thread that makes all estimates."""
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_thread, by_formula, settings, storage, subject, known, thorough)
 
 
 def by_formula(
@@ -191,19 +206,23 @@ def _read(file: Path) -> dict[str, Any]:
     return found
 
 
+def _machine(kind: Literal["cpu", "cuda"]) -> Machine:
+    return Machine(kind=kind, bf16=True, flash_attention=True, flash_attention_3=True)
+
+
 class _OnKind:
     """A run on one kind of device: its configuration there, its way through the data, and its memory.
 
-    The memory is the same on all devices of the kind, so each way of checkpointing is walked through once.
+    The memory is the same on all devices of the kind, so each way through the model is taken once.
     """
 
     def __init__(self, model: Architecture, subject: Subject, kind: Literal["cpu", "cuda"]) -> None:
-        machine = Machine(kind=kind, bf16=True, flash_attention=True, flash_attention_3=True)
-        self.config = resolve(subject.config, subject.given, machine).config
+        self.config = resolve(subject.config, subject.given, _machine(kind)).config
         self.plan = plan(model, self.config, subject.data)
         self.precision = Precision.of(self.config, kind)
-        self._model = model
-        self._needed: dict[Checkpointing, Memory] = {}
+        self._needs = planner.needed(model, self.config, self.precision, self.plan.batch)
+        length = min(self.plan.batch.length, longest(model, self.config))
+        self._advice = planner.Advice(model, self.config, self.precision, length)
 
     def choose(self, device: EstimatedDevice) -> planner.Choice:
         """What the planner would choose on that device."""
@@ -215,8 +234,7 @@ class _OnKind:
         chosen, room = self.choose(device), _room(device)
         advice = []
         if thorough and room is not None and not chosen.fits:
-            length = min(self.plan.batch.length, longest(self._model, self.config))
-            advice = planner.advice(self._model, self.config, self.precision, length, room)
+            advice = self._advice.within(room)
         return Fit(
             device=device,
             fits=None if room is None else chosen.fits,
@@ -225,12 +243,6 @@ class _OnKind:
             reason=chosen.reason,
             advice=advice,
         )
-
-    def _needs(self, one: Checkpointing) -> Memory:
-        if one not in self._needed:
-            attention = attention_of(self._model, self.config)
-            self._needed[one] = memory(self._model, self.config, self.precision, self.plan.batch, one, attention)
-        return self._needed[one]
 
 
 def _room(device: EstimatedDevice) -> int | None:

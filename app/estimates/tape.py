@@ -28,6 +28,10 @@ class Value:
         """Bytes that stay while it is kept."""
         return self.elements * self.bytes if self.storage_bytes is None else self.storage_bytes
 
+    def copied(self) -> "Value":
+        """Another tensor like it."""
+        return Value(self.elements, self.bytes, self.grad)
+
     def part(self, elements: int) -> "Value":
         """A view of some of its elements."""
         return Value(elements, self.bytes, self.grad, self.storage, self.kept)

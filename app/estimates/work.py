@@ -18,6 +18,8 @@ class Work:
     """Operations as a worker counts them (`flops_per_token_hardware`): a reference in every step included."""
     writing: float
     """Operations of the completions that `rlhf` has the model write."""
+    length: int
+    """Tokens that attention sees together, on average."""
 
 
 def work(
@@ -40,7 +42,7 @@ def work(
         # The base alone multiplies forward as a model does of which every weight trains.
         of_token += walked(config.model_copy(update={"lora_r": None})).forward / shape.tokens
     written = own.forward / shape.tokens if config.method is TrainingMethod.rlhf else 0.0
-    return Work(planned.tokens, of_token * planned.tokens, written * planned.tokens)
+    return Work(planned.tokens, of_token * planned.tokens, written * planned.tokens, shape.length)
 
 
 def left_out(config: TrainingConfig, planned: Plan) -> list[str]:

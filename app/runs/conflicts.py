@@ -101,6 +101,9 @@ def method_conflicts(config: TrainingConfig, given: set[str]) -> list[Problem]:
     ]
     if config.max_steps is not None and config.min_steps is not None and config.min_steps > config.max_steps:
         found.append(problem("min_steps", "conflict", "cannot be above `max_steps`"))
+    if config.extra.get("probe") is True and config.extra.get("recipe") is not None:
+        message = "trains in its own way, which need not end after the two steps of a probe: it cannot be measured"
+        found.append(problem("extra.recipe", "conflict", message))
     if config.revision is not None and config.base_model.startswith("run_"):
         found.append(problem("revision", "conflict", "belongs to a hub model, and the base is a run"))
     return found

@@ -182,9 +182,12 @@ def cancel(run_id: str, epoch: int) -> Executable:
     return _guarded(run_id, epoch, LIVE, "cancelled", "stopped on request", stop_requested_at=stopped_at)
 
 
-def hand_back(run_id: str, epoch: int, reason: str) -> Executable:
-    """The worker gives the run back in good order (drain): it waits again, and this is no loss."""
-    return _requeue(_live(run_id, epoch), reason, "handed_back", counted=False, delay_seconds=0.0)
+def hand_back(run_id: str, epoch: int, reason: str, delay_seconds: float = 0.0) -> Executable:
+    """The worker gives the run back in good order (drain): it waits again, and this is no loss.
+
+    For `delay_seconds` nobody is to take it, where what it needs is away.
+    """
+    return _requeue(_live(run_id, epoch), reason, "handed_back", counted=False, delay_seconds=delay_seconds)
 
 
 def retry(run_id: str, epoch: int, reason: str, delay_seconds: float) -> Executable:

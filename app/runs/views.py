@@ -8,12 +8,11 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.checkpoints.service import preferred
 from app.estimates import probing
-from app.estimates.history import facts_of
 from app.estimates.kept import compared
 from app.runs import service
 from app.runs.metrics import recent
 from app.runs.models import Run
-from app.runs.prediction import Prediction, is_probe
+from app.runs.prediction import Prediction
 from app.runs.schemas import RunRead, RunStopped, StopOutlook
 from app.storage import Storage
 
@@ -47,7 +46,7 @@ async def _fields(session: AsyncSession, storage: Storage, run: Run) -> dict[str
     derived = _derived(storage, run, [saved.step, saved.attempt] if saved else None)
     judges = await service.reward_run_ids(session, run)
     expected, real = await compared(session, run, probing.seconds_of_step(history))
-    told = probing.result(run, expected, real, await facts_of(session, run.id)) if is_probe(run.config) else None
+    told = await probing.told(session, run, expected, real)
     taken = {"estimate": expected, "measured": real, "probe": told}
     return {**same, **derived, **taken, "reward_run_ids": list(judges), "metrics_history": history}
 

@@ -150,6 +150,44 @@ class TestRefused:
         assert answer.json()["errors"][0]["code"] == "not_with_a_plugin"
         assert ask(shared_api, trainer.run_id, "checkpoint").status_code == 202
 
+    def test_a_probe_does_nothing_beside(self, shared_api: ApiServer, engine: Engine, trainer: Trainer) -> None:
+        mark_run(engine, trainer.run_id, config={**run_row(engine, trainer.run_id).config, "extra": {"probe": True}})
+        for wish in ({"action": "checkpoint"}, {"action": "extend", "max_steps": 500}, {"action": "evaluate"}):
+            answer = shared_api.client.post(f"/v1/runs/{trainer.run_id}/actions", json=wish)
+            assert answer.status_code == 422, answer.text
+            assert [one["code"] for one in answer.json()["errors"]] == ["not_for_a_probe"]
+
+    @pytest.mark.parametrize(
+        ("wish", "stop", "field"),
+        [
+            ({"max_steps": 500}, 80, "max_steps"),
+            ({"max_steps": 500}, 499, "max_steps"),
+            ({"max_steps": 500}, 500, None),
+            ({"epochs": 5}, 100, "epochs"),
+            ({"epochs": 5}, 101, None),
+            # It has taken up another one behind that step, and is meant to go on.
+            ({"max_steps": 500}, 10, None),
+        ],
+    )
+    def test_more_steps_of_a_run_that_stops_before(
+        self,
+        shared_api: ApiServer,
+        engine: Engine,
+        trainer: Trainer,
+        wish: dict[str, Any],
+        stop: int,
+        field: str | None,
+    ) -> None:
+        config = {**run_row(engine, trainer.run_id).config, "stop_at_step": stop}
+        mark_run(engine, trainer.run_id, config=config, current_step=10)
+        answer = ask(shared_api, trainer.run_id, "extend", **wish)
+        if field is None:
+            assert answer.status_code == 202, answer.text
+            return
+        (error,) = answer.json()["errors"]
+        assert (error["field"], error["code"]) == (field, "stops_before")
+        assert "`stop_at_step`" in error["message"] and str(stop) in error["message"]
+
     def test_when_the_run_has_ended_is_stopping_or_has_too_much_to_do(
         self, shared_api: ApiServer, trainer: Trainer
     ) -> None:

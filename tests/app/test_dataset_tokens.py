@@ -46,8 +46,8 @@ def test_the_figures_are_exact(api: ApiServer, settings: Settings) -> None:
     lengths = [*range(1, 101)] * 20 + [70_000]
     content = lines(*({"text": "a " * length} for length in lengths))
     assert _counted(api, content) == {
-        "tokenizer": "tiny", "rows": 2001, "total": 101_000 + 70_000, "mean": round(171_000 / 2001, 2),
-        "min": 1, "p50": 51, "p95": 96, "max": 70_000,
+        "tokenizer": "tiny", "rows": 2001, "sequences": 2001, "total": 101_000 + 70_000,
+        "mean": round(171_000 / 2001, 2), "min": 1, "p50": 51, "p95": 96, "max": 70_000,
     }  # fmt: skip
     assert upload(api, content).json()["token_statistics"] is None
 
@@ -57,7 +57,8 @@ def test_the_figures_are_exact(api: ApiServer, settings: Settings) -> None:
     [
         ({"messages": [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "a"}], "n": "b b"}, 3),
         ({"prompt": "a", "completion": "a b", "n": "b"}, 3),
-        ({"prompt": "a", "chosen": "a b", "rejected": "b"}, 4),
+        # Either answer comes with the prompt.
+        ({"prompt": "a", "chosen": "a b", "rejected": "b"}, 5),
         ({"prompt": "a b", "answer": "b b b"}, 2),
     ],
 )
@@ -67,6 +68,19 @@ def test_contents_of_the_format_are_counted_and_nothing_else(
     _tokenizer(make_model(settings))
     assert _counted(api, lines(row, row))["total"] == tokens * 2
     assert _counted(api, parquet([row]), "d.parquet")["total"] == tokens
+
+
+def test_a_pair_is_two_sequences_each_with_the_prompt(api: ApiServer, settings: Settings) -> None:
+    _tokenizer(make_model(settings))
+    said = [{"role": "assistant", "content": "b " * 10}]
+    pairs = [
+        {"prompt": "a " * 100, "chosen": "b " * 10, "rejected": "b " * 30},
+        {"prompt": "a " * 200, "chosen": "b", "rejected": "b"},
+        {"prompt": [{"role": "user", "content": "a " * 50}], "chosen": said, "rejected": said},
+    ]
+    told = _counted(api, lines(*pairs))
+    assert (told["rows"], told["sequences"], told["total"]) == (3, 6, 110 + 130 + 2 * 201 + 2 * 60)
+    assert (told["min"], told["max"]) == (60, 201)
 
 
 def test_the_tokenizer_of_a_runs_output_can_be_named(api: ApiServer, settings: Settings) -> None:
@@ -122,9 +136,9 @@ def test_a_row_longer_than_a_batch_counts_as_one(tmp_path: Path, monkeypatch: py
     counter = TokenCounter("words", _tokenizer(tmp_path), Settings(home=tmp_path))
     for words in (3, 1000, 1, 50, 50, 200):
         counter.add(["a " * words])
-    told = counter.statistics()
+    told = counter.statistics(3)
     counter.close()
-    assert (told["rows"], told["total"], told["min"], told["max"]) == (6, 1304, 1, 1000)
+    assert (told["rows"], told["sequences"], told["total"], told["min"], told["max"]) == (3, 6, 1304, 1, 1000)
 
 
 def test_a_folder_of_the_same_name_where_the_service_was_started_is_not_ours(
@@ -136,7 +150,7 @@ def test_a_folder_of_the_same_name_where_the_service_was_started_is_not_ours(
     monkeypatch.chdir(tmp_path)
     counter = TokenCounter("words", _tokenizer(tmp_path), Settings(home=tmp_path))
     counter.add(["a b"])
-    assert counter.statistics()["total"] == 2
+    assert counter.statistics(1)["total"] == 2
     counter.close()
 
 
@@ -166,7 +180,7 @@ def test_memory_does_not_grow_with_rows_or_with_long_ones(tmp_path: Path) -> Non
     counter.add(["a b " * 500_000])
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    told = counter.statistics()
+    told = counter.statistics(20_003)
     counter.close()
-    assert (told["rows"], told["max"]) == (20_003, 1_000_000)
+    assert (told["sequences"], told["max"]) == (20_003, 1_000_000)
     assert peak < 20e6, json.dumps(peak)

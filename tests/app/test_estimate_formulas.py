@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.estimates import architecture, planner, schemas
-from app.estimates.activations import Precision
+from app.estimates.activations import Precision, activations
 from app.estimates.architecture import Architecture, UnknownArchitecture
 from app.estimates.memory import memory
 from app.estimates.parameters import CannotTrain, total, trained
@@ -64,6 +64,21 @@ class TestStepsAndTokens:
     def test_tokens_are_those_of_all_steps(self, asked: dict[str, Any], steps: int, tokens: int) -> None:
         found = plan(architecture.read(LLAMA), effective(**asked), counted())
         assert (found.steps, found.tokens) == (steps, tokens)
+
+    @pytest.mark.parametrize("method", ["dpo", "reward"])
+    def test_of_a_pair_hold_its_prompt_twice(self, method: str) -> None:
+        """Prompts of 1,000 tokens, answers of 100."""
+        model, config = architecture.read(LLAMA), effective(method=method, epochs=1)
+        now: Any = {"tokenizer": "any", "rows": 1000, "sequences": 2000, "mean": 1100.0, "max": 1100}
+        found = plan(model, config, Data(1000, None, now))
+        assert (found.tokens, found.attended, found.batch.length) == (2_200_000, 1100, 1100)
+        # What an earlier version counted, and bytes, do not tell how long the prompts are; that is said.
+        old = {"tokenizer": "any", "rows": 1000, "mean": 1200.0, "max": 1200}
+        for data in (Data(1000, None, old), Data(1000, 4_800_000)):
+            found = plan(model, config, data)
+            assert found.tokens == 2 * 1000 * 800
+            assert any("prompt of a pair and its two answers are assumed" in said for said in found.assumptions)
+        assert plan(model, config, Data(1000, None)).attended == 2048
 
     @pytest.mark.parametrize(("asked", "steps"), [({}, None), ({"max_steps": 50}, 50)])
     def test_of_a_data_source_are_not_guessed(self, asked: dict[str, Any], steps: int | None) -> None:
@@ -164,7 +179,7 @@ class TestAdvice:
     )
     def test_never_changes_what_a_run_learns_towards(self, asked: dict[str, Any], gigabytes: int) -> None:
         model, config = architecture.read(LLAMA), effective(**asked)
-        (said,) = planner.advice(model, config, Precision.of(config, "cuda"), 1024, gigabytes * GIB)
+        (said,) = planner.Advice(model, config, Precision.of(config, "cuda"), 1024).within(gigabytes * GIB)
         if asked["method"] not in ("full", "lora"):
             assert "method:" not in said
         changed = {"base_model": "any", **asked, **_named(said)}
@@ -175,7 +190,8 @@ class TestAdvice:
     def test_names_an_adapter_where_every_weight_of_a_preference_run_trains(self) -> None:
         model, config = architecture.read(LLAMA), effective(method="dpo", lora_r=None, batch_size=1)
         precision = Precision.of(config, "cuda")
-        said = [planner.advice(model, config, precision, 512, gigabytes * GIB)[0] for gigabytes in (40, 14)]
+        advice = planner.Advice(model, config, precision, 512)
+        said = [advice.within(gigabytes * GIB)[0] for gigabytes in (40, 14)]
         assert "`lora_r: 16` with `load_in_4bit: false`" in said[0]
         assert "`lora_r: 16` with `load_in_4bit: true`" in said[1]
 
@@ -237,7 +253,7 @@ class TestAConfigJson:
         todo = work(model, config, precision, planned, choice.checkpointing)
         assert todo is not None and todo.training >= 0
         if not choice.fits:
-            planner.advice(model, config, precision, planned.batch.length, GIB)
+            planner.Advice(model, config, precision, planned.batch.length).within(GIB)
 
 
 _ODD = st.one_of(
@@ -269,6 +285,40 @@ def test_memory_is_walked_through_once_for_each_way_of_checkpointing() -> None:
     planned = plan(model, config, counted())
     assert not planner.first_that_fits(needs, 1, planner.CHOICES).fits
     assert walked == ["off", "selective", "full"]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("method", ["full", "dpo"])
+def test_layers_that_are_alike_come_to_the_same_whether_walked_through_or_not(family: str, method: str) -> None:
+    config = effective(method=method, lora_dropout=0.0) if method == "dpo" else effective(method=method)
+    precision = Precision.of(config, "cuda")
+
+    def needed(layers: int) -> Any:
+        names = ("num_hidden_layers", "n_layer")
+        model = architecture.read({"model_type": family, **TINY, **dict.fromkeys(names, layers)})
+        batch = plan(model, config, counted()).batch
+        return activations(model, config, precision, batch, "off", attention_of(model, config))
+
+    # Of two layers both are walked through, of more only these: what all share is kept by the first.
+    one, two, nine = map(needed, (1, 2, 9))
+    assert nine.kept - two.kept == 7 * (two.kept - one.kept)
+    assert nine.operations - two.operations == 7 * (two.operations - one.operations)
+
+
+def test_advice_for_several_devices_walks_through_each_change_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    walked: list[Any] = []
+
+    def counting(*asked: Any) -> Any:
+        walked.append(asked)
+        return memory(*asked)
+
+    monkeypatch.setattr(planner, "memory", counting)
+    model, config = architecture.read(LLAMA), effective(method="full")
+    advice = planner.Advice(model, config, Precision.of(config, "cuda"), 512)
+    said = [advice.within(gigabytes * GIB)[0] for gigabytes in (40, 24, 1)]
+    most = len(walked)
+    assert said == [advice.within(gigabytes * GIB)[0] for gigabytes in (40, 24, 1)] and len(walked) == most
+    assert "adapter" in said[0] and "smaller model" in said[2]
 
 
 @pytest.mark.parametrize("document", [{}, {"parameters": 3}, {**schemas.EXAMPLE, "fits": [{"device": None}]}])

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, insert, update
+from sqlalchemy import Engine, insert, text, update
 
 from app.client import Anneal
 from app.config import Settings
@@ -87,11 +87,12 @@ def test_each_kind_of_device_is_told_whether_it_fits_and_what_to_change(api: Api
     assert "adapter" in advice
 
 
-def trained(engine: Engine, run: dict[str, Any], device: str, rate: float) -> None:
-    """The run has trained, at so many tokens a second, and is over."""
+def trained(engine: Engine, run: dict[str, Any], device: str, rate: float, length: int = 25) -> None:
+    """The run has trained, at so many tokens a second on texts of that length, and is over."""
     trainer = Trainer(engine, run["id"])
     trainer.begin()
-    trainer.events("config", {"facts": {"device": device, "flops_per_token_hardware": 1e9}, "effective": {}})
+    facts = {"device": device, "flops_per_token_hardware": 1e9, "flops_sequence_length": length}
+    trainer.events("config", {"facts": facts, "effective": run["config"]})
     trainer.metric(1, loss=1.0, extra={"tokens_per_second": rate})
     pace = {"likeness": likeness("celery", run["config"]), "measured_at": datetime.now(UTC), "timings": {}}
     with engine.begin() as connection:
@@ -149,6 +150,29 @@ def test_time_comes_from_runs_that_were_there_before(
     assert other["seconds"] == pytest.approx(other["flops"] / 10e9, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("then", "now", "length", "source"),
+    [
+        ({"max_steps": 5}, {}, 13, "history"),
+        ({}, {"lora_r": 64}, 50, "history"),
+        ({"max_seq_length": 512}, {}, 51, "comparable"),
+        ({}, {}, 12, "comparable"),
+        ({"lora_r": None}, {}, 25, "comparable"),
+        ({}, {"load_in_4bit": False}, 25, "comparable"),
+        ({"packing": True, "max_seq_length": 512}, {"packing": True, "max_seq_length": 1024}, 10, "history"),
+        ({"packing": True, "max_seq_length": 512}, {"packing": True, "max_seq_length": 2048}, 25, "comparable"),
+    ],
+)
+def test_of_the_same_model_runs_that_did_something_else_are_only_comparable(
+    api: ApiServer, engine: Engine, then: dict[str, Any], now: dict[str, Any], length: int, source: str
+) -> None:
+    dataset = make_dataset(engine)  # by its bytes, of 25 tokens a row
+    config = {"base_model": "qwen", "method": "sft", **then}
+    trained(engine, make_run(api.client, dataset, backend="celery", config=config), "cpu", 50.0, length)
+    found = estimated(api, dataset, method="sft", max_steps=100, **now)
+    assert found["confidence"]["seconds"] == source
+
+
 def test_an_estimate_stays_beside_what_was_measured(api: ApiServer, engine: Engine) -> None:
     with Anneal(api.url, api.key) as client:
         made = client.runs.create(
@@ -178,6 +202,22 @@ def test_a_mistake_of_the_estimator_undoes_no_run(
     assert made["id"] in caplog.text and "'qwen'" in caplog.text and "a mistake" in caplog.text
     found = api.client.get(f"/v1/runs/{made['id']}").json()
     assert (found["status"], found["estimate"]) == ("pending", None)
+
+
+def test_no_row_is_locked_while_an_estimate_is_computed(
+    api: ApiServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset, by_formula, open_then = make_dataset(engine), service.by_formula, []
+
+    def watched(*asked: Any) -> Any:
+        query = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND state LIKE 'idle in%'"
+        with engine.connect() as connection:
+            open_then.append(connection.scalar(text(query)))
+        return by_formula(*asked)
+
+    monkeypatch.setattr(service, "by_formula", watched)
+    estimated(api, dataset, max_steps=10)
+    assert open_then == [0]
 
 
 def test_an_estimate_that_this_version_cannot_read_is_null(api: ApiServer, engine: Engine) -> None:

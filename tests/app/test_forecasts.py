@@ -132,7 +132,7 @@ def test_a_run_that_trains_has_left_what_the_trainer_tells_up_to_its_stop(
         ({"stop_save_checkpoint": True, "stop_requested_at": text("now() - interval '1 hour'")}, 0.0),
         ({"stop_requested_at": None, "stop_mode": "epoch_end", **IN_EPOCH}, 10.0),
     ],
-    ids=str,
+    ids=["checkpoint", "best", "discard", "long-asked", "epoch-end"],
 )
 def test_a_run_that_is_to_stop_makes_room_for_those_that_wait(
     settings: Settings, engine: Engine, stop: dict[str, Any], seconds: float

@@ -7,10 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine
+from sqlalchemy import Engine, update
 
 from app.client import Anneal
 from app.db import sync_engine
+from app.runs.config import TrainerOptions
+from app.runs.models import Attempt
 from tests.factories import Trainer, count_runs, make_dataset, make_experiment, make_model, mark_run
 from tests.server import ApiServer
 from tests.waiting import eventually
@@ -95,8 +97,9 @@ def test_what_two_steps_took_is_told_of_the_whole_run(api: ApiServer, engine: En
         "peak_memory_mb": 900.0, "reserved_memory_mb": 950.0, "tokens_per_second": 1000.0, "step_seconds": 0.5,
     }  # fmt: skip
     told = run["probe"]
-    assert (told["fits"], told["steps"], told["seconds_at_most"]) == (True, 240, 120.0)
-    assert told["seconds"] == pytest.approx(min(found["tokens"] / 1000, 120.0), abs=0.1)
+    # Of the 240 that the trainer has counted, a fifth is held out.
+    assert (told["fits"], told["steps"], told["seconds_at_most"]) == (True, 192, 96.0)
+    assert told["seconds"] == pytest.approx(min(found["tokens"] / 1000, 96.0), abs=0.1)
     assert "fits on EPYC" in told["message"] and "900 MiB" in told["message"]
     # Its loss and its speed are those of the longest rows: nothing is to be held against them.
     assert api.client.get(f"/v1/experiments/{experiment}").json()["best_run"] is None
@@ -104,18 +107,103 @@ def test_what_two_steps_took_is_told_of_the_whole_run(api: ApiServer, engine: En
 
 
 def test_out_of_memory_is_an_answer_and_any_other_failure_is_none(api: ApiServer, engine: Engine) -> None:
-    for code, fits, says in (("out_of_memory", False, "does not fit"), ("bad_data", None, "before it had measured")):
+    gpu, cpu, none = {"device": "cuda", "device_name": "H100"}, {"device": "cpu", "device_name": "EPYC"}, {}
+    memory, killed = "out_of_memory", {"killed_by_kernel": True}
+    for code, facts, report, fits, says in (
+        (memory, gpu, {"phase": "training"}, False, "does not fit on H100: its longest rows ran out of memory."),
+        (memory, gpu, {"phase": "loading"}, False, "does not fit on H100: it ran out of memory during loading."),
+        (memory, gpu, {"phase": "training", **killed}, None, "The host ran out of memory during training"),
+        (memory, cpu, {"phase": "training", **killed}, False, "does not fit on EPYC: its longest rows ran"),
+        (memory, none, {"phase": "tokenizing"}, None, "The host ran out of memory during tokenizing"),
+        ("bad_data", cpu, {"phase": "tokenizing"}, None, "before it had measured"),
+    ):
         found = probed(api, body(engine))
-        Trainer(engine, found["probe_run_id"]).begin(total=2).fail(code, "Because of this.")
+        trainer = Trainer(engine, found["probe_run_id"]).begin(total=2)
+        trainer.events("config", {"facts": facts})
+        trainer.fail(code, "Because of this.")
+        with engine.begin() as connection:
+            connection.execute(update(Attempt).where(Attempt.run_id == trainer.run_id).values(report=report))
         told = api.client.get(f"/v1/runs/{found['probe_run_id']}").json()["probe"]
-        assert told["fits"] is fits and says in told["message"] and "Because of this." in told["message"]
+        assert told["fits"] is fits and says in told["message"] and "Because of this." in told["message"], told
+
+
+# Each with the least that it needs to be accepted.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "spike_threshold": {"on_spike": "stop", "extra": {"spike_threshold": 4.0}},
+    "max_rewinds": {"on_non_finite": "rewind", "extra": {"max_rewinds": 1}},
+    "eval_batch_size": {"eval_split": 0.1, "eval_steps": 5, "extra": {"eval_batch_size": 2}},
+    "eval_on_start": {"eval_split": 0.1, "eval_steps": 5, "extra": {"eval_on_start": True}},
+    "metrics": {"eval_split": 0.1, "eval_steps": 5, "extra": {"metrics": ["bleu"]}},
+    "packing_strategy": {"packing": True, "extra": {"packing_strategy": "wrapped"}},
+    "memory_profile": {"extra": {"memory_profile": "steps"}},
+    "double_quant": {"extra": {"double_quant": False}},
+    "adam_beta1": {"optim": "adamw_torch", "extra": {"adam_beta1": 0.8}},
+    "adam_beta2": {"optim": "adamw_torch", "extra": {"adam_beta2": 0.99}},
+    "adam_epsilon": {"optim": "adamw_torch", "extra": {"adam_epsilon": 1e-7}},
+    "max_grad_norm": {"extra": {"max_grad_norm": 2.0}},
+    "peak_tflops": {"extra": {"peak_tflops": 100.0}},
+    "distributions_steps": {"extra": {"distributions_steps": 10}},
+    "probe": {"extra": {"probe": False}},
+    **{
+        kind: {"extra": {kind: {"type": "mine"}}}
+        for kind in ("data_source", "model_factory", "optimizer", "scheduler", "checkpoint_engine")
+    },
+}
+
+
+def test_what_a_run_may_ask_for_its_probe_may_too(api: ApiServer, engine: Engine) -> None:
+    assert _OPTIONS.keys() | {"recipe"} == TrainerOptions.model_fields.keys()
+    dataset = make_dataset(engine)
+    replaced = ("adam_beta1", "adam_beta2", "adam_epsilon", "optimizer")
+    together: dict[str, Any] = {"extra": {}}
+    for name, config in _OPTIONS.items():
+        asked = {"dataset_id": dataset, "config": {"base_model": "tiny", **config}}
+        assert api.client.post("/v1/runs/validate", json=asked).json()["errors"] == [], name
+        probed(api, asked)
+        if name not in replaced:
+            together = {**together, **config, "extra": {**together["extra"], **config["extra"]}}
+    probed(api, {"dataset_id": dataset, "config": {"base_model": "tiny", **together}})
+
+
+@pytest.mark.parametrize(
+    ("asked", "steps"),
+    [
+        ({"stop_at_step": 100}, 100),
+        ({"eval_split": 0.25, "eval_steps": 50}, 180),
+        ({"eval_split": 0.25, "eval_steps": 50, "min_steps": 200, "stop_at_step": 190}, 190),
+        ({"eval_split": 0.25, "eval_steps": 50, "min_steps": 200}, 200),
+    ],
+)
+def test_steps_that_the_trainer_counts_are_those_of_what_was_asked(
+    api: ApiServer, engine: Engine, asked: dict[str, Any], steps: int
+) -> None:
+    config = {"base_model": "tiny", "packing": True, **asked}
+    found = probed(api, {"dataset_id": make_dataset(engine), "config": config})
+    measure(engine, found["probe_run_id"]).complete()
+    assert api.client.get(f"/v1/runs/{found['probe_run_id']}").json()["probe"]["steps"] == steps
+
+
+def test_a_repeated_request_finds_its_probe_also_when_the_model_is_gone(api: ApiServer, engine: Engine) -> None:
+    asked, key = body(engine), {"Idempotency-Key": "k2"}
+    first = probed(api, asked, **key)
+    (api.settings.models_folder / "tiny" / "config.json").unlink()
+    (api.settings.models_folder / "tiny").rename(api.settings.models_folder / "gone")
+    assert probed(api, asked, **key) == first
+    answer = api.client.post("/v1/runs/estimate", json={**asked, "name": "other", "probe": True}, headers=key)
+    assert (answer.status_code, answer.json()["code"]) == (422, "idempotency_key_reused")
 
 
 def test_what_cannot_be_measured_is_refused_and_makes_nothing(api: ApiServer, engine: Engine) -> None:
     dataset = make_dataset(engine)
     fake = {"dataset_id": dataset, "backend": "fake", "config": {"base_model": "any", "method": "sft"}}
     wrong = {"dataset_id": dataset, "config": {"base_model": "tiny", "lora_r": 0}}
-    for asked, field, code in ((fake, "probe", "not_supported"), (wrong, "config.lora_r", "out_of_range")):
+    own = {"dataset_id": dataset, "config": {"base_model": "tiny", "extra": {"recipe": {"type": "mine"}}}}
+    assert api.client.post("/v1/runs/estimate", json=own).status_code == 200
+    for asked, field, code in (
+        (fake, "probe", "not_supported"),
+        (wrong, "config.lora_r", "out_of_range"),
+        (own, "config.extra.recipe", "conflict"),
+    ):
         answer = api.client.post("/v1/runs/estimate", json={**asked, "probe": True})
         assert answer.status_code == 422
         assert [(error["field"], error["code"]) for error in answer.json()["errors"]] == [(field, code)]

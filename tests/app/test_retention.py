@@ -40,6 +40,25 @@ def test_the_furthest_are_kept_and_the_others_go(trainer: Trainer, keep: int, st
     assert kept(trainer.engine) == steps
 
 
+@pytest.mark.parametrize(
+    ("keep", "saved"), [(1, [[10, 100], [20, 100], [30, 100]]), (2, [[10, 100], [10, 20, 100], [20, 30, 100]])]
+)
+def test_what_an_attempt_saves_stays_however_far_an_earlier_one_was(
+    trainer: Trainer, keep: int, saved: list[list[int]]
+) -> None:
+    """What the earlier one saved lies on another machine: the next began anew, and so would the one after it."""
+    for step in (90, 100):
+        trainer.checkpoint(step)
+    later = trainer.retry()
+    for step, there in zip((10, 20, 30), saved, strict=True):
+        later.checkpoint(step)
+        retire(later, keep)
+        assert kept(trainer.engine) == there
+    later.checkpoint(110)
+    retire(later, 1)
+    assert kept(trainer.engine) == [110], "the other has been overtaken"
+
+
 def test_a_pinned_one_stays_however_old(trainer: Trainer) -> None:
     pinned = trainer.checkpoint(1)
     for step in (2, 3):

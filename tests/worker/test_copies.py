@@ -27,7 +27,8 @@ from app.runs import removal
 from app.storage import Storage
 from tests.rows import run_row
 from tests.waiting import eventually
-from tests.worker.test_job import CPU, Lab, flip
+from tests.worker.test_job import CPU, WAITS, Lab, flip
+from worker import fetching
 from worker.copies import Copies
 from worker.job import JobError, prepare
 from worker.remote import MARK, BadCopy, NotAsWritten, NotThere, Remote, Unreachable
@@ -230,22 +231,23 @@ class TestTheNextAttempt:
         flip(next((tmp_path / "shared").rglob("checkpoint-20")))
         worker.moves(tmp_path / "the first machine")
         job, _ = worker.lab.next_attempt()
-        assert job.start_step == 10 and "of the copy" in (worker.lab.bad_reasons()[20] or "")
+        assert job.start_step == 10 and "of the copy" in job.remarks[0]
 
-    def test_waits_for_a_store_that_is_away_rather_than_begin_anew(self, worker: Worker, tmp_path: Path) -> None:
+    def test_waits_for_a_store_that_is_away_rather_than_begin_anew(
+        self, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         worker.save(10)
         worker.copies.start()
         worker.until_copied(1)
         worker.moves(tmp_path / "the first machine")
         (tmp_path / "shared").rename(tmp_path / "away")
-        worker.lab.host.draining.set()  # which makes it try once only
+        monkeypatch.setattr(fetching, "_PAUSE_SECONDS", 0.0)
         with pytest.raises(JobError, match="cannot be fetched now") as refused:
             worker.lab.next_attempt()
         assert refused.value.is_passing and worker.lab.bad_reasons() == {10: None}
         (tmp_path / "away").rename(tmp_path / "shared")
-        worker.lab.host.draining.clear()
         trainer = worker.lab.trainer
-        assert prepare(worker.lab.host, run_row(worker.engine, trainer.run_id), CPU).start_step == 10
+        assert prepare(worker.lab.host, run_row(worker.engine, trainer.run_id), CPU, WAITS).start_step == 10
 
     def test_calls_what_was_never_copied_and_is_not_here_no_damage(self, worker: Worker, tmp_path: Path) -> None:
         worker.save(10)

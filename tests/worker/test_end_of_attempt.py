@@ -1,6 +1,7 @@
 """What the worker stores comes before what it tells: readers of new events, everybody of the end."""
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -11,11 +12,14 @@ from sqlalchemy import Engine, text
 
 from app.config import Settings
 from app.db import sync_engine
+from app.ids import new_id
 from app.runs import lifecycle
+from app.storage import Storage
 from tests.rows import add_run, add_worker, claim, events_of
 from tests.waiting import eventually
 from worker import supervisor
 from worker.host import Host
+from worker.lease import StopAsked
 from worker.process import Exit
 from worker.pump import Pump
 from worker.writer import Writer
@@ -100,3 +104,53 @@ def test_a_completed_run_tells_where_its_output_was_pushed(hub: Any, told: str, 
         connection.execute(supervisor.conclude(nothing, run, nothing, pump, Exit(code=0), None))
     told_last = [event.data for event in events_of(engine, run.id) if event.type == "status"][-1]
     assert (told_last["to"], told_last["reason"]) == ("completed", f"training is complete{told}")
+
+
+@pytest.mark.parametrize(
+    ("stop", "waits"),
+    [(None, True), (StopAsked(save=True), True), (StopAsked(save=False, finish=True), True),
+     (StopAsked(save=False), False)],
+)  # fmt: skip
+def test_copies_are_waited_for_where_what_was_saved_is_wanted(stop: StopAsked | None, waits: bool) -> None:
+    asked: list[str] = []
+    copies = SimpleNamespace(settle=lambda *_: asked.append("settle"))
+    settings = SimpleNamespace(save_grace_seconds=1.0)
+    host: Any = SimpleNamespace(copies=copies, drained_at=float("inf"), settings=settings)
+    lease: Any = SimpleNamespace(stop=stop)
+    writer: Any = SimpleNamespace(outlive_lease=lambda: None, drain=lambda: asked.append("drain"))
+    supervisor.settle(host, lease, writer)
+    assert asked == (["drain", "settle"] if waits else [])
+
+
+def test_what_a_killed_trainer_has_written_by_half_goes_with_it(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is cancelled has no later attempt that would sweep it."""
+    storage = Storage(settings)
+    run: Any = SimpleNamespace(id=new_id("run"), epoch=1, attempt=1, device_indexes=[0], backend="fake")
+    half = storage.attempt_dir(run.id, 1) / ".checkpoint-5.tmp"
+    whole = storage.checkpoint_dir(run.id, 1, 4)
+
+    class Killed:
+        def __init__(self, *_: Any) -> None:
+            half.mkdir(parents=True)
+            whole.mkdir()
+
+        def until_the_end(self) -> Any:
+            return Exit(signal=9), "stop"
+
+    process = SimpleNamespace(identity=None, close=lambda: None)
+    device = SimpleNamespace(index=0, kind="cpu", for_job=dict)
+    job = SimpleNamespace(config={}, secrets={}, start_step=0, start_epoch=0.0, best_loss=None, remarks=[])
+    for name, instead in {
+        "prepare": lambda *_: job, "launch": lambda *_: process, "Following": Killed, "Vitals": lambda *_: None,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(supervisor, name, instead)
+    host: Any = SimpleNamespace(
+        machine=SimpleNamespace(devices=[device]), storage=storage, copies=None,
+        fitness=SimpleNamespace(started=lambda: None), draining=threading.Event(),
+    )  # fmt: skip
+    lease: Any = SimpleNamespace(stop=StopAsked(save=False), fenced=False)
+    writer: Any = SimpleNamespace(put=lambda _: None, persist=lambda work: work(), progress=None)
+    supervisor.attempt(host, run, lease, writer)
+    assert whole.is_dir() and not half.exists()

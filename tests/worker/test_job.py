@@ -20,10 +20,13 @@ from app.runs.models import Run
 from app.storage import Storage
 from tests.factories import Trainer, make_model
 from tests.rows import add_run, run_row
+from worker.fetching import Patience
 from worker.job import Job, JobError, prepare
 from worker.training import manifest
 
 CPU = {"kind": "cpu", "index": 0, "id": "cpu-0"}
+WAITS = Patience(lambda: False, lambda _: None)
+"""A run that nobody wants to end."""
 
 
 class Host:
@@ -63,10 +66,10 @@ class Lab:
         self.ids[step] = self.trainer.checkpoint(step, manifest_sha256=digest, metrics={"best_loss": float(step)})
         return attempt / f"checkpoint-{step}"
 
-    def next_attempt(self) -> tuple[Job, dict[str, Any]]:
+    def next_attempt(self, patience: Patience = WAITS) -> tuple[Job, dict[str, Any]]:
         """Prepare it; answers the job and what its file says."""
         self.trainer = self.trainer.retry()
-        job = prepare(self.host, run_row(self.engine, self.trainer.run_id), CPU)
+        job = prepare(self.host, run_row(self.engine, self.trainer.run_id), CPU, patience)
         return job, json.loads(job.path.read_text())
 
     def bad_reasons(self) -> dict[int, str | None]:
@@ -132,7 +135,7 @@ def test_a_run_that_resumes_another_never_starts_anew_by_itself(lab: Lab) -> Non
         connection.execute(update(Run).where(Run.id == child.id).values(dataset_id=_dataset_of(lab)))
     lab.trainer = Trainer(lab.engine, child.id)
     with pytest.raises(JobError) as refused:
-        prepare(lab.host, run_row(lab.engine, child.id), CPU)
+        prepare(lab.host, run_row(lab.engine, child.id), CPU, WAITS)
     assert refused.value.code == "config_error"
     assert '{"from": "start"}' in refused.value.message
 
@@ -183,7 +186,7 @@ def test_a_worker_that_has_lost_the_run_judges_no_checkpoint_and_sweeps_nothing_
     lab.trainer = lab.trainer.retry()
     saving = lab.storage.attempt_dir(lab.trainer.run_id, lab.trainer.attempt) / ".checkpoint-20.tmp"
     saving.mkdir(parents=True)
-    prepare(lab.host, stale, CPU)
+    prepare(lab.host, stale, CPU, WAITS)
     assert saving.is_dir()
     assert lab.bad_reasons() == {10: None}
 
@@ -225,7 +228,7 @@ def _prepared(lab: Lab, config: dict[str, Any]) -> tuple[Job, dict[str, Any]]:
     with lab.engine.begin() as connection:
         connection.execute(update(Run).where(Run.id == run.id).values(dataset_id=_dataset_of(lab)))
     lab.trainer = Trainer(lab.engine, run.id)
-    job = prepare(lab.host, run_row(lab.engine, run.id), CPU)
+    job = prepare(lab.host, run_row(lab.engine, run.id), CPU, WAITS)
     return job, json.loads(job.path.read_text())
 
 

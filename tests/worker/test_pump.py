@@ -12,6 +12,7 @@ import pytest
 from sqlalchemy import Engine, event, func, select
 from sqlalchemy.exc import OperationalError, ProgrammingError
 
+from app.actions.models import RunAction
 from app.checkpoints.models import Checkpoint
 from app.config import Settings
 from app.db import sync_engine
@@ -322,3 +323,23 @@ def test_a_checkpoint_that_is_told_of_behind_later_steps_has_the_best_loss_of_it
     assert [(row.step, row.metrics["best_loss"]) for row in rows] == [(2, 2.5), (4, 1.5)]
     row = run_row(lab.engine, lab.run.id)
     assert (row.current_step, row.best_loss, row.checkpoint_step) == (5, 1.0, 4)
+
+
+class TestAnActionThatIsDoneOnceMore:
+    """By an attempt that goes on from an earlier step."""
+
+    @pytest.mark.parametrize("again", ["failed", "refused", "done"])
+    def test_is_told_and_keeps_its_result_where_it_does_not_work_any_more(self, lab: Lab, again: str) -> None:
+        row = {"id": "act_1", "run_id": lab.run.id, "action": "sample"}
+        with lab.engine.begin() as connection:
+            connection.execute(RunAction.__table__.insert().values(row))  # type: ignore[attr-defined]
+        lab.says("action", id="act_1", action="sample", step=1, status="done", result={"samples": ["first"]})
+        result = {"samples": ["again"]} if again == "done" else None
+        lab.says("action", id="act_1", action="sample", step=1, status=again, result=result, message="so it was")
+        lab.writer.drain()
+        with lab.engine.connect() as connection:
+            kept = connection.execute(select(RunAction.status, RunAction.result)).one()
+        assert kept.status == "done"
+        assert kept.result == {"samples": ["again" if again == "done" else "first"]}
+        told = [data["status"] for kind, data in lab.events() if kind == "action"]
+        assert told == ["done", again]

@@ -16,7 +16,7 @@ from tests.factories import make_model
 from tests.rows import add_run, add_worker, claim, run_row
 from tests.stack import Stack
 from tests.worker.launching import CPU, Said, start_launcher
-from tests.worker.test_job import Host
+from tests.worker.test_job import WAITS, Host
 from tests.worker.trainers import write_job
 from worker.job import Job, JobError, prepare
 
@@ -44,7 +44,7 @@ def prepared(settings: Settings, engine: Engine, base_model: str, **config: Any)
     file.parent.mkdir(parents=True)
     file.write_text('{"text": "a"}\n')
     claimed = claim(engine, add_worker(engine, backends=["celery"]), backends=("celery",))
-    return prepare(host, run_row(engine, claimed.id), CPU)  # type: ignore[arg-type]
+    return prepare(host, run_row(engine, claimed.id), CPU, WAITS)  # type: ignore[arg-type]
 
 
 def files_with(text: str, *roots: Path) -> list[Path]:

@@ -36,6 +36,8 @@ class Actions:
         self._run = trainer.run
         self._again: deque[Asked] = deque(self._run.job.get("actions", ()))
         self._saves: list[Asked] = []
+        self._on_the_way: list[Asked] = []
+        """What the checkpoint that was begun last answers."""
         self._evaluations: list[Asked] = []
         self._do: dict[str, Callable[[Asked, TrainerControl], None]] = {
             "checkpoint": self._checkpoint,
@@ -90,10 +92,15 @@ class Actions:
     def saved(self) -> dict[str, Any]:
         """What a checkpoint that is being told answers, as fields of its record."""
         answered, self._saves = self._saves, []
+        self._on_the_way = answered
         return {
             "actions": [{"id": one["id"], "action": one["action"]} for one in answered],
             "pinned": any(one["parameters"].get("pin") for one in answered),
         }
+
+    def save_again(self) -> None:
+        """The checkpoint that was told last never came: the next one answers what was asked of it."""
+        self._saves, self._on_the_way = [*self._on_the_way, *self._saves], []
 
     def not_saved(self, why: str) -> None:
         """The checkpoint that was asked for does not come."""
@@ -147,6 +154,10 @@ class Actions:
         total = max(total, run.config.min_steps or 0)
         if total <= before:
             raise Refused(f"The run is to have {before} steps already, and this would be {total}; name more.")
+        stop = run.config.stop_at_step
+        # What an earlier attempt has done already is done again, or this one would have another schedule.
+        if "step" not in asked and stop is not None and run.state.first_step < stop < total:
+            raise Refused(f"The run ends at step {stop}, which is its `stop_at_step`, and not at {total}.")
         changed = {"max_steps": total} if epochs is None else {"max_steps": None, "epochs": epochs}
         following = self._change(total_steps=total, **changed)
         trainer.state.max_steps = total

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from worker.training.failures import TrainingFailure, classify
+from worker.training.failures import OUT_OF_MEMORY, TrainingFailure, classify
 from worker.training.pulse import Alive
 
 _LOOK_SECONDS = 0.2
@@ -24,7 +24,9 @@ class InFlight:
     no hang either.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_lack: Callable[[int | None, str], None]) -> None:
+        """`on_lack` hears, in the loop, of the step whose checkpoint the machine had too little memory for, and why."""
+        self._on_lack = on_lack
         self._thread: threading.Thread | None = None
         self._failure: TrainingFailure | None = None
         self._step: int | None = None
@@ -61,11 +63,17 @@ class InFlight:
     def check(self) -> None:
         """Raise what the thread failed with, once it is known; waits for nothing.
 
+        That the machine lacked memory for it is told, and no failure: nothing of the training would mend it, and the
+        loop can write without.
+
         Raises:
             TrainingFailure: with a stable code.
         """
         failure, self._failure = self._failure, None
-        if failure is not None:
+        if failure is not None and failure.code == OUT_OF_MEMORY:
+            step, self._step = self._step, None  # it is not on the disk
+            self._on_lack(step, failure.message)
+        elif failure is not None:
             raise failure
 
     def wait(self, alive: Alive, on_long: Callable[[float], None] = lambda _: None) -> None:

@@ -44,6 +44,7 @@ def save(trainer: "Faithful") -> bool:
         run.report.phase("saving")
     try:
         saving.in_flight.wait(run.report.alive, saving.tell_long_wait)
+        saving.ask_again(trainer)
         if saving.in_flight.step == trainer.state.global_step:
             return waits  # this very state is on the disk by now
         if saving.has_room(trainer, on_the_way):
@@ -84,7 +85,7 @@ class Saving:
     """What the checkpoints of one trainer share."""
 
     def __init__(self, run: Run) -> None:
-        self.in_flight = InFlight()
+        self.in_flight = InFlight(self._lacked_memory)
         self.gatherer = Gatherer()
         self.keeper = Keeper(run)
         self.kept_step = int((run.job.get("resume_from") or {}).get("step", 0))
@@ -94,6 +95,7 @@ class Saving:
         self._memory = HostMemory()
         self._is_prepared = run.is_probe  # which saves nothing
         self._has_told_wait = self._has_told_memory = False
+        self._writes_in_the_loop = self._is_one_short = False
 
     def stepped(self, trainer: "Faithful") -> None:
         """An optimizer step is done: make memory ready after the first one, and hear of what failed meanwhile.
@@ -103,6 +105,7 @@ class Saving:
         """
         if self._run.stop_requested is None:  # else the end hears of it, which may do without
             self.in_flight.check()
+            self.ask_again(trainer)
         self.keeper.check()
         if not self._is_prepared:
             self._is_prepared = True
@@ -137,6 +140,24 @@ class Saving:
             line = f"The checkpoint of step {self.in_flight.step} could not be written. {failure.message}"
             self._run.report.message(line, "warning")
 
+    def _lacked_memory(self, step: int | None, why: str) -> None:
+        """The machine had too little memory to write a checkpoint while training went on; from now on that waits."""
+        self._writes_in_the_loop = self._is_one_short = True
+        self._memory.release()
+        line = (
+            f"The checkpoint of step {step} could not be written while training went on: the machine is short of "
+            f"memory ({why.partition('. ')[0]}). It is left out, and training waits while the next ones are written."
+        )
+        self._run.report.message(line, "warning")
+        if step is not None:
+            self._run.state.left_out(step)
+
+    def ask_again(self, trainer: "Faithful") -> None:
+        """What was to be answered by a checkpoint that could not be written is answered by the next one."""
+        if self._is_one_short:
+            self._is_one_short = False
+            trainer.actions.save_again()
+
     def has_room(self, trainer: "Faithful", on_the_way: bool) -> bool:
         """Whether the disk has room for the checkpoint of this moment; one on the way without is left out, and told.
 
@@ -169,6 +190,9 @@ class Saving:
 
     def copied(self, snapshot: Snapshot) -> Snapshot | None:
         """A copy of it in host memory; None where there is too little of that, which is told once."""
+        if self._writes_in_the_loop:
+            self._run.report.phase("saving")
+            return None
         try:
             return snapshot.copied_to(self._memory)
         except TooLittleMemory as error:

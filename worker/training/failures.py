@@ -4,6 +4,7 @@ import errno
 from collections.abc import Iterator
 from typing import Any
 
+OUT_OF_MEMORY = "out_of_memory"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FULL_WORDS = (
     "no space left on device", "os error 28", "disk quota exceeded", "file too large", "os error 27",
@@ -49,7 +50,7 @@ def classify(error: BaseException) -> TrainingFailure:
             isinstance(cause, RuntimeError) and any(word in text for word in _MEMORY_WORDS)
         ):
             return TrainingFailure(
-                "out_of_memory",
+                OUT_OF_MEMORY,
                 f"Out of memory: {str(cause)[:500]}. Lower `batch_size` (and raise "
                 "`gradient_accumulation_steps`) or `max_seq_length`. Method `rlhf` writes all completions of a step at "
                 "once: there lower both, or `rlhf.max_completion_length`.",

@@ -90,10 +90,17 @@ class HostMemory:
         assert self._map is not None  # noqa: S101 - held above
         return self._map
 
-    def _hold(self, size: int) -> None:
+    def release(self) -> None:
+        """Give back what is held; the copies must not be used any more."""
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
         if self._map is not None and self._is_pinned:
             torch.cuda.cudart().cudaHostUnregister(torch.frombuffer(self._map, dtype=torch.uint8).data_ptr())
-        self._map, self._is_pinned, self._may_pin = None, False, True  # first of all the old one goes
+        self._map, self._is_pinned, self._may_pin = None, False, True
+
+    def _hold(self, size: int) -> None:
+        self.release()  # first of all the old one goes
         try:
             self._map = mmap.mmap(-1, max(size, mmap.PAGESIZE))
         except OSError as error:  # a limit on the address space, or a kernel that promises no more than it has

@@ -40,12 +40,6 @@ class Snapshot:
     histories: list[Callable[[Path], None]] = field(default_factory=list)
     """Each puts a file with the lines so far into a folder."""
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of all tensors, each place in memory once."""
-        places: dict[Any, int] = {(one.device, one.data_ptr(), one.nbytes): one.nbytes for one in self._tensors()}
-        return sum(places.values()) + sum(map(len, self.files.values()))
-
     def copied_to(self, memory: HostMemory) -> "Snapshot":
         """The same, which training does not change any more.
 

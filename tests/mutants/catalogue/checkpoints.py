@@ -129,7 +129,7 @@ MUTANTS = (
         changes=(
             Change(
                 "worker/job.py",
-                "        wrong = manifest.verify(place, checkpoint.manifest_sha256)\n",
+                "        wrong = manifest.verify(place, checkpoint.manifest_sha256, patience.check)\n",
                 "        wrong: list[str] = []\n",
             ),
         ),
@@ -188,9 +188,20 @@ MUTANTS = (
         promises=(12,),
         about="Clean-up keeps the oldest checkpoints instead of the newest.",
         changes=(
-            Change(_RETENTION, "there.order_by(one.step.desc(), one.id.desc())", "there.order_by(one.step, one.id)"),
+            Change(
+                _RETENTION, "there.order_by(one.attempt.desc(), one.step.desc()", "there.order_by(one.attempt, one.step"
+            ),
         ),
         test=f"{_KEPT}::test_the_furthest_are_kept_and_the_others_go[1-steps0]",
+    ),
+    Mutant(
+        name="clean-up-goes-by-steps-alone",
+        promises=(12,),
+        about="What an attempt saves goes at once where an earlier one was further, and the next begins anew.",
+        changes=(
+            Change(_RETENTION, "there.order_by(one.attempt.desc(), one.step.desc()", "there.order_by(one.step.desc()"),
+        ),
+        test=f"{_KEPT}::test_what_an_attempt_saves_stays_however_far_an_earlier_one_was[1-saved0]",
     ),
     Mutant(
         name="clean-up-takes-the-best",

@@ -160,6 +160,24 @@ def test_what_cannot_be_done_is_refused_and_training_goes_on(
     assert done.result["outcome"] == "completed" and done.result["step"] == 3
 
 
+@pytest.mark.parametrize(("first", "stop", "refused"), [(0, 15, True), (0, 20, False), (15, 15, False)])
+def test_more_steps_than_until_its_stop_are_refused(tmp_path: Path, first: int, stop: int, refused: bool) -> None:
+    told: list[dict[str, Any]] = []
+    waiting = [{"id": "a", "action": "extend", "parameters": {"epochs": 2}}]
+    report: Any = SimpleNamespace(action=lambda *_, **outcome: told.append(outcome))
+    control: Any = SimpleNamespace(take_action=lambda: waiting.pop() if waiting else None)
+    nothing: Any = None
+    config = TrainingConfig(base_model="tiny", stop_at_step=stop)
+    run = Run({"output_dir": str(tmp_path)}, config, set(), Machine(), report, control, nothing, steps_in_a_pass=10)
+    run.state.first_step = first
+    state = SimpleNamespace(global_step=first + 1, epoch=0.1, max_steps=10)
+    trainer: Any = SimpleNamespace(run=run, state=state)
+    Actions(trainer).take(TrainerControl())
+    # One that is not refused comes further, to what this trainer does not have.
+    assert told[0]["status"] == ("refused" if refused else "failed")
+    assert ("ends at step 15, which is its `stop_at_step`" in told[0]["message"]) is refused
+
+
 def test_evaluations_that_were_only_asked_for_neither_end_a_run_nor_save_its_best(
     forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
 ) -> None:

@@ -45,6 +45,11 @@ def manifest_hash(folder: Path) -> str:
     return hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
 
 
+def never_short(_: int | None, why: str) -> None:
+    """For what never lacks memory."""
+    pytest.fail(why)
+
+
 class TestWhileTrainingGoesOn:
     @pytest.mark.parametrize(
         "method", [{}, {"method": "qlora", "lora_r": 4, "optim": "adamw_8bit"}], ids=["full", "qlora"]
@@ -65,6 +70,21 @@ class TestWhileTrainingGoesOn:
             again = forks.run(job)
             assert again.steps == {n: line for n, line in done.steps.items() if n > step}
             assert (weights(again), figures(again)) == (weights(done), figures(done))
+
+    def test_too_little_memory_to_write_costs_that_checkpoint_and_training_waits_for_the_next_ones(
+        self, undisturbed: Outcome, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        asked = {"id": "act_1", "action": "checkpoint", "parameters": {"pin": True}, "step": 1}
+        job = make_job(tmp_path, tiny_model, chats, **CONFIG) | {"actions": [asked]}
+        done = forks.run(job, disk=json.dumps({"no_memory_at": 2}))
+        assert done.result["outcome"] == "completed", done.result
+        assert done.steps == undisturbed.steps and weights(done) == weights(undisturbed)
+        saved = [(one["step"], one["pinned"], len(one["actions"])) for one in done.of("checkpoint")]
+        assert saved == [(2, True, 1), (4, False, 0), (6, False, 0)], "what was asked for is answered by the next one"
+        (told,) = [one for one in done.of("message") if one["level"] == "warning" and "short of memory" in one["line"]]
+        assert "step 1 " in told["line"]
+        assert [record["name"] for record in done.of("phase")].count("saving") == 3
+        assert not list(tmp_path.rglob(".checkpoint-*"))
 
     def test_the_loop_is_said_to_save_only_while_it_waits(self, undisturbed: Outcome) -> None:
         phases = [record["name"] for record in undisturbed.of("phase")]
@@ -94,7 +114,7 @@ class TestWhileTrainingGoesOn:
 class TestInFlight:
     def test_while_the_loop_waits_each_sign_is_of_something_written(self) -> None:
         signs: list[int] = []
-        in_flight, stand_still, steps = InFlight(), threading.Event(), threading.Semaphore(0)
+        in_flight, stand_still, steps = InFlight(never_short), threading.Event(), threading.Semaphore(0)
 
         def write(alive: Any) -> None:
             while steps.acquire(timeout=10) and not stand_still.is_set():
@@ -117,7 +137,7 @@ class TestInFlight:
         def fail(_: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        in_flight = InFlight()
+        in_flight = InFlight(never_short)
         in_flight.begin(fail)
         with pytest.raises(TrainingFailure) as failed:
             in_flight.wait(nobody)
@@ -126,7 +146,7 @@ class TestInFlight:
 
     def test_a_failure_of_the_loop_comes_first_and_leaves_nothing_being_written(self) -> None:
         written: list[int] = []
-        in_flight, go_on = InFlight(), threading.Event()
+        in_flight, go_on = InFlight(never_short), threading.Event()
 
         def write(_: Any) -> None:
             go_on.wait(10)
@@ -139,7 +159,7 @@ class TestInFlight:
         assert written == [1]
 
     def test_what_is_not_wanted_any_more_ends_at_its_next_piece(self) -> None:
-        in_flight, pieces = InFlight(), []
+        in_flight, pieces = InFlight(never_short), []
 
         def write(alive: Any) -> None:
             while len(pieces) < 10_000_000:

@@ -18,7 +18,8 @@ _PLACES = ((safetensors.torch, "save_file"), (torch, "save"), (Path, "write_byte
 
 
 def begin(asked: dict[str, Any]) -> None:
-    """From now on in this process: `slow` seconds before each file of weights, death at call number `kill_at`."""
+    """From now on in this process: `slow` seconds before each file of weights, death at call number `kill_at`, and no
+    memory at call number `no_memory_at`."""
     calls = 0
 
     def instead_of(owner: Any, name: str) -> None:
@@ -31,6 +32,8 @@ def begin(asked: dict[str, Any]) -> None:
                 if calls == asked.get("kill_at"):
                     _leave_half(name, arguments)
                     os.kill(os.getpid(), signal.SIGKILL)
+                if calls == asked.get("no_memory_at"):
+                    raise MemoryError
                 if name == "save_file":
                     _NEVER.wait(asked.get("slow", 0))
             return call(*arguments, **options)

@@ -1,0 +1,55 @@
+"""A request to stop that becomes less while it is followed: each has its own time."""
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from worker.following import Following
+from worker.lease import StopAsked
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The monotonic clock, to be set."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_discard_late_in_a_stop_that_saves_has_its_own_seconds_and_no_more(now: list[float]) -> None:
+    sent: list[Any] = []
+    settings = SimpleNamespace(hang_seconds=1e9, save_grace_seconds=120.0)
+    host: Any = SimpleNamespace(settings=settings, draining=threading.Event())
+    lease: Any = SimpleNamespace(expired=False, stop=StopAsked(save=True))
+    pump: Any = SimpleNamespace(heard_at=now[0], has_begun=True, say=lambda *_: None)
+    process: Any = SimpleNamespace(send=lambda message: sent.append(message) or True)
+    nothing: Any = None
+    following = Following(host, lease, nothing, pump, process, nothing)
+
+    def killed_at(second: float) -> bool:
+        now[0] = 1000.0 + second
+        return following._reason_to_kill() == "stop"
+
+    assert not killed_at(0) and not killed_at(60)
+    lease.stop = StopAsked(save=False)
+    assert not killed_at(60.1) and not killed_at(65) and killed_at(65.2)
+    assert [one["stop"]["save"] for one in sent] == [True, False]
+
+
+def test_to_ask_for_the_same_once_more_gives_no_more_time(now: list[float]) -> None:
+    settings = SimpleNamespace(hang_seconds=1e9, save_grace_seconds=120.0)
+    host: Any = SimpleNamespace(settings=settings, draining=threading.Event())
+    host.draining.set()
+    lease: Any = SimpleNamespace(expired=False, stop=None)
+    pump: Any = SimpleNamespace(heard_at=now[0], has_begun=True, say=lambda *_: None)
+    process: Any = SimpleNamespace(send=lambda _: True)
+    nothing: Any = None
+    following = Following(host, lease, nothing, pump, process, nothing)
+    assert following._reason_to_kill() is None
+    now[0], lease.stop = 1100.0, StopAsked(save=True)
+    assert following._reason_to_kill() is None
+    now[0] = 1121.0
+    assert following._reason_to_kill() == "stop"
