@@ -43,14 +43,14 @@ async def speed(session: AsyncSession, config: TrainingConfig, device: tuple[str
     measured_on = await _measured_on(session, newest, device)
     if near := [one.tokens for one in measured_on if _is_like(one.told, config, work.length)]:
         rate = median(near)
-        said = f"{len(near)} earlier runs like this, of this model and method, did {rate:,.0f} tokens a second here"
+        said = f"{_earlier_runs(near)} like this, of this model and method, did {rate:,.0f} tokens a second here"
         return Speed(work.tokens / rate, "history", f"{said} (the median).")
     others = [
         one.operations for one in await _measured_on(session, await _others(session, config), device) if one.operations
     ]
     if others:
         rate = median(others)
-        said = f"{len(others)} earlier runs on this kind of device did {rate / 1e12:.3g} TFLOP/s (the median)"
+        said = f"{_earlier_runs(others)} on this kind of device did {rate / 1e12:.3g} TFLOP/s (the median)"
         return Speed(work.training / rate, "comparable", f"{said}, and this one does as many.")
     rate = ASSUMED_SPEED[device[0]]
     where = "GPU" if device[0] == "cuda" else "CPU"
@@ -166,3 +166,7 @@ _FIRST = text("""
         WHERE run_id = wanted.run_id AND seq <= :early AND type = 'config' ORDER BY seq LIMIT 1
     ) AS first
 """)
+
+
+def _earlier_runs(found: list[float]) -> str:
+    return f"{len(found)} earlier {'run' if len(found) == 1 else 'runs'}"

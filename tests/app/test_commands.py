@@ -283,10 +283,8 @@ class TestFollowing:
         watched = anneal("runs", "watch", trainer.run_id, code=code)
         ending.join()
         assert f"counting: {how} at step" in watched.stdout.splitlines()[-2]
-        assert (
-            anneal("runs", "watch", trainer.run_id, code=code).stdout.splitlines()[-2:]
-            == watched.stdout.splitlines()[-2:]
-        )
+        again = anneal("runs", "watch", trainer.run_id, code=code)
+        assert again.stdout.splitlines()[-2:] == watched.stdout.splitlines()[-2:]
         assert anneal("runs", "logs", "-f", trainer.run_id, code=code).stdout == ""
         if how == "failed":
             assert "internal: it broke" in watched.stdout

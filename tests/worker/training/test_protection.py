@@ -5,6 +5,7 @@ import math
 import random
 import string
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from transformers import AutoTokenizer
 from app.runs.config import TrainingConfig
 from tests.worker.training.tiny import Forks, Outcome, make_job, make_tiny_model, write_rows
 from worker.training.manifest import verify
-from worker.training.protection import Guard
+from worker.training.protection import Guard, Trouble
 
 POISON = "§§§§"
 ROW = 21
@@ -215,6 +216,18 @@ class TestJudge:
         guard, recent = self.guard(on_spike="stop"), [2 + 0.1 * math.sin(place) for place in range(64)]
         assert guard.judge(2.3, 1.0, recent) is None
         assert guard.judge(3.5, 1.0, recent).kind == "loss_spike"  # type: ignore[union-attr]
+
+    @pytest.mark.parametrize(("kept", "says"), [
+        (0, "Posted again with `on_non_finite` set to \"rewind\", a run goes back to its start"),
+        (40, "Resumed with `on_non_finite` set to \"rewind\", a run goes back to the checkpoint of step 40"),
+    ])  # fmt: skip
+    def test_a_run_that_ends_is_told_what_another_goes_back_to(self, kept: int, says: str) -> None:
+        trainer: Any = SimpleNamespace(
+            state=SimpleNamespace(global_step=41), step_rows=[], sequences_of=lambda _: [],
+            saving=SimpleNamespace(kept_step=kept),
+        )  # fmt: skip
+        failure = self.guard().failure(trainer, Trouble("non_finite", "the loss became nan"))
+        assert failure.repair is None and says in failure.message
 
     def test_none_at_the_start_and_none_unless_asked_for(self) -> None:
         assert self.guard(on_spike="stop").judge(9.0, 1.0, [2.0] * 15) is None
