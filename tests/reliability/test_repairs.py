@@ -163,6 +163,7 @@ class TestPostmortem:
     @pytest.mark.parametrize(("message", "before", "changes"), [
         ("No row did.", Before([6.9, 4.2, 25.0], has_checkpoint=True), {"learning_rate": 1.0}),
         ("No row did.", Before(), {"learning_rate": 1.0}),
+        ("`eval_loss` of the evaluation at step 4 is nan.", Before(has_checkpoint=True), {"learning_rate": 1.0}),
         ("No row did.", Before([6.9, 6.8], has_checkpoint=True), {"on_non_finite": "rewind"}),
         ("Row 7 stands out when put through the model alone.", Before([6.9, 6.8]), {"on_non_finite": "rewind"}),
         ("Row 7 stands out when put through the model alone.", Before([6.9, 25.0]), {"learning_rate": 1.0}),

@@ -238,13 +238,17 @@ class TestBest:
         self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
     ) -> None:
         config = {"method": "full", "max_seq_length": 64, "learning_rate": 1e-2, "max_steps": 7, "eval_split": 0.2}
-        done = forks.run(make_job(tmp_path, tiny_model, chats, save_steps=2, eval_steps=3, **config))
+        done = forks.run(make_job(tmp_path, tiny_model, chats, save_steps=2, eval_steps=3, logging_steps=2, **config))
         told = {record["step"]: record["metrics"]["eval_loss"] for record in done.of("eval")}
         saved = {record["step"]: (record["kind"], record["metrics"]["eval_loss"]) for record in done.of("checkpoint")}
         assert saved == {
             2: ("periodic", None), 3: ("best", told[3]), 4: ("periodic", None), 6: ("periodic", told[6]),
             7: ("final", told.get(7)),
         }  # fmt: skip
+        logged = {record["step"]: record["loss"] for record in done.of("metric")}
+        for record in done.of("checkpoint"):
+            before = [loss for step, loss in logged.items() if step <= record["step"]]
+            assert (record["metrics"]["loss"], record["metrics"]["best_loss"]) == (before[-1], min(before))
 
     def test_an_evaluation_that_is_no_number_ends_the_run_and_is_nobodys_best(self, tmp_path: Path) -> None:
         config = TrainingConfig(base_model="tiny")
