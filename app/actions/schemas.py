@@ -2,8 +2,9 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, RootModel, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, RootModel, StringConstraints, model_validator
 
+from app.runs.fields import Steps
 from app.wire import Moment
 
 MOST_CHARACTERS = 8_000
@@ -62,7 +63,7 @@ class ExtendAction(_Action):
     """Train longer than planned."""
 
     action: Literal["extend"]
-    max_steps: int | None = Field(default=None, ge=1, le=100_000_000, description="Optimizer steps in all.")
+    max_steps: Steps | None = Field(default=None, description="Optimizer steps in all.")
     epochs: float | None = Field(default=None, gt=0, le=10_000, description="Passes over the data in all.")
 
     @model_validator(mode="after")
@@ -75,7 +76,16 @@ class ExtendAction(_Action):
 AnyAction = CheckpointAction | EvaluateAction | SampleAction | SetLearningRateAction | ExtendAction
 
 
-class ActionCreate(RootModel[Annotated[AnyAction, Field(discriminator="action")]]):
+_NAMES = ", ".join(f"`{one.model_fields['action'].annotation.__args__[0]}`" for one in AnyAction.__args__)
+_BY_NAME = Discriminator(
+    "action",
+    custom_error_type="unknown_action",
+    custom_error_message=f"must be one of {_NAMES}",
+    custom_error_context={"field": "action"},
+)
+
+
+class ActionCreate(RootModel[Annotated[AnyAction, _BY_NAME]]):
     """What is to be done between two steps of a run."""
 
     model_config = ConfigDict(json_schema_extra={"example": {"action": "checkpoint", "pin": True}})

@@ -68,7 +68,8 @@ async def estimate_run(
 
 
 async def _subject(session: AsyncSession, settings: Settings, storage: Storage, body: RunToEstimate) -> service.Subject:
-    found = await examine(session, settings, storage, RULES, body)
+    # To know what it takes before its weights are downloaded is what an estimate is for; a probe loads them.
+    found = await examine(session, settings, storage, RULES, body, needs_weights=body.probe)
     if found.errors or found.config is None:
         raise refusal(found.errors)
     if body.probe and not RULES[body.backend].loads_model:
