@@ -1,8 +1,10 @@
 """Actions on the wire."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, RootModel, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, Field, RootModel, StringConstraints, model_validator
+from pydantic_core import PydanticCustomError
 
 from app.runs.fields import Steps
 from app.wire import Moment
@@ -76,19 +78,21 @@ class ExtendAction(_Action):
 AnyAction = CheckpointAction | EvaluateAction | SampleAction | SetLearningRateAction | ExtendAction
 
 
-_NAMES = ", ".join(f"`{one.model_fields['action'].annotation.__args__[0]}`" for one in AnyAction.__args__)
-_BY_NAME = Discriminator(
-    "action",
-    custom_error_type="unknown_action",
-    custom_error_message=f"must be one of {_NAMES}",
-    custom_error_context={"field": "action"},
-)
+Name = Literal["checkpoint", "evaluate", "sample", "set_learning_rate", "extend"]
 
 
-class ActionCreate(RootModel[Annotated[AnyAction, _BY_NAME]]):
+class ActionCreate(RootModel[Annotated[AnyAction, Field(discriminator="action")]]):
     """What is to be done between two steps of a run."""
 
     model_config = ConfigDict(json_schema_extra={"example": {"action": "checkpoint", "pin": True}})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, asked: Any) -> Any:
+        if isinstance(asked, Mapping) and asked.get("action") not in get_args(Name):
+            names = ", ".join(f"`{name}`" for name in get_args(Name))
+            raise PydanticCustomError("unknown_action", "must be one of {names}", {"names": names, "field": "action"})
+        return asked
 
 
 class ActionRead(BaseModel):
@@ -116,7 +120,7 @@ class ActionRead(BaseModel):
 
     id: str
     run_id: str
-    action: Literal["checkpoint", "evaluate", "sample", "set_learning_rate", "extend"]
+    action: Name
     parameters: dict[str, Any]
     status: Literal["waiting", "done", "refused", "failed"] = Field(
         description="`refused`: it was not even tried, `failed`: it did not work; `message` says why."

@@ -155,9 +155,7 @@ def _rows(config: TrainingConfig, data: Data) -> int:
     return max(data.rows - held, 1)
 
 
-def _in_steps(
-    config: TrainingConfig, rows: int, mean: float, largest: int, most: int, assumed: list[str]
-) -> Course:
+def _in_steps(config: TrainingConfig, rows: int, mean: float, largest: int, most: int, assumed: list[str]) -> Course:
     each = config.batch_size * config.gradient_accumulation_steps
     sequences = math.ceil(rows * mean / most) if config.packing else rows
     if config.method is TrainingMethod.rlhf:

@@ -158,7 +158,9 @@ def _of_architecture(folder: Path, config: Mapping[str, Any]) -> list[BaseModelE
     missing = [name for name in names if isinstance(name, str) and not _is_among(name, there)]
     if not missing:
         return []
-    message = f"`target_modules`: this model has no module {', '.join(missing)[:200]}; leave it out for all linear ones."
+    message = (
+        f"`target_modules`: this model has no module {', '.join(missing)[:200]}; leave it out for all linear ones."
+    )
     return [BaseModelError("target_modules", message)]
 
 

@@ -36,6 +36,7 @@ from app.storage import Storage
 from app.workers.models import Device, Worker
 from app.workers.service import FRESH_LEASES
 
+
 @dataclass
 class Examined:
     """A request with everything that was found out about it; `config` is there when it has no errors."""

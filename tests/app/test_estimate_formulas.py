@@ -1,5 +1,6 @@
 """Figures of estimates by formula alone: no database, no model, no training."""
 
+from dataclasses import fields
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from app.estimates import architecture, planner, schemas
 from app.estimates.activations import Precision, activations
 from app.estimates.architecture import Architecture, UnknownArchitecture
-from app.estimates.memory import memory
+from app.estimates.memory import Components, memory
 from app.estimates.parameters import CannotTrain, total, trained
 from app.estimates.plan import Data, attention_of, plan
 from app.estimates.work import left_out, work
@@ -215,7 +216,6 @@ class TestAdvice:
         assert "`lora_r: 16` with `load_in_4bit: false`" in said[0]
         assert "`lora_r: 16` with `load_in_4bit: true`" in said[1]
 
-
     @pytest.mark.parametrize("steps", [256, 30_000, 65_536])
     def test_stays_within_what_a_field_may_be(self, steps: int) -> None:
         model = architecture.read(LLAMA)
@@ -363,3 +363,10 @@ def test_advice_for_several_devices_walks_through_each_change_once(monkeypatch: 
 def test_an_estimate_of_another_version_is_none(document: dict[str, Any]) -> None:
     assert schemas.stored(document) is None
     assert schemas.stored(dict(schemas.EXAMPLE)) is not None
+
+
+def test_memory_comes_in_the_order_of_the_model_however_it_was_kept() -> None:
+    memory: Any = schemas.MEMORY
+    found = schemas.stored({**schemas.EXAMPLE, "memory_mb": dict(sorted(memory.items(), reverse=True))})
+    assert found is not None and found.memory_mb is not None
+    assert list(found.memory_mb) == [*(one.name for one in fields(Components)), "total"]
