@@ -76,4 +76,4 @@ async def _subject(session: AsyncSession, settings: Settings, storage: Storage, 
         message = f"backend `{body.backend}` loads no model, so there is nothing to measure; leave `probe` out"
         raise invalid([FieldError(field="probe", code="not_supported", message=message)])
     data = await service.data_of(session, body.dataset_id)
-    return service.Subject(found.config, found.given, body.backend, data)
+    return service.Subject(found.config, found.given, body.backend, data, RULES[body.backend].loads_model)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
@@ -53,6 +52,8 @@ class Subject:
     given: list[str]
     backend: str
     data: Data
+    loads_model: bool = True
+    """Whether the backend does; without a model there is nothing to tell."""
 
 
 class _NoConfig(Exception):
@@ -111,13 +112,11 @@ def by_formula(
     Reads the model's files and computes for some ten milliseconds: for a thread. `thorough`: for every device, with
     what would make the run fit, and the work.
     """
-    try:
-        options = subject.config.trainer_options
-    except ValidationError:  # the options of another trainer, such as that of `fake`
+    if not subject.loads_model:
         reason = f"Backend `{subject.backend}` loads no model, so there is nothing to tell."
         return _unknown(known.devices, reason, None), None
     for kind in ("recipe", "model_factory"):
-        if plugin := getattr(options, kind):
+        if plugin := getattr(subject.config.trainer_options, kind):
             reason = f"`extra.{kind}` names `{plugin.type}`, which is the operator's own: only it knows what it takes."
             return _unknown(known.devices, reason, None if kind == "recipe" else subject), None
     try:
