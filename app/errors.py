@@ -186,6 +186,8 @@ def from_validation(problems: Sequence[Any]) -> list[FieldError]:
         if location and location[0] in ("body", "query", "path", "header", "cookie"):
             location = location[1:]
         message = str(item["msg"]).removeprefix("Value error, ")
+        if named := item.get("ctx", {}).get("field"):
+            location.append(str(named))  # the one that tells what the rest is to be
         if item["type"] == "json_invalid":
             location, message = [], f"the body is not JSON: {item.get('ctx', {}).get('error', message)}"
         found.append(

@@ -1,9 +1,12 @@
 """Actions on the wire."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, RootModel, StringConstraints, model_validator
+from pydantic_core import PydanticCustomError
 
+from app.runs.fields import Steps
 from app.wire import Moment
 
 MOST_CHARACTERS = 8_000
@@ -62,7 +65,7 @@ class ExtendAction(_Action):
     """Train longer than planned."""
 
     action: Literal["extend"]
-    max_steps: int | None = Field(default=None, ge=1, le=100_000_000, description="Optimizer steps in all.")
+    max_steps: Steps | None = Field(default=None, description="Optimizer steps in all.")
     epochs: float | None = Field(default=None, gt=0, le=10_000, description="Passes over the data in all.")
 
     @model_validator(mode="after")
@@ -75,10 +78,21 @@ class ExtendAction(_Action):
 AnyAction = CheckpointAction | EvaluateAction | SampleAction | SetLearningRateAction | ExtendAction
 
 
+Name = Literal["checkpoint", "evaluate", "sample", "set_learning_rate", "extend"]
+
+
 class ActionCreate(RootModel[Annotated[AnyAction, Field(discriminator="action")]]):
     """What is to be done between two steps of a run."""
 
     model_config = ConfigDict(json_schema_extra={"example": {"action": "checkpoint", "pin": True}})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, asked: Any) -> Any:
+        if isinstance(asked, Mapping) and asked.get("action") not in get_args(Name):
+            names = ", ".join(f"`{name}`" for name in get_args(Name))
+            raise PydanticCustomError("unknown_action", "must be one of {names}", {"names": names, "field": "action"})
+        return asked
 
 
 class ActionRead(BaseModel):
@@ -106,7 +120,7 @@ class ActionRead(BaseModel):
 
     id: str
     run_id: str
-    action: Literal["checkpoint", "evaluate", "sample", "set_learning_rate", "extend"]
+    action: Name
     parameters: dict[str, Any]
     status: Literal["waiting", "done", "refused", "failed"] = Field(
         description="`refused`: it was not even tried, `failed`: it did not work; `message` says why."

@@ -80,7 +80,11 @@ class CeleryBackend(TrainingBackend):
         given = sorted(given_fields(asked))
         options = asked if self.rules.options is None else {k: v for k, v in asked.items() if k != "extra"}
         subject = estimates.Subject(
-            TrainingConfig.model_validate(options), given, self.capabilities.name, Data(dataset_size, None)
+            TrainingConfig.model_validate(options),
+            given,
+            self.capabilities.name,
+            Data(dataset_size, None),
+            self.rules.loads_model,
         )
         settings, storage = self._around.settings, self._storage
         return await estimates.estimate(self._sessions, settings, storage, subject)
@@ -102,7 +106,7 @@ class CeleryBackend(TrainingBackend):
             if known is None:
                 made = await service.create(session, self._around, request, created_by=None, run_id=run.run_id)
         await self._queue.hint()
-        if made is not None:
+        if made is not None and self.rules.loads_model:
             await keep(self._sessions, self._around.settings, self._storage, made)
         return run.run_id
 

@@ -126,7 +126,7 @@ def read(config: Mapping[str, Any]) -> Architecture:
         known = ", ".join(sorted(FAMILIES))
         raise UnknownArchitecture(
             f"The model's family is {str(family)[:60]!r}, which cannot be counted from its config.json; known are "
-            f"{known}. A short run (`max_steps` 2) on the same device measures its memory."
+            f"{known}. With `probe: true` two steps on a worker measure it."
         )
     # A null means the same as silence, except where null is a choice of its own.
     said = {name: value for name, value in config.items() if value is not None or name == "attn_logit_softcapping"}
@@ -136,9 +136,31 @@ def read(config: Mapping[str, Any]) -> Architecture:
         if layers > _MOST_LAYERS:
             raise ValueError(f"{layers} layers are more than any model has")
         return _gpt2(whole) if family == "gpt2" else _rotary(family, whole)
+    except UnknownArchitecture:
+        raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        why = f"{type(error).__name__}: {str(error)[:200]}"
+        why = str(error)[:200] if isinstance(error, ValueError) else "some value is of a kind that it cannot have"
         raise UnknownArchitecture(f"The model's config.json does not describe a {family} model: {why}.") from error
+
+
+_POSITIVE = ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+_OF_GPT2 = ("n_embd", "n_head", "vocab_size", "n_positions")
+
+
+def impossible_size(config: Mapping[str, Any]) -> str | None:
+    """The first size of a known family's `config.json` with which no such model can be built, in words; None: none.
+
+    Less is refused than `read` passes over: only what is certain to fail.
+    """
+    family = config.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        return None
+    for name in _OF_GPT2 if family == "gpt2" else _POSITIVE:
+        value = config.get(name)
+        is_number = isinstance(value, int | float)
+        if value is not None and (not is_number or value < 1):
+            return f"`{name}` is {str(value)[:40]!r} and not a size"
+    return None
 
 
 def _rotary(family: str, said: Mapping[str, Any]) -> Architecture:

@@ -68,11 +68,12 @@ async def estimate_run(
 
 
 async def _subject(session: AsyncSession, settings: Settings, storage: Storage, body: RunToEstimate) -> service.Subject:
-    found = await examine(session, settings, storage, RULES, body)
+    # To know what it takes before its weights are downloaded is what an estimate is for; a probe loads them.
+    found = await examine(session, settings, storage, RULES, body, needs_weights=body.probe)
     if found.errors or found.config is None:
         raise refusal(found.errors)
     if body.probe and not RULES[body.backend].loads_model:
         message = f"backend `{body.backend}` loads no model, so there is nothing to measure; leave `probe` out"
         raise invalid([FieldError(field="probe", code="not_supported", message=message)])
     data = await service.data_of(session, body.dataset_id)
-    return service.Subject(found.config, found.given, body.backend, data)
+    return service.Subject(found.config, found.given, body.backend, data, RULES[body.backend].loads_model)

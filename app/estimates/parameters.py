@@ -62,6 +62,17 @@ def weights(model: Architecture, *, reward_head: bool = False) -> tuple[Weight, 
     return tuple(found)
 
 
+def modules(model: Architecture) -> frozenset[str] | None:
+    """Names of all modules that hold weights, and of those that hold them; None: not known for certain.
+
+    How experts are laid out differs from one version of transformers to another.
+    """
+    if model.experts is not None:
+        return None
+    paths = [one.name.split(".") for one in weights(model, reward_head=True)]
+    return frozenset({"lm_head", *(".".join(path[:end]) for path in paths for end in range(1, len(path) + 1))})
+
+
 def total(model: Architecture, *, reward_head: bool = False) -> int:
     """Parameters of the model without any adapter."""
     return sum(one.count for one in weights(model, reward_head=reward_head))

@@ -26,21 +26,31 @@ class Data:
     """Statistics of a tokenizer: mean and max of sequences; without `sequences` of rows, the prompt of a pair once."""
 
 
-@dataclass
-class Plan:
-    """A run in numbers; tokens without padding."""
+@dataclass(kw_only=True)
+class Course:
+    """What a run does with its data, whatever its model is; tokens without padding."""
 
-    batch: Batch
-    """Of the model, at its largest: of pairs both answers."""
     steps: int | None
     """None: nobody knows how many rows there will be."""
     tokens: int | None
     """In all steps; None: the same."""
     attended: float
     """Mean tokens that attention sees together: of a text, even where several share a sequence."""
+    largest: int
+    """Tokens of the longest sequence."""
+    rows: int | None = None
+    """Of a pass, or packed sequences; None: nobody knows how many there will be."""
     repeats: bool = False
     """Whether it goes through its rows more than once."""
     assumptions: list[str] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class Plan(Course):
+    """A run in numbers."""
+
+    batch: Batch
+    """Of the model, at its largest: of pairs both answers."""
 
 
 def attention_of(model: Architecture, config: TrainingConfig) -> Attention:
@@ -55,29 +65,59 @@ def longest(model: Architecture, config: TrainingConfig) -> int:
     return min(config.max_seq_length or 2**31, model.longest or 2**31)
 
 
-def micro_batch(model: Architecture, config: TrainingConfig, length: int) -> Batch:
-    """The largest micro-batch, where the longest sequence has `length` tokens."""
+def micro_batch(model: Architecture, config: TrainingConfig, length: int, rows: int | None) -> Batch:
+    """The largest micro-batch, where the longest sequence has `length` tokens.
+
+    `rows`: those that there are, or packed sequences; None: not known.
+    """
+    size = config.batch_size
+    # Data smaller than a batch are one smaller batch, except that `rlhf` writes as many completions as it is told to.
+    if rows is not None and config.method is not TrainingMethod.rlhf:
+        size = min(size, rows)
     if config.packing:
         room = longest(model, config)
         if config.trainer_options.packing_strategy == "wrapped":
-            return Batch(config.batch_size, room)
+            return Batch(size, room)
         # Packs lie one behind the other in one long sequence; without kernels for that a mask keeps texts apart.
         masked = not attention_of(model, config).startswith("flash")
-        return Batch(1, config.batch_size * room, masked=masked, positions_each=True)
-    sequences = config.batch_size * (2 if config.method in PREFERENCE else 1)
+        return Batch(1, size * room, masked=masked, positions_each=True)
+    sequences = size * (2 if config.method in PREFERENCE else 1)
     return Batch(sequences, length, masked=sequences > 1)
 
 
 def plan(model: Architecture, config: TrainingConfig, data: Data) -> Plan:
     """Of an effective configuration on a data set."""
-    assumed: list[str] = []
-    most = longest(model, config)
+    course = course_of(config, data, longest(model, config))
+    batch = micro_batch(model, config, course.largest, course.rows)
+    return Plan(**vars(course), batch=batch)
+
+
+def course_of(config: TrainingConfig, data: Data, most: int) -> Course:
+    """The way of an effective configuration through a data set, whose sequences may have `most` tokens."""
     if config.trainer_options.data_source is not None:
-        assumed.append(f"Some row is as long as `max_seq_length` allows ({most} tokens): a data source makes the rows.")
-        steps = None if config.max_steps is None else max(config.max_steps, config.min_steps or 0)
-        if steps is not None and config.stop_at_step is not None:
-            steps = min(steps, config.stop_at_step)
-        return Plan(micro_batch(model, config, max(most, 2)), steps, None, float(most), assumptions=assumed)
+        return _of_a_source(config, most)
+    assumed: list[str] = []
+    mean, largest = _lengths(config, data, most, assumed)
+    if config.method is TrainingMethod.rlhf:
+        mean, largest = mean + config.rlhf.max_completion_length, most
+        assumed.append("Completions are as long as `rlhf.max_completion_length` allows.")
+    mean = max(min(mean, most), 1.0)
+    if config.packing:
+        assumed.append("Packed sequences are full.")
+    return _in_steps(config, _rows(config, data), mean, max(min(largest, most), 2), most, assumed)
+
+
+def _of_a_source(config: TrainingConfig, most: int) -> Course:
+    """Nobody knows the rows that a data source makes."""
+    allowed = f"Some row is as long as `max_seq_length` allows ({most} tokens): a data source makes the rows."
+    steps = None if config.max_steps is None else max(config.max_steps, config.min_steps or 0)
+    if steps is not None and config.stop_at_step is not None:
+        steps = min(steps, config.stop_at_step)
+    return Course(steps=steps, tokens=None, attended=float(most), largest=max(most, 2), assumptions=[allowed])
+
+
+def _lengths(config: TrainingConfig, data: Data, most: int, assumed: list[str]) -> tuple[float, int]:
+    """Mean and most tokens of a sequence before it is cut; tells under `assumed` what they stand on."""
     pairs = config.method in PREFERENCE
     if data.tokens is not None:
         mean, largest = float(data.tokens["mean"]), int(data.tokens["max"])
@@ -106,35 +146,40 @@ def plan(model: Architecture, config: TrainingConfig, data: Data) -> Plan:
         if pairs:
             mean *= _OF_A_PAIR
             assumed.append(_EQUALLY)
-    if config.method is TrainingMethod.rlhf:
-        mean, largest = mean + config.rlhf.max_completion_length, most
-        assumed.append("Completions are as long as `rlhf.max_completion_length` allows.")
-    mean = max(min(mean, most), 1.0)
-    rows = max(round(data.rows * (1 - config.eval_split)), 1)
-    batch = micro_batch(model, config, max(min(largest, most), 2))
-    if config.packing:
-        assumed.append("Packed sequences are full.")
-    return _in_steps(config, batch, rows, mean, most, assumed)
+    return mean, largest
 
 
-def _in_steps(config: TrainingConfig, batch: Batch, rows: int, mean: float, most: int, assumed: list[str]) -> Plan:
+def _rows(config: TrainingConfig, data: Data) -> int:
+    """Rows that train: with `eval_split` one at least is held out, and one stays."""
+    held = max(round(data.rows * config.eval_split), 1) if config.eval_split > 0 else 0
+    return max(data.rows - held, 1)
+
+
+def _in_steps(config: TrainingConfig, rows: int, mean: float, largest: int, most: int, assumed: list[str]) -> Course:
     each = config.batch_size * config.gradient_accumulation_steps
+    sequences = math.ceil(rows * mean / most) if config.packing else rows
     if config.method is TrainingMethod.rlhf:
-        sequences, a_pass = each, max(rows * config.rlhf.num_generations // each, 1)
+        a_pass = max(rows * config.rlhf.num_generations // each, 1)
     else:
-        packed = math.ceil(rows * mean / most) if config.packing else rows
-        a_pass = math.ceil(math.ceil(packed / config.batch_size) / config.gradient_accumulation_steps)
-        sequences = min(each, packed) * (2 if config.method in PREFERENCE else 1)
-    by_epochs = math.ceil(config.epochs * a_pass)
-    steps = max(config.max_steps or by_epochs, config.min_steps or 0)
+        a_pass = math.ceil(math.ceil(sequences / config.batch_size) / config.gradient_accumulation_steps)
+    steps = max(config.max_steps or math.ceil(config.epochs * a_pass), config.min_steps or 0)
     repeats = steps > a_pass
-    length = min(mean, most) if not config.packing else float(most)
-    tokens = round(steps * sequences * length)
-    whole = config.max_steps is None and steps == by_epochs
-    if whole and config.method is not TrainingMethod.rlhf and not config.packing:
-        # The last step of a pass is smaller.
-        tokens = round(config.epochs * rows * length * (2 if config.method in PREFERENCE else 1))
-    if config.stop_at_step is not None and config.stop_at_step < steps:
-        tokens, steps = round(tokens * config.stop_at_step / steps), config.stop_at_step
+    steps = min(steps, config.stop_at_step or steps)
+    if config.method is TrainingMethod.rlhf:
+        tokens = steps * each * mean
+    else:
+        # The last step of a pass takes the rows that are left, so a pass is never more than all of them.
+        of_a_pass = rows * mean
+        passes, more = divmod(steps, a_pass)
+        tokens = passes * of_a_pass + min(more * each * (most if config.packing else mean), of_a_pass)
+        tokens *= 2 if config.method in PREFERENCE else 1
     one_stream = config.packing and config.trainer_options.packing_strategy == "wrapped"
-    return Plan(batch, steps, tokens, float(most) if one_stream else mean, repeats, assumed)
+    return Course(
+        steps=steps,
+        tokens=round(tokens),
+        attended=float(most) if one_stream else mean,
+        largest=largest,
+        rows=sequences,
+        repeats=repeats,
+        assumptions=assumed,
+    )

@@ -22,6 +22,10 @@ Needs = Callable[[Checkpointing], Memory]
 Value = bool | Literal["auto", "selective"]
 _RANK = 16
 """Of the adapter that is advised."""
+_MOST_MICRO_BATCHES: int = next(
+    bound.le for bound in TrainingConfig.model_fields["gradient_accumulation_steps"].metadata if hasattr(bound, "le")
+)
+"""Beyond this the configuration would be refused."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +88,9 @@ def first_that_fits(needs: Needs, room: int | None, choices: tuple[Checkpointing
         return Choice(one, found, False, "The memory of the device is not known.")
     have, need = _gigabytes(room), _gigabytes(found.peak)
     if fits:
-        reason = f"With it the run needs about {need} of the {have} that the device has."
+        reason = f"The run needs about {need} of the {have} that the device has."
     else:
-        reason = f"Even so the run needs about {need}, and the device has {have}."
+        reason = f"The run needs about {need}; the device has {have}, of which {ROOM:.0%} may be planned with."
     return Choice(one, found, fits, reason)
 
 
@@ -96,8 +100,12 @@ class Advice:
     None of it changes what the run learns towards.
     """
 
-    def __init__(self, model: Architecture, config: TrainingConfig, precision: Precision, length: int) -> None:
-        self._model, self._config, self._precision, self._length = model, config, precision, length
+    def __init__(
+        self, model: Architecture, config: TrainingConfig, precision: Precision, length: int, rows: int | None
+    ) -> None:
+        """`length` and `rows`: as `micro_batch` takes them."""
+        self._model, self._config, self._precision = model, config, precision
+        self._length, self._rows = length, rows
         self._known: list[tuple[str, Needs]] = []
         self._more = self._all()
 
@@ -119,16 +127,16 @@ class Advice:
         model, config, precision = self._model, self._config, self._precision
         for text, changed in _changes(config):
             loaded = Precision.of(changed, precision.device)
-            yield text, needed(model, changed, loaded, micro_batch(model, changed, self._length))
-        # A whole step stays as large as it was.
-        steps = config.gradient_accumulation_steps * config.batch_size
-        single = {"batch_size": 1, "gradient_accumulation_steps": steps, "gradient_checkpointing": "auto"}
+            yield text, needed(model, changed, loaded, micro_batch(model, changed, self._length, self._rows))
+        size, steps = _smallest_batch(config)
+        single = {"batch_size": size, "gradient_accumulation_steps": steps, "gradient_checkpointing": "auto"}
         least = max(64, config.rlhf.max_completion_length + 1 if config.method is TrainingMethod.rlhf else 0)
+        rows = None if config.packing else self._rows  # shorter ones hold less, so there are more of them
         shorter = self._length // 2
         while shorter >= least:
             changed = config.model_copy(update={**single, "max_seq_length": shorter})
-            text = f"`batch_size` 1, `gradient_accumulation_steps` {steps} and `max_seq_length` {shorter}"
-            yield text, needed(model, changed, precision, micro_batch(model, changed, shorter))
+            text = f"`batch_size` {size}, `gradient_accumulation_steps` {steps} and `max_seq_length` {shorter}"
+            yield text, needed(model, changed, precision, micro_batch(model, changed, shorter, rows))
             shorter //= 2
 
 
@@ -142,7 +150,7 @@ def _changes(config: TrainingConfig) -> Iterator[tuple[str, TrainingConfig]]:
         yield "`gradient_checkpointing: auto`", changed()
     steps = config.gradient_accumulation_steps
     for divisor in (2, 4, 8, 16, 32):
-        if config.batch_size % divisor == 0:
+        if config.batch_size % divisor == 0 and steps * divisor <= _MOST_MICRO_BATCHES:
             size = config.batch_size // divisor
             text = f"`batch_size` {size} with `gradient_accumulation_steps` {steps * divisor}"
             yield text, changed(batch_size=size, gradient_accumulation_steps=steps * divisor)
@@ -160,6 +168,14 @@ def _changes(config: TrainingConfig) -> Iterator[tuple[str, TrainingConfig]]:
     yield f"an adapter ({how}) in place of every weight", changed(lora_r=_RANK, load_in_4bit=False)
     how = "`method: qlora`" if full else "`lora_r: 16` with `load_in_4bit: true`"
     yield f"an adapter on a 4-bit base ({how}) in place of every weight", changed(lora_r=_RANK, **four_bit)
+
+
+def _smallest_batch(config: TrainingConfig) -> tuple[int, int]:
+    """The smallest micro-batch, and how many of them make a step that stays as large as it was."""
+    together = config.batch_size * config.gradient_accumulation_steps
+    sizes = (size for size in range(1, config.batch_size + 1) if together % size == 0)
+    size = next(size for size in sizes if together // size <= _MOST_MICRO_BATCHES)
+    return size, together // size
 
 
 def _gigabytes(size: int) -> str:

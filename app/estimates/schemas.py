@@ -1,8 +1,8 @@
 """Estimates on the wire."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.config import JsonDict
 
 MEMORY: JsonDict = {
@@ -18,11 +18,16 @@ EXAMPLE: JsonDict = {
     "fits": [
         {
             "device": _DEVICE, "fits": True, "total_mb": 16906.2, "gradient_checkpointing": "off",
-            "reason": "With it the run needs about 16.5 GiB of the 79.6 GiB that the device has.", "advice": [],
+            "reason": "The run needs about 16.5 GiB of the 79.6 GiB that the device has.", "advice": [],
         }
     ],
     "assumptions": ["The context of CUDA and its libraries takes 600 MiB before any tensor."], "unknown": [],
 }  # fmt: skip
+
+
+def _in_order(memory: dict[str, float]) -> dict[str, float]:
+    """Components as they are documented and `total` last, however the database has kept them."""
+    return {name: memory[name] for name in sorted(memory, key=(*MEMORY, *memory).index)}
 
 
 class Parameters(BaseModel):
@@ -83,7 +88,7 @@ class RunEstimate(BaseModel):
     model_config = ConfigDict(json_schema_extra={"example": EXAMPLE})
 
     parameters: Parameters | None
-    memory_mb: dict[str, float] | None = Field(
+    memory_mb: Annotated[dict[str, float], AfterValidator(_in_order)] | None = Field(
         description="MiB by component, and `total` at the highest moment of a step, at which not all are there at once."
     )
     device: EstimatedDevice = Field(description="What memory and time are told for.")

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
@@ -20,7 +19,7 @@ from app.estimates.architecture import Architecture, UnknownArchitecture, read
 from app.estimates.history import Speed, speed
 from app.estimates.memory import CONTEXT
 from app.estimates.parameters import CannotTrain, total, trained
-from app.estimates.plan import Data, longest, plan
+from app.estimates.plan import Data, course_of, longest, plan
 from app.estimates.schemas import (
     Confidence,
     Cost,
@@ -40,6 +39,7 @@ from app.workers.models import Device, Worker
 from app.workers.service import FRESH_LEASES
 
 _MOST_CONFIG_BYTES = 2**20
+_WITH_PARAMETERS = "It is not known without the parameters."
 # Each is some ten milliseconds of Python; one after the other they leave the requests their turns.
 _thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="estimates")
 
@@ -52,6 +52,8 @@ class Subject:
     given: list[str]
     backend: str
     data: Data
+    loads_model: bool = True
+    """Whether the backend does; without a model there is nothing to tell."""
 
 
 class _NoConfig(Exception):
@@ -110,21 +112,18 @@ def by_formula(
     Reads the model's files and computes for some ten milliseconds: for a thread. `thorough`: for every device, with
     what would make the run fit, and the work.
     """
-    try:
-        options = subject.config.trainer_options
-    except ValidationError:  # the options of another trainer, such as that of `fake`
-        return _unknown(
-            known.devices, f"Backend `{subject.backend}` loads no model, so there is nothing to tell."
-        ), None
+    if not subject.loads_model:
+        reason = f"Backend `{subject.backend}` loads no model, so there is nothing to tell."
+        return _unknown(known.devices, reason, None), None
     for kind in ("recipe", "model_factory"):
-        if plugin := getattr(options, kind):
+        if plugin := getattr(subject.config.trainer_options, kind):
             reason = f"`extra.{kind}` names `{plugin.type}`, which is the operator's own: only it knows what it takes."
-            return _unknown(known.devices, reason), None
+            return _unknown(known.devices, reason, None if kind == "recipe" else subject), None
     try:
         model = read(_config_json(settings, storage, subject.config, known.attempt))
         trained(model, resolve(subject.config, subject.given, None).config)
     except (_NoConfig, UnknownArchitecture, CannotTrain) as error:
-        return _unknown(known.devices, str(error)), None
+        return _unknown(known.devices, str(error), subject), None
     devices = known.devices or [EstimatedDevice(kind="cuda", name=None, memory_mb=None)]
     on: dict[str, _OnKind] = {}
     for device in devices if thorough else devices[:1]:
@@ -199,8 +198,10 @@ def _read(file: Path) -> dict[str, Any]:
         if file.stat().st_size > _MOST_CONFIG_BYTES:
             raise _NoConfig(f"{file.name} of the model is larger than any configuration.")
         found = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise _NoConfig(f"{file.name} of the model cannot be read: {type(error).__name__}.") from error
+    except OSError as error:
+        raise _NoConfig(f"{file.name} of the model cannot be read: {error.strerror or 'the file is gone'}.") from error
+    except (ValueError, RecursionError) as error:
+        raise _NoConfig(f"{file.name} of the model cannot be read: it is no JSON.") from error
     if not isinstance(found, dict):
         raise _NoConfig(f"{file.name} of the model is no object.")
     return found
@@ -222,7 +223,7 @@ class _OnKind:
         self.precision = Precision.of(self.config, kind)
         self._needs = planner.needed(model, self.config, self.precision, self.plan.batch)
         length = min(self.plan.batch.length, longest(model, self.config))
-        self._advice = planner.Advice(model, self.config, self.precision, length)
+        self._advice = planner.Advice(model, self.config, self.precision, length, self.plan.rows)
 
     def choose(self, device: EstimatedDevice) -> planner.Choice:
         """What the planner would choose on that device."""
@@ -262,7 +263,7 @@ def _told(
     untold = "`POST /v1/runs/estimate` alone tells how long a run takes."
     unknown = [] if thorough else [Unknown(field="seconds", reason=untold)]
     if source := on.config.trainer_options.data_source:
-        reason = f"`extra.data_source` names `{source.type}`, and only it knows the rows that it makes."
+        reason = _of_source(source.type)
         known = ("steps",) if on.plan.steps is not None else ()
         fields = ("steps", "tokens", "flops", "seconds", "cost")
         unknown = [Unknown(field=name, reason=reason) for name in fields if name not in known]
@@ -324,10 +325,19 @@ def _of_time(settings: Settings, found: RunEstimate, took: Speed, operations: fl
     }
 
 
-def _unknown(devices: list[EstimatedDevice], reason: str) -> RunEstimate:
+def _unknown(devices: list[EstimatedDevice], reason: str, subject: Subject | None) -> RunEstimate:
+    """Without the model; `subject`: that has steps all the same, from its rows (None: they are not known either)."""
+    unknown = [Unknown(field="parameters", reason=reason)]
+    unknown += [Unknown(field=name, reason=_WITH_PARAMETERS) for name in ("memory_mb", "seconds")]
+    steps = tokens = None
+    assumed: list[str] = []
+    if subject is None:
+        unknown += [Unknown(field=name, reason=_WITH_PARAMETERS) for name in ("steps", "tokens")]
+    else:
+        steps, tokens, assumed = _without_model(subject, unknown)
     device = devices[0] if devices else EstimatedDevice(kind="cuda", name=None, memory_mb=None)
     fits = [
-        Fit(device=one, fits=None, total_mb=None, gradient_checkpointing=None, reason=reason, advice=[])
+        Fit(device=one, fits=None, total_mb=None, gradient_checkpointing=None, reason=_WITH_PARAMETERS, advice=[])
         for one in devices
     ]
     return RunEstimate(
@@ -335,13 +345,34 @@ def _unknown(devices: list[EstimatedDevice], reason: str) -> RunEstimate:
         memory_mb=None,
         device=device,
         gradient_checkpointing=None,
-        steps=None,
-        tokens=None,
+        steps=steps,
+        tokens=tokens,
         flops=None,
         seconds=None,
         cost=None,
         confidence=Confidence(memory=None, seconds=None),
         fits=fits,
-        assumptions=[],
-        unknown=[Unknown(field=name, reason=reason) for name in ("parameters", "memory_mb", "steps", "seconds")],
+        assumptions=assumed,
+        unknown=unknown,
     )
+
+
+def _without_model(subject: Subject, unknown: list[Unknown]) -> tuple[int | None, int | None, list[str]]:
+    """Steps, tokens and what they stand on, as far as rows and batches tell them; the rest goes to `unknown`."""
+    config = resolve(subject.config, subject.given, None).config
+    course = course_of(config, subject.data, config.max_seq_length or 2**31)
+    if source := config.trainer_options.data_source:
+        reason = _of_source(source.type)
+        unknown += [Unknown(field="steps", reason=reason)] if course.steps is None else []
+        unknown.append(Unknown(field="tokens", reason=reason))
+        return course.steps, None, []
+    if config.max_seq_length is None:
+        reason = "Without `max_seq_length` the model alone says how long a sequence may be."
+        unknown.append(Unknown(field="tokens", reason=reason))
+        return course.steps, None, []
+    limit = "No sequence is cut for the model's own limit of tokens, which is not known."
+    return course.steps, course.tokens, [*course.assumptions, limit]
+
+
+def _of_source(name: str) -> str:
+    return f"`extra.data_source` names `{name}`, and only it knows the rows that it makes."

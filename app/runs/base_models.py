@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from app.config import Settings
+from app.estimates.architecture import UnknownArchitecture, impossible_size, read
+from app.estimates.parameters import modules
 from app.ids import is_id
 from app.storage import OutsideStorage, Storage
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
 _MOST_CONFIG_BYTES = 2**20
+_WEIGHTS = "model.safetensors"
 _MODEL_FILES = ("config.json", "adapter_config.json")
 
 
@@ -81,10 +84,12 @@ def locate(
     return Located(name=name, path=None, hub=_hub_name(settings, name), revision=revision)
 
 
-def conflicts(folder: Path, config: Mapping[str, Any], given: Set[str]) -> list[BaseModelError]:
+def conflicts(
+    folder: Path, config: Mapping[str, Any], given: Set[str], *, needs_weights: bool = True
+) -> list[BaseModelError]:
     """What of a configuration a local model cannot do: seen from its files, before anything is started.
 
-    The errors' codes are fields of the configuration.
+    Without `needs_weights` they may still be missing. The errors' codes are fields of the configuration.
     """
     found = []
     if config.get("revision") is not None:
@@ -99,9 +104,9 @@ def conflicts(folder: Path, config: Mapping[str, Any], given: Set[str]) -> list[
         what = "an adapter of a reward model" if is_adapter else "a reward model"
         message = f"This is {what}: it scores answers and writes none; name it in `rlhf.rewards`, with type `model`."
         found.append(BaseModelError("base_model", message))
-    if not is_adapter and not any(folder.glob("*.safetensors")) and method != "full":
-        message = "The folder has no safetensors weights; put them there, or train it from scratch with method `full`."
-        found.append(BaseModelError("base_model", message))
+    if needs_weights and not is_adapter and (lacking := _lacking(folder, method == "full")):
+        found.append(BaseModelError("base_model", lacking))
+    found += _of_architecture(folder, config)
     length, longest = config.get("max_seq_length"), _longest(folder)
     if "max_seq_length" in given and isinstance(length, int) and longest is not None and length > longest:
         message = (
@@ -109,6 +114,17 @@ def conflicts(folder: Path, config: Mapping[str, Any], given: Set[str]) -> list[
         )
         found.append(BaseModelError("max_seq_length", message))
     return found
+
+
+def _lacking(folder: Path, from_scratch: bool) -> str | None:
+    """What is wrong with the weights of a model's folder, as far as it is seen without reading them."""
+    if not any(folder.glob("*.safetensors")):
+        told = "The folder has no safetensors weights; put them there, or train it from scratch with method `full`."
+        return None if from_scratch else told
+    whole = folder / _WEIGHTS
+    if whole.is_file() and whole.stat().st_size == 0:
+        return f"{_WEIGHTS} in the folder is empty; put the model's weights there again."
+    return None
 
 
 def is_reward_model(folder: Path) -> bool | None:
@@ -120,6 +136,37 @@ def is_reward_model(folder: Path) -> bool | None:
     if not isinstance(names, list) or not names:
         return None
     return any(isinstance(name, str) and name.endswith("ForSequenceClassification") for name in names)
+
+
+def _of_architecture(folder: Path, config: Mapping[str, Any]) -> list[BaseModelError]:
+    """What a known family's configuration makes impossible for certain; nothing where another part makes the model."""
+    told, extra = _told(folder, "config.json"), config.get("extra")
+    is_adapter = (folder / "adapter_config.json").is_file()
+    if is_adapter or (isinstance(extra, Mapping) and (extra.get("model_factory") or extra.get("recipe"))):
+        return []
+    if wrong := impossible_size(told):
+        return [BaseModelError("base_model", f"The model's config.json cannot be: {wrong}; correct it there.")]
+    names = config.get("target_modules")
+    if config.get("method") == "full" or config.get("lora_r", 1) is None or not isinstance(names, list):
+        return []
+    try:
+        there = modules(read(told))
+    except UnknownArchitecture:
+        return []
+    if there is None:
+        return []
+    missing = [name for name in names if isinstance(name, str) and not _is_among(name, there)]
+    if not missing:
+        return []
+    message = (
+        f"`target_modules`: this model has no module {', '.join(missing)[:200]}; leave it out for all linear ones."
+    )
+    return [BaseModelError("target_modules", message)]
+
+
+def _is_among(name: str, modules: Set[str]) -> bool:
+    """Whether a name of the configuration is that of a module, or the end of it, as peft understands it."""
+    return any(module == name or module.endswith(f".{name}") for module in modules)
 
 
 def _longest(folder: Path) -> int | None:

@@ -1,7 +1,7 @@
 """What is wrong with a request for a run: all of it at once, before anything is written."""
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,10 +15,8 @@ from app.config import Settings
 from app.datasets.models import Dataset
 from app.errors import ApiError, FieldError, invalid
 from app.experiments.models import Experiment
-from app.runs import base_models, rewards
+from app.runs import base_models
 from app.runs.config import (
-    PREFERENCE,
-    SUPERVISED,
     Machine,
     Problem,
     TrainingConfig,
@@ -28,6 +26,7 @@ from app.runs.config import (
     problems,
     resolve,
 )
+from app.runs.data_checks import Place, data_problems, rewards_of
 from app.runs.destinations import destination_problems
 from app.runs.installed import plugin_problems
 from app.runs.models import Run
@@ -36,13 +35,6 @@ from app.runs.transitions import seconds
 from app.storage import Storage
 from app.workers.models import Device, Worker
 from app.workers.service import FRESH_LEASES
-
-_FORMATS: dict[TrainingMethod, tuple[str, ...]] = {
-    **dict.fromkeys(SUPERVISED, ("chat", "prompt_completion", "text")),
-    **dict.fromkeys(PREFERENCE, ("preference",)),
-    TrainingMethod.rlhf: ("prompt",),
-}
-"""What each method trains on."""
 
 
 @dataclass
@@ -74,8 +66,13 @@ async def examine(
     storage: Storage,
     known: Mapping[str, Rules],
     request: RunCreate,
+    *,
+    needs_weights: bool = True,
 ) -> Examined:
-    """Check a request as a whole; rows that it refers to stay locked against deletion until the commit."""
+    """Check a request as a whole; rows that it refers to stay locked against deletion until the commit.
+
+    Without `needs_weights` those of the base model may be missing.
+    """
     found = Examined()
     rules = known.get(request.backend)
     if rules is None:
@@ -87,9 +84,9 @@ async def examine(
     evaluation = None
     if request.eval_dataset_id is not None:
         evaluation = await _dataset(session, "eval_dataset_id", request.eval_dataset_id, found)
-    for name, item in (("dataset_id", dataset), ("eval_dataset_id", evaluation)):
-        _check_format(request.config, name, item, found)
-        _check_answers(request.config, name, item, found)
+    places: tuple[tuple[Place, Dataset | None], ...] = (("dataset_id", dataset), ("eval_dataset_id", evaluation))
+    for name, item in places:
+        found.errors += data_problems(request.config, name, item, splits=rules is None or rules.loads_model)
     machines = await online_machines(session, settings, request.backend, rules)
     data_format = dataset.format if dataset else None
     # In a thread, here and below: long schemas take a second, in which others are to be served.
@@ -104,7 +101,8 @@ async def examine(
         found.warnings += [_about_config(problem) for problem in warned]
     found.errors += [_about_config(problem) for problem in wrong]
     loads_model = rules is None or rules.loads_model
-    await _check_base_model(session, settings, storage, in_numbers(request.config), loads_model, found)
+    config = in_numbers(request.config)
+    await _check_base_model(session, settings, storage, config, loads_model, found, needs_weights=needs_weights)
     await _check_reward_models(session, settings, storage, request.config, loads_model, found)
     if rules is not None and not await _worker_online(session, settings, request.backend):
         found.warnings.append(
@@ -217,42 +215,6 @@ async def _dataset(session: AsyncSession, name: str, dataset_id: str, found: Exa
     return dataset
 
 
-def _check_format(config: Mapping[str, Any], name: str, dataset: Dataset | None, found: Examined) -> None:
-    method = config.get("method", TrainingMethod.qlora)
-    formats = _FORMATS.get(TrainingMethod(method), ()) if method in list(TrainingMethod) else ()
-    if dataset is not None and formats and dataset.format not in formats:
-        wanted = ", ".join(f"`{item}`" for item in formats)
-        found.refuse(
-            name,
-            "wrong_dataset_format",
-            f"method `{method}` trains on {wanted}, and this data set is `{dataset.format}`; upload the rows "
-            "in that format, or choose another method",
-        )
-
-
-def _check_answers(config: Mapping[str, Any], name: str, dataset: Dataset | None, found: Examined) -> None:
-    if dataset is None or dataset.format != "prompt" or "answer" in dataset.columns:
-        return
-    for _, reward in _rewards(config):
-        if reward.get("type") in rewards.WITH_ANSWER:
-            found.refuse(
-                name,
-                "no_answers",
-                f"the reward `{reward['type']}` holds completions against a column `answer`, and this data set has "
-                "none; upload it with answers, or choose other rewards",
-            )
-            return
-
-
-def _rewards(config: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """The rewards as the user wrote them and their places, as far as they are objects."""
-    options = config.get("rlhf") if config.get("method") == TrainingMethod.rlhf else None
-    listed = options.get("rewards") if isinstance(options, Mapping) else None
-    for at, reward in enumerate(listed if isinstance(listed, list) else []):
-        if isinstance(reward, Mapping):
-            yield at, reward
-
-
 async def _check_base_model(
     session: AsyncSession,
     settings: Settings,
@@ -260,6 +222,8 @@ async def _check_base_model(
     config: Mapping[str, Any],
     loads_model: bool,
     found: Examined,
+    *,
+    needs_weights: bool,
 ) -> None:
     name = config.get("base_model")
     if not isinstance(name, str) or any(error.field == "config.base_model" for error in found.errors):
@@ -275,7 +239,8 @@ async def _check_base_model(
         return
     if loads_model and located["path"] is not None:
         folder, given = Path(located["path"]), given_fields(config)
-        for conflict in await asyncio.to_thread(base_models.conflicts, folder, config, given):
+        wrong = await asyncio.to_thread(base_models.conflicts, folder, config, given, needs_weights=needs_weights)
+        for conflict in wrong:
             found.refuse(f"config.{conflict.code}", "conflict", conflict.message)
     if base_models.is_run(name):
         found.base_run_id = name
@@ -290,7 +255,7 @@ async def _check_reward_models(
     found: Examined,
 ) -> None:
     refused = {error.field for error in found.errors}
-    for at, reward in _rewards(config):
+    for at, reward in rewards_of(config):
         name, place = reward.get("model"), f"config.rlhf.rewards.{at}.model"
         if reward.get("type") != "model" or not isinstance(name, str) or place in refused:
             continue

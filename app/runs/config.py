@@ -219,7 +219,7 @@ def _replacements(config: TrainingConfig, given: set[str], machine: Machine, fou
             replaced.append(Replacement(field=field, requested=requested, used=used, reason=reason))
 
     if machine.kind == "cpu":
-        if config.optim.startswith("paged_"):
+        if config.optim.startswith("paged_") and config.extra.get("optimizer") is None:
             replace("optim", config.optim.removeprefix("paged_"), "Paging optimizer state needs a GPU.")
         if config.gradient_checkpointing:
             replace("gradient_checkpointing", False, "On a CPU it costs time and saves memory that is not scarce.")

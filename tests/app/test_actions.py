@@ -57,7 +57,7 @@ class TestAnAction:
         made = [
             ask(shared_api, trainer.run_id, "sample", prompts=["a", "b"], temperature=0),
             ask(shared_api, trainer.run_id, "set_learning_rate", learning_rate=1e-5),
-            ask(shared_api, trainer.run_id, "extend", max_steps=101),
+            ask(shared_api, trainer.run_id, "extend", max_steps="4k"),
         ]
         assert [answer.status_code for answer in made] == [202] * 3
         shown = [answer.json() for answer in made]
@@ -67,7 +67,7 @@ class TestAnAction:
         assert [(it["id"], it["action"], it["parameters"]) for it in renewed(engine, trainer).actions] == [
             (shown[0]["id"], "sample", {"prompts": ["a", "b"], "temperature": 0.0, "max_new_tokens": 64}),
             (shown[1]["id"], "set_learning_rate", {"learning_rate": 1e-5}),
-            (shown[2]["id"], "extend", {"max_steps": 101}),
+            (shown[2]["id"], "extend", {"max_steps": 4000}),
         ]
         page = shared_api.client.get(path, params={"limit": 2}).json()
         assert [it["id"] for it in page["data"]] == [shown[2]["id"], shown[1]["id"]] and page["has_more"]
@@ -104,7 +104,9 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("wish", "field"),
         [
-            ({"action": "explode"}, ""),
+            ({"action": "explode"}, "action"),
+            ({}, "action"),
+            ({"action": "extend", "max_steps": "4q"}, "max_steps"),
             ({"action": "evaluate"}, "action"),
             ({"action": "checkpoint", "steps": 3}, "steps"),
             ({"action": "set_learning_rate", "learning_rate": 0}, "learning_rate"),
@@ -126,6 +128,11 @@ class TestRefused:
         answer = shared_api.client.post(f"/v1/runs/{trainer.run_id}/actions", json=wish)
         assert answer.status_code == 422, answer.text
         assert field in answer.json()["errors"][0]["field"]
+
+    def test_without_its_name_the_names_are_told(self, shared_api: ApiServer, trainer: Trainer) -> None:
+        answer = shared_api.client.post(f"/v1/runs/{trainer.run_id}/actions", json={})
+        names = "`checkpoint`, `evaluate`, `sample`, `set_learning_rate`, `extend`"
+        assert f"`action`: must be one of {names}" in answer.json()["detail"]
 
     def test_a_rate_that_is_no_finite_number(self, shared_api: ApiServer, trainer: Trainer) -> None:
         raw = b'{"action": "set_learning_rate", "learning_rate": 1e999}'

@@ -1,5 +1,6 @@
 """Figures of estimates by formula alone: no database, no model, no training."""
 
+from dataclasses import fields
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from app.estimates import architecture, planner, schemas
 from app.estimates.activations import Precision, activations
 from app.estimates.architecture import Architecture, UnknownArchitecture
-from app.estimates.memory import memory
+from app.estimates.memory import Components, memory
 from app.estimates.parameters import CannotTrain, total, trained
 from app.estimates.plan import Data, attention_of, plan
 from app.estimates.work import left_out, work
@@ -54,11 +55,14 @@ class TestStepsAndTokens:
         ("asked", "steps", "tokens"),
         [
             ({"epochs": 1}, 7, 10_000),
-            ({"epochs": 2.5}, 18, 25_000),
-            ({"epochs": 1, "min_steps": 1000}, 1000, 1000 * 16 * 100),
+            ({"epochs": 2.5}, 18, 2 * 10_000 + 4 * 16 * 100),
+            ({"epochs": 0.0001}, 1, 16 * 100),
+            ({"epochs": 1, "min_steps": 1000}, 1000, 142 * 10_000 + 6 * 16 * 100),
             ({"epochs": 1, "min_steps": 3}, 7, 10_000),
-            ({"max_steps": 50}, 50, 50 * 16 * 100),
-            ({"epochs": 1, "min_steps": 1000, "stop_at_step": 10}, 10, 10 * 16 * 100),
+            ({"max_steps": 50}, 50, 7 * 10_000 + 16 * 100),
+            ({"epochs": 1, "min_steps": 1000, "stop_at_step": 10}, 10, 10_000 + 3 * 16 * 100),
+            ({"epochs": 1, "batch_size": 4096}, 1, 10_000),
+            ({"epochs": 1, "packing": True, "max_seq_length": 2048, "batch_size": 4096}, 1, 10_000),
         ],
     )
     def test_tokens_are_those_of_all_steps(self, asked: dict[str, Any], steps: int, tokens: int) -> None:
@@ -122,6 +126,23 @@ class TestOperations:
 
 
 class TestMemory:
+    @pytest.mark.parametrize(
+        ("asked", "sequences", "length"),
+        [
+            ({}, 100, 100),
+            ({"eval_split": 0.1}, 90, 100),
+            ({"method": "dpo"}, 200, 100),
+            ({"packing": True, "max_seq_length": 1024}, 1, 10 * 1024),
+            ({"packing": True, "max_seq_length": 1024, "extra": {"packing_strategy": "wrapped"}}, 10, 1024),
+        ],
+        ids=str,
+    )
+    def test_no_micro_batch_has_more_than_the_rows_there_are(
+        self, asked: dict[str, Any], sequences: int, length: int
+    ) -> None:
+        batch = plan(architecture.read(LLAMA), effective(batch_size=4096, **asked), counted()).batch
+        assert (batch.sequences, batch.length) == (sequences, length)
+
     def test_without_an_adapter_a_reference_is_a_second_base(self) -> None:
         model = architecture.read(LLAMA)
 
@@ -179,7 +200,7 @@ class TestAdvice:
     )
     def test_never_changes_what_a_run_learns_towards(self, asked: dict[str, Any], gigabytes: int) -> None:
         model, config = architecture.read(LLAMA), effective(**asked)
-        (said,) = planner.Advice(model, config, Precision.of(config, "cuda"), 1024).within(gigabytes * GIB)
+        (said,) = planner.Advice(model, config, Precision.of(config, "cuda"), 1024, None).within(gigabytes * GIB)
         if asked["method"] not in ("full", "lora"):
             assert "method:" not in said
         changed = {"base_model": "any", **asked, **_named(said)}
@@ -190,10 +211,26 @@ class TestAdvice:
     def test_names_an_adapter_where_every_weight_of_a_preference_run_trains(self) -> None:
         model, config = architecture.read(LLAMA), effective(method="dpo", lora_r=None, batch_size=1)
         precision = Precision.of(config, "cuda")
-        advice = planner.Advice(model, config, precision, 512)
+        advice = planner.Advice(model, config, precision, 512, None)
         said = [advice.within(gigabytes * GIB)[0] for gigabytes in (40, 14)]
         assert "`lora_r: 16` with `load_in_4bit: false`" in said[0]
         assert "`lora_r: 16` with `load_in_4bit: true`" in said[1]
+
+    @pytest.mark.parametrize("steps", [256, 30_000, 65_536])
+    def test_stays_within_what_a_field_may_be(self, steps: int) -> None:
+        model = architecture.read(LLAMA)
+        config = effective(batch_size=4096, gradient_accumulation_steps=steps)
+        advice = planner.Advice(model, config, Precision.of(config, "cuda"), 2048, None)
+        for gigabytes in (1000, 80, 24, 12):
+            (said,) = advice.within(gigabytes * GIB)
+            assert problems({"base_model": "any", **_named(said)}, has_eval_dataset=False) == [], said
+
+    @pytest.mark.parametrize("gigabytes", [1, 79])
+    def test_comes_with_a_reason_that_stands_by_itself(self, gigabytes: int) -> None:
+        model, config = architecture.read(LLAMA), effective(gradient_checkpointing=False)
+        batch = plan(model, config, counted()).batch
+        reason = planner.choose(model, config, Precision.of(config, "cuda"), batch, gigabytes * GIB).reason
+        assert reason.startswith("The run needs about ")
 
 
 def _named(said: str) -> dict[str, Any]:
@@ -213,8 +250,8 @@ class TestAConfigJson:
     @pytest.mark.parametrize(
         ("file", "says"),
         [
-            ({"model_type": "phi3", "rope_scaling": "x"}, "AttributeError"),
-            ({"model_type": "phi3", "rope_parameters": [1]}, "AttributeError"),
+            ({"model_type": "phi3", "rope_scaling": "x"}, "of a kind that it cannot have"),
+            ({"model_type": "phi3", "rope_parameters": [1]}, "of a kind that it cannot have"),
             ({"model_type": "phi3", "partial_rotary_factor": float("inf")}, "not a part of one"),
             ({"model_type": "gpt2", "resid_pdrop": 10**400}, "not a part of one"),
             ({"model_type": "gpt2", "attn_pdrop": float("nan")}, "not a part of one"),
@@ -224,8 +261,9 @@ class TestAConfigJson:
         ],
     )
     def test_that_cannot_be_is_said_to_be_unknown(self, file: dict[str, Any], says: str) -> None:
-        with pytest.raises(UnknownArchitecture, match=says):
+        with pytest.raises(UnknownArchitecture, match=says) as raised:
             architecture.read(file)
+        assert "Error:" not in str(raised.value)
 
     @examples(300)
     @given(st.data())
@@ -253,7 +291,7 @@ class TestAConfigJson:
         todo = work(model, config, precision, planned, choice.checkpointing)
         assert todo is not None and todo.training >= 0
         if not choice.fits:
-            planner.Advice(model, config, precision, planned.batch.length).within(GIB)
+            planner.Advice(model, config, precision, planned.batch.length, planned.rows).within(GIB)
 
 
 _ODD = st.one_of(
@@ -314,7 +352,7 @@ def test_advice_for_several_devices_walks_through_each_change_once(monkeypatch: 
 
     monkeypatch.setattr(planner, "memory", counting)
     model, config = architecture.read(LLAMA), effective(method="full")
-    advice = planner.Advice(model, config, Precision.of(config, "cuda"), 512)
+    advice = planner.Advice(model, config, Precision.of(config, "cuda"), 512, None)
     said = [advice.within(gigabytes * GIB)[0] for gigabytes in (40, 24, 1)]
     most = len(walked)
     assert said == [advice.within(gigabytes * GIB)[0] for gigabytes in (40, 24, 1)] and len(walked) == most
@@ -325,3 +363,10 @@ def test_advice_for_several_devices_walks_through_each_change_once(monkeypatch: 
 def test_an_estimate_of_another_version_is_none(document: dict[str, Any]) -> None:
     assert schemas.stored(document) is None
     assert schemas.stored(dict(schemas.EXAMPLE)) is not None
+
+
+def test_memory_comes_in_the_order_of_the_model_however_it_was_kept() -> None:
+    memory: Any = schemas.MEMORY
+    found = schemas.stored({**schemas.EXAMPLE, "memory_mb": dict(sorted(memory.items(), reverse=True))})
+    assert found is not None and found.memory_mb is not None
+    assert list(found.memory_mb) == [*(one.name for one in fields(Components)), "total"]

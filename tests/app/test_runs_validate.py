@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine
+from sqlalchemy import Engine, update
 
 from app.config import Settings
+from app.datasets.models import Dataset
 from app.db import sync_engine
 from app.ids import new_id
 from app.runs import checks
@@ -16,6 +17,8 @@ from app.storage import Storage
 from tests.factories import Trainer, count_runs, make_dataset, make_model, make_run
 from tests.rows import add_worker, run_row
 from tests.server import ApiServer, ThreadServer
+
+_LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 @pytest.fixture
@@ -167,6 +170,14 @@ class TestRequest:
         body = {"dataset_id": make_dataset(engine, "text"), "config": config}
         assert only_error(refused(api, engine, body))[:2] == ("config.loss_on", "conflict")
 
+    def test_one_row_cannot_be_split(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+        with engine.begin() as connection:
+            connection.execute(update(Dataset).values(rows=1))
+        body = {"dataset_id": dataset, "config": {"base_model": "org/model", "eval_split": 0.5, "eval_steps": 5}}
+        assert only_error(refused(api, engine, body))[:2] == ("config.eval_split", "conflict")
+        body["config"]["extra"] = {"data_source": {"type": "lake"}}
+        assert api.client.post("/v1/runs/validate", json=body).json()["errors"] == []
+
     def test_an_unknown_backend_names_those_there_are(self, api: ApiServer, engine: Engine, dataset: str) -> None:
         body = {"backend": "slurm", "dataset_id": dataset, "config": {"base_model": "org/model"}}
         field, code, says = only_error(refused(api, engine, body))
@@ -213,6 +224,49 @@ class TestBaseModel:
         assert only_error(refused(api, engine, body))[:2] == (field, "conflict")
         scratch = {"dataset_id": dataset, "config": {"base_model": "bare", "method": "full"}}
         assert api.client.post("/v1/runs/validate", json=scratch).json()["valid"] is True
+
+    @pytest.mark.parametrize(
+        ("file", "config", "field"),
+        [
+            ({}, {"target_modules": ["q_proj", "bogus"]}, "target_modules"),
+            ({}, {"method": "sft", "target_modules": ["layers.9.self_attn.q_proj"]}, "target_modules"),
+            ({"hidden_size": -5}, {}, "base_model"),
+            ({"num_attention_heads": "four"}, {"method": "full"}, "base_model"),
+        ],
+        ids=str,
+    )
+    def test_what_its_architecture_makes_impossible_is_refused(
+        self, api: ApiServer, engine: Engine, dataset: str, file: Any, config: dict[str, Any], field: str
+    ) -> None:
+        (make_model(api.settings) / "config.json").write_text(json.dumps({**_LLAMA, **file}))
+        body = {"dataset_id": dataset, "config": {"base_model": "tiny", **config}}
+        found = only_error(refused(api, engine, body))
+        assert found[:2] == (f"config.{field}", "conflict")
+
+    @pytest.mark.parametrize(
+        ("file", "config"),
+        [
+            ({}, {"target_modules": ["q_proj", "mlp.up_proj", "layers.1.self_attn.o_proj", "embed_tokens"]}),
+            ({"model_type": "another"}, {"target_modules": ["bogus"]}),
+            ({"model_type": "mixtral"}, {"target_modules": ["w1"]}),
+            ({"model_type": "another", "hidden_size": -5}, {}),
+            ({"num_key_value_heads": None, "intermediate_size": 64.0}, {}),
+            ({"hidden_size": -5}, {"target_modules": ["bogus"], "extra": {"model_factory": {"type": "mine"}}}),
+        ],
+        ids=str,
+    )
+    def test_what_may_work_is_not_refused(
+        self, api: ApiServer, dataset: str, file: dict[str, Any], config: dict[str, Any]
+    ) -> None:
+        (make_model(api.settings) / "config.json").write_text(json.dumps({**_LLAMA, **file}))
+        body = {"dataset_id": dataset, "config": {"base_model": "tiny", **config}}
+        assert api.client.post("/v1/runs/validate", json=body).json()["errors"] == []
+
+    def test_weights_without_a_byte_are_refused(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+        (make_model(api.settings) / "model.safetensors").write_bytes(b"")
+        body = {"dataset_id": dataset, "config": {"base_model": "tiny", "method": "full"}}
+        field, code, says = only_error(refused(api, engine, body))
+        assert (field, code) == ("config.base_model", "conflict") and "is empty" in says
 
     def test_a_run_must_be_completed_and_the_answer_names_its_status(
         self, api: ApiServer, engine: Engine, dataset: str

@@ -310,6 +310,10 @@ class TestResolve:
         assert all(r.reason for r in made.replaced)
         assert made.config.optim == "adamw_8bit"
 
+    def test_what_an_installed_optimizer_takes_the_place_of_is_not_replaced(self) -> None:
+        made = effective(CPU, extra={"optimizer": {"type": "mine"}})
+        assert "optim" not in {one.field for one in made.replaced}
+
     def test_what_the_user_gave_is_never_replaced(self) -> None:
         made = effective(CPU, gradient_checkpointing=True, bnb_4bit_compute_dtype="bfloat16", optim="adamw_torch")
         assert made.replaced == []

@@ -27,12 +27,12 @@ def decide(run: Run, replaced: list[Replacement], found: Base, data: Dataset, ma
     """
     if run.config.gradient_checkpointing != "auto":
         return
-    used, reason = _chosen(run, found, longest_row(data, run.config, max_length))
+    used, reason = _chosen(run, found, longest_row(data, run.config, max_length), len(data))
     replaced.append(Replacement(field="gradient_checkpointing", requested="auto", used=used, reason=reason))
     run.config = run.config.model_copy(update={"gradient_checkpointing": used})
 
 
-def _chosen(run: Run, found: Base, length: int) -> tuple[planner.Value, str]:
+def _chosen(run: Run, found: Base, length: int, rows: int) -> tuple[planner.Value, str]:
     if run.machine.kind == "cpu":
         return False, "On a CPU it costs time and saves memory that is not scarce."
     if any(one["kind"] == "out_of_memory" for one in run.job.get("repairs", ())):
@@ -47,7 +47,7 @@ def _chosen(run: Run, found: Base, length: int) -> tuple[planner.Value, str]:
             model,
             config,
             Precision.of(config, "cuda", bf16=run.machine.bf16),
-            micro_batch(model, config, length),
+            micro_batch(model, config, length, rows),
             # What others hold of the device is not there, and the context that the estimate counts is there already.
             int(room),
         )

@@ -57,7 +57,7 @@ def decided(monkeypatch: pytest.MonkeyPatch, free: int, repairs: Any = (), **con
         config=asked, machine=Machine(kind="cuda", bf16=True), given=set(config), job={"repairs": repairs}
     )
     found: Any = SimpleNamespace(architecture=_LLAMA)
-    data = Dataset.from_dict({"input_ids": [[1] * 8, [1] * 1024]})
+    data = Dataset.from_dict({"input_ids": [[1] * 8] * 3 + [[1] * 1024]})
     replaced: list[Replacement] = []
     planning.decide(run, replaced, found, data, 2048)
     assert run.config.gradient_checkpointing != "auto"

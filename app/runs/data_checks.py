@@ -1,0 +1,77 @@
+"""What a run cannot do with a data set: by its format, its columns and the number of its rows."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from app.datasets.models import Dataset
+from app.errors import FieldError
+from app.runs import rewards
+from app.runs.config import PREFERENCE, SUPERVISED, TrainingMethod
+
+_FORMATS: dict[TrainingMethod, tuple[str, ...]] = {
+    **dict.fromkeys(SUPERVISED, ("chat", "prompt_completion", "text")),
+    **dict.fromkeys(PREFERENCE, ("preference",)),
+    TrainingMethod.rlhf: ("prompt",),
+}
+"""What each method trains on."""
+
+Place = Literal["dataset_id", "eval_dataset_id"]
+
+
+def data_problems(
+    config: Mapping[str, Any], place: Place, dataset: Dataset | None, splits: bool
+) -> Iterator[FieldError]:
+    """What is wrong with a data set for a configuration as the user wrote it; None: there is none.
+
+    `splits`: whether the backend holds out what `eval_split` says.
+    """
+    if dataset is None:
+        return
+    yield from _format(config, place, dataset)
+    yield from _answers(config, place, dataset)
+    if splits and place == "dataset_id":
+        yield from _split(config, dataset)
+
+
+def rewards_of(config: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """The rewards as the user wrote them and their places, as far as they are objects."""
+    options = config.get("rlhf") if config.get("method") == TrainingMethod.rlhf else None
+    listed = options.get("rewards") if isinstance(options, Mapping) else None
+    for at, reward in enumerate(listed if isinstance(listed, list) else []):
+        if isinstance(reward, Mapping):
+            yield at, reward
+
+
+def _format(config: Mapping[str, Any], place: Place, dataset: Dataset) -> Iterator[FieldError]:
+    method = config.get("method", TrainingMethod.qlora)
+    formats = _FORMATS.get(TrainingMethod(method), ()) if method in list(TrainingMethod) else ()
+    if formats and dataset.format not in formats:
+        wanted = ", ".join(f"`{item}`" for item in formats)
+        message = (
+            f"method `{method}` trains on {wanted}, and this data set is `{dataset.format}`; upload the rows "
+            "in that format, or choose another method"
+        )
+        yield FieldError(field=place, code="wrong_dataset_format", message=message)
+
+
+def _answers(config: Mapping[str, Any], place: Place, dataset: Dataset) -> Iterator[FieldError]:
+    if dataset.format != "prompt" or "answer" in dataset.columns:
+        return
+    for _, reward in rewards_of(config):
+        if reward.get("type") in rewards.WITH_ANSWER:
+            message = (
+                f"the reward `{reward['type']}` holds completions against a column `answer`, and this data set has "
+                "none; upload it with answers, or choose other rewards"
+            )
+            yield FieldError(field=place, code="no_answers", message=message)
+            return
+
+
+def _split(config: Mapping[str, Any], dataset: Dataset) -> Iterator[FieldError]:
+    part, extra = config.get("eval_split"), config.get("extra")
+    # What installed parts make of the file is theirs to know.
+    if isinstance(extra, Mapping) and (extra.get("data_source") or extra.get("recipe")):
+        return
+    if isinstance(part, int | float) and 0 < part < 1 and dataset.rows < 2:
+        message = "`eval_split` needs at least two rows, one of them to train on, and this data set has one."
+        yield FieldError(field="config.eval_split", code="conflict", message=message)
