@@ -1,5 +1,6 @@
 """A real uvicorn server on a real socket: in a thread where it should start fast, in a process to be killed."""
 
+import socket
 import subprocess
 import sys
 import threading
@@ -21,9 +22,9 @@ from tests.waiting import eventually
 class ApiServer(ABC):
     """What tests talk to: `url`, a `key` that may do everything, and a `client` that sends it."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, port: int | None = None) -> None:
         self.settings = settings
-        self.port = _free_port()
+        self.port = port or _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.key = create_key_sync(settings, "test", ["admin"])
         self.client = self.client_with(self.key)
@@ -71,6 +72,11 @@ class ApiServer(ABC):
 class ThreadServer(ApiServer):
     """In a thread of the test process."""
 
+    def __init__(self, settings: Settings) -> None:
+        # Held from the beginning: two processes of tests may look for a free port at the same moment.
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        super().__init__(settings, self._listening.getsockname()[1])
+
     def start(self) -> None:
         self.application = create_app(self.settings)
         config = uvicorn.Config(
@@ -83,7 +89,7 @@ class ThreadServer(ApiServer):
             timeout_graceful_shutdown=1,
         )
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, name="api")
+        self._thread = threading.Thread(target=self._server.run, args=([self._listening],), name="api")
         self._thread.start()
 
     def stop(self) -> None:

@@ -179,7 +179,7 @@ class TestFailures:
         path = write_rows(tmp_path / "empty.jsonl", [])
         failed(forks.run(make_job(tmp_path, tiny_model, path, data_format="text", **QUICK)), "bad_data")
 
-    def test_a_model_that_is_missing_or_torn_is_not_found_and_an_adapter_needs_weights(
+    def test_a_model_that_is_missing_is_not_found_and_one_without_weights_or_with_torn_ones_says_so(
         self, forks: Forks, chats: Path, tmp_path: Path, copy_model: Callable[[], Path]
     ) -> None:
         failed(forks.run(make_job(tmp_path / "1", tmp_path / "nowhere", chats, **QUICK)), "model_not_found")
@@ -187,7 +187,8 @@ class TestFailures:
         (model / "model.safetensors").unlink()
         failed(forks.run(make_job(tmp_path / "2", model, chats, **QUICK)), "config_error")
         (model / "model.safetensors").write_bytes(b"torn")
-        failed(forks.run(make_job(tmp_path / "3", model, chats, **QUICK)), "model_not_found")
+        told = failed(forks.run(make_job(tmp_path / "3", model, chats, **QUICK)), "config_error")
+        assert "model.safetensors" in told and "damaged" in told
 
     def test_weights_in_a_pickle_are_never_loaded(
         self, forks: Forks, chats: Path, tmp_path: Path, copy_model: Callable[[], Path]
