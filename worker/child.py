@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from worker.training.control import Control, arm_deadline
+from worker.training.control import Control
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
@@ -87,7 +87,7 @@ def run(start: Start, fds: Sequence[int], parent: int) -> None:
         if start.has_secrets:
             os.environ.update(_receive_secrets(control))
         # The first renewals, and requests to stop, have to arrive during imports that may take longer than the lease.
-        _heed_endings(Control.start(control))
+        _heed_endings(Control.start(control, start.deadline))
         _take_locks(start.lock_paths)
         if start.user is not None:
             _become(start.user)
@@ -116,9 +116,6 @@ def _receive_secrets(control: int) -> dict[str, str]:
 
 def _prepare(start: Start, fds: Sequence[int], parent: int) -> None:
     report, stdout, stderr, control = fds
-    if start.deadline is not None:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        arm_deadline(start.deadline)
     os.setsid()
     die_with_parent(parent)
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)

@@ -117,10 +117,11 @@ class Launcher:
         """Start `entry` (`module:function`) on a job file; the job's folder becomes the working directory.
 
         The process holds `lock_paths` for life (it waits for them). `renew_until` answers its first deadline
-        (CLOCK_MONOTONIC seconds), in force before its first line of Python in the warm case; it is asked at the
-        moment of starting, since this may wait for long: while the zygote loads a cold start would import the
-        same and not be sooner. `should_end` is asked about ten times a second meanwhile. Both may be called
-        from another thread. `secrets` are variables of this process alone, told on its own control socket.
+        (CLOCK_MONOTONIC seconds), in force before it imports or does anything; it is asked at the moment of
+        starting, since this may wait for long: while the zygote loads a cold start would import the same and not be
+        sooner. A renewal that is sent before the process listens counts as well. `should_end` is asked about ten
+        times a second meanwhile. Both may be called from another thread. `secrets` are variables of this process
+        alone, told on its own control socket.
 
         Raises:
             LaunchAbandoned: `should_end` said yes.

@@ -81,6 +81,11 @@ class Lease:
         return max(self._longest_silence, self.silent_seconds)
 
     @property
+    def was_always_renewed(self) -> bool:
+        """Whether the database has never been silent for so long that a trainer had to end."""
+        return self.longest_silence < self._host.settings.kill_after_seconds
+
+    @property
     def expired(self) -> bool:
         """Whether too long ago anything was heard from the database."""
         return time.monotonic() >= self.kill_at

@@ -297,10 +297,12 @@ def out_of_reach(run: Any, lease: Lease) -> Executable:
     """The transition of a run whose lease ran out; it counts as a loss, but any newer checkpoint undoes that."""
     if lease.stop:
         return lifecycle.cancel(run.id, run.epoch)
-    reason = (
-        f"the database was out of reach for {lease.longest_silence:.0f} s; the run goes on from its last checkpoint"
-    )
-    return lifecycle.retry(run.id, run.epoch, reason, _RETRY_SECONDS)
+    if lease.was_always_renewed:
+        what = "the training process heard of no renewal of its lease in time, though the database did: this machine "
+        what += "is overloaded, or the process was held up"
+    else:
+        what = f"the database was out of reach for {lease.longest_silence:.0f} s"
+    return lifecycle.retry(run.id, run.epoch, f"{what}; the run goes on from its last checkpoint", _RETRY_SECONDS)
 
 
 def hung(host: Host, run: Any, pump: Pump) -> Executable:

@@ -211,7 +211,7 @@ def _after_a_restart(report: Mapping[str, Any], outcome: str | None) -> Cause:
     if report.get("killed_for") == "lease":
         return Cause(f"{_cut_off(report)}; {_GOES_ON}.")
     if number == signal.SIGALRM:  # the trainer's own timer
-        why = "the database was out of reach, or the worker itself stood still"
+        why = "the database was out of reach, or the machine was overloaded or stood still"
         return Cause(f"The lease ran out before it could be renewed, since {why}; {_GOES_ON}.")
     if number in _REQUESTS_TO_END:
         name = signal.Signals(number).name

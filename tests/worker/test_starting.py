@@ -15,6 +15,7 @@ from tests.waiting import eventually
 from tests.worker.launching import CPU, Said, launch, start_launcher
 from tests.worker.trainers import write_job
 from worker.launcher import LaunchAbandoned, Launcher, LaunchError
+from worker.process import Exit
 
 
 class TestWaiting:
@@ -32,6 +33,21 @@ class TestWaiting:
         process = launcher.launch("tests.worker.trainers:quick", write_job(tmp_path), CPU, renew_until=renewed)
         assert ready_when_asked == [True]
         assert Said(process).to_the_end().code == 0
+        launcher.stop()
+
+    @pytest.mark.parametrize(("is_renewed", "end"), [(True, Exit(code=0)), (False, Exit(signal=signal.SIGALRM))])
+    def test_a_process_that_comes_up_after_its_first_deadline_lives_if_its_lease_was_renewed_meanwhile(
+        self, tmp_path: Path, is_renewed: bool, end: Exit
+    ) -> None:
+        """An interpreter takes longer to come up than one that was started with a millisecond left has time."""
+        launcher = start_launcher(tmp_path, "cold")
+        soon = time.monotonic() + 0.001
+        secrets = {"HF_TOKEN": "x"}  # lie on the same socket, before the renewal
+        job = write_job(tmp_path)
+        process = launcher.launch("tests.worker.trainers:quick", job, CPU, renew_until=lambda: soon, secrets=secrets)
+        if is_renewed:
+            process.send({"renew_until": soon + 3600})
+        assert Said(process).to_the_end() == end
         launcher.stop()
 
     def test_a_launch_that_nobody_wants_any_more_waits_for_no_zygote(self, tmp_path: Path) -> None:

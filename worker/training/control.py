@@ -5,6 +5,7 @@ Imports nothing heavy: the `fake` backend and the tests use it without torch.
 
 import json
 import os
+import select
 import signal
 import socket
 import threading
@@ -43,10 +44,12 @@ class Control:
         self._heeds_sigterm = False
 
     @classmethod
-    def start(cls, control_fd: int | None) -> "Control":
+    def start(cls, control_fd: int | None, deadline: float | None = None) -> "Control":
         """Listen on `control_fd` in a thread; None hears nothing. The same descriptor gives the same object.
 
-        A launched process starts this before its slow imports, since renewals have to reach it in time.
+        A launched process starts this before its slow imports, since renewals have to reach it in time. `deadline`
+        (CLOCK_MONOTONIC seconds) is the one that it was started with, in force from here on; where an interpreter
+        took longer to come up than that, what was renewed meanwhile counts, which lies here already.
         """
         if control_fd is None:
             return cls()
@@ -54,6 +57,8 @@ class Control:
         if control is None:
             control = cls._by_descriptor[control_fd] = cls()
             channel = socket.socket(fileno=control_fd)
+            if deadline is not None:
+                control._catch_up(channel, deadline)
             threading.Thread(target=control._listen, args=(channel,), name="control", daemon=True).start()
         return control
 
@@ -117,27 +122,44 @@ class Control:
             ),
         )
 
+    def _catch_up(self, channel: socket.socket, deadline: float) -> None:
+        """Take what was sent before anybody listened; only the latest deadline is armed, never one outdated by it."""
+        waiting = select.poll()
+        waiting.register(channel, select.POLLIN)
+        while waiting.poll(0):
+            message = _receive(channel)
+            deadline = max(deadline, float(message.pop("renew_until", deadline)))
+            self._heed(message)
+        arm_deadline(deadline)
+
     def _listen(self, channel: socket.socket) -> None:
         while True:
-            try:
-                packet = channel.recv(64 * 1024)
-            except ConnectionError:
-                packet = b""
-            if not packet:
-                # The supervisor is gone: whatever this process still did could meet its successor.
-                os._exit(1)
-            message = json.loads(packet)
-            if "renew_until" in message:
-                arm_deadline(float(message["renew_until"]))
-            if "checkpoint" in message:
-                self._wants_checkpoint.set()
-            if "action" in message:
-                self._actions.append(message["action"])
-            if "stop_at" in message:
-                self.ends_with_epoch = True
-            if "stop" in message:
-                stop = message["stop"]
-                self.request_stop(bool(stop["save"]), stop["why"], bool(stop.get("finish")))
+            self._heed(_receive(channel))
+
+    def _heed(self, message: dict[str, Any]) -> None:
+        if "renew_until" in message:
+            arm_deadline(float(message["renew_until"]))
+        if "checkpoint" in message:
+            self._wants_checkpoint.set()
+        if "action" in message:
+            self._actions.append(message["action"])
+        if "stop_at" in message:
+            self.ends_with_epoch = True
+        if "stop" in message:
+            stop = message["stop"]
+            self.request_stop(bool(stop["save"]), stop["why"], bool(stop.get("finish")))
+
+
+def _receive(channel: socket.socket) -> dict[str, Any]:
+    """The next message; ends this process when there is no supervisor any more."""
+    try:
+        packet = channel.recv(64 * 1024)
+    except ConnectionError:
+        packet = b""
+    if not packet:
+        os._exit(1)  # whatever this process still did could meet its successor
+    message: dict[str, Any] = json.loads(packet)
+    return message
 
 
 def arm_deadline(until: float) -> None:
