@@ -298,8 +298,8 @@ def out_of_reach(run: Any, lease: Lease) -> Executable:
     if lease.stop:
         return lifecycle.cancel(run.id, run.epoch)
     if lease.was_always_renewed:
-        what = "the training process heard of no renewal of its lease in time, though the database did: this machine "
-        what += "is overloaded, or the process was held up"
+        what = "the training process heard of no renewal of its lease in time, though there was one: the machine is "
+        what += "overloaded, or the process was held up"
     else:
         what = f"the database was out of reach for {lease.longest_silence:.0f} s"
     return lifecycle.retry(run.id, run.epoch, f"{what}; the run goes on from its last checkpoint", _RETRY_SECONDS)

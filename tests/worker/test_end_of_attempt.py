@@ -19,7 +19,7 @@ from tests.rows import add_run, add_worker, claim, events_of
 from tests.waiting import eventually
 from worker import supervisor
 from worker.host import Host
-from worker.lease import StopAsked
+from worker.lease import Lease, StopAsked
 from worker.process import Exit
 from worker.pump import Pump
 from worker.writer import Writer
@@ -104,6 +104,23 @@ def test_a_completed_run_tells_where_its_output_was_pushed(hub: Any, told: str, 
         connection.execute(supervisor.conclude(nothing, run, nothing, pump, Exit(code=0), None))
     told_last = [event.data for event in events_of(engine, run.id) if event.type == "status"][-1]
     assert (told_last["to"], told_last["reason"]) == ("completed", f"training is complete{told}")
+
+
+@pytest.mark.parametrize(
+    ("silence", "says"),
+    [(59.0, "the database was out of reach for 59 s"), (1.0, "the training process heard of no renewal")],
+)
+def test_a_trainer_that_ended_by_its_timer_is_blamed_on_the_database_only_where_that_was_silent(
+    silence: float, says: str, settings: Settings, engine: Engine
+) -> None:
+    add_run(engine)
+    run = claim(engine, add_worker(engine))
+    host: Any = SimpleNamespace(settings=settings.model_copy(update={"lease_seconds": 60.0}))
+    lease = Lease(host, run.id, run.epoch, time.monotonic() - silence)
+    with engine.begin() as connection:
+        connection.execute(supervisor.out_of_reach(run, lease))
+    told_last = [event.data for event in events_of(engine, run.id) if event.type == "status"][-1]
+    assert told_last["reason"].startswith(says) and told_last["reason"].endswith("goes on from its last checkpoint")
 
 
 @pytest.mark.parametrize(
