@@ -5,16 +5,16 @@ from typing import Annotated
 
 from fastapi import APIRouter, BackgroundTasks, Depends, Query, Request, Response
 
-from app.auth import CurrentCaller
 from app.backends.registry import RULES
 from app.checkpoints.service import best_good
-from app.dependencies import CurrentSettings, CurrentStorage, IdempotencyKey, Reading, Session, Snapshot
+from app.dependencies import CurrentSettings, CurrentStorage, Reading, Session, Snapshot
 from app.estimates.kept import keep
 from app.pagination import Page, PageQuery
 from app.queue import Queue
 from app.runs import comparison, curves, listing, removal, service, stopping, views
 from app.runs.config import TrainingStatus
 from app.runs.forecasts import Forecasts
+from app.runs.making import NewRun
 from app.runs.resume import resume
 from app.runs.schemas import (
     OTHER_RUN_ID,
@@ -41,26 +41,14 @@ async def _turn(request: Request) -> AsyncIterator[None]:
 
 
 @router.post("", status_code=202)
-async def create_run(
-    body: RunCreate,
-    request: Request,
-    response: Response,
-    session: Session,
-    settings: CurrentSettings,
-    storage: CurrentStorage,
-    caller: CurrentCaller,
-    after_commit: BackgroundTasks,
-    idempotency_key: IdempotencyKey = None,
-) -> RunRead:
+async def create_run(body: RunCreate, new: NewRun) -> RunRead:
     """Accept a run: it waits until a worker is free, and survives any restart."""
-    idempotency = service.Idempotency.of(idempotency_key, "/v1/runs", await request.body())
-    around = service.Surroundings(settings, storage, RULES)
-    run = await service.create(session, around, body, caller.key_id, idempotency)
-    after_commit.add_task(_queue(request).hint)
+    idempotency = await new.idempotency("/v1/runs")
+    run = await service.create(new.session, new.around, body, new.caller_id, idempotency)
+    new.accept(run)
     if RULES[run.backend].loads_model:
-        after_commit.add_task(keep, request.app.state.sessions, settings, storage, run)
-    response.headers["Location"] = f"/v1/runs/{run.id}"
-    return await views.one(session, storage, run)
+        new.after_commit.add_task(keep, new.request.app.state.sessions, new.around.settings, new.around.storage, run)
+    return await views.one(new.session, new.around.storage, run)
 
 
 @router.post("/validate")
@@ -166,26 +154,12 @@ async def stop_run(
     status_code=202,
     responses={409: {"description": "The run has not ended yet, or has no checkpoint."}},
 )
-async def resume_run(
-    run_id: str,
-    request: Request,
-    response: Response,
-    session: Session,
-    settings: CurrentSettings,
-    storage: CurrentStorage,
-    caller: CurrentCaller,
-    after_commit: BackgroundTasks,
-    body: RunResume | None = None,
-    idempotency_key: IdempotencyKey = None,
-) -> RunRead:
+async def resume_run(run_id: str, new: NewRun, body: RunResume | None = None) -> RunRead:
     """Go on with a run that has ended: answers the new run, which names this one as its parent."""
-    call = f"/v1/runs/{run_id}/resume"
-    idempotency = service.Idempotency.of(idempotency_key, call, await request.body())
-    around = service.Surroundings(settings, storage, RULES)
-    run = await resume(session, around, run_id, body or RunResume(), caller.key_id, idempotency)
-    after_commit.add_task(_queue(request).hint)
-    response.headers["Location"] = f"/v1/runs/{run.id}"
-    return await views.one(session, storage, run)
+    idempotency = await new.idempotency(f"/v1/runs/{run_id}/resume")
+    run = await resume(new.session, new.around, run_id, body or RunResume(), new.caller_id, idempotency)
+    new.accept(run)
+    return await views.one(new.session, new.around.storage, run)
 
 
 @router.get("/{run_id}/metrics", dependencies=[Depends(_turn, scope="function")])

@@ -1,0 +1,53 @@
+"""What every call that makes a run brings along, and how it answers."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import BackgroundTasks, Depends, Request, Response
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.auth import CurrentCaller
+from app.backends.registry import RULES
+from app.dependencies import CurrentSettings, CurrentStorage, IdempotencyKey, Session
+from app.runs.models import Run
+from app.runs.service import Idempotency, Surroundings
+
+
+@dataclass(frozen=True)
+class Making:
+    """A call that makes a run."""
+
+    request: Request
+    response: Response
+    session: AsyncSession
+    around: Surroundings
+    caller_id: str | None
+    after_commit: BackgroundTasks
+    _key: str | None
+
+    async def idempotency(self, call: str) -> Idempotency | None:
+        """The caller's key for the call of that path; 422 for one that is none."""
+        return Idempotency.of(self._key, call, await self.request.body())
+
+    def accept(self, run: Run) -> None:
+        """Answer that the run waits, and where it is; workers hear of it once it is stored."""
+        self.response.status_code = 202
+        self.response.headers["Location"] = f"/v1/runs/{run.id}"
+        self.after_commit.add_task(self.request.app.state.queue.hint)
+
+
+async def _making(
+    request: Request,
+    response: Response,
+    session: Session,
+    settings: CurrentSettings,
+    storage: CurrentStorage,
+    caller: CurrentCaller,
+    after_commit: BackgroundTasks,
+    idempotency_key: IdempotencyKey = None,
+) -> Making:
+    around = Surroundings(settings, storage, RULES)
+    return Making(request, response, session, around, caller.key_id, after_commit, idempotency_key)
+
+
+NewRun = Annotated[Making, Depends(_making, scope="function")]
