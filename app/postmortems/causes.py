@@ -187,6 +187,10 @@ def _cut_off(report: Mapping[str, Any]) -> str:
     return f"The database was out of reach for too long, so the service ended the training process during {phase}"
 
 
+_TIMER = (
+    "The training process ended by its own timer, since it had not heard in time that its lease was renewed: the "
+    "database was out of reach, or the machine was overloaded or stood still"
+)
 _UNSEEN = "The worker was lost: its machine or its process ended, so nobody saw how the training process did."
 
 
@@ -195,6 +199,8 @@ def _lost_too_often(report: Mapping[str, Any], message: str) -> Cause:
         return _hung(report)
     if report.get("killed_for") == "lease":
         return Cause(f"{_cut_off(report)}.", advice="Once the database stays within reach, resume the run.")
+    if report.get("exit_signal") == signal.SIGALRM:
+        return Cause(f"{_TIMER}.", advice="Once that machine can keep up and the database is within reach, resume it.")
     if message.startswith("worker lost") or not message:
         return Cause(_UNSEEN, advice="Look at that machine; the run can be resumed.")
     # What kept the last attempt from going on: a file that is not there, a process that could not be started, …
@@ -210,9 +216,8 @@ def _after_a_restart(report: Mapping[str, Any], outcome: str | None) -> Cause:
         return _hung(report)
     if report.get("killed_for") == "lease":
         return Cause(f"{_cut_off(report)}; {_GOES_ON}.")
-    if number == signal.SIGALRM:  # the trainer's own timer
-        why = "the database was out of reach, or the machine was overloaded or stood still"
-        return Cause(f"The lease ran out before it could be renewed, since {why}; {_GOES_ON}.")
+    if number == signal.SIGALRM:
+        return Cause(f"{_TIMER}; {_GOES_ON}.")
     if number in _REQUESTS_TO_END:
         name = signal.Signals(number).name
         return Cause(f"Somebody told the training process to end ({name}), not the service; {_GOES_ON}.")

@@ -198,7 +198,7 @@ class TestPostmortem:
 
     @pytest.mark.parametrize(("report", "says"), [
         ({"exit_signal": signal.SIGKILL, "killed_for": "lease"}, "The database was out of reach for too long"),
-        ({"exit_signal": signal.SIGALRM}, "The lease ran out"),
+        ({"exit_signal": signal.SIGALRM}, "The training process ended by its own timer"),
         ({"exit_signal": signal.SIGTERM}, "Somebody told the training process to end (SIGTERM)"),
         ({"exit_signal": signal.SIGHUP}, "Somebody told the training process to end (SIGHUP)"),
         ({}, "The process that training processes are forked from was lost"),
@@ -214,10 +214,14 @@ class TestPostmortem:
             assert "esume" not in (explain(None, None, {**report, "exit_signal": number}, {}, "lost").advice or "")
         assert "esume" not in (explain(None, None, {}, {}, "lost").advice or "")
 
-    def test_a_run_that_was_cut_off_too_often_can_be_resumed(self) -> None:
+    @pytest.mark.parametrize(("report", "says"), [
+        ({"killed_for": "lease"}, "The database was out of reach"),
+        ({"exit_signal": signal.SIGALRM}, "The training process ended by its own timer"),
+    ])  # fmt: skip
+    def test_a_run_that_was_cut_off_too_often_can_be_resumed(self, report: dict[str, Any], says: str) -> None:
         message = "the database was out of reach for 40 s; the run goes on from its last checkpoint (4 times …)"
-        cause = explain("worker_lost", message, {"killed_for": "lease", "phase": "training"}, {}, "failed")
-        assert cause.sentence.startswith("The database was out of reach") and "goes on" not in cause.sentence
+        cause = explain("worker_lost", message, {**report, "phase": "training"}, {}, "failed")
+        assert cause.sentence.startswith(says) and "goes on" not in cause.sentence
         assert cause.advice is not None and "resume" in cause.advice
 
     @pytest.mark.parametrize("code", ["out_of_memory", "non_finite_loss", "loss_spike", "disk_full", "time_limit"])
