@@ -13,10 +13,12 @@ import psycopg
 import pytest
 import redis
 from psycopg import sql
+from sqlalchemy import Engine
 from sqlalchemy.engine import make_url
 
 from app import migrate
 from app.config import Settings
+from app.db import sync_engine
 from app.embedded import EmbeddedServers
 from app.home import HomeLock
 from tests.server import ApiServer, ThreadServer
@@ -123,6 +125,14 @@ def settings(services: Services, tmp_path: Path) -> Iterator[Settings]:
         lease_seconds=3,
     )
     services.drop_database(url)
+
+
+@pytest.fixture
+def engine(settings: Settings) -> Iterator[Engine]:
+    """Connections to the test's own database, which its `api` uses as well."""
+    engine = sync_engine(settings.database_url or "")
+    yield engine
+    engine.dispose()
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Nothing is told before it is true: answers, hints and requests to stop leave the API after their commit."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -9,7 +8,6 @@ import pytest
 from sqlalchemy import Engine
 
 from app.config import Settings
-from app.db import sync_engine
 from app.queue import Queue
 from tests.factories import Trainer, count_runs, make_dataset, make_run
 from tests.rows import run_row
@@ -21,13 +19,6 @@ CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE EXCE
 CREATE CONSTRAINT TRIGGER refuse AFTER INSERT OR UPDATE ON runs
     DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION refuse();
 """
-
-
-@pytest.fixture
-def engine(settings: Settings) -> Iterator[Engine]:
-    engine = sync_engine(settings.database_url or "")
-    yield engine
-    engine.dispose()
 
 
 @pytest.fixture

@@ -1,21 +1,11 @@
 """Checkpoints over the API: those whose files are there."""
 
-from collections.abc import Iterator
-
 import pytest
 from sqlalchemy import Engine, func
 
-from app.db import sync_engine
 from app.ids import new_id
 from tests.factories import Trainer, make_dataset, make_run, mark_checkpoint
 from tests.server import ApiServer
-
-
-@pytest.fixture
-def engine(api: ApiServer) -> Iterator[Engine]:
-    engine = sync_engine(api.settings.database_url or "")
-    yield engine
-    engine.dispose()
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from app.auth import list_keys_sync, revoke_key_sync
 from app.client import Anneal, AnnealError, AsyncAnneal
 from app.client.events import EndEvent, Event, LogEvent, MetricEvent, StatusEvent
 from app.config import Settings
-from app.db import sync_engine
 from app.events import stream
 from tests.factories import Trainer, make_dataset, make_run
 from tests.http_server import serving
@@ -124,13 +123,6 @@ class TestConnections:
     def test_a_service_that_stays_away_is_told(self) -> None:
         with Anneal("http://127.0.0.1:1", "key") as client, pytest.raises(AnnealError, match="does not answer"):
             list(client.runs.events("run_1", patience=0))
-
-
-@pytest.fixture
-def engine(api: ApiServer) -> Iterator[Engine]:
-    engine = sync_engine(api.settings.database_url or "")
-    yield engine
-    engine.dispose()
 
 
 class TestEvents:

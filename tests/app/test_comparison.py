@@ -1,21 +1,10 @@
 """Runs side by side: what differs, what does not, and what came of it."""
 
-from collections.abc import Iterator
-
-import pytest
 from sqlalchemy import Engine
 
-from app.db import sync_engine
 from app.ids import new_id
 from tests.factories import Trainer, make_dataset, make_run
 from tests.server import ApiServer
-
-
-@pytest.fixture
-def engine(api: ApiServer) -> Iterator[Engine]:
-    engine = sync_engine(api.settings.database_url or "")
-    yield engine
-    engine.dispose()
 
 
 def test_tells_where_configurations_differ_and_what_each_run_has_reached(api: ApiServer, engine: Engine) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -12,19 +12,12 @@ from sqlalchemy import Engine, event, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from app.config import Settings
-from app.db import async_engine, sync_engine
+from app.db import async_engine
 from app.ids import id_at
 from app.queue import Queue
 from app.runs.dispatcher import Dispatcher
 from tests.rows import add_run, add_worker, claim, run_row
 from tests.waiting import eventually, eventually_async
-
-
-@pytest.fixture
-def engine(settings: Settings) -> Iterator[Engine]:
-    engine = sync_engine(settings.database_url or "")
-    yield engine
-    engine.dispose()
 
 
 @pytest.fixture

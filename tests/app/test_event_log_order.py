@@ -1,25 +1,14 @@
 """The event log from outside: who may append to a run, and what a reader finds while others append."""
 
-from collections.abc import Iterator
-
 import pytest
 from sqlalchemy import Engine, text
 from sqlalchemy.exc import OperationalError
 
-from app.config import Settings
-from app.db import sync_engine
 from app.events.log import Fenced, NewEvent, append
 from app.runs import lifecycle
 from tests.rows import add_run, add_worker, claim, events_of, run_row
 
 LINES = [NewEvent.of("log", 1_700_000_000.0, {"line": "a line"}) for _ in range(3)]
-
-
-@pytest.fixture
-def engine(settings: Settings) -> Iterator[Engine]:
-    engine = sync_engine(settings.database_url or "")
-    yield engine
-    engine.dispose()
 
 
 @pytest.fixture

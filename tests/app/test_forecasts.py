@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -14,7 +13,7 @@ from sqlalchemy import Engine, event, func, insert, select, text
 
 import app.runs.forecasts
 from app.config import Settings
-from app.db import async_engine, session_maker, sync_engine
+from app.db import async_engine, session_maker
 from app.runs import lifecycle
 from app.runs.forecasts import Forecasts
 from app.runs.models import Pace, Run
@@ -26,13 +25,6 @@ from tests.waiting import eventually, eventually_async
 
 CONFIG = {"base_model": "none", "method": "sft"}
 IN_EPOCH = {"current_step": 50, "current_epoch": 2.5}
-
-
-@pytest.fixture
-def engine(settings: Settings) -> Iterator[Engine]:
-    engine = sync_engine(settings.database_url or "")
-    yield engine
-    engine.dispose()
 
 
 def timed(engine: Engine, run: Any, attempt: int = 1, **values: Any) -> None:

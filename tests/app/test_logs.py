@@ -2,24 +2,15 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
 
 import httpx
 import pytest
 from sqlalchemy import Engine
 
-from app.db import sync_engine
 from app.ids import new_id
 from tests.factories import Trainer, make_dataset, make_run
 from tests.server import ApiServer, ThreadServer
 from tests.waiting import eventually
-
-
-@pytest.fixture
-def engine(api: ApiServer) -> Iterator[Engine]:
-    engine = sync_engine(api.settings.database_url or "")
-    yield engine
-    engine.dispose()
 
 
 @pytest.fixture

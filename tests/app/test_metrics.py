@@ -2,26 +2,17 @@
 
 import asyncio
 import random
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from sqlalchemy import Engine, text
 
-from app.db import sync_engine
 from app.ids import new_id
 from app.runs import curves as reading
 from app.runs import metrics
 from tests.factories import Trainer, make_dataset, make_run
 from tests.server import ApiServer
-
-
-@pytest.fixture
-def engine(api: ApiServer) -> Iterator[Engine]:
-    engine = sync_engine(api.settings.database_url or "")
-    yield engine
-    engine.dispose()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from starlette.types import Scope
 
 from app import auth
 from app.config import Settings
-from app.db import async_engine, session_maker, sync_engine
+from app.db import async_engine, session_maker
 from app.events.log import NewEvent, append
 from app.events.stream import Streams
 from app.ids import id_at, new_id
@@ -45,13 +45,6 @@ def scrape(api: ApiServer) -> Samples:
 
 def value(samples: Samples, name: str, **labels: str) -> float | None:
     return samples.get((name, frozenset(labels.items())))
-
-
-@pytest.fixture
-def engine(settings: Settings) -> Iterator[Engine]:
-    engine = sync_engine(settings.database_url or "")
-    yield engine
-    engine.dispose()
 
 
 class TestTheState:

@@ -1,6 +1,5 @@
 """Methods `dpo`, `reward` and `rlhf` over the API: their data sets, and the reward models that runs learn from."""
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,13 +14,6 @@ from tests.factories import Trainer, count_runs, make_dataset, make_model, make_
 from tests.rows import waiting_for_locks
 from tests.server import ApiServer, ThreadServer
 from tests.waiting import eventually
-
-
-@pytest.fixture
-def engine(api: ApiServer) -> Iterator[Engine]:
-    engine = sync_engine(api.settings.database_url or "")
-    yield engine
-    engine.dispose()
 
 
 def config(*models: str, **fields: Any) -> dict[str, Any]:

@@ -1,24 +1,15 @@
 """Resuming: a new run that goes on where the old one, or those before it, has a good checkpoint."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 from sqlalchemy import Engine, func
 
-from app.db import sync_engine
 from app.ids import new_id
 from tests.factories import Trainer, count_runs, make_dataset, make_run, mark_checkpoint
 from tests.rows import events_of, run_row
 from tests.server import ApiServer
-
-
-@pytest.fixture
-def engine(api: ApiServer) -> Iterator[Engine]:
-    engine = sync_engine(api.settings.database_url or "")
-    yield engine
-    engine.dispose()
 
 
 @pytest.fixture

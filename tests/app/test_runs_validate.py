@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,13 +18,6 @@ from tests.rows import add_worker, run_row
 from tests.server import ApiServer, ThreadServer
 
 _LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-
-
-@pytest.fixture
-def engine(api: ApiServer) -> Iterator[Engine]:
-    engine = sync_engine(api.settings.database_url or "")
-    yield engine
-    engine.dispose()
 
 
 @pytest.fixture

@@ -1,22 +1,11 @@
 """Workers and backends over the API."""
 
-from collections.abc import Iterator
-
-import pytest
 from sqlalchemy import Engine
 
-from app.db import sync_engine
 from app.workers import registry
 from tests.factories import Trainer, make_dataset, make_run
 from tests.rows import add_worker
 from tests.server import ApiServer
-
-
-@pytest.fixture
-def engine(api: ApiServer) -> Iterator[Engine]:
-    engine = sync_engine(api.settings.database_url or "")
-    yield engine
-    engine.dispose()
 
 
 class TestWorkers:

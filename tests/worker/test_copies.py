@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import async_sessionmaker
 from app.checkpoints import retention
 from app.checkpoints.models import Checkpoint
 from app.config import Settings
-from app.db import async_engine, sync_engine
+from app.db import async_engine
 from app.events.log import NewEvent
 from app.home import HomeError
 from app.ids import new_id
@@ -58,13 +58,6 @@ def shared(tmp_path: Path) -> str:
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared" / MARK).touch()
     return f"file://{tmp_path}/shared"
-
-
-@pytest.fixture
-def engine(settings: Settings) -> Iterator[Engine]:
-    engine = sync_engine(settings.database_url or "")
-    yield engine
-    engine.dispose()
 
 
 class Worker:

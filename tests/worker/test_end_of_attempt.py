@@ -3,7 +3,6 @@
 import json
 import threading
 import time
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 from sqlalchemy import Engine, text
 
 from app.config import Settings
-from app.db import sync_engine
 from app.ids import new_id
 from app.runs import lifecycle
 from app.storage import Storage
@@ -29,13 +27,6 @@ CREATE FUNCTION dawdle() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg
 CREATE TRIGGER dawdle BEFORE INSERT ON run_events FOR EACH ROW
     WHEN (NEW.type = 'log' AND NEW.data->>'line' = 'first') EXECUTE FUNCTION dawdle();
 """
-
-
-@pytest.fixture
-def engine(settings: Settings) -> Iterator[Engine]:
-    engine = sync_engine(settings.database_url or "")
-    yield engine
-    engine.dispose()
 
 
 def is_storing_the_first_line(engine: Engine) -> bool:

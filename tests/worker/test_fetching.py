@@ -11,7 +11,6 @@ from sqlalchemy import Engine, update
 from app.checkpoints import copies, retention
 from app.checkpoints.models import Checkpoint
 from app.config import Settings
-from app.db import sync_engine
 from app.events.log import NewEvent
 from app.runs.models import Run
 from tests.factories import Trainer
@@ -22,13 +21,6 @@ from worker import fetching, job
 from worker.fetching import Patience
 from worker.job import JobError, prepare
 from worker.remote import Stopped
-
-
-@pytest.fixture
-def engine(settings: Settings) -> Iterator[Engine]:
-    engine = sync_engine(settings.database_url or "")
-    yield engine
-    engine.dispose()
 
 
 @pytest.fixture

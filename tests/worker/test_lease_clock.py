@@ -1,7 +1,6 @@
 """How long a run counts as ours: from the moment a renewal was sent, by a clock that nobody sets."""
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +8,6 @@ from sqlalchemy import Engine, event
 
 import app.clock
 from app.config import Settings
-from app.db import sync_engine
 from app.runs.dispatcher import Dispatcher
 from tests.rows import add_run, add_worker, claim, run_row
 from worker import lease
@@ -48,13 +46,6 @@ class Clock:
 
     def monotonic(self) -> float:
         return self.now
-
-
-@pytest.fixture
-def engine(settings: Settings) -> Iterator[Engine]:
-    engine = sync_engine(settings.database_url or "")
-    yield engine
-    engine.dispose()
 
 
 def held(settings: Settings, engine: Engine, sent: float) -> Lease:

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,6 @@ def keep(settings: Settings, name: str = "hf_token", value: str = TOKEN) -> None
     """Set a secret."""
     with sync_engine(settings.database_url or "", pool_size=0).begin() as connection:
         connection.execute(store.put(store.for_sealing(connection, settings), name, value, None))
-
-
-@pytest.fixture
-def engine(settings: Settings) -> Iterator[Engine]:
-    engine = sync_engine(settings.database_url or "")
-    yield engine
-    engine.dispose()
 
 
 def prepared(settings: Settings, engine: Engine, base_model: str, **config: Any) -> Job:
