@@ -78,6 +78,8 @@ class ThreadServer(ApiServer):
         super().__init__(settings, self._listening.getsockname()[1])
 
     def start(self) -> None:
+        if self._listening.fileno() < 0:  # it was stopped
+            self._listening = socket.create_server(("127.0.0.1", self.port))
         self.application = create_app(self.settings)
         config = uvicorn.Config(
             self.application,
