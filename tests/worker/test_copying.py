@@ -18,7 +18,7 @@ from app.events.log import NewEvent
 from app.runs import removal
 from app.storage import Storage
 from tests.waiting import eventually
-from tests.worker.test_copies import Worker, engine, files_below, shared, worker  # noqa: F401
+from tests.worker.test_copies import Worker, files_below, shared, worker  # noqa: F401
 from tests.worker.test_job import flip
 from worker import copies as copying
 from worker.copies import Copies

@@ -28,8 +28,8 @@ MUTANTS = (
         changes=(
             Change(
                 "app/runs/endpoints.py",
-                "body, caller.key_id, idempotency)\n    after_commit.add_task(_queue(request).hint)",
-                "body, caller.key_id, idempotency)\n    await _queue(request).hint()",
+                "body, new.caller_id, idempotency)\n    new.accept(run)",
+                "body, new.caller_id, idempotency)\n    await new.request.app.state.queue.hint()",
             ),
         ),
         test=f"{_TOLD}::TestAHint::test_comes_when_its_run_can_be_claimed",
