@@ -30,7 +30,6 @@ from app.runs.data_checks import Place, data_problems, rewards_of
 from app.runs.destinations import destination_problems
 from app.runs.installed import plugin_problems
 from app.runs.models import Run
-from app.runs.plugins import named
 from app.runs.schemas import RunCreate
 from app.runs.transitions import seconds
 from app.storage import Storage
@@ -190,11 +189,7 @@ def requirements(rules: Rules, config: TrainingConfig, given: Iterable[str]) -> 
         or (config.attn_implementation or "").startswith("flash_attention")
         or ("bnb_4bit_compute_dtype" in wanted and config.bnb_4bit_compute_dtype == "float16")
     )
-    found: dict[str, Any] = {"kind": "cuda"} if rules.machine_matters and needs_gpu else {}
-    plugins: dict[str, list[str]] = {}
-    for _, kind, name in named(config.model_dump(mode="json")) if rules.options is None else ():
-        plugins.setdefault(kind, []).append(name)
-    return found | ({"plugins": plugins} if plugins else {})
+    return {"kind": "cuda"} if rules.machine_matters and needs_gpu else {}
 
 
 async def _check_experiment(session: AsyncSession, experiment_id: str, found: Examined) -> None:

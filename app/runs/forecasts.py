@@ -69,7 +69,7 @@ _PENDING = text(f"""
     ORDER BY runs.priority DESC, runs.id LIMIT {_MOST_RUNS}
 """)
 _SEATS = text("""
-    SELECT workers.id, workers.backends, workers.plugins, min(devices.kind) AS kind, min(devices.name) AS device,
+    SELECT workers.id, workers.backends, min(devices.kind) AS kind, min(devices.name) AS device,
         coalesce(max(devices.memory_mb), 0) AS memory_mb, array_agg(devices.run_id ORDER BY devices.index) AS runs
     FROM workers JOIN devices ON devices.worker_id = workers.id
     WHERE workers.state = 'online' AND workers.heartbeat_at > clock_timestamp() - make_interval(secs => :fresh)
@@ -209,7 +209,7 @@ class _Forecast:
         places = [
             Seat(
                 one.id, frozenset(one.backends), one.kind, one.device, one.memory_mb,
-                tuple(0.0 if run is None else ends.get(run, math.inf) for run in one.runs), _plugins(one.plugins),
+                tuple(0.0 if run is None else ends.get(run, math.inf) for run in one.runs),
             )
             for one in seats
         ]  # fmt: skip
@@ -312,22 +312,15 @@ def _timings(stored: Mapping[str, Any]) -> Timings:
 def _waiting(run: Any) -> Waiting:
     needs = run.requirements or {}
     return Waiting(
-        run.id, run.backend, needs.get("kind"), needs.get("memory_mb") or 0, run.devices_needed, max(run.wait, 0.0),
-        _plugins(needs.get("plugins")),
-    )  # fmt: skip
-
-
-def _plugins(names: Mapping[str, Sequence[str]] | None) -> frozenset[tuple[str, str]]:
-    return frozenset((kind, name) for kind, of_kind in (names or {}).items() for name in of_kind)
+        run.id, run.backend, needs.get("kind"), needs.get("memory_mb") or 0, run.devices_needed, max(run.wait, 0.0)
+    )
 
 
 def _nobody(one: Waiting) -> str:
     wants = f"{one.devices} free device{'s' if one.devices > 1 else ''}"
     kind = f" of kind `{one.kind}`" if one.kind else ""
     memory = f" with {one.memory_mb:,} MB" if one.memory_mb else ""
-    plugins = ", ".join(f"`{name}`" for _, name in sorted(one.plugins))
-    wants += f"{kind}{memory}{f' and what it names ({plugins})' if plugins else ''}"
-    return f"No worker that is online has backend `{one.backend}` and {wants}: it starts once one does."
+    return f"No worker that is online has backend `{one.backend}` and {wants}{kind}{memory}: it starts once one does."
 
 
 def _sentence(basis: str) -> str:

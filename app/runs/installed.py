@@ -29,8 +29,8 @@ async def plugin_problems(
             continue
         if any(having):
             message = (
-                f"names {name!r}, which only {sum(having)} of {len(having)} workers have installed, so the run waits "
-                f"for one of these; the operator can install an entry point of `{PLUGINS[kind]}` on all of them"
+                f"names {name!r}, which only {sum(having)} of {len(having)} workers have installed, and on another one "
+                f"the run fails; the operator installs an entry point of `{PLUGINS[kind]}` on all of them"
             )
             warned.append(problem(field, "plugin_not_everywhere", message))
             continue

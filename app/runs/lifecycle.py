@@ -46,7 +46,6 @@ from app.runs.transitions import (
     seconds,
     statement,
 )
-from app.workers.models import Worker
 
 _LEAST_PAUSE = 1.0
 _MOST_DOUBLINGS = 6
@@ -82,8 +81,6 @@ def claim(worker_id: str, backends: list[str], lease_seconds: float, kind: str, 
         .cte("free")
     )
     room = select(func.count()).select_from(free).scalar_subquery()
-    wanted: Any = runs.c.requirements["plugins"]
-    installed = select(Worker.plugins).where(Worker.id == worker_id).scalar_subquery()
     picked = (
         select(runs.c.id, runs.c.status.label("from_status"))
         .where(
@@ -94,7 +91,6 @@ def claim(worker_id: str, backends: list[str], lease_seconds: float, kind: str, 
             runs.c.devices_needed <= room,
             func.coalesce(runs.c.requirements["kind"].astext, kind) == kind,
             func.coalesce(cast(runs.c.requirements["memory_mb"].astext, Integer), 0) <= (memory_mb or 0),
-            or_(wanted.is_(None), wanted.contained_by(installed)),
         )
         .order_by(runs.c.priority.desc(), runs.c.id)
         .limit(1)

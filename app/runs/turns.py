@@ -25,8 +25,6 @@ class Seat:
     memory_mb: int
     free: tuple[float, ...]
     """In how many seconds each device is free; infinite where nobody knows."""
-    plugins: frozenset[tuple[str, str]] = frozenset()
-    """Kinds and names of what is installed."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +38,6 @@ class Waiting:
     devices: int
     not_before: float
     """Seconds from now."""
-    plugins: frozenset[tuple[str, str]] = frozenset()
-    """Kinds and names of those that a worker has to have."""
 
     def fits(self, seat: Seat) -> bool:
         """Whether a worker could ever take it; the same as a claim asks."""
@@ -50,7 +46,6 @@ class Waiting:
             and self.kind in (None, seat.kind)
             and self.memory_mb <= seat.memory_mb
             and self.devices <= len(seat.free)
-            and self.plugins <= seat.plugins
         )
 
 
@@ -98,7 +93,7 @@ class _Play:
         lines: dict[tuple[object, ...], _Line] = {}
         self._line_of: list[_Line] = []
         for place, one in enumerate(queue):
-            asked = (one.backend, one.kind, one.memory_mb, one.devices, one.plugins)
+            asked = (one.backend, one.kind, one.memory_mb, one.devices)
             if asked not in lines:
                 lines[asked] = _Line(one, frozenset(at for at, seat in enumerate(seats) if one.fits(seat)))
             line = lines[asked]

@@ -80,14 +80,6 @@ class TestClaim:
             )
         assert claim(engine, add_worker(engine)) is None
 
-    def test_gives_a_run_only_to_a_worker_that_has_the_plugins_it_names(self, engine: Engine) -> None:
-        named = {"optimizer": ["lion"], "metrics": ["bleu", "rouge"]}
-        run = add_run(engine, requirements={"plugins": named})
-        for plugins in (None, {}, {**named, "optimizer": ["sgd"]}, {**named, "metrics": ["bleu"]}):
-            assert claim(engine, add_worker(engine, plugins=plugins)) is None
-        having = {"optimizer": ["lion", "sgd"], "metrics": ["bleu", "mine", "rouge"], "recipe": []}
-        assert claim(engine, add_worker(engine, plugins=having)).id == run.id
-
     def test_never_gives_one_run_to_two_of_many_claimants(self, engine: Engine) -> None:
         runs = {add_run(engine).id for _ in range(6)}
         workers = [add_worker(engine, devices=2) for _ in range(6)]

@@ -1,20 +1,27 @@
 """What the API knows of an operator's plugins: which worker has what, and which names are refused."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from sqlalchemy import Engine
 
-from app.backends.registry import RULES
+from app.config import Settings
+from app.db import sync_engine
 from app.runs import plugins
-from app.runs.checks import requirements
-from app.runs.config import TrainingConfig
 from app.runs.fields import TrainerOptions
 from tests.factories import make_dataset, make_model
 from tests.rows import add_worker
 from tests.server import ApiServer
 
 HERE = {"optimizer": ["slow-sign"], "reward": ["brevity"], "scheduler": []}
+
+
+@pytest.fixture
+def engine(settings: Settings) -> Iterator[Engine]:
+    engine = sync_engine(settings.database_url or "")
+    yield engine
+    engine.dispose()
 
 
 @pytest.fixture
@@ -56,15 +63,6 @@ def test_one_that_only_some_workers_have_is_warned_of(check: Any, engine: Engine
     assert errors(found) == []
     (warning,) = [one for one in found["warnings"] if one["code"] == "plugin_not_everywhere"]
     assert "only 1 of 2 workers" in warning["message"]
-
-
-def test_a_run_asks_for_a_worker_with_all_the_plugins_that_it_names() -> None:
-    rewards = [{"type": "plugin", "name": "brevity"}]
-    config = {"base_model": "a", "method": "rlhf", "rlhf": {"rewards": rewards}, "extra": {"optimizer": {"type": "x"}}}
-    wanted = requirements(RULES["celery"], TrainingConfig.model_validate(config), [])
-    assert wanted == {"plugins": {"optimizer": ["x"], "reward": ["brevity"]}}
-    plain = TrainingConfig.model_validate({"base_model": "a", "method": "sft"})
-    assert requirements(RULES["celery"], plain, []) == requirements(RULES["fake"], plain, []) == {}
 
 
 def test_nobody_is_refused_where_no_worker_tells(check: Any, engine: Engine) -> None:

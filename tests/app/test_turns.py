@@ -34,13 +34,6 @@ def test_several_devices_have_to_be_free_on_one_worker() -> None:
     assert turns(seats, [waiting(devices=3)], lambda *_: 1.0)["a"].seat is None
 
 
-def test_who_names_a_plugin_waits_for_a_worker_that_has_it() -> None:
-    lion = frozenset({("optimizer", "lion")})
-    seats = [seat(0.0, worker_id="plain"), seat(30.0, worker_id="rich", plugins=lion | {("recipe", "ours")})]
-    assert starts(seats, [waiting("a", plugins=lion), waiting("b")], b=90.0) == {"a": 30.0, "b": 0.0}
-    assert turns(seats[:1], [waiting(plugins=lion)], lambda *_: 1.0)["a"].seat is None
-
-
 def test_who_needs_more_than_is_free_is_overtaken_as_a_claim_does_it() -> None:
     queue = [waiting("wide", devices=2), waiting("short"), waiting("long")]
     # A device is free at once, the other in 20 s, and by then a later run has taken the first again.
