@@ -115,6 +115,7 @@ def _receive_secrets(control: int) -> dict[str, str]:
 
 
 def _prepare(start: Start, fds: Sequence[int], parent: int) -> None:
+    """Everything before the first deadline is in force: nothing here writes, and who is late finds it has passed."""
     report, stdout, stderr, control = fds
     os.setsid()
     die_with_parent(parent)

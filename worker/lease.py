@@ -82,7 +82,7 @@ class Lease:
 
     @property
     def was_always_renewed(self) -> bool:
-        """Whether the database has never been silent for so long that a trainer had to end."""
+        """Whether a renewal was always answered before a trainer had to end for want of one."""
         return self.longest_silence < self._host.settings.kill_after_seconds
 
     @property

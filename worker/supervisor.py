@@ -184,7 +184,7 @@ def settle(host: Host, lease: Lease, writer: Writer) -> None:
 
 
 def launch(host: Host, run: Any, lease: Lease, job: Job, device: Device) -> TrainingProcess:
-    """Start the training process, with its deadline in force from the first moment.
+    """Start the training process, with its deadline in force before it does anything.
 
     Raises:
         LaunchAbandoned: meanwhile the run was to end, or to be given back.
@@ -301,7 +301,7 @@ def out_of_reach(run: Any, lease: Lease) -> Executable:
         what = "the training process heard of no renewal of its lease in time, though there was one: the machine is "
         what += "overloaded, or the process was held up"
     else:
-        what = f"the database was out of reach for {lease.longest_silence:.0f} s"
+        what = f"the database was out of reach for {lease.longest_silence:.0f} s, or the worker stood still as long"
     return lifecycle.retry(run.id, run.epoch, f"{what}; the run goes on from its last checkpoint", _RETRY_SECONDS)
 
 

@@ -184,7 +184,8 @@ def _hung(report: Mapping[str, Any]) -> Cause:
 
 def _cut_off(report: Mapping[str, Any]) -> str:
     phase = report.get("phase") or "its work"
-    return f"The database was out of reach for too long, so the service ended the training process during {phase}"
+    why = "The database was out of reach for too long, or the worker stood still"
+    return f"{why}, so the service ended the training process during {phase}"
 
 
 _TIMER = (

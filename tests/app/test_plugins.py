@@ -1,13 +1,10 @@
 """What the API knows of an operator's plugins: which worker has what, and which names are refused."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from sqlalchemy import Engine
 
-from app.config import Settings
-from app.db import sync_engine
 from app.runs import plugins
 from app.runs.fields import TrainerOptions
 from tests.factories import make_dataset, make_model
@@ -15,13 +12,6 @@ from tests.rows import add_worker
 from tests.server import ApiServer
 
 HERE = {"optimizer": ["slow-sign"], "reward": ["brevity"], "scheduler": []}
-
-
-@pytest.fixture
-def engine(settings: Settings) -> Iterator[Engine]:
-    engine = sync_engine(settings.database_url or "")
-    yield engine
-    engine.dispose()
 
 
 @pytest.fixture
