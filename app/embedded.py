@@ -1,5 +1,6 @@
 """The embedded default: PostgreSQL and Valkey below ANNEAL_HOME, for everybody who brings no servers."""
 
+import logging
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,12 @@ from app.config import Settings
 from app.db import driver_url
 from app.embedded_postgres import Postgres
 from app.embedded_valkey import Valkey
-from app.home import HomeError, make_private_folder, read_json, write_private_json
+from app.home import HomeError, PortTaken, make_private_folder, read_json, write_private_json
+
+log = logging.getLogger(__name__)
+
+_MOST_PORTS = 3
+"""That are tried, where other programs are quicker to take them."""
 
 
 class EmbeddedServers:
@@ -76,7 +82,7 @@ class EmbeddedServers:
             for server in self.servers:
                 server.start()
             for server in self.servers:
-                server.wait_ready(check)
+                _wait_ready(server, check)
         except BaseException:
             self.stop()
             raise
@@ -95,6 +101,18 @@ class EmbeddedServers:
         """End both, the database last."""
         for server in reversed(self.servers):
             server.stop()
+
+
+def _wait_ready(server: Postgres | Valkey, check: Callable[[], None]) -> None:
+    """Wait for a server that was started; on another port where somebody else was quicker to take its own."""
+    for _ in range(_MOST_PORTS):
+        try:
+            return server.wait_ready(check)
+        except PortTaken as error:
+            log.warning("%s; trying another one", str(error).partition(";")[0])
+        server.stop()
+        server.start()
+    server.wait_ready(check)
 
 
 def resolve_urls(settings: Settings) -> Settings:

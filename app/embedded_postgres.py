@@ -15,7 +15,7 @@ import psycopg
 from psycopg import sql
 
 from app.config import postgres_environment
-from app.home import HomeError, make_private_folder, write_private
+from app.home import HomeError, PortTaken, make_private_folder, write_private
 from app.processes import end_leftovers, free_port, last_lines, start_child, stop_child
 
 _READY_SECONDS = 120.0  # crash recovery of a large database takes its time; a dead server is noticed at once
@@ -165,7 +165,7 @@ class Postgres:
         said = last_lines(self.log)
         if self.process is None or code is not None:
             if "could not bind" in said or "Address already in use" in said:
-                raise HomeError(f"Port {self.port} for PostgreSQL was taken by another program; start again.")
+                raise PortTaken(f"Port {self.port} for PostgreSQL was taken by another program; start again.")
             raise HomeError(f"PostgreSQL ended with {code} while starting; {self.log} says:\n{said}")
         if "password authentication failed" in str(error):
             raise HomeError(

@@ -12,7 +12,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from app.home import HomeError, make_private_folder, write_private
+from app.home import HomeError, PortTaken, make_private_folder, write_private
 from app.processes import end_leftovers, free_port, last_lines, start_child, stop_child
 
 _READY_SECONDS = 60.0
@@ -95,7 +95,7 @@ class Valkey:
     def _explain_failure(self) -> None:
         said = last_lines(self.log)
         if "already in use" in said:
-            raise HomeError(f"Port {self.port} for Valkey was taken by another program; start again.")
+            raise PortTaken(f"Port {self.port} for Valkey was taken by another program; start again.")
         code = None if self.process is None else self.process.poll()
         raise HomeError(f"Valkey ended with {code} while starting; {self.log} says:\n{said}")
 

@@ -12,6 +12,10 @@ class HomeError(Exception):
     """Something about the folder or the machine keeps the service from starting; the text tells what to do."""
 
 
+class PortTaken(HomeError):
+    """Another program listens on the port of a server, which was free when it was chosen."""
+
+
 def make_private_folder(folder: Path) -> Path:
     """Create `folder` (mode 0700 where it is new); a sentence instead of a traceback where that is refused."""
     try:

@@ -112,7 +112,8 @@ def free_port(preferred: int | None = None) -> int:
     """A loopback port that is free now: the preferred one if it is."""
     if preferred is not None and port_is_free(preferred):
         return preferred
-    for port in random.sample(_PORTS, 200):
+    # Of the system: where two processes have seeded Python's the same way, they would pick the same ports.
+    for port in random.SystemRandom().sample(_PORTS, 200):
         if port_is_free(port):
             return port
     raise OSError("no free port on the loopback interface")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 import psycopg
@@ -17,6 +18,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from sqlalchemy.engine import make_url
 
+from app import embedded_postgres, embedded_valkey
 from app.config import Settings
 from app.embedded import EmbeddedServers, resolve_urls
 from app.home import HomeError, HomeLock
@@ -64,6 +66,20 @@ class TestFirstStart:
         assert ask(servers, "SHOW server_encoding") == "UTF8"
         with redis.Redis.from_url(servers.redis_url or "") as client:
             assert client.info("server")["valkey_version"].startswith("9.")
+
+    @pytest.mark.parametrize("module", [embedded_postgres, embedded_valkey])
+    def test_a_port_that_somebody_else_has_taken_meanwhile_is_left_to_them(
+        self, make: Make, module: ModuleType, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        choose = module.free_port
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            ports = iter([taken.getsockname()[1]])
+            monkeypatch.setattr(module, "free_port", lambda preferred=None: next(ports, None) or choose(preferred))
+            servers = make()
+            servers.start()
+        assert ask(servers, "SELECT 1") == 1
+        with redis.Redis.from_url(servers.redis_url or "") as client:
+            assert client.ping()
 
     def test_the_role_of_the_service_is_no_superuser(self, make: Make) -> None:
         servers = make()
