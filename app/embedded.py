@@ -105,7 +105,7 @@ class EmbeddedServers:
 
 def _wait_ready(server: Postgres | Valkey, check: Callable[[], None]) -> None:
     """Wait for a server that was started; on another port where somebody else was quicker to take its own."""
-    for _ in range(_MOST_PORTS):
+    for _ in range(_MOST_PORTS - 1):
         try:
             return server.wait_ready(check)
         except PortTaken as error:
