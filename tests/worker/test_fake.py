@@ -167,7 +167,7 @@ class TestCheckpoints:
         other, _ = run.finish(saved)
         facts = [one.record("config")["facts"] for one in (said, same, other)]
         assert [(one["fidelity"], one["fidelity_reasons"]) for one in facts] == [
-            ("exact", []), ("exact", []), ("approximate", ["The data set is another one than at the checkpoint."]),
+            ("exact", []), ("exact", []), ("approximate", ["The data set differs from that of the checkpoint."]),
         ]  # fmt: skip
 
     def test_a_resume_from_the_wrong_place_shows_in_every_later_loss(self, launcher: Launcher, tmp_path: Path) -> None:

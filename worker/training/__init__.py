@@ -2,5 +2,5 @@
 
 import logging
 
-# At its import bitsandbytes advises to install a package that downloads kernels; to users that reads as a failure.
+# On import, bitsandbytes suggests installing a package that downloads kernels, which users take for a failure.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

@@ -1,7 +1,7 @@
-"""The training process: `python -m worker.training run.json`, or forked from the zygote with the same arguments.
+"""The training process: `python -m worker.training run.json`, or a fork of the zygote with the same arguments.
 
-Everything heavy is imported here at the top, and nothing is computed: the zygote imports this module once and
-forks from it, and an OpenMP thread or a CUDA context in it would break its children.
+All heavy imports are at the top of this module, and importing it computes nothing: the zygote imports it once and
+forks from there, and an OpenMP thread or a CUDA context in the zygote would break its children.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _RECIPES: dict[TrainingMethod, Callable[[Run, list[Replacement]], dict[str, Any]
 
 
 def main(argv: list[str]) -> int:
-    """Run one job; returns the exit code: 0 when completed or stopped, 1 when failed."""
+    """Run one job and return the exit code: 0 if it completed or stopped, 1 if it failed."""
     job, report_fd, control_fd = parse_args(argv)
     report = Report(report_fd)
     control = Control.start(control_fd)
@@ -51,10 +51,10 @@ def main(argv: list[str]) -> int:
         result = _ended_by(error, control)
         if result.get("error", {}).get("code") == "internal":
             traceback.print_exc()
-    # What is told last is the result: a late stop must not cut the goodbye short.
+    # The result is the last record: a late SIGTERM must not end the process before it is sent.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if journal is not None:
-        with contextlib.suppress(OSError):  # a full disk, which the result tells about
+        with contextlib.suppress(OSError):  # a full disk, which the result reports
             journal.stop(result["outcome"])
     report.result(**result)
     return 1 if result["outcome"] == "failed" else 0
@@ -92,7 +92,7 @@ def _train(job: dict[str, Any], report: Report, control: Control, journal: Journ
 
 
 def _ended_by(error: Exception, control: Control) -> dict[str, Any]:
-    """The result of an attempt that ended with an exception."""
+    """Build the result of an attempt that ended with an exception."""
     if isinstance(error, Stopped):
         request = control.stop_requested
         return {"outcome": "stopped", "why": request.why if request else "stop"}
@@ -102,8 +102,8 @@ def _ended_by(error: Exception, control: Control) -> dict[str, Any]:
 
 
 def _quiet_libraries() -> None:
-    """Progress is told in records; bars on standard error would only be log lines."""
-    os.environ["TQDM_DISABLE"] = "1"  # heeded by TRL's own
+    """Turn off progress bars: records report progress, and bars on standard error would only be log lines."""
+    os.environ["TQDM_DISABLE"] = "1"  # read by TRL's own progress bars
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_warning()

@@ -1,4 +1,4 @@
-"""What is asked of a run while it trains: done between two optimizer steps, and again where an attempt goes back."""
+"""Live actions on a run: done between two optimizer steps, and repeated when an attempt goes back."""
 
 import math
 from collections import deque
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from worker.training.trainer import Faithful
 
 Asked = dict[str, Any]
-"""Id, action and parameters; of one that is done again also the step."""
+"""Id, action and parameters; for a repeated action also the step."""
 
 
 class Refused(Exception):
-    """It cannot be done with this run; the text says why."""
+    """The action cannot be done with this run; the text says why."""
 
 
 class Actions:
-    """Takes what was asked for and answers it; `trainer` is built already, but may not have begun.
+    """Does the requested actions and reports their results; `trainer` is built already, but may not have started.
 
-    What an earlier attempt did behind a step that this one comes to again is done there again, so that both train the
-    same. It came first then, so whatever is asked for meanwhile waits for it.
+    An action that an earlier attempt did after a step is repeated when this attempt reaches that step again, so that
+    both train the same way. New requests wait until the earlier ones are repeated.
     """
 
     def __init__(self, trainer: "Faithful") -> None:
@@ -37,7 +37,7 @@ class Actions:
         self._again: deque[Asked] = deque(self._run.job.get("actions", ()))
         self._saves: list[Asked] = []
         self._on_the_way: list[Asked] = []
-        """What the checkpoint that was begun last answers."""
+        """Requests that the last started checkpoint answers."""
         self._evaluations: list[Asked] = []
         self._do: dict[str, Callable[[Asked, TrainerControl], None]] = {
             "checkpoint": self._checkpoint,
@@ -48,22 +48,22 @@ class Actions:
         }
 
     def do_again(self, control: TrainerControl) -> None:
-        """Do what an earlier attempt did behind the step that is over; evaluating and saving are left to `control`.
+        """Repeat what an earlier attempt did after the step that just ended; `control` evaluates and saves.
 
-        However the step ends, and before that is decided: a checkpoint of this step has to hold it, since whoever goes
-        on from there does only what lies behind it.
+        Call this however the step ends, and before that is decided: a checkpoint of this step must include it, since
+        an attempt that resumes from there repeats only later actions.
         """
         step = self._trainer.state.global_step
         while self._again and self._again[0]["step"] <= step:
             self._take(self._again.popleft(), control)
 
     def take(self, control: TrainerControl) -> None:
-        """Do what is newly asked for, where training goes on; evaluating and saving are left to `control`."""
+        """Do newly requested actions, if training continues; `control` evaluates and saves."""
         while not self._again and (asked := self._run.control.take_action()) is not None:
             self._take(asked, control)
 
     def epoch_is_over(self) -> str | None:
-        """`epoch_end` where the epoch is over with which the run is to end."""
+        """Return `epoch_end` if the run is to end with an epoch that is now over."""
         over = self._run.control.ends_with_epoch and float(self._trainer.state.epoch or 0.5).is_integer()
         return "epoch_end" if over else None
 
@@ -72,8 +72,8 @@ class Actions:
             self._do[asked["action"]](asked, control)
         except Refused as refusal:
             self._answer(asked, "refused", message=str(refusal))
-        except Exception as error:  # what was asked for must never cost a run, whatever the matter was
-            self._answer(asked, "failed", message=f"It did not work: {_told(error)}. Training goes on unchanged.")
+        except Exception as error:  # an action must never fail the run, for any cause
+            self._answer(asked, "failed", message=f"The action failed: {_told(error)}. Training continues unchanged.")
 
     def _answer(self, asked: Asked, status: str, **more: Any) -> None:
         state = self._trainer.state
@@ -81,7 +81,7 @@ class Actions:
             asked["id"], asked["action"], step=state.global_step, epoch=state.epoch, status=status, **more
         )
 
-    # Saving and evaluating, which come behind the step in this order: evaluate, save
+    # Evaluating and saving, which follow the step in this order
 
     def _checkpoint(self, asked: Asked, control: TrainerControl) -> None:
         if not control.should_save:
@@ -90,7 +90,7 @@ class Actions:
         self._saves.append(asked)
 
     def saved(self) -> dict[str, Any]:
-        """What a checkpoint that is being told answers, as fields of its record."""
+        """Return the requests that a reported checkpoint answers, as fields of its record."""
         answered, self._saves = self._saves, []
         self._on_the_way = answered
         return {
@@ -99,11 +99,11 @@ class Actions:
         }
 
     def save_again(self) -> None:
-        """The checkpoint that was told last never came: the next one answers what was asked of it."""
+        """Let the next checkpoint answer the requests of the last one, which was never written."""
         self._saves, self._on_the_way = [*self._on_the_way, *self._saves], []
 
     def not_saved(self, why: str) -> None:
-        """The checkpoint that was asked for does not come."""
+        """Report that the requested checkpoints are not written."""
         asked, self._saves = self._saves, []
         for one in asked:
             self._answer(one, "failed", message=why)
@@ -115,29 +115,29 @@ class Actions:
         self._evaluations.append(asked)
 
     def evaluated(self, found: dict[str, float]) -> None:
-        """An evaluation is done."""
+        """Report that the requested evaluations are done."""
         for asked in self._evaluations:
             self._answer(asked, "done", result={"metrics": found})
         self._evaluations.clear()
 
     def evaluation_failed(self, error: Exception) -> None:
-        """One that was only asked for did not work: training goes on."""
-        message = f"The evaluation did not work: {_told(error)}. Training goes on."
+        """Report that a requested evaluation failed; training continues."""
+        message = f"The evaluation failed: {_told(error)}. Training continues."
         asked, self._evaluations = self._evaluations, []
         for one in asked:
             self._answer(one, "failed", message=message)
-        if not asked:  # asked of an earlier attempt, which a stop kept from it
+        if not asked:  # requested from an earlier attempt, which was stopped before it
             self._run.report.message(message, level="warning")
 
     def drop_evaluation(self) -> bool:
-        """An evaluation was broken off: whether it has to be made up for behind this very step.
+        """Handle an interrupted evaluation; return True if it must be done later, still after this same step.
 
-        One that was only asked for waits on, and is done behind a later one.
+        An evaluation that was only requested stays pending, and is done after a later step.
         """
         asked, self._evaluations = self._evaluations, []
         return not asked or self._trainer.evaluation_is_due() or any("step" in one for one in asked)
 
-    # What changes how the run goes on
+    # Changes of the schedule
 
     def _set_learning_rate(self, asked: Asked, _control: TrainerControl) -> None:
         self._refuse_where_a_plugin_makes_rates()
@@ -153,11 +153,11 @@ class Actions:
         total = wanted.get("max_steps") or math.ceil(epochs * run.steps_in_a_pass)
         total = max(total, run.config.min_steps or 0)
         if total <= before:
-            raise Refused(f"The run is to have {before} steps already, and this would be {total}; name more.")
+            raise Refused(f"The run trains {before} steps already, and this would be {total}; request more.")
         stop = run.config.stop_at_step
-        # What an earlier attempt has done already is done again, or this one would have another schedule.
+        # An action of an earlier attempt is repeated in any case, or this one would have a different schedule.
         if "step" not in asked and stop is not None and run.state.first_step < stop < total:
-            raise Refused(f"The run ends at step {stop}, which is its `stop_at_step`, and not at {total}.")
+            raise Refused(f"The run ends at step {stop}, which is its `stop_at_step`, and not at step {total}.")
         changed = {"max_steps": total} if epochs is None else {"max_steps": None, "epochs": epochs}
         following = self._change(total_steps=total, **changed)
         trainer.state.max_steps = total
@@ -168,12 +168,12 @@ class Actions:
     def _refuse_where_a_plugin_makes_rates(self) -> None:
         if plugins.makes_rates(self._run.config):
             raise Refused(
-                "The run's optimizer or scheduler is a plugin, and nobody knows what it would make of another learning "
-                "rate or of more steps while it trains. Stop the run, and resume it with what is to change."
+                "The run's optimizer or scheduler is a plugin, and the effect of a different learning rate or of more "
+                "steps on it during training is unknown. Stop the run, and resume it with the changes."
             )
 
     def _change(self, *, total_steps: int | None = None, **changed: Any) -> float:
-        """Put a change in force, and into every checkpoint from now on: wholly, or not at all.
+        """Apply a change and store it in every checkpoint from now on: completely, or not at all.
 
         Returns the learning rate of the next step.
         """
@@ -189,24 +189,24 @@ class Actions:
 
     @contextmanager
     def _wholly(self) -> Iterator[None]:
-        """Whatever a change touches is as it was before, where it breaks off."""
+        """Restore everything that a change touches if the block raises."""
         trainer, run = self._trainer, self._run
         owners = (run, run.state, trainer.args, trainer.lr_scheduler)
         before = [(vars(owner), dict(vars(owner))) for owner in owners]
-        # Neither weights nor moments: a change of rates touches none of them.
+        # Neither weights nor moments: a change of learning rates touches none of them.
         groups = [(group, dict(group)) for group in trainer.optimizer.param_groups]
         facts = (trainer.facts, dict(trainer.facts))
         try:
             yield
         except BaseException:
             for now, then in (*before, *groups, facts):
-                now.update(then)  # never without what it had: the thread that writes a checkpoint reads of it
+                now.update(then)  # never clears first: the thread that writes a checkpoint reads these dictionaries
                 for new in now.keys() - then.keys():
                     del now[new]
             raise
 
     def put_in_force(self) -> None:
-        """Let what was changed hold: now, or before a trainer that goes on from a checkpoint begins."""
+        """Apply the stored changes: now, or before a trainer that resumes from a checkpoint starts."""
         trainer, run = self._trainer, self._run
         if run.state.changed:
             run.config = run.config.model_copy(update=run.state.changed)
@@ -216,11 +216,11 @@ class Actions:
             trainer.facts["total_steps"] = run.state.total_steps
 
     def _factor(self) -> Callable[[int], float]:
-        """The schedule of a run that has as many steps from its beginning on as this one has now."""
+        """Return the schedule of a run that has had the current number of steps from the start."""
         trainer = self._trainer
         in_force, trainer.lr_scheduler = trainer.lr_scheduler, None
         try:
-            # On an optimizer of its own: a scheduler sets the rates of its optimizer when it is made.
+            # With a separate optimizer: a scheduler sets the learning rates of its optimizer when it is created.
             own = torch.optim.SGD([torch.zeros(1)], lr=trainer.args.learning_rate)
             factor: Callable[[int], float] = trainer.create_scheduler(trainer.args.max_steps, own).lr_lambdas[0]
         finally:
@@ -232,17 +232,17 @@ class Actions:
         replaced = [one.model_dump(mode="json") for one in trainer.replaced]
         run.report.config(run.config.model_dump(mode="json"), replaced, trainer.facts)
 
-    # Writing
+    # Sampling
 
     def _sample(self, asked: Asked, _control: TrainerControl) -> None:
         step = self._trainer.state.global_step
         try:
             texts = sampling.write(self._trainer, **asked["parameters"])
         except Stopped:
-            return  # heeded behind the next step; it waits for whoever goes on
-        except Exception as error:  # training goes on, whatever the matter was
+            return  # handled after the next step; the request stays pending for the next attempt
+        except Exception as error:  # training continues after any failure
             reason = _told(error)
-            return self._answer(asked, "failed", message=f"The model could not write: {reason}. Training goes on.")
+            return self._answer(asked, "failed", message=f"Sampling failed: {reason}. Training continues.")
         pairs = list(zip(asked["parameters"]["prompts"], texts, strict=True))
         for prompt, text in pairs:
             self._run.report.sample(step, prompt, text, action_id=asked["id"])

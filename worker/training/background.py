@@ -1,4 +1,4 @@
-"""One checkpoint at a time on its way to the disk while training goes on, written by a thread."""
+"""Background writer: a thread writes one checkpoint at a time while training continues."""
 
 import threading
 import time
@@ -13,40 +13,46 @@ _LONG_SECONDS = 10.0
 
 
 class Abandoned(Exception):
-    """What is being written is not wanted any more."""
+    """The checkpoint being written is no longer wanted."""
 
 
 class InFlight:
     """The one checkpoint that is being written, if any.
 
-    The thread itself gives no sign of life: that a state gets to the disk must not hide a loop that stands still.
-    While the loop waits for the thread, it passes on what the thread gets done, so that a large state on a slow disk is
-    no hang either.
+    The thread itself sends no heartbeat: progress of a write must not hide a training loop that hangs. While the loop
+    waits for the thread, it forwards the thread's progress, so that a large state on a slow disk does not count as a
+    hang either.
     """
 
     def __init__(self, on_lack: Callable[[int | None, str], None]) -> None:
-        """`on_lack` hears, in the loop, of the step whose checkpoint the machine had too little memory for, and why."""
+        """Initialize without a checkpoint in progress.
+
+        `on_lack` is called, in the loop, with the step whose checkpoint the machine had too little memory for, and why.
+        """
         self._on_lack = on_lack
         self._thread: threading.Thread | None = None
         self._failure: TrainingFailure | None = None
         self._step: int | None = None
         self._done = 0
-        """Pieces of work done by the thread; that it grows is what is passed on."""
+        """Pieces of work done by the thread; each increase is forwarded as a heartbeat."""
         self._is_abandoned = False
         self._began = 0.0
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a checkpoint is being written at this moment."""
+        """True while a checkpoint is being written."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def step(self) -> int | None:
-        """The step of the checkpoint that was begun last, in whatever state it is."""
+        """Step of the checkpoint that was started last, written or not; None if it failed for lack of memory."""
         return self._step
 
     def begin(self, write: Callable[[Alive], None], step: int | None = None) -> None:
-        """Let a thread call `write`, with what it is to call for each piece of its work. Call `wait` before."""
+        """Call `write` in a thread, with a function that it must call for each piece of its work.
+
+        Call `wait` before.
+        """
 
         def work() -> None:
             try:
@@ -61,10 +67,10 @@ class InFlight:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise what the thread failed with, once it is known; waits for nothing.
+        """Raise the failure of the thread, if any; does not wait.
 
-        That the machine lacked memory for it is told, and no failure: nothing of the training would mend it, and the
-        loop can write without.
+        Too little memory is reported and is no failure: nothing in the training would fix it, and the loop can write
+        without a copy.
 
         Raises:
             TrainingFailure: with a stable code.
@@ -77,21 +83,21 @@ class InFlight:
             raise failure
 
     def wait(self, alive: Alive, on_long: Callable[[float], None] = lambda _: None) -> None:
-        """Wait until nothing is being written; signs of life are those of the thread's work.
+        """Wait until nothing is being written; `alive` is called for each progress of the thread.
 
-        `on_long` is called once, with the seconds that the writing has taken so far, where this takes long.
+        If the wait is long, `on_long` is called once with the seconds that the write has taken so far.
 
         Raises:
-            TrainingFailure: what was being written could not be.
+            TrainingFailure: the checkpoint that was being written failed.
         """
         self._see_through(alive, on_long)
         self.check()
 
     @contextmanager
     def settled_after(self, alive: Alive, tell: Callable[[str], None]) -> Iterator[None]:
-        """Whatever ends the block, nothing is being written after it.
+        """Ensure that nothing is being written after the block, however it ends.
 
-        A failure of the block itself comes first: `tell` then hears of one of the writing.
+        A failure of the block itself takes precedence: a failure of the write is then passed to `tell`.
         """
         try:
             yield
@@ -99,12 +105,12 @@ class InFlight:
             self._see_through(alive)
             failure, self._failure = self._failure, None
             if failure is not None:
-                tell(f"The checkpoint that was on its way could not be written either. {failure.message}")
+                tell(f"The checkpoint in progress could not be written either. {failure.message}")
             raise
         self.wait(alive)
 
     def abandon(self) -> None:
-        """What is being written is not wanted any more: end it as soon as it says that it got something done."""
+        """Discard the checkpoint being written: end it as soon as it reports its next piece of work."""
         self._is_abandoned = True
 
     def _see_through(self, alive: Alive, on_long: Callable[[float], None] = lambda _: None) -> None:
@@ -122,6 +128,6 @@ class InFlight:
         self._thread = None
 
     def _on_progress(self) -> None:
-        if self._is_abandoned and threading.current_thread() is self._thread:  # and not one that only looks on
+        if self._is_abandoned and threading.current_thread() is self._thread:  # not one that only monitors it
             raise Abandoned
         self._done += 1

@@ -1,4 +1,4 @@
-"""What happens between two optimizer steps: the journal, metrics, limits and stop requests."""
+"""Callback between two optimizer steps: the journal, metrics, limits and stop requests."""
 
 import math
 import time
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class StepWatcher(TrainerCallback):  # type: ignore[misc]
-    """Decides after every step what follows it; the one place where training is ended early."""
+    """Decides after every step what follows; the only place where training is ended early."""
 
     def __init__(self, run: Run, trainer: "Faithful") -> None:
         self.run = run
@@ -39,7 +39,7 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
         run.state.seconds += took
         if self.trainer.passes_over:
             run.journal.pass_over(step, rows)
-            run.report.message(f"Step {step} is passed over: it was found to spoil the run.", level="warning")
+            run.report.message(f"Step {step} is skipped: an earlier attempt found it to be bad.", level="warning")
         else:
             run.journal.step(step, loss.hex(), rows)
             run.state.loss = loss
@@ -49,11 +49,11 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
         self.trainer.saving.stepped(self.trainer)
         self.trainer.actions.do_again(control)
 
-        if step >= state.max_steps:  # a stop that comes now finds the run complete
+        if step >= state.max_steps:  # a stop that arrives now finds the run complete
             control.should_log = control.should_save = True
             run.save_kind = "final"
             return
-        # The database is away: a state on disk now, in case it stays away for longer than the lease allows.
+        # The database is unreachable: save now, in case it stays unreachable for longer than the lease allows.
         asked = run.control.take_checkpoint_request()
         if asked or step % run.config.save_steps == 0:
             control.should_save = True
@@ -62,7 +62,7 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
         stop = run.stop_requested
         if stop is not None and (limit is None or stop.why == "stop"):
             self.trainer.end_early(stop.why, stop.save, stop.finish)
-        elif limit is not None:  # a drain changes nothing about that: another attempt would train beyond it
+        elif limit is not None:  # also during a drain: another attempt would train past the limit
             self.trainer.end_early(limit, save=True)
         else:
             self.trainer.actions.take(control)
@@ -85,18 +85,18 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
         found = metrics.get(name)
         if found is None:
             return
-        if not self.trainer.evaluation_is_due():  # only asked for: nothing of the training hangs on it
+        if not self.trainer.evaluation_is_due():  # only requested: training does not depend on it
             if math.isfinite(found):
                 run.state.objective, run.state.eval_step = found, state.global_step
             return
         if not math.isfinite(found):
             raise TrainingFailure(
                 "non_finite_loss",
-                f"`{name}` of the evaluation at step {state.global_step} is {found}. Lower `learning_rate`, or look at "
-                "the evaluation data.",
+                f"`{name}` of the evaluation at step {state.global_step} is {found}. Lower `learning_rate`, or "
+                "check the evaluation data.",
             )
         is_best = run.state.evaluate(found, state.global_step, self.trainer.HIGHER_IS_BETTER)
-        if is_best and not control.should_save and state.global_step > 0:  # of those before it, the base has a copy
+        if is_best and not control.should_save and state.global_step > 0:  # at 0, they are the base's
             control.should_save = True
             run.save_kind = "best"
         patience = run.config.early_stopping_patience
@@ -116,7 +116,7 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
         run = self.run
         if "loss" not in logs or not run.state.losses:
             return
-        # The mean of exact losses, not the trainer's running sum, which starts anew after a resume.
+        # The mean of exact losses, not the trainer's running sum, which restarts after a resume.
         loss = sum(run.state.losses) / len(run.state.losses)
         run.state.losses.clear()
         if run.state.best_loss is None or loss < run.state.best_loss:

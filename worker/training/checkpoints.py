@@ -1,4 +1,4 @@
-"""Checkpoints of a trainer: written whole or not at all, and restored so that training goes on exactly."""
+"""Checkpoints of a trainer: written completely or not at all, and restored so that training continues exactly."""
 
 import shutil
 import time
@@ -27,15 +27,15 @@ _ON_THE_WAY = {"periodic", "best"}
 
 
 def save(trainer: "Faithful") -> bool:
-    """Have `checkpoint-<step>` written into the attempt's folder, and reported once it is on disk for good.
+    """Save `checkpoint-<step>` in the attempt's folder, and report it once it is durably on disk.
 
-    One on the way (periodic, best) is copied to host memory, and a thread writes it while training goes on; one at an
-    end (final, stop, drain), or one for which there is too little memory, is written before this returns. One that is
-    still being written is waited for first. One for which the disk has no room is left out and told; only a finished
-    run cannot do without its last. Returns whether training has waited for the disk.
+    A checkpoint during training (periodic, best) is copied to host memory, and a thread writes it while training goes
+    on. One at an end (final, stop, drain), or one for which there is too little memory, is written before this returns.
+    One that is still being written is waited for first. One that does not fit on the disk is skipped with a warning;
+    only a finished run cannot do without its last one. Returns True if training waited for the disk.
 
     Raises:
-        TrainingFailure: `disk_full`, of this checkpoint or of the one before it; nothing half-written stays.
+        TrainingFailure: `disk_full`, for this checkpoint or the one before it; no partial checkpoint remains.
     """
     run, saving = trainer.run, trainer.saving
     on_the_way = run.save_kind in _ON_THE_WAY and not trainer.control.should_training_stop
@@ -46,7 +46,7 @@ def save(trainer: "Faithful") -> bool:
         saving.in_flight.wait(run.report.alive, saving.tell_long_wait)
         saving.ask_again(trainer)
         if saving.in_flight.step == trainer.state.global_step:
-            return waits  # this very state is on the disk by now
+            return waits  # exactly this state is on the disk already
         if saving.has_room(trainer, on_the_way):
             waits |= _write(trainer, on_the_way)
     except Exception as error:
@@ -58,7 +58,7 @@ def save(trainer: "Faithful") -> bool:
 
 
 def _write(trainer: "Faithful", on_the_way: bool) -> bool:
-    """Write the checkpoint, or begin to; whether training waited for the disk."""
+    """Write the checkpoint, or start to; return True if training waited for the disk."""
     run, step, saving = trainer.run, trainer.state.global_step, trainer.saving
     staging = run.folder / f".checkpoint-{step}.tmp"
     shutil.rmtree(staging, ignore_errors=True)
@@ -82,28 +82,28 @@ def _write(trainer: "Faithful", on_the_way: bool) -> bool:
 
 
 class Saving:
-    """What the checkpoints of one trainer share."""
+    """State shared by the checkpoints of one trainer."""
 
     def __init__(self, run: Run) -> None:
         self.in_flight = InFlight(self._lacked_memory)
         self.gatherer = Gatherer()
         self.keeper = Keeper(run)
         self.kept_step = int((run.job.get("resume_from") or {}).get("step", 0))
-        """The step of the last checkpoint that is on disk for good; 0: there is none."""
+        """Step of the last checkpoint that is durably on disk; 0 if there is none."""
         self._run = run
         self._room = Room(run.folder, int(run.job.get("disk_reserve_bytes", 0)))
         self._memory = HostMemory()
-        self._is_prepared = run.is_probe  # which saves nothing
+        self._is_prepared = run.is_probe  # a probe saves nothing
         self._has_told_wait = self._has_told_memory = False
         self._writes_in_the_loop = self._is_one_short = False
 
     def stepped(self, trainer: "Faithful") -> None:
-        """An optimizer step is done: make memory ready after the first one, and hear of what failed meanwhile.
+        """Handle a completed optimizer step: prepare memory after the first one, and raise failures of the writer.
 
         Raises:
-            TrainingFailure: the checkpoint that was being written could not be.
+            TrainingFailure: the checkpoint that was being written failed.
         """
-        if self._run.stop_requested is None:  # else the end hears of it, which may do without
+        if self._run.stop_requested is None:  # else the end of training handles it, and may do without the checkpoint
             self.in_flight.check()
             self.ask_again(trainer)
         self.keeper.check()
@@ -115,10 +115,10 @@ class Saving:
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Whatever ends the block, nothing is being written after it, and no copy of a checkpoint waited for.
+        """Ensure that after the block, however it ends, nothing is being written and no checkpoint copy is awaited.
 
         Raises:
-            TrainingFailure: what was being written could not be, and the block has not failed itself.
+            TrainingFailure: the checkpoint that was being written failed, and the block itself did not.
         """
         report = self._run.report
         try:
@@ -131,7 +131,7 @@ class Saving:
         self.keeper.check()
 
     def _hear_of_the_last(self) -> None:
-        """Wait for what is being written; that the disk has no room for it must not make a failure of a stop."""
+        """Wait for the checkpoint being written; a full disk must not turn a stop into a failure."""
         try:
             self.in_flight.wait(self._run.report.alive, self.tell_long_wait)
         except TrainingFailure as failure:
@@ -141,28 +141,28 @@ class Saving:
             self._run.report.message(line, "warning")
 
     def _lacked_memory(self, step: int | None, why: str) -> None:
-        """The machine had too little memory to write a checkpoint while training went on; from now on that waits."""
+        """Handle too little memory for a write in the background: from now on, training waits for checkpoints."""
         self._writes_in_the_loop = self._is_one_short = True
         self._memory.release()
         line = (
-            f"The checkpoint of step {step} could not be written while training went on: the machine is short of "
-            f"memory ({why.partition('. ')[0]}). It is left out, and training waits while the next ones are written."
+            f"The checkpoint of step {step} could not be written during training: the machine is short of memory "
+            f"({why.partition('. ')[0]}). It is skipped, and training waits while the next ones are written."
         )
         self._run.report.message(line, "warning")
         if step is not None:
             self._run.state.left_out(step)
 
     def ask_again(self, trainer: "Faithful") -> None:
-        """What was to be answered by a checkpoint that could not be written is answered by the next one."""
+        """Let the next checkpoint answer the requests of one that could not be written."""
         if self._is_one_short:
             self._is_one_short = False
             trainer.actions.save_again()
 
     def has_room(self, trainer: "Faithful", on_the_way: bool) -> bool:
-        """Whether the disk has room for the checkpoint of this moment; one on the way without is left out, and told.
+        """Return True if the disk has room for a checkpoint now; without, skip one during training with a warning.
 
         Raises:
-            TrainingFailure: `disk_full`, where it is one too many, or the last.
+            TrainingFailure: `disk_full`, if too many in a row did not fit, or if it is the last one of the run.
         """
         run, step = self._run, trainer.state.global_step
         why = self._room.lacking(expected_bytes(trainer) + self.gatherer.same_bytes)
@@ -183,13 +183,13 @@ class Saving:
         return False
 
     def leave_out(self, trainer: "Faithful", why: str) -> None:
-        """Training ends early, and without the checkpoint of its last step: say what that costs."""
+        """Warn that training ends early without the checkpoint of its last step, and what that costs."""
         line = ended_without(trainer.state.global_step, why, self.kept_step, self._run.ended_by == "drain")
         self._run.report.message(line, "warning")
         trainer.actions.not_saved(line)
 
     def copied(self, snapshot: Snapshot) -> Snapshot | None:
-        """A copy of it in host memory; None where there is too little of that, which is told once."""
+        """Return a copy in host memory; None if there is too little memory, which is reported once."""
         if self._writes_in_the_loop:
             self._run.report.phase("saving")
             return None
@@ -204,18 +204,18 @@ class Saving:
             return None
 
     def tell_long_wait(self, seconds: float) -> None:
-        """Say, once in a process, that checkpoints come faster than the disk takes them."""
+        """Warn, once per process, that checkpoints come faster than the disk can write them."""
         if not self._has_told_wait:
             self._has_told_wait = True
             line = (
-                f"Training waits for the checkpoint before this one, which has been on its way to the disk for "
-                f"{seconds:.0f} s: raise `save_steps`, or give the run a faster disk."
+                f"Training waits for the previous checkpoint, which has been written for {seconds:.0f} s so far: raise "
+                "`save_steps`, or use a faster disk."
             )
             self._run.report.message(line, "warning")
 
 
 def _about(trainer: "Faithful", facts: dict[str, Any]) -> "_About":
-    """What is told of the checkpoint of this moment, in its manifest and to the supervisor."""
+    """Describe a checkpoint of the current state, for its manifest and for the supervisor."""
     run, step = trainer.run, trainer.state.global_step
     return _About(
         step,
@@ -231,10 +231,10 @@ def _about(trainer: "Faithful", facts: dict[str, Any]) -> "_About":
             "epoch": trainer.state.epoch,
             **trainer.actions.saved(),
             "metrics": {
-                # Means as they are logged, both: a single step's loss may well lie below the best of those.
+                # Both are means as logged: the loss of a single step may well be below the best of those.
                 "loss": run.state.last_metric.get("loss", run.state.loss),
                 "best_loss": run.state.best_loss,
-                # Of these very weights, or of none: it says which checkpoint is the best.
+                # Only if measured with exactly these weights: it decides which checkpoint is the best.
                 trainer.OBJECTIVE: run.state.objective if run.state.eval_step == step else None,
                 f"best_{trainer.OBJECTIVE}": run.state.best_objective,
             },
@@ -250,10 +250,10 @@ class _About:
 
 
 def _complete(saving: Saving, run: Run, snapshot: Snapshot, staging: Path, about: _About, alive: Alive) -> None:
-    """Write what is not in the folder yet, commit it, and tell of it; nothing half-written stays.
+    """Write what is not in the folder yet, commit the folder, and report it; no partial checkpoint remains.
 
     Raises:
-        OSError, RuntimeError: the disk takes no more.
+        OSError, RuntimeError: the disk is full.
     """
     name, began = f"checkpoint-{about.step}", time.monotonic()
     try:
@@ -273,16 +273,20 @@ def _complete(saving: Saving, run: Run, snapshot: Snapshot, staging: Path, about
 
 
 def check(path: Path, manifest_sha256: str, alive: Alive = nobody) -> None:
-    """Refuse a checkpoint of which a single byte is not as it was written."""
+    """Refuse a checkpoint if a single byte differs from what was written.
+
+    Raises:
+        TrainingFailure: `internal`; the message names the damaged files.
+    """
     problems = manifest.verify(path, manifest_sha256, alive)
     if problems:
-        raise TrainingFailure("internal", f"{path.name} cannot be resumed: {'; '.join(problems[:5])}")
+        raise TrainingFailure("internal", f"{path.name} cannot be resumed from: {'; '.join(problems[:5])}")
 
 
 def restore_dtypes(model: torch.nn.Module, dtypes: dict[str, torch.dtype]) -> None:
-    """Give the trained parameters back the types they had: a loaded adapter always arrives in 32 bits.
+    """Restore the types of the trained parameters: a loaded adapter is always in 32 bits.
 
-    Without this a resumed QLoRA run would train its adapter with another rounding than before.
+    Without this, a resumed QLoRA run would train its adapter with different rounding than before.
     """
     for name, parameter in model.named_parameters():
         if name in dtypes and parameter.dtype != dtypes[name]:
@@ -290,15 +294,15 @@ def restore_dtypes(model: torch.nn.Module, dtypes: dict[str, torch.dtype]) -> No
 
 
 def trained_dtypes(model: torch.nn.Module) -> dict[str, torch.dtype]:
-    """Types of the parameters that train, by name."""
+    """Return the types of the trained parameters by name."""
     return {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
 
 
 def reapply_rates(trainer: Any, weight_decays: list[float]) -> None:
-    """Let the configuration's learning rate and weight decay hold after a load, not the checkpoint's.
+    """Apply the configuration's learning rate and weight decay after a load, instead of the checkpoint's.
 
-    `weight_decays` are those of the optimizer's groups before the load. With unchanged values this computes the
-    same floats that the checkpoint holds.
+    `weight_decays` are those of the optimizer's parameter groups before the load. With unchanged values, this computes
+    the same floats that the checkpoint contains.
     """
     scheduler = trainer.lr_scheduler
     rate = trainer.args.learning_rate

@@ -1,4 +1,4 @@
-"""What a training process hears from its supervisor: renewals of the lease, requests, and its end.
+"""Messages of the supervisor to a training process: renewals of the lease, requests, and the supervisor's end.
 
 Imports nothing heavy: the `fake` backend and the tests use it without torch.
 """
@@ -20,16 +20,19 @@ Why = Literal["stop", "drain"]
 
 @dataclass(frozen=True)
 class StopRequest:
-    """End early; `save` asks for a checkpoint first, `why` tells a user's stop from a worker's drain."""
+    """Request to end early.
+
+    `save` asks for a checkpoint first; `why` distinguishes a user's stop from a worker's drain.
+    """
 
     save: bool
     why: Why
     finish: bool = False
-    """Where nothing is to be saved: whether a checkpoint that is being written is wanted all the same."""
+    """True if a checkpoint that is being written is still wanted although nothing else is to be saved."""
 
 
 class Control:
-    """Hears the supervisor: renewals of the lease, requests for a checkpoint or a stop, and its end."""
+    """Receives the supervisor's messages: renewals of the lease, requests for a checkpoint or a stop, and its end."""
 
     _by_descriptor: dict[int, "Control"] = {}
 
@@ -40,16 +43,16 @@ class Control:
         self._wants_checkpoint = threading.Event()
         self._actions: deque[dict[str, Any]] = deque()
         self.ends_with_epoch = False
-        """Whether training is to end with the present epoch."""
+        """True if training is to end with the current epoch."""
         self._heeds_sigterm = False
 
     @classmethod
     def start(cls, control_fd: int | None, deadline: float | None = None) -> "Control":
-        """Listen on `control_fd` in a thread; None hears nothing. The same descriptor gives the same object.
+        """Listen on `control_fd` in a thread; None receives nothing. The same descriptor gives the same object.
 
-        A launched process starts this before its slow imports, since renewals have to reach it in time. `deadline`
-        (CLOCK_MONOTONIC seconds) is the one that it was started with, in force from here on; where an interpreter
-        took longer to come up than that, what was renewed meanwhile counts, which lies here already.
+        A launched process starts this before its slow imports, since renewals must reach it in time. `deadline`
+        (CLOCK_MONOTONIC seconds) is the one that it was started with, in effect from here on. If the interpreter took
+        longer to start than that, the renewals sent meanwhile count, which are already in the socket.
         """
         if control_fd is None:
             return cls()
@@ -64,21 +67,21 @@ class Control:
 
     @property
     def stop_requested(self) -> StopRequest | None:
-        """The stop request in force, if any."""
+        """Stop request in effect, if any."""
         return self._request
 
     def take_checkpoint_request(self) -> bool:
-        """Whether a checkpoint was asked for since the last call; training goes on after it."""
+        """Return True if a checkpoint was requested since the last call; training continues after it."""
         wanted = self._wants_checkpoint.is_set()
         self._wants_checkpoint.clear()
         return wanted
 
     def take_action(self) -> dict[str, Any] | None:
-        """The next action that was asked for: its id, action and parameters; None when there is none."""
+        """Return the next requested action: its id, action and parameters; None if there is none."""
         return self._actions.popleft() if self._actions else None
 
     def on_stop(self, callback: Callable[[StopRequest], None]) -> None:
-        """Call `callback` (from another thread or a signal handler) when a stop is asked for or changes."""
+        """Call `callback` (from another thread or a signal handler) when a stop is requested or changes."""
         with self._lock:
             self._callbacks.append(callback)
             request = self._request
@@ -86,7 +89,10 @@ class Control:
             callback(request)
 
     def request_stop(self, save: bool, why: Why, finish: bool = False) -> None:
-        """Ask this process itself to stop. A user's stop outranks a drain, and what keeps less what keeps more."""
+        """Request this process to stop.
+
+        A user's stop outranks a drain, and a request that saves less outranks one that saves more.
+        """
         with self._lock:
             before = self._request
             if before is not None:
@@ -102,16 +108,16 @@ class Control:
             callback(request)
 
     def stop_on_sigterm(self) -> None:
-        """Let SIGTERM mean: save and hand back. Main thread only; children of this process die of it as ever.
+        """Make SIGTERM request a drain with a checkpoint. Main thread only; children of this process still die of it.
 
-        A launched process does this before its slow imports, and what comes then is in `stop_requested` after them.
+        A launched process calls this before its slow imports; a request during them is in `stop_requested` later.
         """
         if self._heeds_sigterm:
             return
         self._heeds_sigterm = True
         signal.signal(signal.SIGTERM, lambda _number, _frame: self.request_stop(save=True, why="drain"))
         # A pool ends its workers with SIGTERM and waits for them; they must not inherit the handler, and a
-        # signal in the moment of the fork must not be lost to it.
+        # signal during the fork must not be lost to it.
         term = {signal.SIGTERM}
         os.register_at_fork(
             before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, term),
@@ -123,7 +129,7 @@ class Control:
         )
 
     def _catch_up(self, channel: socket.socket, deadline: float) -> None:
-        """Take what was sent before anybody listened; only the latest deadline is armed, never one outdated by it."""
+        """Handle what was sent before the thread listened; arm only the latest deadline, never an outdated one."""
         waiting = select.poll()
         waiting.register(channel, select.POLLIN)
         while waiting.poll(0):
@@ -151,19 +157,19 @@ class Control:
 
 
 def _receive(channel: socket.socket) -> dict[str, Any]:
-    """The next message; ends this process when there is no supervisor any more."""
+    """Return the next message; end this process if the supervisor is gone."""
     try:
         packet = channel.recv(64 * 1024)
     except ConnectionError:
         packet = b""
     if not packet:
-        os._exit(1)  # whatever this process still did could meet its successor
+        os._exit(1)  # any further work could conflict with the next attempt
     message: dict[str, Any] = json.loads(packet)
     return message
 
 
 def arm_deadline(until: float) -> None:
-    """Let the kernel end this process at `until` (CLOCK_MONOTONIC seconds), whatever holds the interpreter.
+    """Make the kernel end this process at `until` (CLOCK_MONOTONIC seconds), even if the interpreter is blocked.
 
     The timer survives exec, and is not inherited by children.
     """

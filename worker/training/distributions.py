@@ -1,4 +1,4 @@
-"""How weights and gradients are distributed: every so many steps a line for each kind of parameter, on request."""
+"""Histograms of weights and gradients for each kind of parameter, recorded every so many steps on request."""
 
 import math
 import re
@@ -13,14 +13,14 @@ from worker.training.state import DISTRIBUTIONS, MOST_RECORDS
 
 LOWEST, HIGHEST = -32, 8
 EDGES = [-math.inf, *(-(2.0**n) for n in range(HIGHEST, LOWEST - 1, -1)), *(2.0**n for n in range(LOWEST, HIGHEST + 1))]
-"""Lower edges of the bins, the same in every record: powers of two on either side of zero, which is in the middle."""
+"""Lower edges of the bins, the same in every record: powers of two on both sides of zero, which is in the middle."""
 MOST_GROUPS = 200
 _CHUNK = 2**22
-"""Numbers looked at together: a large embedding is not to need its size in memory once more."""
+"""Numbers processed at a time, so that a large embedding does not need its size in memory again."""
 
 
 class Distribution:
-    """Count, mean, standard deviation, extremes and histogram of numbers that come in pieces."""
+    """Count, mean, standard deviation, extremes and histogram of numbers that are added in pieces."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -29,7 +29,7 @@ class Distribution:
         self._bins = torch.zeros(len(EDGES), dtype=torch.int64)
 
     def add(self, numbers: torch.Tensor) -> None:
-        """Take in all elements of a tensor, which stays as it is."""
+        """Add all elements of a tensor, which is not changed."""
         edges = torch.tensor(EDGES[1:], dtype=torch.float32, device=numbers.device)
         for chunk in numbers.detach().reshape(-1).split(_CHUNK):
             piece = chunk.float()
@@ -42,9 +42,9 @@ class Distribution:
             self._min, self._max = min(self._min, float(piece.min())), max(self._max, float(piece.max()))
 
     def told(self) -> dict[str, Any]:
-        """As part of a record; `bins[i]` are the numbers from `edges[i]` up to the next edge.
+        """Return the part of a record; `bins[i]` counts the numbers from `edges[i]` up to the next edge.
 
-        What is not finite is null, since JSON has neither NaN nor infinity.
+        Non-finite values are null, since JSON has neither NaN nor infinity.
         """
         mean = self._sum / self._count
         return {
@@ -58,9 +58,9 @@ class Distribution:
 
 
 class DistributionWatcher(TrainerCallback):  # type: ignore[misc]
-    """Looks at what trains just before the optimizer does: gradients as it takes them (clipped), weights as they were.
+    """Records trained parameters just before the optimizer step: gradients after clipping, weights before the update.
 
-    Parameters of one name in all layers are one group. Reads only, and draws no random number.
+    Parameters with the same name in all layers form one group. Only reads, and draws no random number.
     """
 
     def __init__(self, run: Run, every: int) -> None:
@@ -69,8 +69,9 @@ class DistributionWatcher(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self._run.report.message(
-            f"Distributions of weights and gradients, every {self._every} steps, come with the output as "
-            f"`{DISTRIBUTIONS}`; whenever these are more than {MOST_RECORDS[DISTRIBUTIONS]:,}, every second one goes."
+            f"Distributions of weights and gradients, every {self._every} steps, are saved with the output as "
+            f"`{DISTRIBUTIONS}`; each time there are more than {MOST_RECORDS[DISTRIBUTIONS]:,} records, every second "
+            "one is dropped."
         )
 
     def on_pre_optimizer_step(
@@ -80,7 +81,7 @@ class DistributionWatcher(TrainerCallback):  # type: ignore[misc]
         if step % self._every or not self._run.distributions.wants(step):
             return
         groups: dict[str, dict[str, Distribution]] = {}
-        # Without clipping nothing takes the scale of float16 off the gradients before the optimizer does.
+        # Without clipping, float16 gradients are not unscaled before the optimizer step.
         scaled = args.fp16 and not args.max_grad_norm
         for group, parameter in _trained(model):
             if group not in groups and len(groups) >= MOST_GROUPS:

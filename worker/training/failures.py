@@ -1,4 +1,4 @@
-"""How training ends early: a failure with a stable code, or a stop outside the training loop."""
+"""Early ends of training: a failure with a stable code, or a stop outside the training loop."""
 
 import errno
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ OUT_OF_MEMORY = "out_of_memory"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FULL_WORDS = (
     "no space left on device", "os error 28", "disk quota exceeded", "file too large", "os error 27",
-    # All that torch's writer says when the disk takes no more.
+    # The only text that torch's writer gives when the disk is full.
     "iostream error", ". unexpected pos ",
 )  # fmt: skip
 _MEMORY_WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory")
@@ -24,21 +24,21 @@ class TrainingFailure(Exception):
         self.code = code
         self.message = message
         self.repair = repair
-        """What another attempt is to do otherwise, where the configuration asks for that: kind, step and rows."""
+        """Changes for the next attempt, if the configuration asks for a repair: kind, step and rows."""
 
 
 class Stopped(Exception):
-    """A stop was asked for where no checkpoint can be saved: while loading, tokenising or evaluating."""
+    """A stop was requested where no checkpoint can be saved: while loading, tokenizing or evaluating."""
 
 
 def in_one_line(error: BaseException) -> str:
-    """What an exception says, at most 300 characters of it: many tell the reason only behind a first line."""
+    """Return an exception's text as one line of at most 300 characters; many give the reason after the first line."""
     text = " ".join(str(error).split())
     return text if len(text) <= _LONGEST_LINE else f"{text[: _LONGEST_LINE - 1]}…"
 
 
 def classify(error: BaseException) -> TrainingFailure:
-    """The failure that an exception means; anything unforeseen is `internal`."""
+    """Return the failure that an exception means; anything unforeseen is `internal`."""
     for cause in _chain(error):
         text = str(cause).lower()
         if isinstance(cause, TrainingFailure):
@@ -52,8 +52,8 @@ def classify(error: BaseException) -> TrainingFailure:
             return TrainingFailure(
                 OUT_OF_MEMORY,
                 f"Out of memory: {str(cause)[:500]}. Lower `batch_size` (and raise "
-                "`gradient_accumulation_steps`) or `max_seq_length`. Method `rlhf` writes all completions of a step at "
-                "once: there lower both, or `rlhf.max_completion_length`.",
+                "`gradient_accumulation_steps`) or `max_seq_length`. Method `rlhf` generates all completions of a step "
+                "at once: lower both `batch_size` and `gradient_accumulation_steps`, or `rlhf.max_completion_length`.",
             )
     return TrainingFailure("internal", f"{type(error).__name__}: {str(error)[:2000]}")
 

@@ -1,5 +1,6 @@
-"""Whether a resumed run can equal one that was never interrupted: what its numbers depend on, then and now.
+"""Fidelity of a resume: compares what a run's numeric results depend on, at the checkpoint and now.
 
+If nothing differs, a resumed run can equal one that was never interrupted.
 Imports nothing heavy: the `fake` backend uses it too.
 """
 
@@ -12,23 +13,23 @@ from typing import Any
 from worker.training.manifest import MANIFEST
 
 FINGERPRINT = "fingerprint"
-"""Its name in the manifest of a checkpoint."""
+"""Key of the fingerprint in the manifest of a checkpoint."""
 BATCH_SIZE = "batch_size"
-"""Sums of a step are taken micro-batch by micro-batch; an out-of-memory repair changes that."""
+"""Key of the micro-batch size in the fingerprint: it affects a step's sums, and an out-of-memory repair changes it."""
 PROBE = "probe"
-"""Name of what a pinned text gave, in the manifest of a checkpoint: `float.hex`."""
+"""Key of the fidelity check's result in the manifest of a checkpoint; the value is a `float.hex`."""
 
 _SAID = {
-    "base_model": "The base model is another one than at the checkpoint.",
-    "dataset": "The data set is another one than at the checkpoint.",
-    "reward_models": "A reward model is another one than at the checkpoint.",
-    "eval_dataset": "The evaluation data set is another one than at the checkpoint.",
+    "base_model": "The base model differs from that of the checkpoint.",
+    "dataset": "The data set differs from that of the checkpoint.",
+    "reward_models": "A reward model differs from that of the checkpoint.",
+    "eval_dataset": "The evaluation data set differs from that of the checkpoint.",
 }
 ON_A_GPU = "A GPU does not always add numbers in the same order."
 
 
 def identity(folder: Path, config_name: str = "config.json") -> str:
-    """What tells a model folder from another without reading its weights: sizes of its files, and its configuration."""
+    """Return a digest of a model folder without reading its weights: sizes of its files, and its configuration."""
     sizes = sorted((path.relative_to(folder).as_posix(), path.stat().st_size) for path in _files(folder))
     digest = hashlib.sha256(json.dumps(sizes).encode())
     digest.update((folder / config_name).read_bytes())
@@ -36,12 +37,12 @@ def identity(folder: Path, config_name: str = "config.json") -> str:
 
 
 def reasons(checkpoint: Path, present: Mapping[str, Any]) -> list[str]:
-    """Why training may go on otherwise than before the checkpoint, in sentences; empty: exactly."""
+    """Return why training may continue differently than before the checkpoint, in sentences; empty if it cannot."""
     saved = json.loads((checkpoint / MANIFEST).read_text()).get(FINGERPRINT)
     if saved is None:
-        return ["The checkpoint does not say what it was made with."]
+        return ["The checkpoint does not record what it was made with."]
     then, now = _flat(saved), _flat(present)
-    if BATCH_SIZE not in then:  # a checkpoint of a version that never changed it
+    if BATCH_SIZE not in then:  # written by a version that never changed it
         now.pop(BATCH_SIZE, None)
     return [
         _SAID.get(name, f"{name}: {then.get(name)} at the checkpoint, {now.get(name)} now.")
@@ -51,13 +52,13 @@ def reasons(checkpoint: Path, present: Mapping[str, Any]) -> list[str]:
 
 
 def probed(checkpoint: Path) -> float | None:
-    """What a pinned text gave when the checkpoint was written, if that was measured."""
+    """Return the result of the fidelity check when the checkpoint was written, if it was run."""
     told = json.loads((checkpoint / MANIFEST).read_text()).get(PROBE)
     return None if told is None else float.fromhex(told)
 
 
 def facts(why: list[str]) -> dict[str, Any]:
-    """The two facts that a run tells: `fidelity` and `fidelity_reasons`."""
+    """Return the two facts that a run reports: `fidelity` and `fidelity_reasons`."""
     return {"fidelity": "approximate" if why else "exact", "fidelity_reasons": why}
 
 
@@ -70,6 +71,6 @@ def _flat(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """What a model is made of: its description and hidden files may change without changing it."""
+    """Return the files that make up a model: its description and hidden files may change without changing it."""
     found = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".md")
     return [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]

@@ -1,4 +1,4 @@
-"""Host memory that a state is copied into before a thread writes it, kept from one checkpoint to the next."""
+"""Host memory that a state is copied into before a thread writes it; reused from one checkpoint to the next."""
 
 import contextlib
 import mmap
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 ALIGNED = 64
-"""Bytes of which each copy takes a whole number."""
+"""Alignment of copies in bytes: each takes a multiple of this."""
 _PIECE_BYTES = 16 * 2**20
 _MOST_THREADS = 4
-"""More than these copy no faster than memory allows, and other runs want processors too."""
+"""More threads copy no faster than the memory allows, and other runs need processors too."""
 _MARGIN_BYTES = 256 * 2**20
 _MARGIN_PART = 20
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -23,14 +23,14 @@ _OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 class TooLittleMemory(Exception):
-    """A copy would leave the machine with less memory than it needs for everything else; says so in a sentence."""
+    """A copy would leave the machine too little memory for everything else; the text says so in a sentence."""
 
 
 class HostMemory:
-    """One stretch of memory, as large as the largest state so far.
+    """One block of memory, as large as the largest state so far.
 
-    Fresh memory costs several times what the copy itself does, for the kernel clears each page of it: so it is made
-    ready by a thread while training goes on, and used again for every later copy. That is safe once the one before
+    Fresh memory takes several times as long as the copy itself, because the kernel clears each page. So a thread
+    prepares the memory while training continues, and every later copy reuses it. Reuse is safe once the previous copy
     is on the disk, and not earlier.
     """
 
@@ -41,24 +41,24 @@ class HostMemory:
 
     @property
     def bytes(self) -> int:
-        """Size of what is held."""
+        """Size of the memory held."""
         return 0 if self._map is None else len(self._map)
 
     def prepare(self, size: int) -> None:
-        """Have memory for a state of `size` bytes made ready in the background, where there is enough of it."""
+        """Prepare memory for a state of `size` bytes in the background, if there is enough of it."""
         if size <= self.bytes or shortage(size):
             return
         try:
             self._hold(size)
         except TooLittleMemory:
-            return  # said when the copy itself is to be made
+            return  # reported when the copy itself is made
         self._preparing = threading.Thread(target=self._touch, name="host memory", daemon=True)
         self._preparing.start()
 
     def copy(self, tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Copies of `tensors`, by the `id` of each: same shape, type, order of elements and Python attributes.
+        """Return copies of `tensors`, by the `id` of each: same shape, type, order of elements and Python attributes.
 
-        Those that are one place in memory stay one. They live in the memory held here: the next call overwrites them.
+        Tensors that share memory share a copy. Copies use the memory held here: the next call overwrites them.
 
         Raises:
             TooLittleMemory: nothing was copied.
@@ -91,7 +91,7 @@ class HostMemory:
         return self._map
 
     def release(self) -> None:
-        """Give back what is held; the copies must not be used any more."""
+        """Free the memory held; its copies must not be used any more."""
         if self._preparing is not None:
             self._preparing.join()
             self._preparing = None
@@ -100,10 +100,10 @@ class HostMemory:
         self._map, self._is_pinned, self._may_pin = None, False, True
 
     def _hold(self, size: int) -> None:
-        self.release()  # first of all the old one goes
+        self.release()  # frees the old one first
         try:
             self._map = mmap.mmap(-1, max(size, mmap.PAGESIZE))
-        except OSError as error:  # a limit on the address space, or a kernel that promises no more than it has
+        except OSError as error:  # a limit on the address space, or a kernel that does not overcommit
             raise TooLittleMemory(
                 f"a copy of the state takes {size / 2**20:,.0f} MiB of host memory, which the system refuses ({error})"
             ) from error
@@ -111,39 +111,39 @@ class HostMemory:
             self._map.madvise(mmap.MADV_HUGEPAGE)
 
     def _touch(self) -> None:
-        """Let the kernel give every page, piece by piece; torch lets others run meanwhile."""
+        """Make the kernel allocate every page, piece by piece; torch lets other threads run meanwhile."""
         for piece in torch.frombuffer(self._map, dtype=torch.uint8).split(_PIECE_BYTES):
             piece.zero_()
         self._pin()
 
     def _pin(self) -> None:
-        """Let a GPU write here at the speed of the bus. Where that is refused its copies are slower, and as right."""
+        """Pin the memory, so that a GPU writes at the speed of the bus. If refused, copies are slower but correct."""
         if torch.cuda.is_initialized() and not self._is_pinned and self._may_pin:
             whole = torch.frombuffer(self._map, dtype=torch.uint8)
             refused = int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.numel(), 0))
             self._is_pinned = self._may_pin = not refused
             if refused:
-                # CUDA hands a refusal to whoever asks for errors next in this thread: so that is not a training step.
+                # CUDA raises the refusal at this thread's next check for errors: make it here, not in a training step.
                 with contextlib.suppress(RuntimeError):
                     torch.zeros(1, device="cuda")
 
 
 def shortage(size: int) -> str | None:
-    """Why this machine has no `size` bytes of memory to spare; None: it has."""
+    """Return the reason why this machine cannot spare `size` bytes of memory; None if it can."""
     total, available = _memory()
     margin = max(_MARGIN_BYTES, total // _MARGIN_PART)
     if size + margin <= available:
         return None
     return (
-        f"a copy of the state takes {size / 2**20:,.0f} MiB of host memory, and of {available / 2**20:,.0f} MiB that "
-        f"are available {margin / 2**20:,.0f} MiB are to stay free"
+        f"a copy of the state takes {size / 2**20:,.0f} MiB of host memory, and {margin / 2**20:,.0f} MiB of the "
+        f"{available / 2**20:,.0f} MiB available must stay free"
     )
 
 
 def _memory() -> tuple[int, int]:
-    """Bytes of memory in all and available: of the machine, or of the tightest control group that this process is in.
+    """Return total and available memory in bytes: of the machine, or of the tightest cgroup of this process.
 
-    A container is such a group, and so is a service of systemd or a job of a cluster; each may be in others.
+    A container is a cgroup, and so is a systemd service or a cluster job; each may be nested in others.
     """
     facts = {}
     for line in Path("/proc/meminfo").read_text().splitlines():
@@ -156,7 +156,7 @@ def _memory() -> tuple[int, int]:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """Limit and use, in bytes, of each group of this process that has a limit, from its own up to the outermost."""
+    """Yield limit and use, in bytes, of each cgroup of this process with a limit, from its own up to the outermost."""
     try:
         lines = _OWN_CGROUPS.read_text().splitlines()
     except OSError:
@@ -171,7 +171,7 @@ def _limits() -> Iterator[tuple[int, int]]:
             continue
         for root in roots:
             inner = root / place.lstrip("/")
-            # A place outside of what is mounted here, or by another name: what is mounted is then the own one.
+            # The path may be outside of what is mounted here, or named differently: then the mount is the own group.
             groups = [inner, *inner.parents] if ".." not in inner.parts else [root]
             for group in groups:
                 if group.is_relative_to(root) and (found := _limit(group, *names)):
@@ -187,7 +187,7 @@ def _limit(group: Path, limit_name: str, used_name: str) -> tuple[int, int] | No
         return None
     if limit == "max":
         return None
-    # Files that the kernel lets go where memory is wanted; the older kernels count those of inner groups by that name.
+    # Cached files that the kernel drops under pressure; cgroup v1 counts those of inner groups under `total_…`.
     return int(limit), used - int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
 
 
@@ -208,10 +208,10 @@ def _like(tensor: torch.Tensor, memory: mmap.mmap, start: int) -> torch.Tensor:
         copy = torch.empty(tensor.shape, dtype=tensor.dtype)
     else:
         size = tensor.numel() * tensor.element_size()
-        # A storage of its own: what saves a tensor writes all of its storage.
+        # With a separate storage: saving a tensor writes all of its storage.
         flat = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start).view(tensor.dtype)
         copy = torch.as_strided(flat, tensor.shape, torch.empty_like(tensor, device="meta").stride())
-    # Optimizers of bitsandbytes mark their tensors, and what is saved says so.
+    # Optimizers of bitsandbytes set attributes on their tensors, which are saved with them.
     vars(copy).update(vars(tensor))
     return copy
 

@@ -1,4 +1,4 @@
-"""The trainers' own witness of what ran when, which the tests hold everything else against.
+"""The trainers' own record of what ran when, against which the tests check everything else.
 
 Imports nothing heavy: the `fake` backend and the tests use it without torch.
 """
@@ -14,9 +14,9 @@ from worker.training.report import plain, write_all
 
 
 class Journal:
-    """The trainers' own witness of what ran when: one file per run, shared by all its attempts.
+    """The trainers' own record of what ran when: one file per run, shared by all its attempts.
 
-    A line is written at once and in one piece; start, save and stop are on disk before the call returns,
+    A line is written immediately and in one piece; start, save and stop are on disk before the call returns,
     steps within 0.2 s.
     """
 
@@ -28,27 +28,27 @@ class Journal:
         self._synced = 0.0
         self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         size = os.fstat(self._file).st_size
-        # A power cut may have torn the last line of an earlier attempt; ours must not be glued to it.
+        # A power failure may have truncated the last line of an earlier attempt; ours must start on a new one.
         self._torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
 
     def start(self) -> None:
-        """Training begins: this process now counts as the run's one trainer."""
+        """Record that training starts: this process now counts as the run's only trainer."""
         self._write({"event": "start"}, sync=True)
 
     def step(self, n: int, loss_hex: str, samples: Sequence[Any]) -> None:
-        """Step `n` is done; `loss_hex` is `float.hex` of its exact loss, `samples` the row ids it saw."""
+        """Record step `n`; `loss_hex` is `float.hex` of its exact loss, `samples` the row ids it saw."""
         self._write({"event": "step", "step": n, "loss_hex": loss_hex, "samples": list(samples)}, sync=False)
 
     def pass_over(self, n: int, samples: Sequence[Any]) -> None:
-        """Step `n` is passed over: its rows were not trained on, and no weight has changed."""
+        """Record that step `n` was skipped: its rows were not trained on, and no weight has changed."""
         self._write({"event": "pass_over", "step": n, "samples": list(samples)}, sync=False)
 
     def save(self, step: int) -> None:
-        """A checkpoint of `step` is on disk."""
+        """Record that a checkpoint of `step` is on disk."""
         self._write({"event": "save", "step": step}, sync=True)
 
     def stop(self, outcome: str) -> None:
-        """Nothing of this attempt will run any more."""
+        """Record that nothing of this attempt will run any more."""
         self._write({"event": "stop", "outcome": outcome}, sync=True)
 
     def _write(self, event: dict[str, Any], sync: bool) -> None:
@@ -67,7 +67,7 @@ class Journal:
 
 
 def read_journal(path: str | Path) -> list[dict[str, Any]]:
-    """The events of a journal in order; a torn line (power cut) is left out, a missing file is empty."""
+    """Return the events of a journal in order; a truncated line (power failure) is skipped, a missing file is empty."""
     events = []
     try:
         lines = Path(path).read_bytes().split(b"\n")
@@ -84,5 +84,5 @@ def read_journal(path: str | Path) -> list[dict[str, Any]]:
 
 
 def boot_id() -> str:
-    """The id of this boot of the machine: process ids and CLOCK_BOOTTIME mean something only within it."""
+    """Return the id of this boot of the machine: process ids and CLOCK_BOOTTIME are only valid within it."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,4 +1,4 @@
-"""Copies of checkpoints that an installed engine keeps: made by a thread that only the end waits for, and not long."""
+"""Checkpoint engine plugins: a thread passes them checkpoints, and only the end of training waits for it, briefly."""
 
 import threading
 import time
@@ -10,14 +10,14 @@ from worker.training.run import Run
 
 _END_SECONDS = 120.0
 _STOP_SECONDS = 20.0
-"""A trainer that is to stop is killed after its grace; what an engine has got by then is its own affair."""
+"""Short, since a stopping trainer is killed after its grace period; the engine keeps what it has by then."""
 _LOOK_SECONDS = 0.2
 
 
 class Keeper:
-    """Hands whole checkpoints to the engine, the newest first: where it is slow, the older ones matter less.
+    """Passes complete checkpoints to the engine, the newest first: if it is slow, the older ones matter less.
 
-    An upload says nothing of how far it is, so the thread gives no sign of life, and a wait for it has a bound.
+    An upload does not report its progress, so the thread sends no heartbeat, and a wait for it is limited.
     """
 
     def __init__(self, run: Run) -> None:
@@ -29,7 +29,7 @@ class Keeper:
         self._failure: TrainingFailure | None = None
 
     def keep(self, folder: Path) -> None:
-        """Have a copy of the checkpoint in `folder` made, where an engine is configured; waits for nothing."""
+        """Queue a copy of the checkpoint in `folder`, if an engine is configured; does not wait."""
         if self._run.config.trainer_options.checkpoint_engine is None:
             return
         with self._changed:
@@ -40,7 +40,7 @@ class Keeper:
                 self._thread.start()
 
     def check(self) -> None:
-        """Raise what makes the engine none, once that is known.
+        """Raise the failure that makes the engine unusable, if there is one by now.
 
         Raises:
             TrainingFailure: `config_error`.
@@ -50,7 +50,7 @@ class Keeper:
             raise failure
 
     def settle(self) -> None:
-        """Wait for the copies at the end of training, within a bound; what is not copied by then is told."""
+        """Wait for the copies at the end of training, for a limited time; report those that are not finished then."""
         began = time.monotonic()
         with self._changed:
             while self._waiting or self._at_work:
@@ -63,8 +63,8 @@ class Keeper:
         if left:
             names = ", ".join(path.name for path in left)
             line = (
-                f"The checkpoint engine was not done within {seconds:.0f} s of the end: it may have no copy of "
-                f"{names}. The checkpoints in the run's own folder are whole."
+                f"The checkpoint engine did not finish within {seconds:.0f} s of the end: it may have no copy of "
+                f"{names}. The checkpoints in the run's own folder are complete."
             )
             self._run.report.message(line, "warning")
 

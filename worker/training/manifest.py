@@ -1,7 +1,7 @@
-"""Folders that are whole or not there: what a checkpoint or an output is written with, and checked by.
+"""Atomic folders: a checkpoint or an output is written completely or not at all, and verified by its manifest.
 
 Order: files → fsync each → `manifest.json` (size and SHA-256 of each file) → fsync → rename → fsync the parent.
-Imports nothing heavy: the supervisor checks checkpoints with it before it offers one for a resume.
+Imports nothing heavy: the supervisor verifies checkpoints with it before it offers one for a resume.
 """
 
 import hashlib
@@ -20,12 +20,12 @@ _PIECE = 1 << 20
 
 
 def write_manifest(folder: Path, step: int, facts: Mapping[str, Any], alive: Alive = nobody) -> str:
-    """Bring every file of `folder` to the disk and describe it; returns the SHA-256 of the manifest itself.
+    """Sync every file of `folder` to the disk and describe it; return the SHA-256 of the manifest itself.
 
-    `alive` is called on the way: after each file is on the disk, and for each piece of it that is read.
+    `alive` is called after each file is on the disk, and for each piece of it that is read.
 
     Raises:
-        OSError: the disk refused (full, read-only).
+        OSError: the disk refused the write (full, read-only).
     """
     files = {}
     for path in _files(folder):
@@ -40,7 +40,7 @@ def write_manifest(folder: Path, step: int, facts: Mapping[str, Any], alive: Ali
 
 
 def commit(staging: Path, final: Path, alive: Alive = nobody) -> None:
-    """Let the folder `staging` become `final`, durably and at one moment; one that is there already goes.
+    """Rename the folder `staging` to `final`, durably and atomically; an existing `final` is replaced.
 
     `alive` is called after each file.
     """
@@ -63,12 +63,12 @@ def commit(staging: Path, final: Path, alive: Alive = nobody) -> None:
 
 
 def verify(folder: Path, manifest_sha256: str, alive: Alive = nobody) -> list[str]:
-    """What is wrong with a checkpoint, in sentences; empty when every byte is as it was written.
+    """Return what is wrong with a checkpoint, in sentences; empty if every byte is as it was written.
 
     `alive` is called after each file and each piece of one.
 
     Raises:
-        OSError: it cannot be read here and now, which says nothing about the checkpoint.
+        OSError: it cannot be read here at the moment, which says nothing about the checkpoint.
     """
     try:
         text = (folder / MANIFEST).read_bytes()
@@ -91,7 +91,7 @@ def verify(folder: Path, manifest_sha256: str, alive: Alive = nobody) -> list[st
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files below `folder`."""
+    """Return the total size in bytes of all files below `folder`."""
     return sum(path.stat().st_size for path in _files(folder))
 
 

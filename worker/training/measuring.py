@@ -1,4 +1,4 @@
-"""A probe: two steps on the longest rows, to measure a run before it is made; nothing of it is kept."""
+"""Probe: two steps on the longest rows that measure a run before it is created; nothing of it is kept."""
 
 from typing import Any
 
@@ -11,14 +11,14 @@ from app.runs.config import TrainingConfig, TrainingMethod
 from worker.training.pairs import PromptEncoder
 
 STEPS = 2
-"""The first one is warm-up, and makes the optimizer's state: only in the second everything is there at once."""
+"""The first step is a warm-up and creates the optimizer's state: only in the second is everything in memory at once."""
 
 
 def longest_rows(data: Dataset, config: TrainingConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> Dataset:
-    """The rows of one step, the longest first; both steps of a probe train on them.
+    """Return the rows of one step, the longest first; both steps of a probe train on them.
 
     Rows are sequences of tokens, pairs (as long as their longer answer, prompt included), or prompts, which
-    `tokenizer` makes tokens of.
+    `tokenizer` tokenizes.
     """
     count = config.batch_size * config.gradient_accumulation_steps
     if config.method is TrainingMethod.rlhf:
@@ -28,7 +28,7 @@ def longest_rows(data: Dataset, config: TrainingConfig, tokenizer: PreTrainedTok
 
 
 def lengths(data: Dataset, tokenizer: PreTrainedTokenizerBase | None = None) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Tokens of each row."""
+    """Return the number of tokens of each row."""
     if tokenizer is not None:
         encoder = PromptEncoder(tokenizer)
         return np.array([len(ids) for _, ids in encoder.encode([encoder.prepare(row) for row in data])], np.int64)
@@ -40,7 +40,7 @@ def lengths(data: Dataset, tokenizer: PreTrainedTokenizerBase | None = None) -> 
 
 
 def generation(config: TrainingConfig) -> dict[str, Any]:
-    """Arguments of a trainer of `rlhf` that let every completion be as long as it may be, and keep the order."""
+    """Return arguments of an `rlhf` trainer that make every completion as long as allowed, and keep the row order."""
     return {"generation_kwargs": {"min_new_tokens": config.rlhf.max_completion_length}, "shuffle_dataset": False}
 
 

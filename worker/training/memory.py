@@ -1,4 +1,4 @@
-"""Memory of a run: now and at its peak for every metric, and of every step as a file, on request."""
+"""Memory of a run: current and peak for every metric, and on request of every step as a file."""
 
 import json
 import resource
@@ -13,22 +13,22 @@ from worker.training.run import Run
 from worker.training.state import MEMORY, MOST_RECORDS
 
 SNAPSHOT = "memory_snapshot.pickle"
-"""Every allocation on the GPU, for https://pytorch.org/memory_viz; a pickle, which is not to be loaded by others."""
+"""Every allocation on the GPU, for https://pytorch.org/memory_viz; a pickle, which others should not load."""
 PROFILE = "memory_profile.json"
 _MOST_ALLOCATIONS = 100_000
 
 
 class GpuMemory:
-    """Memory of tensors on the GPU, in MiB; on a machine without one the most that the process ever had.
+    """Memory of tensors on the GPU in MiB; without a GPU, the peak of the process since its start.
 
-    The peak is that since the last metric, although phases of a step may reset the counter in between.
+    The GPU peak is that since the last metric, although phases of a step may reset the counter in between.
     """
 
     def __init__(self) -> None:
         self._peak = self._reserved = 0.0
 
     def phase(self) -> dict[str, float]:
-        """Memory at the end of a phase, and the peak within it; the next phase begins."""
+        """Return the memory at the end of a phase and the peak within it, and start the next phase."""
         peak = torch.cuda.max_memory_allocated() / 2**20
         self._peak = max(self._peak, peak)
         self._reserved = max(self._reserved, torch.cuda.max_memory_reserved() / 2**20)
@@ -40,8 +40,10 @@ class GpuMemory:
         }
 
     def take(self) -> tuple[float | None, dict[str, float]]:
-        """Peak since the last call, and more by name: the present memory and the peak that
-        the allocator had reserved, or without a GPU the process's own peak."""
+        """Return the peak since the last call, and other values by name.
+
+        Those are the current memory and the peak that the allocator had reserved, or without a GPU the process's peak.
+        """
         if not torch.cuda.is_available():
             most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
             return None, {"host_memory_peak_mb": round(most, 1)}
@@ -52,9 +54,9 @@ class GpuMemory:
 
 
 class MemoryProfiler(TrainerCallback):  # type: ignore[misc]
-    """Writes down the memory of every step: forward and backward together, and the optimizer.
+    """Records the memory of every step: forward and backward together, and the optimizer.
 
-    On a GPU allocated, reserved and peak; on a CPU what the process has in memory.
+    On a GPU allocated, reserved and peak memory; on a CPU the resident memory of the process.
     """
 
     def __init__(self, run: Run, gpu: GpuMemory) -> None:
@@ -68,8 +70,8 @@ class MemoryProfiler(TrainerCallback):  # type: ignore[misc]
         if self._every_allocation:
             torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
         self._run.report.message(
-            f"The memory of every step comes with the output, as `{PROFILE}` (whenever these are more than "
-            f"{MOST_RECORDS[MEMORY]:,}, every second one goes)"
+            f"The memory of every step is saved with the output as `{PROFILE}` (each time there are more than "
+            f"{MOST_RECORDS[MEMORY]:,} records, every second one is dropped)"
             + (f", and the last {_MOST_ALLOCATIONS:,} allocations as `{SNAPSHOT}`." if self._every_allocation else ".")
         )
 
@@ -95,7 +97,7 @@ class MemoryProfiler(TrainerCallback):  # type: ignore[misc]
 
 
 def write_profile(run: Run, folder: Path) -> None:
-    """Put the memory of all steps into an output as one document, and the snapshot of a GPU beside it."""
+    """Write the memory of all steps into an output as one document, next to the snapshot of a GPU."""
     steps = run.memory.records()
     (folder / PROFILE).write_text(json.dumps({"unit": "MiB", "steps": steps}, allow_nan=False))
     snapshot = run.folder / SNAPSHOT

@@ -1,4 +1,4 @@
-"""The memory planner of a run: what is computed again in the backward pass, decided once lengths are known."""
+"""Memory planner of a run: chooses what the backward pass recomputes, once the lengths are known."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ _ANSWERS = ("chosen_ids", "rejected_ids")
 
 
 def decide(run: Run, replaced: list[Replacement], found: Base, data: Dataset, max_length: int) -> None:
-    """Put what was chosen in the place of `gradient_checkpointing: "auto"`, and remember to tell why.
+    """Replace `gradient_checkpointing: "auto"` by the chosen value, and add the reason to `replaced`.
 
     The choice changes neither losses nor updates beyond rounding, so a resumed run may choose again.
     """
@@ -36,9 +36,9 @@ def _chosen(run: Run, found: Base, length: int, rows: int) -> tuple[planner.Valu
     if run.machine.kind == "cpu":
         return False, "On a CPU it costs time and saves memory that is not scarce."
     if any(one["kind"] == "out_of_memory" for one in run.job.get("repairs", ())):
-        return True, "An earlier attempt ran out of memory, so every layer is computed again."
+        return True, "An earlier attempt ran out of memory, so every layer is recomputed."
     if run.config.trainer_options.model_factory is not None:
-        return True, "What a model factory makes is not known before, so every layer is computed again."
+        return True, "The model of a model factory is not known in advance, so every layer is recomputed."
     config = run.config.model_copy(update={"max_seq_length": length}) if run.config.packing else run.config
     room, _ = torch.cuda.mem_get_info()
     try:
@@ -48,16 +48,16 @@ def _chosen(run: Run, found: Base, length: int, rows: int) -> tuple[planner.Valu
             config,
             Precision.of(config, "cuda", bf16=run.machine.bf16),
             micro_batch(model, config, length, rows),
-            # What others hold of the device is not there, and the context that the estimate counts is there already.
+            # Excludes memory of other processes; the context that the estimate counts is already allocated.
             int(room),
         )
     except (UnknownArchitecture, CannotTrain) as error:
-        return True, f"What the run needs is not known, so every layer is computed again. {error}"
+        return True, f"The memory that the run needs is unknown, so every layer is recomputed. {error}"
     return planner.as_value(choice.checkpointing), choice.reason
 
 
 def longest_row(data: Dataset, config: TrainingConfig, max_length: int) -> int:
-    """Tokens of the longest sequence that the model will see, at most `max_length`."""
+    """Return the number of tokens of the longest sequence that the model will see, at most `max_length`."""
     if config.method is TrainingMethod.rlhf or config.packing:
         return max_length
     answers = [name for name in _ANSWERS if name in data.column_names]
@@ -75,10 +75,10 @@ def _most(data: Dataset, column: str) -> int:
 
 
 def checkpoint_every_second_layer(network: PreTrainedModel) -> None:
-    """Whenever the model's layers are to be computed again, let only every second one be, from the first on.
+    """Limit recomputation to every second layer, from the first on, whenever it is enabled.
 
-    The trainers of preferences and rewards switch it off for their reference and on again, without saying for which
-    layers; so it is the model that knows.
+    The trainers of preferences and rewards disable it for their reference and enable it again without naming the
+    layers, so the model itself must know them.
     """
     switch = network._set_gradient_checkpointing
 

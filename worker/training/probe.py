@@ -1,4 +1,4 @@
-"""One pinned text through the model: what it gives before a save has to come out again after the load."""
+"""Fidelity check: a pinned text must give the same result before a save and after the load."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from worker.training.trainer import Faithful
 
 LONGEST = 512
-"""Tokens that are looked at: enough for every weight to take part, and no time beside a save."""
+"""Maximum number of tokens used: enough for every weight to take part, and negligible next to a save."""
 
 
 def measure(trainer: "Faithful", ids: Sequence[int]) -> float:
-    """The mean over the text's tokens of the log of the summed exponentials of the model's outputs.
+    """Return the mean over the text's tokens of the log-sum-exp of the model's logits.
 
-    Changes nothing: no gradient, no dropout and no random number, and a model that trains trains on.
+    Changes nothing: no gradient, no dropout and no random number, and the model's mode is restored.
     """
     model: Any = trainer.model
     tokens = torch.tensor([list(ids[:LONGEST])], device=model.device)
@@ -33,9 +33,9 @@ def measure(trainer: "Faithful", ids: Sequence[int]) -> float:
 
 
 def compare(trainer: "Faithful", checkpoint: Path) -> dict[str, Any]:
-    """Facts about what was loaded from a checkpoint: `fidelity_difference`, and what follows from it.
+    """Return facts about what was loaded from a checkpoint: `fidelity_difference`, and what follows from it.
 
-    Nothing where the checkpoint does not say what the pinned text gave.
+    Empty if the checkpoint has no result of the fidelity check.
     """
     before = fidelity.probed(checkpoint)
     if before is None:
@@ -43,6 +43,6 @@ def compare(trainer: "Faithful", checkpoint: Path) -> dict[str, Any]:
     after = measure(trainer, trainer.pinned_text())
     facts: dict[str, Any] = {"fidelity_difference": abs(after - before)}
     if after != before:
-        why = f"A pinned text gave {before:.9g} before the checkpoint was written, and {after:.9g} after it was loaded."
+        why = f"The fidelity check gave {before:.9g} before the save of the checkpoint, and {after:.9g} after its load."
         facts |= fidelity.facts([*trainer.facts.get("fidelity_reasons", ()), why])
     return facts

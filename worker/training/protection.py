@@ -1,4 +1,4 @@
-"""Steps that go wrong: seen before they change a weight, their rows named, and passed over by the next attempt."""
+"""Anomaly guard: detects bad steps before they change a weight, names their rows, and lets other attempts skip them."""
 
 import itertools
 import math
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from worker.training.trainer import Faithful
 
 REMEMBERED = 64
-"""Losses of steps from which the noise of the loss is known."""
+"""Number of step losses from which the noise of the loss is estimated."""
 _LATEST = 16
-"""Losses of which the median is the usual one; with fewer nothing counts as a leap, as a loss moves fast at first."""
+"""Number of losses whose median is the usual loss; with fewer, nothing is a spike, as a loss moves fast at first."""
 _LEAST_SPREAD = 0.01
-"""Of the usual loss: one that hardly moves must not make a leap of the slightest change."""
+"""Fraction of the usual loss, so that a tiny change of a loss that hardly moves is no spike."""
 _TO_ONE_SIGMA = 1.4826 / math.sqrt(2)
-"""What makes a standard deviation of the median distance between neighbours, where the numbers are normal."""
+"""Factor from the median distance between neighbors to the standard deviation, for normally distributed values."""
 _ROWS_NAMED = 20
 
 Kind = Literal["non_finite", "loss_spike"]
@@ -31,19 +31,19 @@ _CODES: dict[Kind, str] = {"non_finite": "non_finite_loss", "loss_spike": "loss_
 
 @dataclass(frozen=True)
 class Trouble:
-    """What is wrong with a step."""
+    """Anomaly of a step."""
 
     kind: Kind
     says: str
-    """A sentence without its end, such as `the loss became nan`."""
+    """Clause that describes it, such as `the loss became nan`."""
     limit: float = math.inf
-    """A loss above this is out of the ordinary."""
+    """Losses above this are anomalous."""
     is_of_gradients: bool = False
-    """The loss is a number, and its gradients are not."""
+    """True if the loss is finite, and the gradients are not."""
 
 
 class Guard:
-    """Watches the steps of one attempt, and knows which of them earlier attempts have found to be bad."""
+    """Checks the steps of one attempt, and knows which of them earlier attempts found to be bad."""
 
     def __init__(self, config: TrainingConfig, job: dict[str, Any]) -> None:
         options = config.trainer_options
@@ -56,20 +56,20 @@ class Guard:
         self._rows = {int(row) for one in earlier for row in one["singled_out"]}
 
     def take_over(self, rows: Iterable[int]) -> None:
-        """Rows that a run found to be bad from whose checkpoint this one goes on."""
+        """Add the bad rows found by the run from whose checkpoint this one continues."""
         self._rows.update(rows)
 
     @property
     def bad_rows(self) -> list[int]:
-        """Rows that no step may hold, for whoever goes on from a checkpoint."""
+        """Rows that no step may contain, for runs that resume from a checkpoint."""
         return sorted(self._rows)
 
     def passes_over(self, step: int, rows: Iterable[int]) -> bool:
-        """Whether `step`, made of these rows, was found to be bad, or holds a row that was."""
+        """Return True if `step`, made of these rows, was found to be bad or contains a bad row."""
         return step in self._steps or (bool(self._rows) and not self._rows.isdisjoint(rows))
 
     def judge(self, loss: float, norm: float | None, recent: Sequence[float]) -> Trouble | None:
-        """What is wrong with a step of this loss and gradient norm, after steps with the losses `recent`."""
+        """Return the anomaly of a step with this loss and gradient norm, if any, given the losses of `recent` steps."""
         if not math.isfinite(loss):
             return Trouble("non_finite", f"the loss became {loss}")
         if norm is not None and not math.isfinite(norm):
@@ -81,10 +81,10 @@ class Guard:
         if loss <= limit:
             return None
         usual = statistics.median(recent[-_LATEST:])
-        return Trouble("loss_spike", f"the loss leapt to {loss:.4g}, where {usual:.4g} is usual", limit)
+        return Trouble("loss_spike", f"the loss spiked to {loss:.4g}, where {usual:.4g} is usual", limit)
 
     def failure(self, trainer: "Faithful", trouble: Trouble) -> TrainingFailure:
-        """What the attempt ends with: it names the rows, and says whether another attempt may pass over the step."""
+        """Build the failure that ends the attempt: the bad rows, and a repair if another attempt may skip the step."""
         step, rows = trainer.state.global_step + 1, sorted(set(trainer.step_rows))
         culprits = _culprits(trainer, trouble, rows)
         told = f"At step {step} {trouble.says}. {_named(rows, culprits)}"
@@ -92,17 +92,17 @@ class Guard:
         code = _CODES[trouble.kind]
         if not wants:
             kept = trainer.saving.kept_step
-            again, back = ("Resumed", f"the checkpoint of step {kept}") if kept else ("Posted again", "its start")
+            again, back = ("Resumed", f"the checkpoint of step {kept}") if kept else ("Created again", "its start")
             return TrainingFailure(
                 code,
                 f'{told} Look at these rows, or lower `learning_rate`. {again} with `{field}` set to "rewind", a run '
-                f"goes back to {back} by itself and passes over such steps.",
+                f"goes back to {back} by itself and skips such steps.",
             )
         if self._rewinds >= self._most:
             return TrainingFailure(
                 code,
-                f"{told} The run has gone back {self._rewinds} times already, which is all that `extra.max_rewinds` "
-                "allows. Look at these rows, or lower `learning_rate`.",
+                f"{told} The run has gone back {self._rewinds} times already, the maximum set by `extra.max_rewinds`. "
+                "Look at these rows, or lower `learning_rate`.",
             )
         repair = {"kind": trouble.kind, "step": step, "rows": rows[:_ROWS_NAMED], "singled_out": culprits}
         return TrainingFailure(code, told, repair)
@@ -112,7 +112,7 @@ def _limit(recent: Sequence[float], threshold: float) -> float:
     if len(recent) < _LATEST:
         return math.inf
     usual = statistics.median(recent[-_LATEST:])
-    # Between neighbours: a loss that falls, as it should, is not noise.
+    # Differences between neighbors: a loss that falls, as it should, is not noise.
     spread = _TO_ONE_SIGMA * statistics.median(abs(later - loss) for loss, later in itertools.pairwise(recent))
     return usual + threshold * max(spread, _LEAST_SPREAD * abs(usual))
 
@@ -126,15 +126,15 @@ def _named(rows: list[int], culprits: list[int]) -> str:
         return "The rows of the step are not known."
     counted = "of the data set (counted from 0)"
     if not culprits:
-        return f"It was made of {those(rows)} {counted}; none of them stands out."
+        return f"It contains {those(rows)} {counted}; none of them stands out."
     stand = "stands" if len(culprits) == 1 else "stand"
-    return f"Of its {len(rows)} rows {those(culprits)} {counted} {stand} out when put through the model alone."
+    return f"Of its {len(rows)} rows, {those(culprits)} {counted} {stand} out when put through the model alone."
 
 
 def _culprits(trainer: "Faithful", trouble: Trouble, rows: list[int]) -> list[int]:
-    """Rows that go wrong by themselves, as far as a row can be put through the model alone.
+    """Return the rows that are anomalous by themselves, as far as a row can be put through the model alone.
 
-    None when most do: then it is the weights and not the rows. Of a packed sequence all rows are named.
+    Returns none if most are: then the weights are at fault and not the rows. Of a packed sequence, all rows are named.
     """
     found: set[int] = set()
     sequences = trainer.sequences_of(rows)
@@ -150,7 +150,7 @@ def _culprits(trainer: "Faithful", trouble: Trouble, rows: list[int]) -> list[in
 
 
 def _alone(trainer: "Faithful", sequence: dict[str, Any], with_gradients: bool) -> tuple[float, bool]:
-    """Loss of one sequence without dropout, and whether its gradients are finite (true where nobody asks)."""
+    """Return the loss of one sequence without dropout, and True if its gradients are finite or were not requested."""
     model: Any = trainer.model
     inputs = trainer._prepare_inputs(trainer.data_collator([sequence]))
     trainer.take_rows(inputs)

@@ -1,9 +1,9 @@
-"""Signs of life: that a training process gets on, told to its supervisor where it has nothing else to say.
+"""Heartbeats: show the supervisor that a training process makes progress when it has nothing else to report.
 
-A supervisor kills a trainer of which it hears nothing for long. Steps between two metrics, a checkpoint on its way
-to a slow disk and a model on its way from the hub are work, and each of them says so by a sign. A sign is no event:
-the supervisor hears it and forgets it. None is ever given by a clock alone, since a trainer that stands still has to
-be found. Imports nothing heavy.
+A supervisor kills a trainer that sends nothing for long. Steps between two metrics, a checkpoint written to a slow
+disk and a model downloaded from the hub are work, and each of them sends heartbeats. A heartbeat is no event: the
+supervisor does not store it. None is ever sent by a timer alone, since a trainer that hangs must be detected.
+Imports nothing heavy.
 """
 
 import os
@@ -16,31 +16,31 @@ from pathlib import Path
 from typing import Any
 
 ALIVE = b'{"type": "alive"}'
-"""The sign: a record like no other, known by its bytes."""
+"""Heartbeat record, which is recognized by its bytes."""
 
 _SECONDS_BETWEEN = 1.0
 
 Alive = Callable[[], None]
-"""What gives a sign of life; call it wherever something got done, as often as that is."""
+"""Function that sends a heartbeat; call it after each piece of work, as often as that is."""
 
 
 def nobody() -> None:
-    """A sign of life to nobody, for who works unwatched."""
+    """Send no heartbeat, for callers that are not monitored."""
 
 
 class Pulse:
-    """Gives signs of life through the socket that records go through, at most one a second."""
+    """Sends heartbeats through the socket of the records, at most one per second."""
 
     def __init__(self, descriptor: int | None) -> None:
-        """`descriptor` is that of the records; None (a run by hand) gives no signs."""
+        """Use `descriptor`, the socket of the records; None (a run by hand) sends no heartbeats."""
         self._descriptor = descriptor
         self._socket: socket.socket | None = None
         self._next = 0.0
 
     def beat(self) -> None:
-        """Give a sign, or leave it out: for the last one is fresh, or the supervisor has yet to take up others.
+        """Send a heartbeat, unless the last one is recent or the supervisor has not yet read earlier records.
 
-        Never waits, and costs less than a microsecond when it is left out. Ends the process when the supervisor is
+        Never blocks, and costs less than a microsecond when it is skipped. Ends the process when the supervisor is
         gone, as a record does.
         """
         now = time.monotonic()
@@ -48,18 +48,18 @@ class Pulse:
             return
         self._next = now + _SECONDS_BETWEEN
         if self._socket is None:
-            # A descriptor of its own: closing this object must not close that of the records.
+            # A duplicate: closing this object must not close the descriptor of the records.
             self._socket = socket.socket(fileno=os.dup(self._descriptor))
         try:
             self._socket.send(ALIVE, socket.MSG_DONTWAIT)
         except BlockingIOError:
-            pass  # the queue is full of what was said and not heard yet: signs enough
+            pass  # the queue is full of unread records, which show progress too
         except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError):
             os._exit(1)
 
 
 def each(things: Iterable[Any], alive: Alive) -> Iterator[Any]:
-    """`things`, with a sign of life whenever another one is asked for."""
+    """Yield `things`, with a heartbeat whenever the next one is requested."""
     for thing in things:
         alive()
         yield thing
@@ -67,10 +67,9 @@ def each(things: Iterable[Any], alive: Alive) -> Iterator[Any]:
 
 @contextmanager
 def while_growing(alive: Alive, *folders: Path, every: float = _SECONDS_BETWEEN) -> Iterator[None]:
-    """For the time of the block, give a sign of life whenever `folders` hold more than at the last look.
+    """During the block, send a heartbeat whenever `folders` have grown since the last check.
 
-    For a call that writes much and returns late: a download, the weights of a checkpoint. One that stands still gives
-    none.
+    For a call that writes much and returns late: a download, the weights of a checkpoint. One that hangs sends none.
     """
     over = threading.Event()
 
@@ -92,7 +91,7 @@ def while_growing(alive: Alive, *folders: Path, every: float = _SECONDS_BETWEEN)
 
 
 def _held(folders: Iterable[Path]) -> int:
-    """Bytes of all files, and those of them that have a place on the disk.
+    """Return the sum of the lengths of all files and of their allocated bytes.
 
     Both, since safetensors and the hub's own downloader give a file its full length before they fill it.
     """

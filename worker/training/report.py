@@ -1,4 +1,4 @@
-"""What a training process says: records to its supervisor.
+"""Records that a training process sends to its supervisor.
 
 Imports nothing heavy: the `fake` backend and the tests use it without torch.
 """
@@ -15,19 +15,19 @@ from typing import Any, Literal
 from worker.training.pulse import Pulse
 
 MAX_RECORD_BYTES = 128 * 1024
-"""A record is one datagram, and a datagram has to fit into the socket's send buffer."""
+"""A record is one datagram, and a datagram must fit into the socket's send buffer."""
 
 
 def parse_args(argv: Sequence[str]) -> tuple[dict[str, Any], int | None, int | None]:
-    """Arguments of a training process: `job.json [--report-fd N] [--control-fd M]`.
+    """Parse the arguments of a training process: `job.json [--report-fd N] [--control-fd M]`.
 
-    Returns the job (the parsed file), the descriptor for records and the one for requests; both None by hand. A file
-    that cannot be read is told as a failed result, and ends the process.
+    Returns the job (the parsed file), the descriptor for records and the one for requests; both are None in a run by
+    hand. A file that cannot be read is reported as a failed result, and ends the process.
     """
     parser = argparse.ArgumentParser(description="Run one training job.")
     parser.add_argument("job", type=Path, help="JSON file that describes the job")
-    parser.add_argument("--report-fd", type=int, default=None, help="records go here, not to standard output")
-    parser.add_argument("--control-fd", type=int, default=None, help="renewals and stop requests come from here")
+    parser.add_argument("--report-fd", type=int, default=None, help="send records here, not to standard output")
+    parser.add_argument("--control-fd", type=int, default=None, help="receive renewals and requests here")
     given = parser.parse_args(list(argv))
     try:
         job = json.loads(given.job.read_text())
@@ -42,18 +42,18 @@ def parse_args(argv: Sequence[str]) -> tuple[dict[str, Any], int | None, int | N
 
 
 class Report:
-    """Sends records to the supervisor, each one JSON object in one datagram; any thread may send.
+    """Sends records to the supervisor, each a JSON object in one datagram; any thread may send.
 
-    `alive()` says no more than that work goes on, as often as it is called, and is stored nowhere.
-    Opened without a descriptor (a run by hand), it writes the same records as lines on standard output.
+    `alive()` sends a heartbeat: it reports only progress, may be called often, and is not stored.
+    Without a descriptor (a run by hand), the same records are written as lines to standard output.
     """
 
     def __init__(self, descriptor: int | None) -> None:
-        """`descriptor` is a connected datagram socket or None."""
+        """Send to `descriptor`, a connected datagram socket or None."""
         self._descriptor, self.alive = descriptor, Pulse(descriptor).beat
 
     def send(self, type: str, **fields: Any) -> None:
-        """Send one record; `ts` (unix seconds) is added, long strings of an oversized record are cut.
+        """Send one record; `ts` (Unix seconds) is added, and long strings of an oversized record are cut.
 
         Blocks while the supervisor is behind. Ends the process when the supervisor is gone.
         """
@@ -64,11 +64,11 @@ class Report:
         try:
             os.write(self._descriptor, payload)
         except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError):
-            # Nobody holds the lease of this run any more, so going on would be a second trainer in waiting.
+            # No one renews this run's lease any more: this process would become a second trainer of the run.
             os._exit(1)
 
     def config(self, effective: dict[str, Any], replaced: list[dict[str, Any]], facts: dict[str, Any]) -> None:
-        """The configuration in force, replaced defaults (field, requested, used, reason), first facts."""
+        """Report the configuration in effect, replaced defaults (field, requested, used, reason), initial run info."""
         self.send("config", effective=effective, replaced=replaced, facts=facts)
 
     def phase(self, name: str, *, start_step: int | None = None, total_steps: int | None = None) -> None:
@@ -77,7 +77,7 @@ class Report:
         self.send("phase", name=name, **{key: value for key, value in steps.items() if value is not None})
 
     def progress(self, phase: str, done: float, total: float | None = None, message: str | None = None) -> None:
-        """How far a phase is, in units of that phase."""
+        """Report the progress of a phase, in units of that phase."""
         self.send("progress", phase=phase, done=done, total=total, message=message)
 
     def metric(
@@ -93,7 +93,7 @@ class Report:
         total_steps: int | None = None,
         extra: dict[str, Any] | None = None,
     ) -> None:
-        """Measurements of one optimizer step."""
+        """Report the measurements of one optimizer step."""
         self.send(
             "metric",
             step=step,
@@ -108,7 +108,7 @@ class Report:
         )
 
     def eval(self, step: int, metrics: dict[str, Any], *, epoch: float | None = None) -> None:
-        """The result of an evaluation after `step`."""
+        """Report the result of an evaluation after `step`."""
         self.send("eval", step=step, epoch=epoch, metrics=metrics)
 
     def checkpoint(
@@ -125,10 +125,10 @@ class Report:
         epoch: float | None = None,
         metrics: dict[str, Any] | None = None,
     ) -> None:
-        """A checkpoint that is on disk: send only after its parent folder was fsynced.
+        """Report a checkpoint that is on disk: call only after its parent folder was fsynced.
 
-        `kind` is periodic, stop, best or final; `seconds` is how long it took; `actions` (id, action) asked for it, and
-        a `pinned` one is kept; `metrics` carries loss and best_loss, to roll back with it.
+        `kind` is periodic, stop, best or final; `seconds` is how long it took; `actions` (id, action) requested it, and
+        a `pinned` one is kept; `metrics` contains loss and best_loss, to which a rollback returns.
         """
         self.send(
             "checkpoint",
@@ -156,16 +156,16 @@ class Report:
         message: str | None = None,
         total_steps: int | None = None,
     ) -> None:
-        """What came of an action: `status` is done, refused or failed; it took effect behind `step`."""
+        """Report the result of an action: `status` is done, refused or failed; it took effect after `step`."""
         about = {"id": id, "action": action, "step": step, "epoch": epoch, "status": status}
         self.send("action", **about, result=result, message=message, total_steps=total_steps)
 
     def sample(self, step: int, prompt: str, completion: str, **more: Any) -> None:
-        """A text that the model wrote."""
+        """Report a text that the model generated."""
         self.send("sample", step=step, prompt=prompt, completion=completion, **more)
 
     def message(self, line: str, level: str = "info") -> None:
-        """A remark to the user, shown among the log lines."""
+        """Report a message to the user, shown among the log lines."""
         self.send("message", level=level, line=line)
 
     def result(
@@ -181,17 +181,17 @@ class Report:
         metrics: dict[str, Any] | None = None,
         repair: dict[str, Any] | None = None,
     ) -> None:
-        """The last record; `error` is {code, message}, `output` a folder below the attempt's own.
+        """Send the last record; `error` is {code, message}, `output` a folder below the attempt's own.
 
         `hub` is {repo, commit, url} of an output that was pushed, {repo, error} of one that could not be. `repair`
-        says what another attempt is to do otherwise: {kind, step, rows, singled_out}.
+        describes the changes for the next attempt: {kind, step, rows, singled_out}.
         """
         ended = {"outcome": outcome, "why": why, "step": step, "epoch": epoch, "error": error}
         self.send("result", **ended, output=output, hub=hub, metrics=metrics, repair=repair)
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Write all of `data`, in as many pieces as it takes."""
+    """Write all of `data`, in as many pieces as needed."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
@@ -208,7 +208,7 @@ def _encode(record: dict[str, Any]) -> bytes:
 
 
 def _cut(value: Any, longest: int) -> Any:
-    """`value` with strings, lists and objects of more than `longest` elements shortened."""
+    """Return `value` with strings, lists and objects of more than `longest` elements shortened."""
     if isinstance(value, str):
         return value if len(value) <= longest else value[:longest] + "…"
     if isinstance(value, dict):
@@ -219,7 +219,7 @@ def _cut(value: Any, longest: int) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Numbers of numpy and torch as Python's own, anything else as its text."""
+    """Convert numbers of numpy and torch to Python's own, and anything else to its text."""
     item = getattr(value, "item", None)
     if callable(item):
         try:

@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits on the disk, looked at before a byte of it is written."""
+"""Check of the free disk space for a checkpoint, before a byte of it is written."""
 
 import os
 from pathlib import Path
@@ -8,20 +8,20 @@ from worker.training.failures import TrainingFailure
 _MOST_IN_A_ROW = 3
 _MORE_BYTES = 2**20
 _MORE_PART = 50
-"""For what stands around the tensors: headers, the optimizer's structure, the manifest."""
+"""Allowance for data around the tensors: headers, the optimizer's structure, the manifest."""
 
 
 class Room:
-    """The watch over the free bytes below one folder."""
+    """Free disk space of one folder."""
 
     def __init__(self, folder: Path, reserve: int) -> None:
-        """`reserve` bytes are to stay free for others."""
+        """Keep `reserve` bytes free for others."""
         self._folder = folder
         self._reserve = reserve
         self._put_off = 0
 
     def lacking(self, size: int) -> str | None:
-        """Why a checkpoint whose tensors have `size` bytes does not fit, in sentences; None: it does."""
+        """Return why a checkpoint with tensors of `size` bytes does not fit, in sentences; None if it fits."""
         disk = os.statvfs(self._folder)
         if not disk.f_blocks:
             return None  # some network file systems count no blocks
@@ -30,17 +30,17 @@ class Room:
             self._put_off = 0
             return None
         return (
-            f"it needs {_mib(needed)}, and {self._folder} has {_mib(free)} free, of which {_mib(self._reserve)} are to "
-            "stay free (ANNEAL_DISK_RESERVE_BYTES). Make room there, or lower `save_total_limit`"
+            f"it needs {_mib(needed)}, and {self._folder} has {_mib(free)} free, of which {_mib(self._reserve)} must "
+            "stay free (ANNEAL_DISK_RESERVE_BYTES). Free some space there, or lower `save_total_limit`"
         )
 
     def put_off(self, step: int, why: str, next_step: int, is_due: bool) -> str:
-        """A checkpoint on the way does not fit; answers what to tell. Those that are due by `save_steps` are counted.
+        """Skip a checkpoint during training that does not fit, and return the warning.
 
-        `next_step` is where the next one is due.
+        Those that are due by `save_steps` (`is_due`) are counted. `next_step` is the step where the next one is due.
 
         Raises:
-            TrainingFailure: `disk_full`, where it is one too many in a row.
+            TrainingFailure: `disk_full`, if too many in a row did not fit.
         """
         self._put_off += is_due
         if is_due and self._put_off >= _MOST_IN_A_ROW:
@@ -50,25 +50,26 @@ class Room:
                 f"due before it: {why}, and resume the run.",
             )
         return (
-            f"The checkpoint of step {step} does not fit on the disk: {why}. This one is left out; the next is due at "
-            f"step {next_step}. When {_MOST_IN_A_ROW} that are due do not fit in a row, or the last of the run does "
-            "not, it ends with disk_full."
+            f"The checkpoint of step {step} does not fit on the disk: {why}. It is skipped; the next is due at step "
+            f"{next_step}. If {_MOST_IN_A_ROW} due checkpoints in a row do not fit, or the last one of the run does "
+            "not, the run ends with disk_full."
         )
 
 
 def ended_without(step: int, why: str, kept: int, goes_on: bool) -> str:
-    """What to tell where a run ends early at `step`, and its checkpoint cannot be saved: `kept` is the last that was.
+    """Return the warning for a run that ends early at `step` and whose checkpoint cannot be saved.
 
-    `goes_on` says that it is handed back, and goes on without being asked.
+    `kept` is the step of the last one that was saved. `goes_on` is True if the run is released, and continues without
+    a request.
     """
     place = f"the checkpoint of step {kept}" if kept else "the start"
     after = f"it goes on from {place}, and trains steps {kept + 1} to {step} again"
-    then = f"The run is handed back without it: {after}" if goes_on else f"The run ends without it: if resumed, {after}"
+    then = f"The run is released without it: {after}" if goes_on else f"The run ends without it: if resumed, {after}"
     return f"The checkpoint of step {step} is not saved: {why.rstrip('.')}. {then}."
 
 
 def refused(step: int, why: str) -> TrainingFailure:
-    """How a run ends whose last checkpoint does not fit."""
+    """Build the failure of a run whose last checkpoint does not fit."""
     return TrainingFailure(
         "disk_full", f"The checkpoint of step {step} does not fit on the disk: {why}, and resume the run."
     )

@@ -1,4 +1,4 @@
-"""One run as its training process sees it: the job, the way to the supervisor, and what it remembers."""
+"""Context of a run in its training process: the job, the connection to the supervisor, and the loop's state."""
 
 import math
 import time
@@ -19,11 +19,11 @@ _SECONDS_BETWEEN_PROGRESS = 0.5
 
 @dataclass
 class Run:
-    """Everything that the parts of a recipe share."""
+    """Context that all parts of a training process share."""
 
     job: dict[str, Any]
     config: TrainingConfig
-    """In force: every default resolved for this machine, model and data."""
+    """Configuration in effect, with every default resolved for this machine, model and data."""
     given: set[str]
     machine: Machine
     report: Report
@@ -32,16 +32,16 @@ class Run:
     trackers: Trackers = field(default_factory=Trackers)
     state: RunState = field(default_factory=RunState)
     ended_by: str | None = None
-    """Why training ends before its last step: stop, drain, time_limit, stop_at_step, early_stopping, epoch_end."""
+    """Reason for an end before the last step: stop, drain, time_limit, stop_at_step, early_stopping, epoch_end."""
     save_kind: str = "periodic"
-    """What the checkpoint that is due is for."""
+    """Kind of the checkpoint that is due: periodic, best, stop or final."""
     history: History = field(init=False)
     distributions: History = field(init=False)
     memory: History = field(init=False)
     fingerprint: dict[str, Any] = field(default_factory=dict)
-    """What the numbers of this run depend on beside its configuration."""
+    """Everything apart from the configuration that the numeric results of this run depend on."""
     steps_in_a_pass: int = 0
-    """Optimizer steps of an epoch."""
+    """Optimizer steps per epoch."""
     _told: float = 0.0
 
     def __post_init__(self) -> None:
@@ -51,46 +51,49 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """The attempt's own folder, for checkpoints and output."""
+        """Folder of the attempt, for checkpoints and output."""
         return Path(self.job["output_dir"])
 
     @property
     def is_probe(self) -> bool:
-        """Whether it only measures: nothing of it is kept."""
+        """True for a probe, which only measures: nothing of it is kept."""
         return self.config.trainer_options.probe
 
     @property
     def histories(self) -> list[History]:
-        """What this run writes down as it goes, and takes along from checkpoint to checkpoint."""
+        """History files that this run writes, and carries from checkpoint to checkpoint."""
         options = self.config.trainer_options
         asked = ((self.distributions, options.distributions_steps), (self.memory, options.memory_profile))
         return [self.history, *(history for history, wanted in asked if wanted)]
 
     @property
     def resume_from(self) -> dict[str, Any] | None:
-        """The checkpoint to go on from: path, step and hash of its manifest."""
+        """Checkpoint to resume from: path, step and hash of its manifest."""
         resume: dict[str, Any] | None = self.job.get("resume_from")
         return resume
 
     @property
     def stop_requested(self) -> StopRequest | None:
-        """A stop that the supervisor or a signal asked for."""
+        """Stop request of the supervisor or of a signal, if any."""
         return self.control.stop_requested
 
     def heed_stop(self) -> None:
-        """Leave, where there is nothing to save: while loading, tokenising or exporting."""
+        """Raise `Stopped` if a stop was requested.
+
+        For phases where there is nothing to save: loading, tokenizing, exporting.
+        """
         if self.stop_requested is not None:
             raise Stopped
 
     def metric(self, point: dict[str, Any], total_steps: int) -> None:
-        """Tell, remember and track the measurements of a step, in one place so that the three cannot differ."""
+        """Report, store and track the measurements of a step, in one place so that the three cannot differ."""
         self.report.metric(**point, total_steps=total_steps)
         self._keep(point)
 
     def evaluation(self, step: int, epoch: float | None, found: dict[str, float]) -> None:
-        """Tell, remember and track what an evaluation after `step` found."""
+        """Report, store and track the metrics of an evaluation after `step`."""
         self.report.eval(step, found, epoch=epoch)
-        # The event names what is no number; in a file of JSON it is null.
+        # The event names non-finite values; in a JSON file they are null.
         numbers = {name: value if math.isfinite(value) else None for name, value in found.items()}
         self._keep({"step": step, "epoch": epoch, **numbers})
 
@@ -99,7 +102,11 @@ class Run:
         self.trackers.add(record)
 
     def progress(self, phase: str, done: int, total: int) -> None:
-        """Tell how far a phase is, at most twice a second and at its end; heeds a stop."""
+        """Report the progress of a phase, at most twice a second and at its end.
+
+        Raises:
+            Stopped: a stop was requested.
+        """
         self.heed_stop()
         now = time.monotonic()
         if done >= total or now - self._told > _SECONDS_BETWEEN_PROGRESS:

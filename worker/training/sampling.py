@@ -1,4 +1,4 @@
-"""Texts that the model writes while it trains, without a trace in the training: no random number, no mode changes."""
+"""Text generation during training without a trace in it: no random number is drawn, and no mode changes."""
 
 import random
 from collections.abc import Iterator
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 def write(trainer: "Faithful", prompts: list[str], max_new_tokens: int, temperature: float) -> list[str]:
-    """What the model as it is now writes behind each prompt.
+    """Return the text that the current model generates after each prompt.
 
-    With a temperature, tokens are drawn with the run's seed and step: the same weights write the same again. A prompt
-    that is too long for the model loses its beginning.
+    With a temperature, tokens are drawn with the run's seed and step, so the same weights generate the same text again.
+    A prompt that is too long for the model loses its beginning.
 
     Raises:
-        Stopped: a stop came first.
+        Stopped: a stop was requested before the end.
     """
     run, tokenizer = trainer.run, trainer.processing_class
     model = trainer.accelerator.unwrap_model(trainer.model)
@@ -59,7 +59,7 @@ def write(trainer: "Faithful", prompts: list[str], max_new_tokens: int, temperat
 
 
 class _Watch(StoppingCriteria):  # type: ignore[misc]
-    """Gives a sign of life with each token, and heeds a stop."""
+    """Sends a heartbeat with each token, and raises `Stopped` if a stop was requested."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -78,7 +78,7 @@ def _is_chat(run: Run) -> bool:
 
 
 def _as_seen(run: Run, tokenizer: Any, prompt: str) -> str:
-    """The prompt in the form in which the run's data has it."""
+    """Return the prompt in the form that the run's data has."""
     if not _is_chat(run):
         return prompt
     message = [{"role": "user", "content": prompt}]
@@ -87,7 +87,7 @@ def _as_seen(run: Run, tokenizer: Any, prompt: str) -> str:
 
 @contextmanager
 def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode, and afterwards every mode and every random number generator as before."""
+    """Switch to evaluation mode, and restore every mode and every random number generator on exit."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         with same_numbers():
@@ -100,7 +100,7 @@ def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def same_numbers() -> Iterator[None]:
-    """Afterwards every random number generator is as it was before."""
+    """Restore every random number generator on exit."""
     numbers, drawn = numpy.random.get_state(), random.getstate()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     cpu = torch.random.get_rng_state()

@@ -1,4 +1,4 @@
-"""The state of a trainer at one step: gathered in the loop, copied to host memory, written by whoever has time."""
+"""State of a trainer at one step: gathered in the loop, copied to host memory, written by any thread."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WeightFile:
-    """A file of weights that a library was about to write."""
+    """File of weights that a library was about to write."""
 
     path: Path
     tensors: dict[str, torch.Tensor]
@@ -30,31 +30,31 @@ class WeightFile:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What belongs to a checkpoint and is not in its folder yet."""
+    """Parts of a checkpoint that are not in its folder yet."""
 
     weights: list[WeightFile]
     optimizer: Any
-    """What its `state_dict()` answers: tensors in dictionaries and lists, and plain values."""
+    """Result of its `state_dict()`: tensors in dictionaries and lists, and plain values."""
     files: dict[str, bytes]
     """Small files that are the same in every checkpoint of the process: tokenizer, configuration."""
     histories: list[Callable[[Path], None]] = field(default_factory=list)
-    """Each puts a file with the lines so far into a folder."""
+    """Functions, each of which writes a file with the lines so far into a folder."""
 
     def copied_to(self, memory: HostMemory) -> "Snapshot":
-        """The same, which training does not change any more.
+        """Return a copy, which training no longer changes.
 
         Raises:
-            TooLittleMemory: there is no room for a copy.
+            TooLittleMemory: there is no memory for a copy.
         """
         copies = memory.copy(self._tensors())
         weights = [replace(one, tensors=_exchanged(one.tensors, copies)) for one in self.weights]
         return replace(self, weights=weights, optimizer=_exchanged(self.optimizer, copies))
 
     def write(self, folder: Path, alive: Alive = nobody) -> None:
-        """Put all of it into `folder`, which has the rest; `alive` is called after each file.
+        """Write all of it into `folder`, which has the rest; `alive` is called after each file.
 
         Raises:
-            OSError, RuntimeError: the disk takes no more.
+            OSError, RuntimeError: the disk is full.
         """
         for name, content in self.files.items():
             if not (folder / name).exists():
@@ -74,23 +74,23 @@ class Snapshot:
 
 
 class Gatherer:
-    """Gathers one trainer's snapshots; remembers what is the same in each of them."""
+    """Gathers one trainer's snapshots; caches the files that are the same in each of them."""
 
     def __init__(self) -> None:
         self._same: dict[str, bytes] | None = None
 
     @property
     def same_bytes(self) -> int:
-        """Bytes of what every checkpoint holds again; 0 before the first."""
+        """Size in bytes of the files that every checkpoint repeats; 0 before the first."""
         return sum(map(len, (self._same or {}).values()))
 
     def gather(self, trainer: "Faithful", folder: Path) -> Snapshot:
-        """The state as it is at this moment: small files that change go into `folder` at once, the rest is referred to.
+        """Gather the current state: small files that change are written to `folder` at once, the rest is referenced.
 
         The tensors are the trainer's own, and change with its next step.
 
         Raises:
-            OSError: the disk takes no more.
+            OSError: the disk is full.
         """
         trainer.store_flos()
         with _weights_kept() as weights:
@@ -98,7 +98,7 @@ class Gatherer:
                 trainer.save_model(str(folder), _internal_call=True)
             else:  # a large tokenizer takes longer to write than an adapter to copy
                 trainer.model.save_pretrained(str(folder))
-        # A pickle of arguments that nothing here reads; none is to be loaded by anyone else either.
+        # A pickle of arguments that nothing here reads, and that no one else should load.
         (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
         if self._same is None:
             present = (path for path in sorted(folder.rglob("*")) if path.is_file())
@@ -114,7 +114,7 @@ class Gatherer:
 
 
 def expected_bytes(trainer: "Faithful") -> int:
-    """About what the tensors of a snapshot will come to, from the model and the optimizer as they are."""
+    """Estimate the size in bytes of a snapshot's tensors, from the current model and optimizer."""
     model: Any = trainer.model
     all_of_them = not isinstance(model, peft.peft_model.PeftModel)
     saved = (one for one in model.parameters() if one.requires_grad or all_of_them)
@@ -125,9 +125,9 @@ def expected_bytes(trainer: "Faithful") -> int:
 
 @contextmanager
 def _weights_kept() -> Iterator[list[WeightFile]]:
-    """For the time of the block, what transformers and peft write as weights is kept instead, as it would be written.
+    """During the block, collect the weights that transformers and peft would write, instead of writing them.
 
-    So what belongs to a checkpoint, and by which name, stays their decision, whoever writes it and when.
+    So they still decide what belongs to a checkpoint and under which name, whichever thread writes it, and when.
     """
     kept: list[WeightFile] = []
 
@@ -157,7 +157,7 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _exchanged(value: Any, copies: dict[int, torch.Tensor]) -> Any:
-    """`value` with every tensor replaced by its copy, and containers of its own."""
+    """Return `value` with every tensor replaced by its copy, in new containers."""
     if isinstance(value, torch.Tensor):
         return copies[id(value)]
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What a run remembers beside the trainer's own state: saved in every checkpoint, restored on resume."""
+"""State of a run beyond the trainer's own: saved in every checkpoint, restored on resume."""
 
 import json
 import math
@@ -16,63 +16,66 @@ METRICS = "metrics.jsonl"
 DISTRIBUTIONS = "distributions.jsonl"
 MEMORY = "memory_profile.jsonl"
 MOST_RECORDS = {DISTRIBUTIONS: 1000, MEMORY: 10_000}
-"""What is written at every step goes into every checkpoint, and a run may have millions of steps."""
+"""Maximum number of records: the files are part of every checkpoint, and a run may have millions of steps."""
 
 
 @dataclass
 class RunState:
-    """Loop state that shows in metrics and decisions, so that a resumed run goes on as if never interrupted."""
+    """Loop state that affects metrics and decisions; with it, a resumed run continues as if never interrupted."""
 
     run_id: str = ""
     first_step: int = 0
-    """Step at which this run took up training; above 0 when it continues another run."""
+    """Step at which this run started training; above 0 if it continues another run."""
     ended_by: str | None = None
-    """What ended training at this very step, if anything did: early_stopping, time_limit, stop, …"""
+    """Reason that ended training at exactly this step, if any: early_stopping, time_limit, stop, …"""
     losses: list[float] = field(default_factory=list)
     """Exact losses of the steps since the last metric."""
     averages: dict[str, list[float]] = field(default_factory=dict)
-    """The trainer's own per-batch measures (token accuracy, entropy) since the last metric."""
+    """The trainer's own per-batch metrics (token accuracy, entropy) since the last metric record."""
     tokens: int = 0
-    """Tokens trained on, padding left out."""
+    """Tokens trained on, without padding."""
     samples: int = 0
-    """Rows of the data set trained on, repetitions counted."""
+    """Dataset rows trained on, counting repetitions."""
     seconds: float = 0.0
-    """Time in training, all attempts of this run together."""
+    """Time in training, summed over all attempts of this run."""
     loss: float | None = None
-    """Of the last step."""
+    """Loss of the last step."""
     recent_losses: list[float] = field(default_factory=list)
-    """Of the last steps that were trained on: what a leap of the loss is measured against."""
+    """Losses of the last steps that were trained on, against which loss spikes are measured."""
     bad_rows: list[int] = field(default_factory=list)
-    """Rows of the data set that no step may hold: found to spoil one."""
+    """Dataset rows that no step may contain, because they were found to make a step bad."""
     best_loss: float | None = None
     """Lowest logged training loss."""
     objective: float | None = None
-    """What the last evaluation found of the measure that tells good checkpoints from bad; it was at `eval_step`."""
+    """Metric that ranks checkpoints, at the last evaluation, which was at `eval_step`."""
     eval_step: int | None = None
     best_objective: float | None = None
     best_saved: float | None = None
-    """The best of those evaluations whose weights have a checkpoint, or are about to have one."""
+    """Best objective of the evaluations whose weights have a checkpoint, or are about to have one."""
     best_saved_before: float | None = None
-    """What that was before the last one."""
+    """Previous value of `best_saved`."""
     evals_without_gain: int = 0
     eval_pending: bool = False
-    """The evaluation due after this step has not been done: a stop came first."""
+    """True if the evaluation due after this step was not done because a stop came first."""
     changed: dict[str, Any] = field(default_factory=dict)
-    """Fields of the configuration that actions have changed while this run trained, and their values now."""
+    """Configuration fields that actions changed during this run, with their current values."""
     total_steps: int | None = None
-    """Steps in all, once an action has extended the run."""
+    """Total number of steps, if an action extended the run."""
     last_metric: dict[str, Any] = field(default_factory=dict)
-    """Step, epoch and loss as logged last."""
+    """Step, epoch and loss as last logged."""
 
     def save(self, folder: Path) -> None:
-        """Write it into a checkpoint; floats survive exactly."""
+        """Write the state into a checkpoint; floats are preserved exactly."""
         (folder / FILE).write_text(json.dumps(asdict(self)))
 
     @classmethod
     def load(cls, folder: Path, run_id: str, step: int) -> "RunState":
-        """Read that of a checkpoint at `step`; a new run that continues another starts its own clock and limits."""
+        """Read the state of a checkpoint at `step`.
+
+        A new run that continues another one starts with its own clock and limits.
+        """
         told = json.loads((folder / FILE).read_text())
-        # Versions that did not tell the two apart left no checkpoint out.
+        # Versions that did not distinguish the two never skipped a checkpoint.
         state = cls(**{"best_saved": told["best_objective"], **told})
         if state.run_id != run_id:
             state.run_id, state.first_step = run_id, step
@@ -81,7 +84,7 @@ class RunState:
         return state
 
     def evaluate(self, found: float, step: int, higher_is_better: bool) -> bool:
-        """Take in what an evaluation after `step` found; whether a checkpoint of it would be the best there is."""
+        """Store the objective after `step`; return True if a checkpoint of this step would be the best one."""
 
         def is_better_than(best: float | None) -> bool:
             return best is None or (found > best if higher_is_better else found < best)
@@ -97,27 +100,27 @@ class RunState:
         return True
 
     def left_out(self, step: int) -> None:
-        """The weights of `step` get no checkpoint: so they are not to be the best that others are held against."""
+        """Undo `best_saved` if the weights of `step` get no checkpoint, so that later ones are not compared to them."""
         if self.eval_step == step and self.best_saved == self.objective:
             self.best_saved = self.best_saved_before
 
     def limit_reached(self, config: TrainingConfig, step: int) -> str | None:
-        """What ends this run after `step`, its last step aside: a limit of its own, or that it got no better."""
+        """Return the reason to end this run after `step`, other than its last step: a limit, or early stopping."""
         if self.ended_by in ("early_stopping", "epoch_end"):
             return self.ended_by
         if config.time_limit_seconds is not None and self.seconds >= config.time_limit_seconds:
             return "time_limit"
-        # A run that takes up another behind the step where that one was to stop is meant to go on.
+        # A run that continues another one at or after that one's stop step is meant to go on.
         if config.stop_at_step is not None and self.first_step < config.stop_at_step <= step:
             return "stop_at_step"
         return None
 
 
 class History:
-    """A file of an attempt with a line for each thing of a kind since the first step of the training.
+    """File of an attempt with one line per record of a kind since the first step of training.
 
-    `metrics.jsonl` has metrics and evaluations. On disk and never in memory, since a long run has very many.
-    Of those with a bound every second line goes when it is reached, and so on: the rest stays evenly spaced.
+    `metrics.jsonl` has metrics and evaluations. Records are never kept in memory, since a long run has very many.
+    When a file with a maximum reaches it, every second line is dropped, repeatedly: the rest stays evenly spaced.
     """
 
     def __init__(self, folder: Path, name: str = METRICS) -> None:
@@ -125,7 +128,7 @@ class History:
         self._most = MOST_RECORDS.get(name)
         self._count = 0
         self._spacing = 1
-        """Steps that this power of two divides are kept."""
+        """Power of two; only steps that it divides are kept."""
 
     def begin(self, checkpoint: Path | None) -> None:
         """Start with the lines of a checkpoint, or with none."""
@@ -136,16 +139,16 @@ class History:
         if self._most is not None:
             steps = [json.loads(line)["step"] for line in self._lines()]
             self._count = len(steps)
-            # The spacing shows in what is left, of which there is always more than a quarter.
+            # The spacing follows from the steps that are left; thinning leaves more than a quarter of the maximum.
             common = math.gcd(*steps)
             self._spacing = common & -common if len(steps) > self._most // 4 else 1
 
     def wants(self, step: int) -> bool:
-        """Whether a line about this step would be kept."""
+        """Return True if a line for this step would be kept."""
         return step % self._spacing == 0
 
     def append(self, record: dict[str, Any]) -> None:
-        """Add a line, if it is wanted; floats survive exactly."""
+        """Append a line, if its step is kept; floats are preserved exactly."""
         if self._most is not None and not self.wants(record["step"]):
             return
         with self._path.open("a") as file:
@@ -171,11 +174,14 @@ class History:
                 yield from file
 
     def copy_to(self, folder: Path) -> None:
-        """Put all lines so far into a checkpoint or an output; without any, an empty file."""
+        """Write all lines so far into a checkpoint or an output; without any, an empty file."""
         self.held()(folder)
 
     def held(self) -> Callable[[Path], None]:
-        """Hold on to all lines so far: what it answers puts them into a folder, whatever comes to them meanwhile."""
+        """Capture all lines so far.
+
+        Returns a function that writes them into a folder, even if more lines were appended meanwhile.
+        """
         self._path.touch()
         file, name = self._path.open("rb"), self._path.name
         size = os.fstat(file.fileno()).st_size
@@ -190,6 +196,6 @@ class History:
         return put
 
     def records(self) -> list[dict[str, Any]]:
-        """All lines so far."""
+        """Return all lines so far."""
         self._path.touch()
         return [json.loads(line) for line in self._path.read_text().splitlines()]

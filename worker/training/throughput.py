@@ -1,4 +1,4 @@
-"""How fast a run trains: steps and the waiting for their data, nothing else, and what part of the device that uses."""
+"""Training speed of a run: steps and the wait for their data, nothing else, and the share of the device used (MFU)."""
 
 import time
 from collections.abc import Iterator
@@ -11,14 +11,14 @@ from worker.training.flops import Flops
 class Throughput:
     """Time, rows and operations since the last metric.
 
-    Checkpoints and evaluations come between a step and the waiting for the next, and so never count.
+    Checkpoints and evaluations come between a step and the wait for the next one, and so never count.
     """
 
     def __init__(self) -> None:
         self.flops: Flops | None = None
-        """Operations of a token; known before the first step."""
+        """Operations per token; known before the first step."""
         self.peak_tflops: float | None = None
-        """What the device can do, in 10^12 operations a second; None: not known, and no MFU."""
+        """Peak of the device in 10^12 operations per second; None if unknown, in which case there is no MFU."""
         self._step_seconds = 0.0
         self._data_seconds = 0.0
         self._samples = 0
@@ -26,12 +26,12 @@ class Throughput:
         self._pairs: Any = 0.0
 
     def begin(self, tokens: int) -> None:
-        """Training starts with so many tokens behind it."""
+        """Start with `tokens`, the number that the run has already trained on."""
         self._tokens = tokens
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The block waits for data."""
+        """Count the time of the block as waiting for data."""
         began = time.monotonic()
         try:
             yield
@@ -39,16 +39,16 @@ class Throughput:
             self._data_seconds += time.monotonic() - began
 
     def stepped(self, seconds: float, samples: int) -> None:
-        """A step is done: its time from the first forward pass to the new weights, and its rows."""
+        """Record a step: its time from the first forward pass to the new weights, and its rows."""
         self._step_seconds += seconds
         self._samples += samples
 
     def saw(self, pairs: Any) -> None:
-        """A forward pass over so many pairs of tokens (`flops.pairs`), which may still be a tensor on the device."""
+        """Record a forward pass over so many token pairs (`flops.pairs`), which may still be a tensor on the device."""
         self._pairs = self._pairs + pairs
 
     def take(self, tokens: int) -> tuple[float, dict[str, float]]:
-        """Samples a second, and the rest by name, since the last call; `tokens` are those of the run so far."""
+        """Return samples per second, and the rest by name, since the last call; `tokens` is the run's total so far."""
         seconds = max(self._step_seconds + self._data_seconds, 1e-9)
         new = tokens - self._tokens
         told = {

@@ -1,4 +1,4 @@
-"""What a service needs of every trainer of TRL: exact losses, stops, checkpoints that hold."""
+"""Service features for every TRL trainer: exact losses, early stops and atomic checkpoints."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,23 +25,24 @@ from worker.training.throughput import Throughput
 
 
 class EndedBeforeStep(Exception):
-    """Training is over where it was taken up: the evaluation that was still due there says so."""
+    """Training ends at the step it resumed from, because of the evaluation that was still due there."""
 
 
 class Faithful(Trainer):  # type: ignore[misc]
-    """Stands before a trainer of TRL (`class Ours(Faithful, DPOTrainer)`), whose losses, data order and updates stay.
+    """Mixin that adds exact step losses, early stop and atomic checkpoints to a TRL trainer.
 
-    Its rows carry their numbers in the data set, in a column `rows`.
+    It precedes the trainer (`class Ours(Faithful, DPOTrainer)`) and does not change its loss, data order or updates.
+    Rows carry their numbers in the dataset in a column `rows`.
     """
 
     MEASURES: ClassVar[Mapping[str, str]] = {}
-    """What the trainer measures, by its own names, and what it is called here; each is part of metrics (as it is) and
-    of evaluations (with `eval_` before it)."""
+    """Metrics of the trainer: its own names, and the names used here. Each is part of metrics (unchanged) and of
+    evaluations (with the prefix `eval_`)."""
     OBJECTIVE: ClassVar[str] = "eval_loss"
-    """The measure of an evaluation by which one checkpoint is better than another."""
+    """Evaluation metric that ranks checkpoints."""
     HIGHER_IS_BETTER: ClassVar[bool] = False
     NOT_COUNTED: ClassVar[str | None] = None
-    """What of the method's work is in the time of its steps, but not in the operations that MFU is made of."""
+    """Work of the method that is part of the step time, but not of the operations that MFU is computed from."""
 
     optimizer: Any
     lr_scheduler: Any
@@ -49,17 +50,17 @@ class Faithful(Trainer):  # type: ignore[misc]
     def __init__(self, run: Run, **options: Any) -> None:
         self.run = run
         self.step_rows: list[int] = []
-        """Numbers of the rows in the present optimizer step."""
+        """Row numbers in the current optimizer step."""
         self.saved_step = -1
         self.saving = checkpoints.Saving(run)
         self.facts: dict[str, Any] = {}
-        """The first facts of the run, told with its configuration."""
+        """Initial run info, reported with the configuration."""
         self.replaced: list[Replacement] = []
         self.throughput = Throughput()
         self.gpu_memory = GpuMemory()
         self.guard = Guard(run.config, run.job)
         self.passes_over = False
-        """The present step was found to be bad by an earlier attempt: it changes nothing."""
+        """True if an earlier attempt found the current step to be bad: it then changes nothing."""
         self._eval_batches = 0
         self._eval_total = 0
         self._micro_losses: list[torch.Tensor] = []
@@ -69,39 +70,39 @@ class Faithful(Trainer):  # type: ignore[misc]
         self.data_collator: Any = self.with_rows(self.data_collator)
 
     def with_rows(self, collate: Any) -> Any:
-        """A collator that keeps the numbers of the rows of each batch, for `take_rows`."""
+        """Return a collator that keeps the row numbers of each batch, for `take_rows`."""
         return WithRows(collate)
 
     def take_rows(self, inputs: Any) -> list[int]:
-        """Take the numbers of the rows out of a batch."""
+        """Remove the row numbers from a batch and return them."""
         rows: list[int] = inputs.pop("rows", [])
         return rows
 
     def measures(self) -> Mapping[str, str]:
-        """`MEASURES`, and what only this very run measures."""
+        """Return `MEASURES`, plus the metrics of this run only."""
         return self.MEASURES
 
     def pinned_text(self) -> list[int]:
-        """Token ids of the text that is put through the model before a save and after the load."""
+        """Return the token ids of the text used by the fidelity check, before a save and after a load."""
         first = self.train_dataset[0]
         return [*first.get("prompt_ids", ()), *first["chosen_ids" if "chosen_ids" in first else "input_ids"]]
 
     def tell_facts(self) -> None:
-        """Tell the configuration in force, the defaults that were replaced and the first facts."""
+        """Report the configuration in effect, the defaults that were replaced and the initial run info."""
         replaced = [one.model_dump(mode="json") for one in self.replaced]
         effective = self.run.config.model_dump(mode="json")
         self.run.report.config(effective, replaced, self.facts)
         self.run.trackers.describe(effective, self.facts)
 
     def passes_reference(self) -> bool:
-        """Whether each step has a forward pass of a reference model."""
+        """Return True if each step has a forward pass of a reference model."""
         return False
 
     def usual_length(self, tokens_of_a_row: float) -> float:
-        """Tokens of the sequences that the model sees, on average, given those of a row of the data."""
+        """Return the mean tokens per sequence that the model sees, given those per dataset row."""
         return tokens_of_a_row
 
-    # What a plugin may take over
+    # Hooks for plugins
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         made = plugins.optimizer(self, self.model if model is None else model)
@@ -116,7 +117,7 @@ class Faithful(Trainer):  # type: ignore[misc]
     # Steps
 
     def set_initial_training_values(self, *args: Any) -> Any:
-        # Training ends by the count of its steps alone, which may be raised while it goes on.
+        # Only the number of steps ends training, and an action may raise it during training.
         return (sys.maxsize, *super().set_initial_training_values(*args)[1:])
 
     def get_batch_samples(self, *args: Any) -> Any:
@@ -142,7 +143,7 @@ class Faithful(Trainer):  # type: ignore[misc]
         return loss
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        # The last moment before the optimizer: a step that would spoil the weights is never taken.
+        # The last point before the optimizer: a step that would corrupt the weights is never taken.
         if self.passes_over:
             self._micro_losses.clear()
             self._hold_optimizer()
@@ -152,14 +153,14 @@ class Faithful(Trainer):  # type: ignore[misc]
         return norm
 
     def take_step(self) -> tuple[float, list[int]]:
-        """Exact loss and row numbers of the step just done; call once a step."""
+        """Return the exact loss and the row numbers of the step just done; call once per step."""
         rows, self.step_rows = self.step_rows, []
         return self._step_loss, rows
 
     def _close_step(self, norm: Any) -> None:
         self._step_loss = float(torch.stack(self._micro_losses).sum().item())
         self._micro_losses.clear()
-        # With 16-bit floats a scaler looks for its scale by trying: there gradients may leap.
+        # With float16, the gradient scaler finds its scale by trial, so gradients may overflow.
         known = None if norm is None or self.args.fp16 else float(norm)
         recent = self.run.state.recent_losses
         trouble = self.guard.judge(self._step_loss, known, recent)
@@ -172,20 +173,20 @@ class Faithful(Trainer):  # type: ignore[misc]
         return None if self.passes_over else super()._clip_grad_norm(model)
 
     def _hold_optimizer(self) -> None:
-        """Let the optimizer's next step do nothing at all: no decay, no momentum, no scale."""
+        """Make the optimizer's next step a no-op: no decay, no momentum, no scale."""
         optimizer = self.optimizer
         optimizer.step = lambda *_, **__: delattr(optimizer, "step")
 
     def pass_over(self) -> None:
-        """A micro-batch is passed over: whoever counts them counts it too."""
+        """Handle a skipped micro-batch; trainers that count micro-batches override this to count it too."""
 
     def rows_of(self, batch: Any) -> Sequence[int]:
-        """Numbers of the rows of a batch, which keeps them."""
+        """Return the row numbers of a batch, without removing them."""
         rows: Sequence[int] = batch.get("rows", ())
         return rows
 
     def sequences_of(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """The sequences of the training data that hold any of these rows, each to be put through the model alone."""
+        """Return the training sequences that contain any of these rows, each to be put through the model alone."""
         wanted = set(rows)
         places = [place for place, held in enumerate(self.train_dataset["rows"]) if not wanted.isdisjoint(held)]
         return [self.train_dataset[place] for place in places]
@@ -193,12 +194,12 @@ class Faithful(Trainer):  # type: ignore[misc]
     # Evaluation
 
     def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
-        """Evaluate on the held-out data; a stop request ends it early and leaves it for the resume."""
+        """Evaluate on the held-out data; a stop request interrupts it and leaves it to the resumed run."""
         run = self.run
         run.report.phase("evaluating")
         random_state = torch.random.get_rng_state()
         is_due = self.evaluation_is_due()
-        # One that was only asked for leaves no trace in the training; one that is due is part of it, as in TRL.
+        # A requested evaluation leaves no trace in training; one that is due is part of it, as in TRL.
         trace = nullcontext() if is_due else sampling.same_numbers()
         self._eval_batches = 0
         try:
@@ -231,9 +232,9 @@ class Faithful(Trainer):  # type: ignore[misc]
         return dict(metrics)
 
     def end_early(self, why: str, save: bool, finish: bool = False) -> None:
-        """Let training end behind the present step, with a checkpoint of it or without.
+        """End training after the current step, with a checkpoint of it or without.
 
-        Without one, a checkpoint that is being written is not wanted either, unless it is to `finish`.
+        Without one, a checkpoint that is being written is abandoned too, unless `finish` is set.
         """
         run, control = self.run, self.control
         run.ended_by = run.state.ended_by = why
@@ -243,17 +244,17 @@ class Faithful(Trainer):  # type: ignore[misc]
         if not (save or finish):
             self.saving.in_flight.abandon()
         if control.should_evaluate:
-            # Asked to go: the evaluation that is due is left to the resumed run, which does it first.
+            # The evaluation that is due is left to the resumed run, which does it first.
             control.should_evaluate = False
             run.state.eval_pending = True
 
     def evaluation_is_due(self) -> bool:
-        """Whether the configuration wants an evaluation behind the present step, asked for or not."""
+        """Return True if the configuration schedules an evaluation after the current step, requested or not."""
         step, every = self.state.global_step, self.run.config.eval_steps
         return step == 0 or step >= self.state.max_steps or (every is not None and step % every == 0)
 
     def evaluated(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """What an evaluation found, by the names used here; numbers that are none are left out."""
+        """Return the metrics of an evaluation by the names used here, without missing ones."""
         names = {"loss": "loss", "runtime": "seconds", "samples_per_second": "samples_per_second", **self.measures()}
         found = {ours: metrics.get(f"eval_{theirs}") for theirs, ours in names.items()}
         return {f"eval_{ours}": value for ours, value in found.items() if value is not None}
@@ -276,14 +277,14 @@ class Faithful(Trainer):  # type: ignore[misc]
         self.state.log_history.clear()
 
     def trained_tokens(self) -> int:
-        """Tokens trained on so far, padding left out."""
+        """Return the number of tokens trained on so far, without padding."""
         return int(self._total_train_tokens)
 
     def tell_samples(self) -> None:
-        """Tell texts that the model wrote since the last metric; trainers that let it write none tell none."""
+        """Report texts generated since the last metric; only trainers that generate texts override this."""
 
     def remember_averages(self) -> None:
-        """Copy the trainer's own running measures into the state that a checkpoint holds."""
+        """Copy the trainer's own running metrics into the state that a checkpoint contains."""
         self.run.state.averages = {name: list(values) for name, values in self._metrics["train"].items()}
         self.run.state.tokens = self.trained_tokens()
         self.run.state.bad_rows = self.guard.bad_rows
@@ -297,7 +298,7 @@ class Faithful(Trainer):  # type: ignore[misc]
             self.run.report.phase("training")
 
     def go_on_from(self, folder: Path) -> None:
-        """Take over what the run remembered at a checkpoint; call before `train(resume_from_checkpoint=…)`."""
+        """Restore the run's state from a checkpoint; call before `train(resume_from_checkpoint=…)`."""
         self.saved_step = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)).global_step
         self.run.state = RunState.load(folder, str(self.run.job["run_id"]), self.saved_step)
         self.guard.take_over(self.run.state.bad_rows)
@@ -326,7 +327,7 @@ class Faithful(Trainer):  # type: ignore[misc]
 
     def _init_training_state(self, max_steps: int, *args: Any) -> Any:
         place = super()._init_training_state(max_steps, *args)
-        # The checkpoint brings its own intervals along; those of this run's configuration hold.
+        # The checkpoint contains its own intervals; those of this run's configuration take precedence.
         self.state.compute_steps(self.args, max_steps)
         return place
 
@@ -339,7 +340,7 @@ class Faithful(Trainer):  # type: ignore[misc]
         """Evaluate where an uninterrupted run did, before the next step, and save or end as it would have."""
         self.run.state.eval_pending = False
         if not self.evaluate():
-            return  # stopped: that is heeded after the step
+            return  # stopped: handled after the step
         if self.control.should_save:
             self._save_checkpoint(self.model, None)
             self.control.should_save = False
@@ -351,7 +352,7 @@ class Faithful(Trainer):  # type: ignore[misc]
         self.tell_facts()
 
     def restore_finished(self, folder: Path) -> None:
-        """Take over weights and position of a checkpoint after which no step is left."""
+        """Restore weights and position from a checkpoint after which no step is left."""
         self._load_from_checkpoint(str(folder))
         self._tell_what_was_loaded(folder)
         self.state = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))

@@ -218,7 +218,7 @@ class TestJudge:
         assert guard.judge(3.5, 1.0, recent).kind == "loss_spike"  # type: ignore[union-attr]
 
     @pytest.mark.parametrize(("kept", "says"), [
-        (0, "Posted again with `on_non_finite` set to \"rewind\", a run goes back to its start"),
+        (0, "Created again with `on_non_finite` set to \"rewind\", a run goes back to its start"),
         (40, "Resumed with `on_non_finite` set to \"rewind\", a run goes back to the checkpoint of step 40"),
     ])  # fmt: skip
     def test_a_run_that_ends_is_told_what_another_goes_back_to(self, kept: int, says: str) -> None:

@@ -103,8 +103,8 @@ class TestFidelity:
         assert again.result["outcome"] == "completed"
         assert facts["fidelity"] == "approximate"
         assert facts["fidelity_reasons"] == [
-            "The base model is another one than at the checkpoint.",
-            "The data set is another one than at the checkpoint.",
+            "The base model differs from that of the checkpoint.",
+            "The data set differs from that of the checkpoint.",
         ]
 
     def test_weights_that_give_something_else_than_before_the_save_are_told(
@@ -122,7 +122,7 @@ class TestFidelity:
         facts = again.of("config")[0]["facts"]
         assert facts["fidelity"] == "approximate"
         assert facts["fidelity_difference"] == pytest.approx(0.25)
-        assert "A pinned text gave" in facts["fidelity_reasons"][0]
+        assert "The fidelity check gave" in facts["fidelity_reasons"][0]
 
     def test_saving_often_changes_nothing(self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
         config = {"method": "qlora", "max_steps": 4, "max_seq_length": 64, "lora_dropout": 0.1}

@@ -190,7 +190,7 @@ class TestInFlight:
 class TestNoRoom:
     @pytest.mark.parametrize(
         ("why", "says"),
-        [("drain", "The run is handed back without it: it goes on"), ("stop", "The run ends without it: if resumed")],
+        [("drain", "The run is released without it: it goes on"), ("stop", "The run ends without it: if resumed")],
     )
     def test_an_end_does_without_its_checkpoint_and_says_what_that_costs(
         self, why: str, says: str, training: Training, full: Callable[[bool], None]
@@ -230,7 +230,7 @@ class TestNoRoom:
         for step, kind in ((1, "periodic"), (2, "periodic"), (3, "best"), (3, "periodic"), (4, "periodic")):
             training.save(step, kind)
         first, *_, last = training.report.of("warning")
-        assert "This one is left out; the next is due at step 2." in first and "due at step 6." in last
+        assert "It is skipped; the next is due at step 2." in first and "due at step 6." in last
         with pytest.raises(TrainingFailure, match="step 6 does not fit on the disk, nor did the 2 that were due"):
             training.save(6)
 
