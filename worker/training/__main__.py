@@ -97,8 +97,8 @@ def _ended_by(error: Exception, control: Control) -> dict[str, Any]:
         request = control.stop_requested
         return {"outcome": "stopped", "why": request.why if request else "stop"}
     failure = classify(error)
-    told = {"code": failure.code, "message": failure.message}
-    return {"outcome": "failed", "error": told, "repair": failure.repair}
+    error_fields = {"code": failure.code, "message": failure.message}
+    return {"outcome": "failed", "error": error_fields, "repair": failure.repair}
 
 
 def _quiet_libraries() -> None:

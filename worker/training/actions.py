@@ -34,9 +34,9 @@ class Actions:
     def __init__(self, trainer: "Faithful") -> None:
         self._trainer = trainer
         self._run = trainer.run
-        self._again: deque[Asked] = deque(self._run.job.get("actions", ()))
+        self._to_repeat: deque[Asked] = deque(self._run.job.get("actions", ()))
         self._saves: list[Asked] = []
-        self._on_the_way: list[Asked] = []
+        self._last_saves: list[Asked] = []
         """Requests that the last started checkpoint answers."""
         self._evaluations: list[Asked] = []
         self._do: dict[str, Callable[[Asked, TrainerControl], None]] = {
@@ -54,12 +54,12 @@ class Actions:
         an attempt that resumes from there repeats only later actions.
         """
         step = self._trainer.state.global_step
-        while self._again and self._again[0]["step"] <= step:
-            self._take(self._again.popleft(), control)
+        while self._to_repeat and self._to_repeat[0]["step"] <= step:
+            self._take(self._to_repeat.popleft(), control)
 
     def take(self, control: TrainerControl) -> None:
         """Do newly requested actions, if training continues; `control` evaluates and saves."""
-        while not self._again and (asked := self._run.control.take_action()) is not None:
+        while not self._to_repeat and (asked := self._run.control.take_action()) is not None:
             self._take(asked, control)
 
     def epoch_is_over(self) -> str | None:
@@ -73,7 +73,9 @@ class Actions:
         except Refused as refusal:
             self._answer(asked, "refused", message=str(refusal))
         except Exception as error:  # an action must never fail the run, for any cause
-            self._answer(asked, "failed", message=f"The action failed: {_told(error)}. Training continues unchanged.")
+            self._answer(
+                asked, "failed", message=f"The action failed: {_describe_error(error)}. Training continues unchanged."
+            )
 
     def _answer(self, asked: Asked, status: str, **more: Any) -> None:
         state = self._trainer.state
@@ -92,7 +94,7 @@ class Actions:
     def saved(self) -> dict[str, Any]:
         """Return the requests that a reported checkpoint answers, as fields of its record."""
         answered, self._saves = self._saves, []
-        self._on_the_way = answered
+        self._last_saves = answered
         return {
             "actions": [{"id": one["id"], "action": one["action"]} for one in answered],
             "pinned": any(one["parameters"].get("pin") for one in answered),
@@ -100,7 +102,7 @@ class Actions:
 
     def save_again(self) -> None:
         """Let the next checkpoint answer the requests of the last one, which was never written."""
-        self._saves, self._on_the_way = [*self._on_the_way, *self._saves], []
+        self._saves, self._last_saves = [*self._last_saves, *self._saves], []
 
     def not_saved(self, why: str) -> None:
         """Report that the requested checkpoints are not written."""
@@ -122,7 +124,7 @@ class Actions:
 
     def evaluation_failed(self, error: Exception) -> None:
         """Report that a requested evaluation failed; training continues."""
-        message = f"The evaluation failed: {_told(error)}. Training continues."
+        message = f"The evaluation failed: {_describe_error(error)}. Training continues."
         asked, self._evaluations = self._evaluations, []
         for one in asked:
             self._answer(one, "failed", message=message)
@@ -130,7 +132,7 @@ class Actions:
             self._run.report.message(message, level="warning")
 
     def drop_evaluation(self) -> bool:
-        """Handle an interrupted evaluation; return True if it must be done later, still after this same step.
+        """Handle an interrupted evaluation; return True if it is still due after this same step.
 
         An evaluation that was only requested stays pending, and is done after a later step.
         """
@@ -140,14 +142,14 @@ class Actions:
     # Changes of the schedule
 
     def _set_learning_rate(self, asked: Asked, _control: TrainerControl) -> None:
-        self._refuse_where_a_plugin_makes_rates()
+        self._refuse_if_a_plugin_sets_rates()
         before, rate = self._trainer.args.learning_rate, float(asked["parameters"]["learning_rate"])
-        following = self._change(learning_rate=rate)
-        self._answer(asked, "done", result={"before": before, "learning_rate": rate, "next": following})
-        self._tell_config()
+        next_rate = self._change(learning_rate=rate)
+        self._answer(asked, "done", result={"before": before, "learning_rate": rate, "next": next_rate})
+        self._report_config()
 
     def _extend(self, asked: Asked, _control: TrainerControl) -> None:
-        self._refuse_where_a_plugin_makes_rates()
+        self._refuse_if_a_plugin_sets_rates()
         trainer, run, wanted = self._trainer, self._run, asked["parameters"]
         before, epochs = trainer.state.max_steps, wanted.get("epochs")
         total = wanted.get("max_steps") or math.ceil(epochs * run.steps_in_a_pass)
@@ -159,13 +161,13 @@ class Actions:
         if "step" not in asked and stop is not None and run.state.first_step < stop < total:
             raise Refused(f"The run ends at step {stop}, which is its `stop_at_step`, and not at step {total}.")
         changed = {"max_steps": total} if epochs is None else {"max_steps": None, "epochs": epochs}
-        following = self._change(total_steps=total, **changed)
+        next_rate = self._change(total_steps=total, **changed)
         trainer.state.max_steps = total
-        result = {"before": before, "total_steps": total, "next_learning_rate": following}
+        result = {"before": before, "total_steps": total, "next_learning_rate": next_rate}
         self._answer(asked, "done", result=result, total_steps=total)
-        self._tell_config()
+        self._report_config()
 
-    def _refuse_where_a_plugin_makes_rates(self) -> None:
+    def _refuse_if_a_plugin_sets_rates(self) -> None:
         if plugins.makes_rates(self._run.config):
             raise Refused(
                 "The run's optimizer or scheduler is a plugin, and the effect of a different learning rate or of more "
@@ -179,7 +181,7 @@ class Actions:
         """
         state: RunState = self._run.state
         trainer = self._trainer
-        with self._wholly():
+        with self._rollback_on_error():
             state.changed = state.changed | changed
             state.total_steps = total_steps or state.total_steps
             self.put_in_force()
@@ -188,7 +190,7 @@ class Actions:
             return float(trainer.lr_scheduler.get_last_lr()[0])
 
     @contextmanager
-    def _wholly(self) -> Iterator[None]:
+    def _rollback_on_error(self) -> Iterator[None]:
         """Restore everything that a change touches if the block raises."""
         trainer, run = self._trainer, self._run
         owners = (run, run.state, trainer.args, trainer.lr_scheduler)
@@ -227,7 +229,7 @@ class Actions:
             trainer.lr_scheduler = in_force
         return factor
 
-    def _tell_config(self) -> None:
+    def _report_config(self) -> None:
         trainer, run = self._trainer, self._run
         replaced = [one.model_dump(mode="json") for one in trainer.replaced]
         run.report.config(run.config.model_dump(mode="json"), replaced, trainer.facts)
@@ -241,7 +243,7 @@ class Actions:
         except Stopped:
             return  # handled after the next step; the request stays pending for the next attempt
         except Exception as error:  # training continues after any failure
-            reason = _told(error)
+            reason = _describe_error(error)
             return self._answer(asked, "failed", message=f"Sampling failed: {reason}. Training continues.")
         pairs = list(zip(asked["parameters"]["prompts"], texts, strict=True))
         for prompt, text in pairs:
@@ -250,5 +252,5 @@ class Actions:
         self._answer(asked, "done", result={"samples": samples})
 
 
-def _told(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {in_one_line(error)}".rstrip(".")

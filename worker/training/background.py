@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from worker.training.failures import OUT_OF_MEMORY, TrainingFailure, classify
 from worker.training.pulse import Alive
 
-_LOOK_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 _LONG_SECONDS = 10.0
 
 
@@ -90,22 +90,22 @@ class InFlight:
         Raises:
             TrainingFailure: the checkpoint that was being written failed.
         """
-        self._see_through(alive, on_long)
+        self._wait_for_thread(alive, on_long)
         self.check()
 
     @contextmanager
-    def settled_after(self, alive: Alive, tell: Callable[[str], None]) -> Iterator[None]:
+    def settled_after(self, alive: Alive, on_failure: Callable[[str], None]) -> Iterator[None]:
         """Ensure that nothing is being written after the block, however it ends.
 
-        A failure of the block itself takes precedence: a failure of the write is then passed to `tell`.
+        A failure of the block itself takes precedence: a failure of the write is then passed to `on_failure`.
         """
         try:
             yield
         except BaseException:
-            self._see_through(alive)
+            self._wait_for_thread(alive)
             failure, self._failure = self._failure, None
             if failure is not None:
-                tell(f"The checkpoint in progress could not be written either. {failure.message}")
+                on_failure(f"The checkpoint in progress could not be written either. {failure.message}")
             raise
         self.wait(alive)
 
@@ -113,17 +113,17 @@ class InFlight:
         """Discard the checkpoint being written: end it as soon as it reports its next piece of work."""
         self._is_abandoned = True
 
-    def _see_through(self, alive: Alive, on_long: Callable[[float], None] = lambda _: None) -> None:
+    def _wait_for_thread(self, alive: Alive, on_long: Callable[[float], None] = lambda _: None) -> None:
         if self._thread is None:
             return
-        seen, since, told = -1, time.monotonic(), False
+        last_done, since, reported = -1, time.monotonic(), False
         while self._thread.is_alive():
-            self._thread.join(_LOOK_SECONDS)
-            if self._done != seen:
-                seen = self._done
+            self._thread.join(_POLL_SECONDS)
+            if self._done != last_done:
+                last_done = self._done
                 alive()
-            if not told and time.monotonic() - since > _LONG_SECONDS:
-                told = True
+            if not reported and time.monotonic() - since > _LONG_SECONDS:
+                reported = True
                 on_long(time.monotonic() - self._began)
         self._thread = None
 

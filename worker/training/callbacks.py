@@ -96,7 +96,7 @@ class StepWatcher(TrainerCallback):  # type: ignore[misc]
                 "check the evaluation data.",
             )
         is_best = run.state.evaluate(found, state.global_step, self.trainer.HIGHER_IS_BETTER)
-        if is_best and not control.should_save and state.global_step > 0:  # at 0, they are the base's
+        if is_best and not control.should_save and state.global_step > 0:  # step 0 is the base model
             control.should_save = True
             run.save_kind = "best"
         patience = run.config.early_stopping_patience

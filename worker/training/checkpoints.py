@@ -23,7 +23,7 @@ from worker.training.snapshot import Gatherer, Snapshot, expected_bytes
 if TYPE_CHECKING:
     from worker.training.trainer import Faithful
 
-_ON_THE_WAY = {"periodic", "best"}
+_KINDS_DURING_TRAINING = {"periodic", "best"}
 
 
 def save(trainer: "Faithful") -> bool:
@@ -38,8 +38,8 @@ def save(trainer: "Faithful") -> bool:
         TrainingFailure: `disk_full`, for this checkpoint or the one before it; no partial checkpoint remains.
     """
     run, saving = trainer.run, trainer.saving
-    on_the_way = run.save_kind in _ON_THE_WAY and not trainer.control.should_training_stop
-    waits = not on_the_way or saving.in_flight.is_under_way
+    during_training = run.save_kind in _KINDS_DURING_TRAINING and not trainer.control.should_training_stop
+    waits = not during_training or saving.in_flight.is_under_way
     if waits:
         run.report.phase("saving")
     try:
@@ -47,17 +47,17 @@ def save(trainer: "Faithful") -> bool:
         saving.ask_again(trainer)
         if saving.in_flight.step == trainer.state.global_step:
             return waits  # exactly this state is on the disk already
-        if saving.has_room(trainer, on_the_way):
-            waits |= _write(trainer, on_the_way)
+        if saving.has_room(trainer, during_training):
+            waits |= _write(trainer, during_training)
     except Exception as error:
         failure = classify(error)
-        if failure.code != "disk_full" or on_the_way or run.save_kind == "final":
+        if failure.code != "disk_full" or during_training or run.save_kind == "final":
             raise failure from error
         saving.leave_out(trainer, failure.message)
     return waits
 
 
-def _write(trainer: "Faithful", on_the_way: bool) -> bool:
+def _write(trainer: "Faithful", during_training: bool) -> bool:
     """Write the checkpoint, or start to; return True if training waited for the disk."""
     run, step, saving = trainer.run, trainer.state.global_step, trainer.saving
     staging = run.folder / f".checkpoint-{step}.tmp"
@@ -66,7 +66,7 @@ def _write(trainer: "Faithful", on_the_way: bool) -> bool:
     try:
         staging.mkdir(parents=True)
         snapshot = saving.gatherer.gather(trainer, staging)
-        copy = saving.copied(snapshot) if on_the_way else None
+        copy = saving.copied(snapshot) if during_training else None
         if copy is None:
             pinned = {fidelity.PROBE: probe.measure(trainer, trainer.pinned_text()).hex()}
             _complete(saving, run, snapshot, staging, _about(trainer, pinned), run.report.alive)
@@ -85,7 +85,7 @@ class Saving:
     """State shared by the checkpoints of one trainer."""
 
     def __init__(self, run: Run) -> None:
-        self.in_flight = InFlight(self._lacked_memory)
+        self.in_flight = InFlight(self._on_too_little_memory)
         self.gatherer = Gatherer()
         self.keeper = Keeper(run)
         self.kept_step = int((run.job.get("resume_from") or {}).get("step", 0))
@@ -94,8 +94,8 @@ class Saving:
         self._room = Room(run.folder, int(run.job.get("disk_reserve_bytes", 0)))
         self._memory = HostMemory()
         self._is_prepared = run.is_probe  # a probe saves nothing
-        self._has_told_wait = self._has_told_memory = False
-        self._writes_in_the_loop = self._is_one_short = False
+        self._wait_reported = self._memory_reported = False
+        self._writes_in_the_loop = self._has_failed_requests = False
 
     def stepped(self, trainer: "Faithful") -> None:
         """Handle a completed optimizer step: prepare memory after the first one, and raise failures of the writer.
@@ -125,12 +125,12 @@ class Saving:
             with self.in_flight.settled_after(report.alive, lambda line: report.message(line, "warning")):
                 yield
                 if self._run.ended_by in ("stop", "drain"):
-                    self._hear_of_the_last()
+                    self._wait_for_last()
         finally:
             self.keeper.settle()
         self.keeper.check()
 
-    def _hear_of_the_last(self) -> None:
+    def _wait_for_last(self) -> None:
         """Wait for the checkpoint being written; a full disk must not turn a stop into a failure."""
         try:
             self.in_flight.wait(self._run.report.alive, self.tell_long_wait)
@@ -140,9 +140,9 @@ class Saving:
             line = f"The checkpoint of step {self.in_flight.step} could not be written. {failure.message}"
             self._run.report.message(line, "warning")
 
-    def _lacked_memory(self, step: int | None, why: str) -> None:
+    def _on_too_little_memory(self, step: int | None, why: str) -> None:
         """Handle too little memory for a write in the background: from now on, training waits for checkpoints."""
-        self._writes_in_the_loop = self._is_one_short = True
+        self._writes_in_the_loop = self._has_failed_requests = True
         self._memory.release()
         line = (
             f"The checkpoint of step {step} could not be written during training: the machine is short of memory "
@@ -154,12 +154,12 @@ class Saving:
 
     def ask_again(self, trainer: "Faithful") -> None:
         """Let the next checkpoint answer the requests of one that could not be written."""
-        if self._is_one_short:
-            self._is_one_short = False
+        if self._has_failed_requests:
+            self._has_failed_requests = False
             trainer.actions.save_again()
 
-    def has_room(self, trainer: "Faithful", on_the_way: bool) -> bool:
-        """Return True if the disk has room for a checkpoint now; without, skip one during training with a warning.
+    def has_room(self, trainer: "Faithful", during_training: bool) -> bool:
+        """Return True if the disk has room for a checkpoint now; if not, skip one during training with a warning.
 
         Raises:
             TrainingFailure: `disk_full`, if too many in a row did not fit, or if it is the last one of the run.
@@ -170,7 +170,7 @@ class Saving:
             return True
         if run.save_kind == "final":
             raise refused(step, why)
-        if not on_the_way:
+        if not during_training:
             self.leave_out(trainer, f"it does not fit on the disk: {why}")
             return False
         every = run.config.save_steps
@@ -196,8 +196,8 @@ class Saving:
         try:
             return snapshot.copied_to(self._memory)
         except TooLittleMemory as error:
-            if not self._has_told_memory:
-                self._has_told_memory = True
+            if not self._memory_reported:
+                self._memory_reported = True
                 line = f"Training waits while checkpoints are written: {error}."
                 self._run.report.message(line, "warning")
             self._run.report.phase("saving")
@@ -205,8 +205,8 @@ class Saving:
 
     def tell_long_wait(self, seconds: float) -> None:
         """Warn, once per process, that checkpoints come faster than the disk can write them."""
-        if not self._has_told_wait:
-            self._has_told_wait = True
+        if not self._wait_reported:
+            self._wait_reported = True
             line = (
                 f"Training waits for the previous checkpoint, which has been written for {seconds:.0f} s so far: raise "
                 "`save_steps`, or use a faster disk."

@@ -44,7 +44,7 @@ class Control:
         self._actions: deque[dict[str, Any]] = deque()
         self.ends_with_epoch = False
         """True if training is to end with the current epoch."""
-        self._heeds_sigterm = False
+        self._handles_sigterm = False
 
     @classmethod
     def start(cls, control_fd: int | None, deadline: float | None = None) -> "Control":
@@ -112,9 +112,9 @@ class Control:
 
         A launched process calls this before its slow imports; a request during them is in `stop_requested` later.
         """
-        if self._heeds_sigterm:
+        if self._handles_sigterm:
             return
-        self._heeds_sigterm = True
+        self._handles_sigterm = True
         signal.signal(signal.SIGTERM, lambda _number, _frame: self.request_stop(save=True, why="drain"))
         # A pool ends its workers with SIGTERM and waits for them; they must not inherit the handler, and a
         # signal during the fork must not be lost to it.
@@ -135,14 +135,14 @@ class Control:
         while waiting.poll(0):
             message = _receive(channel)
             deadline = max(deadline, float(message.pop("renew_until", deadline)))
-            self._heed(message)
+            self._handle(message)
         arm_deadline(deadline)
 
     def _listen(self, channel: socket.socket) -> None:
         while True:
-            self._heed(_receive(channel))
+            self._handle(_receive(channel))
 
-    def _heed(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any]) -> None:
         if "renew_until" in message:
             arm_deadline(float(message["renew_until"]))
         if "checkpoint" in message:

@@ -91,9 +91,9 @@ class DistributionWatcher(TrainerCallback):  # type: ignore[misc]
             if parameter.grad is not None and not scaled:
                 found.setdefault("gradients", Distribution()).add(parameter.grad)
             self._run.report.alive()
-        told = {group: {of: one.told() for of, one in found.items()} for group, found in groups.items()}
+        recorded = {group: {of: one.told() for of, one in found.items()} for group, found in groups.items()}
         edges = [None, *EDGES[1:]]  # JSON has no infinity
-        self._run.distributions.append({"step": step, "edges": edges, "groups": told})
+        self._run.distributions.append({"step": step, "edges": edges, "groups": recorded})
 
 
 def _finite(number: float) -> float | None:

@@ -19,7 +19,7 @@ BATCH_SIZE = "batch_size"
 PROBE = "probe"
 """Key of the fidelity check's result in the manifest of a checkpoint; the value is a `float.hex`."""
 
-_SAID = {
+_MESSAGES = {
     "base_model": "The base model differs from that of the checkpoint.",
     "dataset": "The data set differs from that of the checkpoint.",
     "reward_models": "A reward model differs from that of the checkpoint.",
@@ -45,7 +45,7 @@ def reasons(checkpoint: Path, present: Mapping[str, Any]) -> list[str]:
     if BATCH_SIZE not in then:  # written by a version that never changed it
         now.pop(BATCH_SIZE, None)
     return [
-        _SAID.get(name, f"{name}: {then.get(name)} at the checkpoint, {now.get(name)} now.")
+        _MESSAGES.get(name, f"{name}: {then.get(name)} at the checkpoint, {now.get(name)} now.")
         for name in sorted(then.keys() | now.keys())
         if then.get(name) != now.get(name)
     ]
@@ -53,8 +53,8 @@ def reasons(checkpoint: Path, present: Mapping[str, Any]) -> list[str]:
 
 def probed(checkpoint: Path) -> float | None:
     """Return the result of the fidelity check when the checkpoint was written, if it was run."""
-    told = json.loads((checkpoint / MANIFEST).read_text()).get(PROBE)
-    return None if told is None else float.fromhex(told)
+    stored = json.loads((checkpoint / MANIFEST).read_text()).get(PROBE)
+    return None if stored is None else float.fromhex(stored)
 
 
 def facts(why: list[str]) -> dict[str, Any]:

@@ -14,10 +14,10 @@ import torch
 ALIGNED = 64
 """Alignment of copies in bytes: each takes a multiple of this."""
 _PIECE_BYTES = 16 * 2**20
-_MOST_THREADS = 4
+_MAX_THREADS = 4
 """More threads copy no faster than the memory allows, and other runs need processors too."""
 _MARGIN_BYTES = 256 * 2**20
-_MARGIN_PART = 20
+_MARGIN_DIVISOR = 20
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 
@@ -66,19 +66,19 @@ class HostMemory:
         distinct: dict[Any, torch.Tensor] = {}
         places: dict[int, Any] = {}
         for tensor in tensors:
-            key = _place(tensor)
+            key = _storage_key(tensor)
             distinct.setdefault(key, tensor)
             places[id(tensor)] = key
-        memory = self._of_size(sum(map(_room, distinct.values())))
+        memory = self._allocate(sum(map(_aligned_bytes, distinct.values())))
         copies: dict[Any, torch.Tensor] = {}
         start = 0
         for key, tensor in distinct.items():
-            copies[key] = _like(tensor, memory, start)
-            start += _room(tensor)
-        _fill([(copies[key], tensor) for key, tensor in distinct.items()])
+            copies[key] = _copy_target(tensor, memory, start)
+            start += _aligned_bytes(tensor)
+        _copy_all([(copies[key], tensor) for key, tensor in distinct.items()])
         return {name: copies[key] for name, key in places.items()}
 
-    def _of_size(self, size: int) -> mmap.mmap:
+    def _allocate(self, size: int) -> mmap.mmap:
         if self._preparing is not None:
             self._preparing.join()
             self._preparing = None
@@ -131,7 +131,7 @@ class HostMemory:
 def shortage(size: int) -> str | None:
     """Return the reason why this machine cannot spare `size` bytes of memory; None if it can."""
     total, available = _memory()
-    margin = max(_MARGIN_BYTES, total // _MARGIN_PART)
+    margin = max(_MARGIN_BYTES, total // _MARGIN_DIVISOR)
     if size + margin <= available:
         return None
     return (
@@ -191,19 +191,19 @@ def _limit(group: Path, limit_name: str, used_name: str) -> tuple[int, int] | No
     return int(limit), used - int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
 
 
-def _place(tensor: torch.Tensor) -> Any:
+def _storage_key(tensor: torch.Tensor) -> Any:
     return (
         tensor.device, tensor.data_ptr() or id(tensor), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()),
         tuple(sorted(vars(tensor))),
     )  # fmt: skip
 
 
-def _room(tensor: torch.Tensor) -> int:
+def _aligned_bytes(tensor: torch.Tensor) -> int:
     size: int = tensor.numel() * tensor.element_size()
     return -(-size // ALIGNED) * ALIGNED
 
 
-def _like(tensor: torch.Tensor, memory: mmap.mmap, start: int) -> torch.Tensor:
+def _copy_target(tensor: torch.Tensor, memory: mmap.mmap, start: int) -> torch.Tensor:
     if tensor.numel() == 0:
         copy = torch.empty(tensor.shape, dtype=tensor.dtype)
     else:
@@ -216,7 +216,7 @@ def _like(tensor: torch.Tensor, memory: mmap.mmap, start: int) -> torch.Tensor:
     return copy
 
 
-def _fill(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     with torch.no_grad():
         pieces = [piece for pair in pairs for piece in _pieces(*pair)]
         if any(source.is_cuda for _, source in pieces):
@@ -224,7 +224,7 @@ def _fill(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
                 target.copy_(source, non_blocking=True)
             torch.cuda.synchronize()
             return
-        threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS, len(pieces))
+        threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS, len(pieces))
         if threads < 2 or sum(target.nbytes for target, _ in pieces) < _PIECE_BYTES:
             for target, source in pieces:
                 target.copy_(source)

@@ -11,7 +11,7 @@ from worker.training.run import Run
 _END_SECONDS = 120.0
 _STOP_SECONDS = 20.0
 """Short, since a stopping trainer is killed after its grace period; the engine keeps what it has by then."""
-_LOOK_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 
 
 class Keeper:
@@ -24,7 +24,7 @@ class Keeper:
         self._run = run
         self._changed = threading.Condition()
         self._waiting: list[Path] = []
-        self._at_work: Path | None = None
+        self._current: Path | None = None
         self._thread: threading.Thread | None = None
         self._failure: TrainingFailure | None = None
 
@@ -53,12 +53,12 @@ class Keeper:
         """Wait for the copies at the end of training, for a limited time; report those that are not finished then."""
         began = time.monotonic()
         with self._changed:
-            while self._waiting or self._at_work:
+            while self._waiting or self._current:
                 seconds = _END_SECONDS if self._run.stop_requested is None else _STOP_SECONDS
                 if time.monotonic() - began >= seconds:
                     break
-                self._changed.wait(_LOOK_SECONDS)
-            left = sorted({*self._waiting, *([self._at_work] if self._at_work else [])})
+                self._changed.wait(_POLL_SECONDS)
+            left = sorted({*self._waiting, *([self._current] if self._current else [])})
             self._waiting.clear()
         if left:
             names = ", ".join(path.name for path in left)
@@ -73,7 +73,7 @@ class Keeper:
             with self._changed:
                 while not self._waiting:
                     self._changed.wait()
-                folder = self._at_work = self._waiting.pop()
+                folder = self._current = self._waiting.pop()
             try:
                 if folder.is_dir():  # or it was cleaned up before its turn came
                     plugins.keep(self._run, folder)
@@ -81,5 +81,5 @@ class Keeper:
                 self._failure = failure
             finally:
                 with self._changed:
-                    self._at_work = None
+                    self._current = None
                     self._changed.notify_all()

@@ -33,9 +33,9 @@ def lengths(data: Dataset, tokenizer: PreTrainedTokenizerBase | None = None) -> 
         encoder = PromptEncoder(tokenizer)
         return np.array([len(ids) for _, ids in encoder.encode([encoder.prepare(row) for row in data])], np.int64)
     if "input_ids" in data.column_names:
-        return _of_column(data, "input_ids")
-    answers = np.maximum(_of_column(data, "chosen_ids"), _of_column(data, "rejected_ids"))
-    prompts = _of_column(data, "prompt_ids") if "prompt_ids" in data.column_names else 0
+        return _column_lengths(data, "input_ids")
+    answers = np.maximum(_column_lengths(data, "chosen_ids"), _column_lengths(data, "rejected_ids"))
+    prompts = _column_lengths(data, "prompt_ids") if "prompt_ids" in data.column_names else 0
     return np.asarray(answers + prompts, np.int64)
 
 
@@ -44,6 +44,6 @@ def generation(config: TrainingConfig) -> dict[str, Any]:
     return {"generation_kwargs": {"min_new_tokens": config.rlhf.max_completion_length}, "shuffle_dataset": False}
 
 
-def _of_column(data: Dataset, column: str) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _column_lengths(data: Dataset, column: str) -> np.ndarray[Any, np.dtype[np.int64]]:
     found = pc.list_value_length(data.data.column(column)).to_numpy()
     return np.asarray(found, np.int64)

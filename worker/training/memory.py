@@ -15,7 +15,7 @@ from worker.training.state import MEMORY, MOST_RECORDS
 SNAPSHOT = "memory_snapshot.pickle"
 """Every allocation on the GPU, for https://pytorch.org/memory_viz; a pickle, which others should not load."""
 PROFILE = "memory_profile.json"
-_MOST_ALLOCATIONS = 100_000
+_MAX_ALLOCATIONS = 100_000
 
 
 class GpuMemory:
@@ -68,11 +68,11 @@ class MemoryProfiler(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         if self._every_allocation:
-            torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
+            torch.cuda.memory._record_memory_history(max_entries=_MAX_ALLOCATIONS)
         self._run.report.message(
             f"The memory of every step is saved with the output as `{PROFILE}` (each time there are more than "
             f"{MOST_RECORDS[MEMORY]:,} records, every second one is dropped)"
-            + (f", and the last {_MOST_ALLOCATIONS:,} allocations as `{SNAPSHOT}`." if self._every_allocation else ".")
+            + (f", and the last {_MAX_ALLOCATIONS:,} allocations as `{SNAPSHOT}`." if self._every_allocation else ".")
         )
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:

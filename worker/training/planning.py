@@ -27,12 +27,12 @@ def decide(run: Run, replaced: list[Replacement], found: Base, data: Dataset, ma
     """
     if run.config.gradient_checkpointing != "auto":
         return
-    used, reason = _chosen(run, found, longest_row(data, run.config, max_length), len(data))
+    used, reason = _choose(run, found, longest_row(data, run.config, max_length), len(data))
     replaced.append(Replacement(field="gradient_checkpointing", requested="auto", used=used, reason=reason))
     run.config = run.config.model_copy(update={"gradient_checkpointing": used})
 
 
-def _chosen(run: Run, found: Base, length: int, rows: int) -> tuple[planner.Value, str]:
+def _choose(run: Run, found: Base, length: int, rows: int) -> tuple[planner.Value, str]:
     if run.machine.kind == "cpu":
         return False, "On a CPU it costs time and saves memory that is not scarce."
     if any(one["kind"] == "out_of_memory" for one in run.job.get("repairs", ())):
@@ -40,7 +40,7 @@ def _chosen(run: Run, found: Base, length: int, rows: int) -> tuple[planner.Valu
     if run.config.trainer_options.model_factory is not None:
         return True, "The model of a model factory is not known in advance, so every layer is recomputed."
     config = run.config.model_copy(update={"max_seq_length": length}) if run.config.packing else run.config
-    room, _ = torch.cuda.mem_get_info()
+    free_bytes, _ = torch.cuda.mem_get_info()
     try:
         model = read(found.architecture.to_dict())
         choice = planner.choose(
@@ -49,7 +49,7 @@ def _chosen(run: Run, found: Base, length: int, rows: int) -> tuple[planner.Valu
             Precision.of(config, "cuda", bf16=run.machine.bf16),
             micro_batch(model, config, length, rows),
             # Excludes memory of other processes; the context that the estimate counts is already allocated.
-            int(room),
+            int(free_bytes),
         )
     except (UnknownArchitecture, CannotTrain) as error:
         return True, f"The memory that the run needs is unknown, so every layer is recomputed. {error}"
@@ -62,12 +62,12 @@ def longest_row(data: Dataset, config: TrainingConfig, max_length: int) -> int:
         return max_length
     answers = [name for name in _ANSWERS if name in data.column_names]
     if not answers:
-        return max(min(_most(data, "input_ids"), max_length), 2)
-    prompt = _most(data, "prompt_ids") if "prompt_ids" in data.column_names else 0
-    return max(min(prompt + max(_most(data, name) for name in answers), max_length), 2)
+        return max(min(_longest(data, "input_ids"), max_length), 2)
+    prompt = _longest(data, "prompt_ids") if "prompt_ids" in data.column_names else 0
+    return max(min(prompt + max(_longest(data, name) for name in answers), max_length), 2)
 
 
-def _most(data: Dataset, column: str) -> int:
+def _longest(data: Dataset, column: str) -> int:
     if column not in data.column_names:
         return 2**31
     lengths = pc.max(pc.list_value_length(data.data.column(column))).as_py()
@@ -82,8 +82,10 @@ def checkpoint_every_second_layer(network: PreTrainedModel) -> None:
     """
     switch = network._set_gradient_checkpointing
 
-    def only_some(enable: bool = True, gradient_checkpointing_func: Any = checkpoint, every_n_layers: int = 1) -> None:
+    def every_second_layer(
+        enable: bool = True, gradient_checkpointing_func: Any = checkpoint, every_n_layers: int = 1
+    ) -> None:
         every = EVERY["selective"] if enable else every_n_layers
         switch(enable=enable, gradient_checkpointing_func=gradient_checkpointing_func, every_n_layers=every)
 
-    network._set_gradient_checkpointing = only_some
+    network._set_gradient_checkpointing = every_second_layer

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 REMEMBERED = 64
 """Number of step losses from which the noise of the loss is estimated."""
-_LATEST = 16
+_WINDOW = 16
 """Number of losses whose median is the usual loss; with fewer, nothing is a spike, as a loss moves fast at first."""
-_LEAST_SPREAD = 0.01
+_MIN_SPREAD = 0.01
 """Fraction of the usual loss, so that a tiny change of a loss that hardly moves is no spike."""
-_TO_ONE_SIGMA = 1.4826 / math.sqrt(2)
+_DISTANCE_TO_SIGMA = 1.4826 / math.sqrt(2)
 """Factor from the median distance between neighbors to the standard deviation, for normally distributed values."""
 _ROWS_NAMED = 20
 
@@ -49,7 +49,7 @@ class Guard:
         options = config.trainer_options
         self._policies = {"non_finite": config.on_non_finite, "loss_spike": config.on_spike}
         self._threshold = options.spike_threshold
-        self._most = options.max_rewinds
+        self._max_rewinds = options.max_rewinds
         earlier = [one for one in job.get("repairs", ()) if one["kind"] in _CODES]
         self._rewinds = len(earlier)
         self._steps = {int(one["step"]) for one in earlier}
@@ -75,19 +75,19 @@ class Guard:
         if norm is not None and not math.isfinite(norm):
             says = f"the gradients became {norm} (loss {loss:.4g})"
             return Trouble("non_finite", says, _limit(recent, self._threshold), is_of_gradients=True)
-        if self._policies["loss_spike"] == "ignore" or len(recent) < _LATEST:
+        if self._policies["loss_spike"] == "ignore" or len(recent) < _WINDOW:
             return None
         limit = _limit(recent, self._threshold)
         if loss <= limit:
             return None
-        usual = statistics.median(recent[-_LATEST:])
+        usual = statistics.median(recent[-_WINDOW:])
         return Trouble("loss_spike", f"the loss spiked to {loss:.4g}, where {usual:.4g} is usual", limit)
 
     def failure(self, trainer: "Faithful", trouble: Trouble) -> TrainingFailure:
         """Build the failure that ends the attempt: the bad rows, and a repair if another attempt may skip the step."""
         step, rows = trainer.state.global_step + 1, sorted(set(trainer.step_rows))
-        culprits = _culprits(trainer, trouble, rows)
-        told = f"At step {step} {trouble.says}. {_named(rows, culprits)}"
+        singled_out = _anomalous_rows(trainer, trouble, rows)
+        summary = f"At step {step} {trouble.says}. {_describe_rows(rows, singled_out)}"
         wants, field = self._policies[trouble.kind] == "rewind", f"on_{trouble.kind.removeprefix('loss_')}"
         code = _CODES[trouble.kind]
         if not wants:
@@ -95,61 +95,61 @@ class Guard:
             again, back = ("Resumed", f"the checkpoint of step {kept}") if kept else ("Created again", "its start")
             return TrainingFailure(
                 code,
-                f'{told} Look at these rows, or lower `learning_rate`. {again} with `{field}` set to "rewind", a run '
-                f"goes back to {back} by itself and skips such steps.",
+                f'{summary} Look at these rows, or lower `learning_rate`. {again} with `{field}` set to "rewind", a '
+                f"run goes back to {back} by itself and skips such steps.",
             )
-        if self._rewinds >= self._most:
+        if self._rewinds >= self._max_rewinds:
             return TrainingFailure(
                 code,
-                f"{told} The run has gone back {self._rewinds} times already, the maximum set by `extra.max_rewinds`. "
-                "Look at these rows, or lower `learning_rate`.",
+                f"{summary} The run has gone back {self._rewinds} times already, the maximum set by "
+                "`extra.max_rewinds`. Look at these rows, or lower `learning_rate`.",
             )
-        repair = {"kind": trouble.kind, "step": step, "rows": rows[:_ROWS_NAMED], "singled_out": culprits}
-        return TrainingFailure(code, told, repair)
+        repair = {"kind": trouble.kind, "step": step, "rows": rows[:_ROWS_NAMED], "singled_out": singled_out}
+        return TrainingFailure(code, summary, repair)
 
 
 def _limit(recent: Sequence[float], threshold: float) -> float:
-    if len(recent) < _LATEST:
+    if len(recent) < _WINDOW:
         return math.inf
-    usual = statistics.median(recent[-_LATEST:])
+    usual = statistics.median(recent[-_WINDOW:])
     # Differences between neighbors: a loss that falls, as it should, is not noise.
-    spread = _TO_ONE_SIGMA * statistics.median(abs(later - loss) for loss, later in itertools.pairwise(recent))
-    return usual + threshold * max(spread, _LEAST_SPREAD * abs(usual))
+    spread = _DISTANCE_TO_SIGMA * statistics.median(abs(later - loss) for loss, later in itertools.pairwise(recent))
+    return usual + threshold * max(spread, _MIN_SPREAD * abs(usual))
 
 
-def _named(rows: list[int], culprits: list[int]) -> str:
-    def those(some: list[int]) -> str:
+def _describe_rows(rows: list[int], singled_out: list[int]) -> str:
+    def listed(some: list[int]) -> str:
         more = f" and {len(some) - _ROWS_NAMED} more" if len(some) > _ROWS_NAMED else ""
         return f"{'row' if len(some) == 1 else 'rows'} {', '.join(map(str, some[:_ROWS_NAMED]))}{more}"
 
     if not rows:
         return "The rows of the step are not known."
     counted = "of the data set (counted from 0)"
-    if not culprits:
-        return f"It contains {those(rows)} {counted}; none of them stands out."
-    stand = "stands" if len(culprits) == 1 else "stand"
-    return f"Of its {len(rows)} rows, {those(culprits)} {counted} {stand} out when put through the model alone."
+    if not singled_out:
+        return f"It contains {listed(rows)} {counted}; none of them stands out."
+    stand = "stands" if len(singled_out) == 1 else "stand"
+    return f"Of its {len(rows)} rows, {listed(singled_out)} {counted} {stand} out when put through the model alone."
 
 
-def _culprits(trainer: "Faithful", trouble: Trouble, rows: list[int]) -> list[int]:
+def _anomalous_rows(trainer: "Faithful", trouble: Trouble, rows: list[int]) -> list[int]:
     """Return the rows that are anomalous by themselves, as far as a row can be put through the model alone.
 
     Returns none if most are: then the weights are at fault and not the rows. Of a packed sequence, all rows are named.
     """
     found: set[int] = set()
     sequences = trainer.sequences_of(rows)
-    guilty = 0
+    anomalous = 0
     for sequence in sequences:
         trainer.run.report.alive()
-        loss, has_finite_gradients = _alone(trainer, sequence, trouble.is_of_gradients)
+        loss, has_finite_gradients = _evaluate_sequence(trainer, sequence, trouble.is_of_gradients)
         if not math.isfinite(loss) or loss > trouble.limit or not has_finite_gradients:
-            guilty += 1
+            anomalous += 1
             found.update(sequence["rows"])
-    most = len(sequences) > 1 and guilty * 2 > len(sequences)
+    most = len(sequences) > 1 and anomalous * 2 > len(sequences)
     return [] if most else sorted(found & set(rows))
 
 
-def _alone(trainer: "Faithful", sequence: dict[str, Any], with_gradients: bool) -> tuple[float, bool]:
+def _evaluate_sequence(trainer: "Faithful", sequence: dict[str, Any], with_gradients: bool) -> tuple[float, bool]:
     """Return the loss of one sequence without dropout, and True if its gradients are finite or were not requested."""
     model: Any = trainer.model
     inputs = trainer._prepare_inputs(trainer.data_collator([sequence]))

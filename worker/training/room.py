@@ -5,9 +5,9 @@ from pathlib import Path
 
 from worker.training.failures import TrainingFailure
 
-_MOST_IN_A_ROW = 3
-_MORE_BYTES = 2**20
-_MORE_PART = 50
+_MAX_SKIPPED = 3
+_OVERHEAD_BYTES = 2**20
+_OVERHEAD_DIVISOR = 50
 """Allowance for data around the tensors: headers, the optimizer's structure, the manifest."""
 
 
@@ -18,16 +18,16 @@ class Room:
         """Keep `reserve` bytes free for others."""
         self._folder = folder
         self._reserve = reserve
-        self._put_off = 0
+        self._skipped = 0
 
     def lacking(self, size: int) -> str | None:
         """Return why a checkpoint with tensors of `size` bytes does not fit, in sentences; None if it fits."""
         disk = os.statvfs(self._folder)
         if not disk.f_blocks:
             return None  # some network file systems count no blocks
-        needed, free = size + size // _MORE_PART + _MORE_BYTES, disk.f_bavail * disk.f_frsize
+        needed, free = size + size // _OVERHEAD_DIVISOR + _OVERHEAD_BYTES, disk.f_bavail * disk.f_frsize
         if needed + self._reserve <= free:
-            self._put_off = 0
+            self._skipped = 0
             return None
         return (
             f"it needs {_mib(needed)}, and {self._folder} has {_mib(free)} free, of which {_mib(self._reserve)} must "
@@ -42,16 +42,16 @@ class Room:
         Raises:
             TrainingFailure: `disk_full`, if too many in a row did not fit.
         """
-        self._put_off += is_due
-        if is_due and self._put_off >= _MOST_IN_A_ROW:
+        self._skipped += is_due
+        if is_due and self._skipped >= _MAX_SKIPPED:
             raise TrainingFailure(
                 "disk_full",
-                f"The checkpoint of step {step} does not fit on the disk, nor did the {self._put_off - 1} that were "
+                f"The checkpoint of step {step} does not fit on the disk, nor did the {self._skipped - 1} that were "
                 f"due before it: {why}, and resume the run.",
             )
         return (
             f"The checkpoint of step {step} does not fit on the disk: {why}. It is skipped; the next is due at step "
-            f"{next_step}. If {_MOST_IN_A_ROW} due checkpoints in a row do not fit, or the last one of the run does "
+            f"{next_step}. If {_MAX_SKIPPED} due checkpoints in a row do not fit, or the last one of the run does "
             "not, the run ends with disk_full."
         )
 

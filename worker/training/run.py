@@ -42,7 +42,7 @@ class Run:
     """Everything apart from the configuration that the numeric results of this run depend on."""
     steps_in_a_pass: int = 0
     """Optimizer steps per epoch."""
-    _told: float = 0.0
+    _progress_sent_at: float = 0.0
 
     def __post_init__(self) -> None:
         self.history = History(self.folder)
@@ -109,6 +109,6 @@ class Run:
         """
         self.heed_stop()
         now = time.monotonic()
-        if done >= total or now - self._told > _SECONDS_BETWEEN_PROGRESS:
-            self._told = now
+        if done >= total or now - self._progress_sent_at > _SECONDS_BETWEEN_PROGRESS:
+            self._progress_sent_at = now
             self.report.progress(phase, done, total)

@@ -40,25 +40,25 @@ def write(trainer: "Faithful", prompts: list[str], max_new_tokens: int, temperat
         pad_token_id=tokenizer.pad_token_id,
     )
     texts: list[str] = []
-    with _undisturbed(model), torch.no_grad(), trainer.accelerator.autocast():
+    with _evaluation_mode(model), torch.no_grad(), trainer.accelerator.autocast():
         torch.manual_seed(run.config.seed + trainer.state.global_step)
         for prompt in prompts:
             run.progress("sampling", len(texts), len(prompts))
-            shown = tokenizer(_as_seen(run, tokenizer, prompt), add_special_tokens=not _is_chat(run))["input_ids"]
+            prompt_ids = tokenizer(_render(run, tokenizer, prompt), add_special_tokens=not _is_chat(run))["input_ids"]
             if most is not None:
-                shown = shown[-max(most - max_new_tokens, 1) :]
-            ids = torch.tensor([shown], device=model.device)
+                prompt_ids = prompt_ids[-max(most - max_new_tokens, 1) :]
+            ids = torch.tensor([prompt_ids], device=model.device)
             written = model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 generation_config=options,
-                stopping_criteria=StoppingCriteriaList([_Watch(run)]),
+                stopping_criteria=StoppingCriteriaList([_HeartbeatAndStop(run)]),
             )
-            texts.append(tokenizer.decode(written[0, len(shown) :], skip_special_tokens=True))
+            texts.append(tokenizer.decode(written[0, len(prompt_ids) :], skip_special_tokens=True))
     return texts
 
 
-class _Watch(StoppingCriteria):  # type: ignore[misc]
+class _HeartbeatAndStop(StoppingCriteria):  # type: ignore[misc]
     """Sends a heartbeat with each token, and raises `Stopped` if a stop was requested."""
 
     def __init__(self, run: Run) -> None:
@@ -77,7 +77,7 @@ def _is_chat(run: Run) -> bool:
     return bool(run.job["dataset"]["format"] == "chat")
 
 
-def _as_seen(run: Run, tokenizer: Any, prompt: str) -> str:
+def _render(run: Run, tokenizer: Any, prompt: str) -> str:
     """Return the prompt in the form that the run's data has."""
     if not _is_chat(run):
         return prompt
@@ -86,7 +86,7 @@ def _as_seen(run: Run, tokenizer: Any, prompt: str) -> str:
 
 
 @contextmanager
-def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
+def _evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
     """Switch to evaluation mode, and restore every mode and every random number generator on exit."""
     modes = [(module, module.training) for module in model.modules()]
     try:

@@ -47,8 +47,8 @@ class Snapshot:
             TooLittleMemory: there is no memory for a copy.
         """
         copies = memory.copy(self._tensors())
-        weights = [replace(one, tensors=_exchanged(one.tensors, copies)) for one in self.weights]
-        return replace(self, weights=weights, optimizer=_exchanged(self.optimizer, copies))
+        weights = [replace(one, tensors=_replace_tensors(one.tensors, copies)) for one in self.weights]
+        return replace(self, weights=weights, optimizer=_replace_tensors(self.optimizer, copies))
 
     def write(self, folder: Path, alive: Alive = nobody) -> None:
         """Write all of it into `folder`, which has the rest; `alive` is called after each file.
@@ -77,12 +77,12 @@ class Gatherer:
     """Gathers one trainer's snapshots; caches the files that are the same in each of them."""
 
     def __init__(self) -> None:
-        self._same: dict[str, bytes] | None = None
+        self._constant_files: dict[str, bytes] | None = None
 
     @property
     def same_bytes(self) -> int:
         """Size in bytes of the files that every checkpoint repeats; 0 before the first."""
-        return sum(map(len, (self._same or {}).values()))
+        return sum(map(len, (self._constant_files or {}).values()))
 
     def gather(self, trainer: "Faithful", folder: Path) -> Snapshot:
         """Gather the current state: small files that change are written to `folder` at once, the rest is referenced.
@@ -93,16 +93,16 @@ class Gatherer:
             OSError: the disk is full.
         """
         trainer.store_flos()
-        with _weights_kept() as weights:
-            if self._same is None:
+        with _collected_weights() as weights:
+            if self._constant_files is None:
                 trainer.save_model(str(folder), _internal_call=True)
             else:  # a large tokenizer takes longer to write than an adapter to copy
                 trainer.model.save_pretrained(str(folder))
         # A pickle of arguments that nothing here reads, and that no one else should load.
         (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
-        if self._same is None:
+        if self._constant_files is None:
             present = (path for path in sorted(folder.rglob("*")) if path.is_file())
-            self._same = {path.relative_to(folder).as_posix(): path.read_bytes() for path in present}
+            self._constant_files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in present}
         torch.save(trainer.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
         trainer._save_scaler(str(folder))
         trainer._save_rng_state(str(folder))
@@ -110,7 +110,7 @@ class Gatherer:
         trainer.remember_averages()
         trainer.run.state.save(folder)
         histories = [history.held() for history in trainer.run.histories]
-        return Snapshot(weights, trainer.optimizer.state_dict(), self._same, histories)
+        return Snapshot(weights, trainer.optimizer.state_dict(), self._constant_files, histories)
 
 
 def expected_bytes(trainer: "Faithful") -> int:
@@ -124,7 +124,7 @@ def expected_bytes(trainer: "Faithful") -> int:
 
 
 @contextmanager
-def _weights_kept() -> Iterator[list[WeightFile]]:
+def _collected_weights() -> Iterator[list[WeightFile]]:
     """During the block, collect the weights that transformers and peft would write, instead of writing them.
 
     So they still decide what belongs to a checkpoint and under which name, whichever thread writes it, and when.
@@ -156,15 +156,15 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_in(one)
 
 
-def _exchanged(value: Any, copies: dict[int, torch.Tensor]) -> Any:
+def _replace_tensors(value: Any, copies: dict[int, torch.Tensor]) -> Any:
     """Return `value` with every tensor replaced by its copy, in new containers."""
     if isinstance(value, torch.Tensor):
         return copies[id(value)]
     if isinstance(value, dict):
-        same = {key: _exchanged(one, copies) for key, one in value.items()}
+        same = {key: _replace_tensors(one, copies) for key, one in value.items()}
         return same if type(value) is dict else type(value)(same)
     if isinstance(value, list):
-        return [_exchanged(one, copies) for one in value]
+        return [_replace_tensors(one, copies) for one in value]
     if type(value) is tuple:
-        return tuple(_exchanged(one, copies) for one in value)
+        return tuple(_replace_tensors(one, copies) for one in value)
     return value

@@ -74,9 +74,9 @@ class RunState:
 
         A new run that continues another one starts with its own clock and limits.
         """
-        told = json.loads((folder / FILE).read_text())
+        stored = json.loads((folder / FILE).read_text())
         # Versions that did not distinguish the two never skipped a checkpoint.
-        state = cls(**{"best_saved": told["best_objective"], **told})
+        state = cls(**{"best_saved": stored["best_objective"], **stored})
         if state.run_id != run_id:
             state.run_id, state.first_step = run_id, step
             state.seconds, state.ended_by = 0.0, None
@@ -125,7 +125,7 @@ class History:
 
     def __init__(self, folder: Path, name: str = METRICS) -> None:
         self._path = folder / name
-        self._most = MOST_RECORDS.get(name)
+        self._max_records = MOST_RECORDS.get(name)
         self._count = 0
         self._spacing = 1
         """Power of two; only steps that it divides are kept."""
@@ -136,12 +136,12 @@ class History:
             self._path.unlink(missing_ok=True)
         else:
             shutil.copyfile(checkpoint / self._path.name, self._path)
-        if self._most is not None:
+        if self._max_records is not None:
             steps = [json.loads(line)["step"] for line in self._lines()]
             self._count = len(steps)
             # The spacing follows from the steps that are left; thinning leaves more than a quarter of the maximum.
             common = math.gcd(*steps)
-            self._spacing = common & -common if len(steps) > self._most // 4 else 1
+            self._spacing = common & -common if len(steps) > self._max_records // 4 else 1
 
     def wants(self, step: int) -> bool:
         """Return True if a line for this step would be kept."""
@@ -149,12 +149,12 @@ class History:
 
     def append(self, record: dict[str, Any]) -> None:
         """Append a line, if its step is kept; floats are preserved exactly."""
-        if self._most is not None and not self.wants(record["step"]):
+        if self._max_records is not None and not self.wants(record["step"]):
             return
         with self._path.open("a") as file:
             file.write(json.dumps(record) + "\n")
         self._count += 1
-        while self._most is not None and self._count > self._most and self._spacing <= record["step"]:
+        while self._max_records is not None and self._count > self._max_records and self._spacing <= record["step"]:
             self._spacing *= 2
             self._thin()
 

@@ -51,15 +51,15 @@ class Throughput:
         """Return samples per second, and the rest by name, since the last call; `tokens` is the run's total so far."""
         seconds = max(self._step_seconds + self._data_seconds, 1e-9)
         new = tokens - self._tokens
-        told = {
+        values = {
             "tokens_per_second": new / seconds,
             "tokens": tokens,
             "step_seconds": self._step_seconds,
             "data_seconds": self._data_seconds,
         }
         if self.peak_tflops is not None and self.flops is not None:
-            told["mfu"] = self.flops.of(new, float(self._pairs)) / (seconds * self.peak_tflops * 1e12)
+            values["mfu"] = self.flops.of(new, float(self._pairs)) / (seconds * self.peak_tflops * 1e12)
         rate = self._samples / seconds
         self._tokens, self._samples, self._pairs = tokens, 0, 0.0
         self._step_seconds = self._data_seconds = 0.0
-        return rate, told
+        return rate, values

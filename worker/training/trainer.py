@@ -146,7 +146,7 @@ class Faithful(Trainer):  # type: ignore[misc]
         # The last point before the optimizer: a step that would corrupt the weights is never taken.
         if self.passes_over:
             self._micro_losses.clear()
-            self._hold_optimizer()
+            self._disable_next_optimizer_step()
             return None
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         self._close_step(norm)
@@ -172,7 +172,7 @@ class Faithful(Trainer):  # type: ignore[misc]
     def _clip_grad_norm(self, model: Any) -> Any:
         return None if self.passes_over else super()._clip_grad_norm(model)
 
-    def _hold_optimizer(self) -> None:
+    def _disable_next_optimizer_step(self) -> None:
         """Make the optimizer's next step a no-op: no decay, no momentum, no scale."""
         optimizer = self.optimizer
         optimizer.step = lambda *_, **__: delattr(optimizer, "step")
@@ -323,7 +323,7 @@ class Faithful(Trainer):  # type: ignore[misc]
                 plugins.reapply_rates(self, decays, rates)
             else:
                 checkpoints.reapply_rates(self, decays)
-            self._tell_what_was_loaded(Path(checkpoint))
+            self._report_loaded(Path(checkpoint))
 
     def _init_training_state(self, max_steps: int, *args: Any) -> Any:
         place = super()._init_training_state(max_steps, *args)
@@ -347,12 +347,12 @@ class Faithful(Trainer):  # type: ignore[misc]
         if self.control.should_training_stop:
             raise EndedBeforeStep
 
-    def _tell_what_was_loaded(self, checkpoint: Path) -> None:
+    def _report_loaded(self, checkpoint: Path) -> None:
         self.facts |= probe.compare(self, checkpoint)
         self.tell_facts()
 
     def restore_finished(self, folder: Path) -> None:
         """Restore weights and position from a checkpoint after which no step is left."""
         self._load_from_checkpoint(str(folder))
-        self._tell_what_was_loaded(folder)
+        self._report_loaded(folder)
         self.state = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
