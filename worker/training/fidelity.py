@@ -37,7 +37,7 @@ def identity(folder: Path, config_name: str = "config.json") -> str:
 
 
 def reasons(checkpoint: Path, present: Mapping[str, Any]) -> list[str]:
-    """Return why training may continue differently than before the checkpoint, in sentences; empty if it cannot."""
+    """Return why training may continue differently than before the checkpoint, in sentences; empty if it is exact."""
     saved = json.loads((checkpoint / MANIFEST).read_text()).get(FINGERPRINT)
     if saved is None:
         return ["The checkpoint does not record what it was made with."]

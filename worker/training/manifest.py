@@ -40,7 +40,7 @@ def write_manifest(folder: Path, step: int, facts: Mapping[str, Any], alive: Ali
 
 
 def commit(staging: Path, final: Path, alive: Alive = nobody) -> None:
-    """Rename the folder `staging` to `final`, durably and atomically; an existing `final` is replaced.
+    """Rename the folder `staging` to `final` durably; an existing `final` is moved away first, then deleted.
 
     `alive` is called after each file.
     """
