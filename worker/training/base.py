@@ -23,7 +23,7 @@ from worker.training.pulse import Alive, while_growing
 ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".index.json")
-_OF_A_CONFIG = (huggingface_hub.errors.StrictDataclassError, ArithmeticError, KeyError, TypeError)
+_CONFIG_ERRORS = (huggingface_hub.errors.StrictDataclassError, ArithmeticError, KeyError, TypeError)
 """Exceptions raised for a config.json whose fields have the wrong type or are inconsistent."""
 
 
@@ -65,16 +65,16 @@ def find_base(job: dict[str, Any], config: TrainingConfig) -> Base:
     """
     named, options = job["base_model"], _options(job)
     if named.get("path") is None:
-        return _pinned(named["hub"], options, named.get("revision") or config.revision)
+        return _pin(named["hub"], options, named.get("revision") or config.revision)
     folder = Path(named["path"])
     if config.revision is not None:
         raise TrainingFailure("config_error", "`revision` applies to hub models only, and the base model is a folder.")
     if not folder.is_dir():
         raise TrainingFailure("model_not_found", f"The base model {named['name']} no longer exists.")
     if (folder / ADAPTER_CONFIG).is_file():
-        return _adapted(folder, named["name"], options)
+        return _adapter_base(folder, named["name"], options)
     return replace(
-        _pinned(str(folder), options, None),
+        _pin(str(folder), options, None),
         from_scratch=_has_no_weights(folder, named["name"], config),
     )
 
@@ -86,13 +86,13 @@ def find_reward_model(job: dict[str, Any], named: dict[str, Any]) -> Base:
         TrainingFailure: `model_not_found` or `config_error`.
     """
     if named.get("path") is None:
-        return _pinned(named["hub"], _options(job), named.get("revision"))
+        return _pin(named["hub"], _options(job), named.get("revision"))
     folder = Path(named["path"])
     if not folder.is_dir():
         raise TrainingFailure("model_not_found", f"The reward model {named['name']} no longer exists.")
     if (folder / ADAPTER_CONFIG).is_file():
-        return _adapted(folder, named["name"], _options(job))
-    return _pinned(str(folder), _options(job), None)
+        return _adapter_base(folder, named["name"], _options(job))
+    return _pin(str(folder), _options(job), None)
 
 
 @contextmanager
@@ -146,25 +146,27 @@ def not_loaded(error: Exception, source: str, what: str) -> TrainingFailure:
     name = source if not Path(source).is_absolute() else Path(source).name
     missing = (OSError, huggingface_hub.errors.HFValidationError)
     text = in_one_line(error)
-    if _is_refused(error):
+    if _is_access_denied(error):
         return TrainingFailure(
             "model_not_found",
             f"The hub denied access to the {what} {name}: it is gated, private or does not exist. The operator can set "
             "the token of an account with access: `anneal secrets set hf_token`.",
         )
     if isinstance(error, SafetensorError):
-        told = _damaged(Path(source)) or "a file of its weights is empty or damaged"
+        problem = _corrupt_file(Path(source)) or "a file of its weights is empty or damaged"
         return TrainingFailure(
-            "config_error", f"The {what} {name} cannot be loaded: {told} ({text}). Copy or download it again."
+            "config_error", f"The {what} {name} cannot be loaded: {problem} ({text}). Copy or download it again."
         )
     if isinstance(error, missing):
         return TrainingFailure("model_not_found", f"The {what} {name} cannot be loaded: {text}")
-    told = f"The {what} {name} cannot be used: {type(error).__name__}: {text.rstrip('.')}."
-    is_described_wrongly = what in ("configuration", "architecture") or isinstance(error, _OF_A_CONFIG)
-    return TrainingFailure("config_error", f"{told} Check the model's config.json." if is_described_wrongly else told)
+    message = f"The {what} {name} cannot be used: {type(error).__name__}: {text.rstrip('.')}."
+    is_config_problem = what in ("configuration", "architecture") or isinstance(error, _CONFIG_ERRORS)
+    return TrainingFailure(
+        "config_error", f"{message} Check the model's config.json." if is_config_problem else message
+    )
 
 
-def _damaged(folder: Path) -> str | None:
+def _corrupt_file(folder: Path) -> str | None:
     """Describe the first weights file in a folder whose header cannot be read; None if there is none."""
     for path in sorted(folder.glob("*.safetensors")):
         try:
@@ -175,7 +177,7 @@ def _damaged(folder: Path) -> str | None:
     return None
 
 
-def _is_refused(error: BaseException | None) -> bool:
+def _is_access_denied(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, huggingface_hub.errors.RepositoryNotFoundError):  # also raised for gated ones
             return True
@@ -185,7 +187,7 @@ def _is_refused(error: BaseException | None) -> bool:
     return False
 
 
-def _pinned(source: str, options: dict[str, Any], revision: str | None) -> Base:
+def _pin(source: str, options: dict[str, Any], revision: str | None) -> Base:
     """Describe a folder, or a hub model at the current commit of `revision` (None: its main branch)."""
     commit = None
     try:
@@ -201,7 +203,7 @@ def _pinned(source: str, options: dict[str, Any], revision: str | None) -> Base:
     return Base(source, source, options, architecture, identity, revision=commit)
 
 
-def _adapted(folder: Path, name: str, options: dict[str, Any]) -> Base:
+def _adapter_base(folder: Path, name: str, options: dict[str, Any]) -> Base:
     if not (folder / _ADAPTER_WEIGHTS).is_file():
         raise TrainingFailure(
             "model_not_found",
@@ -214,7 +216,7 @@ def _adapted(folder: Path, name: str, options: dict[str, Any]) -> Base:
         raise not_loaded(error, name, "adapter") from error
     if not described.base_model_name_or_path:
         raise TrainingFailure("model_not_found", f"The adapter {name} does not name its base model.")
-    base = _pinned(described.base_model_name_or_path, options, described.revision)
+    base = _pin(described.base_model_name_or_path, options, described.revision)
     own_tokenizer = (folder / "tokenizer_config.json").is_file()
     return replace(
         base,

@@ -23,7 +23,7 @@ def model_card(
     by.
     """
     adapter = config.lora_r is not None
-    judges = config.method is TrainingMethod.reward
+    is_reward_model = config.method is TrainingMethod.reward
     name, hub = job["base_model"]["name"], job["base_model"].get("hub")
     data, held_out = job["dataset"], job.get("eval_dataset")
     last = state.last_metric
@@ -42,7 +42,7 @@ def model_card(
         # The hub would read a local name as one of its own models, and refuses a name that it does not have.
         *([f"base_model: {json.dumps(hub or name)}"] if hub or config.push_to_hub is None else []),
         f"library_name: {'peft' if adapter else 'transformers'}",
-        f"pipeline_tag: {'text-classification' if judges else 'text-generation'}",
+        f"pipeline_tag: {'text-classification' if is_reward_model else 'text-generation'}",
         f"tags: [anneal, {config.method}]",
         "---",
         "",
@@ -55,9 +55,9 @@ def model_card(
         "## How to load it",
         "",
         "```python",
-        *_loading(adapter, judges, where),
+        *_loading(adapter, is_reward_model, where),
         "```",
-        *(["", _JUDGES] if judges else []),
+        *(["", _REWARD_USAGE] if is_reward_model else []),
         "",
         "## Data",
         "",
@@ -83,17 +83,17 @@ def model_card(
     return "\n".join(lines)
 
 
-_JUDGES = (
+_REWARD_USAGE = (
     "The model returns one number, the reward, for a text that ends with the end-of-sequence token: "
     '`model(**tokenizer(text + tokenizer.eos_token, return_tensors="pt")).logits[0, 0]`.'
 )
 
 
-def _loading(adapter: bool, judges: bool, place: str) -> list[str]:
+def _loading(adapter: bool, is_reward_model: bool, place: str) -> list[str]:
     where = json.dumps(place)
-    kind = f"Auto{'Peft' if adapter else ''}ModelFor{'SequenceClassification' if judges else 'CausalLM'}"
+    kind = f"Auto{'Peft' if adapter else ''}ModelFor{'SequenceClassification' if is_reward_model else 'CausalLM'}"
     # An adapter's configuration does not contain `num_labels`; that of a full model does.
-    more = ", num_labels=1" if judges and adapter else ""
+    more = ", num_labels=1" if is_reward_model and adapter else ""
     library = ["from peft import " + kind, "from transformers import AutoTokenizer"]
     return [
         *(library if adapter else [f"from transformers import {kind}, AutoTokenizer"]),

@@ -47,7 +47,7 @@ class ChatEncoder:
         self._tokenizer = tokenizer
         self._loss_on = loss_on
         self._ids = Ids(tokenizer, add_special_tokens=False)
-        self._alone = threading.Lock()
+        self._lock = threading.Lock()
         self._marked = "generation %}" in str(tokenizer.chat_template).replace("-%}", "%}")
         if loss_on == "assistant" and not self._marked and not tokenizer.is_fast:
             raise TrainingFailure(
@@ -112,7 +112,7 @@ class ChatEncoder:
 
     def _by_spans(self, chats: Sequence[tuple[str, list[tuple[int, int]]]]) -> list[Encoded]:
         texts = [text for text, _ in chats]
-        with self._alone:
+        with self._lock:
             found = self._tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         encoded = []
         for ids, offsets, (_, spans) in zip(found["input_ids"], found["offset_mapping"], chats, strict=True):
@@ -127,7 +127,7 @@ class ChatEncoder:
         if len(chats) > 1 and any(tools is not None for _, tools in chats):
             return [self._by_marks([chat])[0] for chat in chats]  # one call takes one set of tools
         try:
-            with self._alone:
+            with self._lock:
                 found = self._tokenizer.apply_chat_template(
                     [messages for messages, _ in chats],
                     tools=chats[0][1],

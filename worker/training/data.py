@@ -95,7 +95,7 @@ def tokenise(
     def build(write: Write) -> dict[str, Any]:
         made = Sequences(write, schema, max_length, strategy)
         read = rows.encoded(path, encoder, chosen=chosen, progress=progress, purpose=purpose)
-        return _made(made, read, config.truncation_mode, purpose)
+        return _build_sequences(made, read, config.truncation_mode, purpose)
 
     entry = (cache or TokenCache()).entry(parts if sha256 else None, schema, build)
     facts, table = entry.facts, entry.table
@@ -140,7 +140,9 @@ def _encoder(data_format: str, tokenizer: PreTrainedTokenizerBase, loss_on: str)
     raise TrainingFailure("bad_data", f"Datasets of format {data_format} cannot be used for training.")
 
 
-def _made(made: Sequences, read: Iterable[tuple[int, Encoded]], truncation_mode: str, purpose: str) -> dict[str, Any]:
+def _build_sequences(
+    made: Sequences, read: Iterable[tuple[int, Encoded]], truncation_mode: str, purpose: str
+) -> dict[str, Any]:
     """Make all sequences from `read`, and return the fields of `Tokens` that describe them."""
     limit = slice(-made.room, None) if truncation_mode == "keep_end" else slice(made.room)
     done = cut = masked = 0

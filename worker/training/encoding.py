@@ -86,7 +86,7 @@ class Ids:
         )
         # Calling the backend skips offsets, which are not needed and take a third of the time.
         self._backend = tokenizer.backend_tokenizer if is_plain else None
-        self._alone = threading.Lock()
+        self._lock = threading.Lock()
         tokenizer("")  # sets the backend to no padding and no truncation
 
     def __call__(self, texts: Sequence[str]) -> list[Ints]:
@@ -94,7 +94,7 @@ class Ids:
         if self._backend is not None:
             found = self._backend.encode_batch_fast(list(texts), add_special_tokens=self._add_special_tokens)
             return [np.array(one.ids, np.int32) for one in found]
-        with self._alone:
+        with self._lock:
             plain = self._tokenizer(list(texts), add_special_tokens=self._add_special_tokens, verbose=False)
         return [np.array(ids, np.int32) for ids in plain["input_ids"]]
 

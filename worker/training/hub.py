@@ -20,7 +20,7 @@ _TRIES = 5
 _FIRST_PAUSE = 1.0
 _STALLED_SECONDS = 300.0
 """An upload is given up if the hub accepts no byte and sends no response for this long."""
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 
 
 def check(run: Run) -> None:
@@ -51,14 +51,14 @@ def push(run: Run, output: Path) -> dict[str, Any] | None:
         refusal = _refusal(run)
         if refusal:
             raise TrainingFailure("config_error", refusal)
-        made = _Push(run, output, name).to_the_end()
+        made = _Push(run, output, name).run_to_end()
     except Stopped:
         request = run.stop_requested
         if request is not None and request.why == "drain":
             raise
         return _failed(run, name, "a stop was requested")
     except Exception as error:
-        return _failed(run, name, _why(error))
+        return _failed(run, name, _root_cause(error))
     run.report.message(f"Pushed to the hub: {made.commit_url}")
     return {"repo": name, "commit": made.oid, "url": made.commit_url}
 
@@ -74,32 +74,32 @@ class _Push:
         # Each file is read twice: for its hash, and to be sent.
         self._total = 2 * sum(path.stat().st_size for path in self._files)
         self._read = 0
-        self._moved_at = time.monotonic()
-        self._over = threading.Event()
+        self._last_progress_at = time.monotonic()
+        self._abandoned = threading.Event()
         self._done = threading.Event()
         self._outcome: CommitInfo | Exception = AssertionError("the upload has no outcome")
 
-    def to_the_end(self) -> CommitInfo:
+    def run_to_end(self) -> CommitInfo:
         """Run the upload to its end; raise Stopped at once on a stop request, TimeoutError when it stalls."""
         threading.Thread(target=self._work, name="push", daemon=True).start()
         try:
-            while not self._done.wait(_LOOK_SECONDS):
+            while not self._done.wait(_POLL_SECONDS):
                 self._run.progress("pushing", min(self._read, self._total - 1), self._total)
-                if time.monotonic() - self._moved_at > _STALLED_SECONDS:
+                if time.monotonic() - self._last_progress_at > _STALLED_SECONDS:
                     raise TimeoutError(f"no progress for {_STALLED_SECONDS:.0f} s")
         finally:
-            self._over.set()
+            self._abandoned.set()
         if isinstance(self._outcome, Exception):
             raise self._outcome
         self._run.report.progress("pushing", self._total, self._total)
         return self._outcome
 
-    def took(self, count: int) -> None:
+    def count_bytes(self, count: int) -> None:
         """Count bytes read from a file; raise Stopped in the upload thread if no one waits for it any more."""
-        if self._over.is_set():
+        if self._abandoned.is_set():
             raise Stopped
         self._read += count
-        self._moved_at = time.monotonic()
+        self._last_progress_at = time.monotonic()
         self._run.report.alive()
 
     def _work(self) -> None:
@@ -122,29 +122,31 @@ class _Push:
                     commit_message=f"Run {self._run.job['run_id']} of Anneal, attempt {self._run.job['attempt']}",
                 )
             except Exception as error:
-                if pause is None or not _passes(error) or self._over.is_set():
+                if pause is None or not _is_transient(error) or self._abandoned.is_set():
                     raise
-                self._run.report.message(f"The hub did not accept the output ({_why(error)}); retrying.", "warning")
-                self._over.wait(pause)
-                self._moved_at = time.monotonic()
+                self._run.report.message(
+                    f"The hub did not accept the output ({_root_cause(error)}); retrying.", "warning"
+                )
+                self._abandoned.wait(pause)
+                self._last_progress_at = time.monotonic()
         raise AssertionError("the last attempt returns or raises")
 
     def _operations(self) -> Iterator[CommitOperationAdd]:
         for path in self._files:
-            file = io.BufferedReader(_Told(path, self.took))
+            file = io.BufferedReader(_CountingFile(path, self.count_bytes))
             yield CommitOperationAdd(path.relative_to(self._output).as_posix(), file)
 
 
-class _Told(io.FileIO):
+class _CountingFile(io.FileIO):
     """A file that reports how many bytes are read from it."""
 
-    def __init__(self, path: Path, took: Callable[[int], None]) -> None:
+    def __init__(self, path: Path, on_read: Callable[[int], None]) -> None:
         super().__init__(path)
-        self._took = took
+        self._on_read = on_read
 
     def readinto(self, buffer: Any) -> int:
         count = super().readinto(buffer)
-        self._took(count)
+        self._on_read(count)
         return count
 
 
@@ -171,14 +173,14 @@ def _failed(run: Run, name: str, why: str) -> dict[str, Any]:
     return {"repo": name, "error": why}
 
 
-def _why(error: BaseException) -> str:
+def _root_cause(error: BaseException) -> str:
     """Return the root cause in one line; huggingface_hub wraps it in a message about a file."""
     while isinstance(error, RuntimeError) and error.__cause__ is not None:
         error = error.__cause__
     return " ".join(str(error).split()).rstrip(".")[:300] or type(error).__name__
 
 
-def _passes(error: BaseException | None) -> bool:
+def _is_transient(error: BaseException | None) -> bool:
     """Return True if a retry may succeed: the hub is unreachable, overloaded or failing, and has not refused."""
     while error is not None:
         status = getattr(getattr(error, "response", None), "status_code", None)

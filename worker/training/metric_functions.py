@@ -64,14 +64,14 @@ def make(factories: Factories, name: str) -> MetricFunction:
     """
     factory: Any = factories[name]
     if not callable(factory):
-        raise _wrong(name, f"is {_a(factory)}, but must be a factory: a callable without arguments")
+        raise _wrong(name, f"is {_type_name(factory)}, but must be a factory: a callable without arguments")
     try:
         made = factory()
     except Exception as error:
         raise _wrong(name, f"cannot be created: {error!r}") from error
-    lacking = [method for method in ("update", "result") if not callable(getattr(made, method, None))]
-    if lacking:
-        raise _wrong(name, f"returned {_a(made)}, which has no method {' and no '.join(lacking)}")
+    missing_methods = [method for method in ("update", "result") if not callable(getattr(made, method, None))]
+    if missing_methods:
+        raise _wrong(name, f"returned {_type_name(made)}, which has no method {' and no '.join(missing_methods)}")
     return made  # type: ignore[no-any-return]
 
 
@@ -108,15 +108,17 @@ class Evaluation:
             except Exception as error:
                 raise _wrong(name, f"failed in `result`: {error!r}") from error
             if not isinstance(result, Mapping):
-                raise _wrong(name, f"returned {_a(result)} from `result`, but must return a dict of numbers by name")
+                raise _wrong(
+                    name, f"returned {_type_name(result)} from `result`, but must return a dict of numbers by name"
+                )
             for key, value in result.items():
                 number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
                 if not isinstance(key, str) or isinstance(number, bool) or not isinstance(number, int | float):
-                    raise _wrong(name, f"returned {_a(value)} for {key!r}, but must return numbers by name")
-                told = f"eval_{key}"
-                if told in taken or told in found:
-                    raise _wrong(name, f"returned {key!r}, but evaluations already have a metric `{told}`")
-                found[told] = float(number)
+                    raise _wrong(name, f"returned {_type_name(value)} for {key!r}, but must return numbers by name")
+                metric_name = f"eval_{key}"
+                if metric_name in taken or metric_name in found:
+                    raise _wrong(name, f"returned {key!r}, but evaluations already have a metric `{metric_name}`")
+                found[metric_name] = float(number)
         return found
 
 
@@ -124,5 +126,5 @@ def _wrong(name: str, why: str) -> TrainingFailure:
     return TrainingFailure("config_error", f"The metric function `{name}` {why}.")
 
 
-def _a(value: Any) -> str:
+def _type_name(value: Any) -> str:
     return f"a {type(value).__name__}"

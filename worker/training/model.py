@@ -74,19 +74,19 @@ def load_model(base: Base, config: TrainingConfig, machine: Machine, head: Head 
     if head == "reward":
         options["num_labels"] = 1
     if base.from_scratch:
-        return _initialise(base, config, machine, options)
+        return _initialize(base, config, machine, options)
     # The new head is fully trained, so it is not quantized; transformers excludes a `causal` head by itself.
-    unquantised = [SCORE] if head == "reward" else None
+    unquantized = [SCORE] if head == "reward" else None
     if config.load_in_4bit:
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type=config.bnb_4bit_quant_type,
             bnb_4bit_compute_dtype=getattr(torch, config.bnb_4bit_compute_dtype),
             bnb_4bit_use_double_quant=config.trainer_options.double_quant,
-            llm_int8_skip_modules=unquantised,
+            llm_int8_skip_modules=unquantized,
         )
     elif config.load_in_8bit:
-        options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=unquantised)
+        options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=unquantized)
     if machine.kind == "cuda":
         options["device_map"] = {"": 0}
     elif config.load_in_4bit or config.load_in_8bit:
@@ -121,7 +121,7 @@ def _attention(base: Base, config: TrainingConfig, machine: Machine) -> str | No
 _AUTO: dict[Head, Any] = {"causal": AutoModelForCausalLM, "reward": AutoModelForSequenceClassification}
 
 
-def _initialise(base: Base, config: TrainingConfig, machine: Machine, options: dict[str, Any]) -> PreTrainedModel:
+def _initialize(base: Base, config: TrainingConfig, machine: Machine, options: dict[str, Any]) -> PreTrainedModel:
     """Create the architecture with random weights, the same for the same seed on every device."""
     transformers.set_seed(config.seed)
     chosen = {name: options[name] for name in ("attn_implementation", "trust_remote_code") if name in options}

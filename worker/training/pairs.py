@@ -86,7 +86,7 @@ class PairEncoder:
         found = []
         for is_chat, texts in prepared:
             before, with_chosen, with_rejected = self._texts.ids(texts, is_chat)
-            start = min(_shared(before, with_chosen), _shared(before, with_rejected))
+            start = min(_common_prefix(before, with_chosen), _common_prefix(before, with_rejected))
             found.append(Pair(before[:start], with_chosen[start:], with_rejected[start:]))
         return found
 
@@ -220,13 +220,13 @@ def prompts(
             taken.append({**row, "rows": [number]})
             tokens += len(ids)
             highest = max(highest, int(ids.max(initial=0)))
-    _check_some_are_left(len(taken), done, source, why := f"the prompt is longer than {max_length} tokens")
+    _check_not_empty(len(taken), done, source, why := f"the prompt is longer than {max_length} tokens")
     if len({isinstance(row["prompt"], str) for row in taken}) > 1:
         raise TrainingFailure(
             "bad_data",
             f"Some prompts of the {source.purpose} data are texts and some are messages; use one kind for all.",
         )
-    return Pairs(Dataset.from_list(taken), len(taken), tokens, highest, _left_out(done - len(taken), done, why))
+    return Pairs(Dataset.from_list(taken), len(taken), tokens, highest, _left_out_remark(done - len(taken), done, why))
 
 
 def _pairs(
@@ -256,8 +256,8 @@ def _pairs(
                 longer += cut is not None and cut[0](pair)
                 table.add(number, found)
         table.finish()
-        _check_some_are_left(table.rows, done, source, left_out)
-        remarks = _left_out(done - table.rows, done, left_out)
+        _check_not_empty(table.rows, done, source, left_out)
+        remarks = _left_out_remark(done - table.rows, done, left_out)
         if cut is not None and longer:
             remarks.append(f"{longer} of {table.rows} {cut[1]}.")
         if equal:
@@ -303,18 +303,18 @@ class _Table:
             values.clear()
 
 
-def _shared(some: Ints, other: Ints) -> int:
+def _common_prefix(some: Ints, other: Ints) -> int:
     """Return the number of leading tokens that two sequences have in common."""
     length = min(len(some), len(other))
     apart = np.flatnonzero(some[:length] != other[:length])
     return int(apart[0]) if len(apart) else length
 
 
-def _check_some_are_left(kept: int, done: int, source: Source, why: str) -> None:
+def _check_not_empty(kept: int, done: int, source: Source, why: str) -> None:
     if not kept:
         reason = f"in all {done} rows {why}" if done else "it has no rows"
         raise TrainingFailure("bad_data", f"There is nothing to train on in the {source.purpose} data: {reason}.")
 
 
-def _left_out(count: int, done: int, why: str) -> list[str]:
+def _left_out_remark(count: int, done: int, why: str) -> list[str]:
     return [f"{count} of {done} rows were left out: {why}."] if count else []

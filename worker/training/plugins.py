@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from worker.training.trainer import Faithful
 
 _RESULT = {"outcome", "why", "step", "epoch", "error", "output", "hub", "metrics"}
-_ROWS_BETWEEN_SIGNS = 256
+_ROWS_BETWEEN_HEARTBEATS = 256
 
 
 class Recipe(Protocol):
@@ -113,7 +113,7 @@ def take_rows(run: Run) -> None:
         return
     for field, purpose in (("dataset", "training"), ("eval_dataset", "evaluation")):
         if run.job.get(field):
-            run.job[field] = {**run.job[field], **_rows(run, plugin, Path(run.job[field]["path"]), purpose)}
+            run.job[field] = {**run.job[field], **_write_rows(run, plugin, Path(run.job[field]["path"]), purpose)}
 
 
 def drop_rows(run: Run) -> None:
@@ -122,7 +122,7 @@ def drop_rows(run: Run) -> None:
         path.unlink()
 
 
-def _rows(run: Run, plugin: Plugin, path: Path, purpose: str) -> dict[str, Any]:
+def _write_rows(run: Run, plugin: Plugin, path: Path, purpose: str) -> dict[str, Any]:
     kind, name = "data_source", plugin.type
     rows = registry.call(kind, name, path, purpose=purpose, **plugin.parameters)
     if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
@@ -148,7 +148,7 @@ def _rows(run: Run, plugin: Plugin, path: Path, purpose: str) -> dict[str, Any]:
             digest.update(line)
             file.write(line)
             count += 1
-            if count % _ROWS_BETWEEN_SIGNS == 0:
+            if count % _ROWS_BETWEEN_HEARTBEATS == 0:
                 run.report.alive()
                 run.heed_stop()
     if count == 0:
@@ -245,10 +245,10 @@ def keep(run: Run, folder: Path) -> None:
         return
     engine = _engine(plugin)
     try:
-        engine.save(folder, _place(folder))
+        engine.save(folder, _replica_name(folder))
     except Exception as error:
-        told = registry.wrong("checkpoint_engine", plugin.type, f"could not keep {folder.name}: {error!r}")
-        run.report.message(f"{told} The checkpoint in the run's own folder is complete.", level="warning")
+        failure = registry.wrong("checkpoint_engine", plugin.type, f"could not keep {folder.name}: {error!r}")
+        run.report.message(f"{failure} The checkpoint in the run's own folder is complete.", level="warning")
 
 
 def fetch(run: Run) -> None:
@@ -261,7 +261,7 @@ def fetch(run: Run) -> None:
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     try:
-        found = _engine(plugin).fetch(_place(place), target)
+        found = _engine(plugin).fetch(_replica_name(place), target)
     except Exception as error:
         raise registry.wrong("checkpoint_engine", plugin.type, f"could not fetch {place.name}: {error!r}") from error
     if not isinstance(found, bool):
@@ -276,14 +276,14 @@ def fetch(run: Run) -> None:
 
 def _engine(plugin: Plugin) -> CheckpointEngine:
     made = registry.call("checkpoint_engine", plugin.type, **plugin.parameters)
-    lacking = [method for method in ("save", "fetch") if not callable(getattr(made, method, None))]
-    if lacking:
-        what = f"returned a {type(made).__name__}, which has no method {' and no '.join(lacking)}"
+    missing_methods = [method for method in ("save", "fetch") if not callable(getattr(made, method, None))]
+    if missing_methods:
+        what = f"returned a {type(made).__name__}, which has no method {' and no '.join(missing_methods)}"
         raise registry.wrong("checkpoint_engine", plugin.type, what)
     return made  # type: ignore[no-any-return]
 
 
-def _place(folder: Path) -> str:
+def _replica_name(folder: Path) -> str:
     return "/".join(folder.parts[-3:])
 
 

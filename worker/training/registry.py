@@ -11,7 +11,7 @@ from typing import Any
 from app.runs.plugins import PLUGINS
 from worker.training.failures import Stopped, TrainingFailure
 
-_OUTLIVES = (Stopped, TrainingFailure, MemoryError)
+_RAISED_UNCHANGED = (Stopped, TrainingFailure, MemoryError)
 
 
 def installed() -> dict[str, list[str]]:
@@ -39,7 +39,7 @@ def load(kind: str, name: str) -> Callable[..., Any]:
     except Exception as error:  # third-party code can raise anything
         raise wrong(kind, name, f"cannot be imported: {error!r}") from error
     if not callable(found):
-        raise wrong(kind, name, f"is {_a(found)}, but must be a callable")
+        raise wrong(kind, name, f"is {_type_name(found)}, but must be a callable")
     return found  # type: ignore[no-any-return]
 
 
@@ -60,7 +60,7 @@ def call(kind: str, name: str, *arguments: Any, **named: Any) -> Any:
         pass  # compiled code without a signature
     try:
         return found(*arguments, **named)
-    except _OUTLIVES:
+    except _RAISED_UNCHANGED:
         raise
     except Exception as error:
         if "out of memory" in str(error).lower():
@@ -71,7 +71,7 @@ def call(kind: str, name: str, *arguments: Any, **named: Any) -> Any:
 def checked(kind: str, name: str, made: Any, type: type, called: str) -> Any:
     """Return the result of an entry point if it has this type, which the error message names as `called`."""
     if not isinstance(made, type):
-        raise wrong(kind, name, f"returned {_a(made)}, not a {called}")
+        raise wrong(kind, name, f"returned {_type_name(made)}, not a {called}")
     return made
 
 
@@ -80,5 +80,5 @@ def wrong(kind: str, name: str, why: str) -> TrainingFailure:
     return TrainingFailure("config_error", f"`{PLUGINS[kind]}` entry `{name}` {why}.")
 
 
-def _a(value: Any) -> str:
+def _type_name(value: Any) -> str:
     return f"a {type(value).__name__}"

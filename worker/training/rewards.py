@@ -30,8 +30,8 @@ from app.runs.rewards import (
     needs_answer,
 )
 
-_SECONDS = 1.0
-_MOST_TIMEOUTS = 3
+_TIMEOUT_SECONDS = 1.0
+_MAX_TIMEOUTS = 3
 """Timeouts per call: a round has up to thousands of completions, and a second for each of them could be an hour."""
 _NUMBER = re.compile(
     r"(?:(?<![\w.)])[-+\N{MINUS SIGN}])?[$€£]?((?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
@@ -52,7 +52,7 @@ class _TimedOut(Exception):
     """A pattern or a schema of the user exceeded its time limit."""
 
 
-def _nothing(*_: Any) -> None:
+def _ignore(*_: Any) -> None:
     """Ignore the call; the default callback."""
 
 
@@ -62,9 +62,9 @@ class RewardFunction:
 
     name: str
     judge: Callable[[_Completion], float | None]
-    alive: Callable[[], None] = _nothing
+    alive: Callable[[], None] = _ignore
     """Called after each completion as a heartbeat, since scoring all of them may take long."""
-    warn: Callable[[str], None] = _nothing
+    warn: Callable[[str], None] = _ignore
     """Called once with a message if scoring repeatedly takes too long."""
     timeouts: int = field(default=0, init=False)
     """Number of completions that got 0 because scoring them took too long."""
@@ -82,7 +82,7 @@ class RewardFunction:
     ) -> list[float | None]:
         """Return one reward per completion (a text or a list of messages); None where there is no reference answer."""
         answers = answer if answer is not None else [None] * len(completions)
-        given_up_at = self.timeouts + _MOST_TIMEOUTS
+        given_up_at = self.timeouts + _MAX_TIMEOUTS
         found: list[float | None] = []
         for completion, tokens, expected in zip(completions, completion_ids, answers, strict=True):
             given_up = self.timeouts >= given_up_at
@@ -96,12 +96,13 @@ class RewardFunction:
         except _TimedOut:
             self.timeouts += 1
             # Counted over all calls: a call with few completions would never reach the number.
-            if self.timeouts == _MOST_TIMEOUTS:
+            if self.timeouts == _MAX_TIMEOUTS:
                 self.warn(
-                    f"Reward `{self.name}` took longer than {_SECONDS:g} second to score each of {_MOST_TIMEOUTS} "
-                    "completions: its pattern or schema is too slow for what the model generates. They got 0 from it, "
-                    f"and in each round all others get 0 after {_MOST_TIMEOUTS} such completions. Stop this run and "
-                    "start one without this reward, or with a pattern without nested repetition such as `(a+)+`."
+                    f"Reward `{self.name}` took longer than {_TIMEOUT_SECONDS:g} second to score each of "
+                    f"{_MAX_TIMEOUTS} completions: its pattern or schema is too slow for what the model generates. "
+                    f"They got 0 from it, and in each round all others get 0 after {_MAX_TIMEOUTS} such completions. "
+                    "Stop this run and start one without this reward, or with a pattern without nested repetition such "
+                    "as `(a+)+`."
                 )
             return 0.0
 
@@ -109,8 +110,8 @@ class RewardFunction:
 def functions(
     rewards: Sequence[Reward],
     tokenizer: Any,
-    alive: Callable[[], None] = _nothing,
-    warn: Callable[[str], None] = _nothing,
+    alive: Callable[[], None] = _ignore,
+    warn: Callable[[str], None] = _ignore,
 ) -> list[RewardFunction]:
     """Create one function for each reward that is neither a model nor a plugin, in order, without weights.
 
@@ -118,7 +119,7 @@ def functions(
     reward that is too slow.
     """
     return [
-        RewardFunction(name, _judge(reward, tokenizer), alive, warn)
+        RewardFunction(name, _scorer(reward, tokenizer), alive, warn)
         for name, reward in zip(names(rewards), rewards, strict=True)
         if not isinstance(reward, ModelReward | PluginReward)
     ]
@@ -137,7 +138,7 @@ def bad_answer(rewards: Sequence[Reward], answer: str | None) -> str | None:
     return None
 
 
-def _judge(reward: Reward, tokenizer: Any) -> Callable[[_Completion], float | None]:
+def _scorer(reward: Reward, tokenizer: Any) -> Callable[[_Completion], float | None]:
     match reward:
         case ExactMatchReward():
             return _exact_match(reward)
@@ -231,7 +232,7 @@ def _extractor(pattern: str | None) -> Callable[[str], str | None]:
 
 def _in_time(matching: Callable[..., Any], *arguments: Any) -> Any:
     try:
-        return matching(*arguments, timeout=_SECONDS)
+        return matching(*arguments, timeout=_TIMEOUT_SECONDS)
     except (TimeoutError, MemoryError):
         raise _TimedOut from None
 
@@ -295,23 +296,23 @@ class _BoundedSchema:
         # If a schema names its draft, the library would use its own checks for that draft instead of these.
         without_draft = {name: value for name, value in schema.items() if name != "$schema"}
         self._validator = extend(Draft202012Validator, checks)(without_draft)
-        self._ends = 0.0
+        self._deadline = 0.0
 
     def accepts(self, document: Any) -> bool:
         """Return True if the document is valid; raise `_TimedOut` after a second."""
-        self._ends = time.monotonic() + _SECONDS
+        self._deadline = time.monotonic() + _TIMEOUT_SECONDS
         return bool(self._validator.is_valid(document))
 
     def _in_time(self, check: Callable[..., Any]) -> Callable[..., Any]:
         def checked(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
-            self._still_in_time()
+            self._seconds_left()
             return check(validator, value, instance, schema)
 
         return checked
 
-    def _still_in_time(self) -> float:
+    def _seconds_left(self) -> float:
         """Return the seconds left; raise `_TimedOut` if there are none."""
-        left = self._ends - time.monotonic()
+        left = self._deadline - time.monotonic()
         if left <= 0:
             raise _TimedOut
         return left
@@ -321,13 +322,13 @@ class _BoundedSchema:
         if wanted and isinstance(instance, list):
             seen: set[str] = set()
             for item in instance:
-                self._still_in_time()
+                self._seconds_left()
                 seen.add(json.dumps(_canonical(item), sort_keys=True))
             if len(seen) < len(instance):
                 yield ValidationError("has an item twice")
 
     def _pattern(self, validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[ValidationError]:
-        if isinstance(instance, str) and not self._is_in(pattern, instance):
+        if isinstance(instance, str) and not self._matches(pattern, instance):
             yield ValidationError("does not match")
 
     def _pattern_properties(
@@ -336,24 +337,24 @@ class _BoundedSchema:
         if isinstance(instance, dict):
             for pattern, inner in patterns.items():
                 for name, value in instance.items():
-                    if self._is_in(pattern, name):
+                    if self._matches(pattern, name):
                         yield from validator.descend(value, inner, path=name, schema_path=pattern)
 
     def _additional_properties(
         self, validator: Any, inner: Any, instance: Any, schema: Any
     ) -> Iterator[ValidationError]:
         if isinstance(instance, dict):
-            for name in self._further(schema, instance):
+            for name in self._additional_names(schema, instance):
                 yield from validator.descend(instance[name], inner, path=name)
 
-    def _further(self, schema: dict[str, Any], instance: Iterable[str]) -> Iterator[str]:
+    def _additional_names(self, schema: dict[str, Any], instance: Iterable[str]) -> Iterator[str]:
         patterns = schema.get("patternProperties", {})
         for name in instance:
-            if name not in schema.get("properties", {}) and not any(self._is_in(one, name) for one in patterns):
+            if name not in schema.get("properties", {}) and not any(self._matches(one, name) for one in patterns):
                 yield name
 
-    def _is_in(self, pattern: str, text: str) -> bool:
-        left = self._still_in_time()
+    def _matches(self, pattern: str, text: str) -> bool:
+        left = self._seconds_left()
         try:
             return regex.search(pattern, text, timeout=left) is not None
         except (TimeoutError, MemoryError):

@@ -17,7 +17,7 @@ _BYTES_AT_ONCE = 256 * 1024
 """Limit of what one call encodes, which a stop request cannot interrupt."""
 _THREADS = min(len(os.sched_getaffinity(0)), 8)
 """Number of encoding threads; more would wait for the thread that reads the rows."""
-_BAD_ROWS_TOLD = 20
+_MAX_BAD_ROWS_NAMED = 20
 _SECONDS_BETWEEN_PROGRESS = 0.5
 _UNUSABLE = (BadRow, KeyError, TypeError, IndexError)
 
@@ -47,15 +47,15 @@ def encoded(
     total = count_rows(path) if chosen is None else len(chosen)
     bad = _BadRows()
     done = 0
-    told = 0.0
+    reported_at = 0.0
 
     def counted() -> Iterator[_Row]:
-        nonlocal done, told
+        nonlocal done, reported_at
         for row in _read(path, bad):
             if wanted is None or row.number in wanted:
                 done += 1
-                if time.monotonic() - told > _SECONDS_BETWEEN_PROGRESS:
-                    told = time.monotonic()
+                if time.monotonic() - reported_at > _SECONDS_BETWEEN_PROGRESS:
+                    reported_at = time.monotonic()
                     progress(done, total)
                 yield row
 
@@ -77,10 +77,10 @@ class _BadRows:
     def note(self, line: int, why: str) -> None:
         self.count += 1
         # Rows are encoded in groups, so errors do not arrive in file order.
-        self.first = sorted([*self.first, (line, why)])[:_BAD_ROWS_TOLD]
+        self.first = sorted([*self.first, (line, why)])[:_MAX_BAD_ROWS_NAMED]
 
     def __str__(self) -> str:
-        more = "" if self.count <= _BAD_ROWS_TOLD else f" (and {self.count - _BAD_ROWS_TOLD} more)"
+        more = "" if self.count <= _MAX_BAD_ROWS_NAMED else f" (and {self.count - _MAX_BAD_ROWS_NAMED} more)"
         return "; ".join(f"line {line}: {why}" for line, why in self.first) + more
 
 
@@ -117,17 +117,17 @@ def _read(path: str, bad: _BadRows) -> Iterator[_Row]:
 
 def _encoded(rows: Iterator[_Row], encoder: Encoder[Result], bad: _BadRows) -> Iterator[tuple[int, Result]]:
     """Yield the number and encoding of each usable row; the next rows are read while some are encoded."""
-    under_way: deque[Future[list[_Outcome[Result]]]] = deque()
+    pending: deque[Future[list[_Outcome[Result]]]] = deque()
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="tokens") as pool:
         try:
             for group in _groups(rows, encoder, bad):
-                under_way.append(pool.submit(_encode, group, encoder))
-                if len(under_way) > _THREADS:
-                    yield from _usable(under_way.popleft().result(), bad)
-            while under_way:
-                yield from _usable(under_way.popleft().result(), bad)
+                pending.append(pool.submit(_encode, group, encoder))
+                if len(pending) > _THREADS:
+                    yield from _usable(pending.popleft().result(), bad)
+            while pending:
+                yield from _usable(pending.popleft().result(), bad)
         finally:
-            for future in under_way:
+            for future in pending:
                 future.cancel()
 
 
@@ -139,7 +139,7 @@ def _groups(rows: Iterator[_Row], encoder: Encoder[Any], bad: _BadRows) -> Itera
         try:
             group.append((row, encoder.prepare(row.content)))
         except _UNUSABLE as error:
-            bad.note(row.line, _why(error))
+            bad.note(row.line, _reason(error))
             continue
         size += row.bytes
         if len(group) == _ROWS_AT_ONCE or size > _BYTES_AT_ONCE:
@@ -156,7 +156,7 @@ def _encode(group: list[tuple[_Row, Any]], encoder: Encoder[Result]) -> list[_Ou
         return [(row, result, None) for (row, _), result in zip(group, found, strict=True)]
     except _UNUSABLE as error:
         if len(group) == 1:
-            return [(group[0][0], None, _why(error))]
+            return [(group[0][0], None, _reason(error))]
     return [_encode([one], encoder)[0] for one in group]  # finds the bad row
 
 
@@ -168,5 +168,5 @@ def _usable(outcomes: list[_Outcome[Result]], bad: _BadRows) -> Iterator[tuple[i
             yield row.number, result
 
 
-def _why(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return f"field {error} is missing" if isinstance(error, KeyError) else str(error)

@@ -32,7 +32,7 @@ from worker.training.pulse import Alive, nobody
 
 _LAYOUT = 1
 """Version of the file layout."""
-_PIECE = 1 << 20
+_CHUNK_BYTES = 1 << 20
 _LENGTH = struct.Struct("<Q")
 """Length of the JSON in bytes, stored after it."""
 _DIGEST_BYTES = 16
@@ -43,11 +43,11 @@ Build = Callable[[Write], dict[str, Any]]
 """Function that makes the table: writes its batches in order, and returns JSON-serializable facts about it."""
 
 
-class _Damaged(Exception):
+class _CorruptEntry(Exception):
     """A file is not a valid entry."""
 
 
-class _Refused(Exception):
+class _WriteFailed(Exception):
     """The folder cannot be written to."""
 
 
@@ -105,21 +105,21 @@ class TokenCache:
         made_from = json.dumps({"layout": _LAYOUT, "columns": schema.names, "parts": parts}, sort_keys=True)
         name = hashlib.sha256(made_from.encode()).hexdigest()
         path = self._folder / f"{name}.tokens"
-        found = self._found(path, made_from)
+        found = self._lookup(path, made_from)
         if found is not None:
             return Entry(*found, name, was_there=True)
         try:
             self._sweep(self._folder)
             made = self._make(path, made_from, schema, build)
-            self._shrink(self._folder)
-        except _Refused as refused:
+            self._evict(self._folder)
+        except _WriteFailed as failed:
             self._warn(
-                f"The tokens cannot be cached for later runs: {refused.__cause__}. This run keeps them in memory."
+                f"The tokens cannot be cached for later runs: {failed.__cause__}. This run keeps them in memory."
             )
             return _in_memory(name, schema, build)
         return Entry(*made, name, was_there=False)
 
-    def _found(self, path: Path, made_from: str) -> tuple[pa.Table, dict[str, Any]] | None:
+    def _lookup(self, path: Path, made_from: str) -> tuple[pa.Table, dict[str, Any]] | None:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -129,11 +129,11 @@ class TokenCache:
             return None
         try:
             found = _read(descriptor, made_from, self._alive)
-        except (_Damaged, OSError) as error:
+        except (_CorruptEntry, OSError) as error:
             self._warn(f"The tokens of an earlier run are corrupt ({error}) and are made again.")
             return None
         else:
-            with suppress(OSError):  # sets the time of last use, for `_shrink`; fails for a read-only user
+            with suppress(OSError):  # sets the time of last use, for `_evict`; fails for a read-only user
                 os.utime(descriptor)
             return found
         finally:
@@ -141,20 +141,20 @@ class TokenCache:
 
     def _make(self, path: Path, made_from: str, schema: pa.Schema, build: Build) -> tuple[pa.Table, dict[str, Any]]:
         draft = path.with_name(f"{secrets.token_hex(8)}.draft")
-        with _refusals():
+        with _write_errors():
             descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            with _refusals():
+            with _write_errors():
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # marks the draft as in use for `_sweep`
                 stream = pa.OSFile(str(draft), "wb")
                 writer = pa.ipc.new_stream(stream, schema)
 
             def write(batch: pa.RecordBatch) -> None:
-                with _refusals():
+                with _write_errors():
                     writer.write_batch(batch)
 
             facts = build(write)
-            with _refusals():
+            with _write_errors():
                 writer.close()
                 stream.close()
                 _seal(descriptor, json.dumps({"made_from": made_from, "facts": facts}).encode(), self._alive)
@@ -179,7 +179,7 @@ class TokenCache:
                 finally:
                     os.close(descriptor)
 
-    def _shrink(self, folder: Path) -> None:
+    def _evict(self, folder: Path) -> None:
         """Remove the least recently used entries until the size limit is met."""
         entries = []
         for path in folder.glob("*.tokens"):
@@ -195,12 +195,12 @@ class TokenCache:
 
 
 @contextmanager
-def _refusals() -> Iterator[None]:
-    """Raise `_Refused` for disk errors while an entry is written, as opposed to errors of `build`."""
+def _write_errors() -> Iterator[None]:
+    """Raise `_WriteFailed` for disk errors while an entry is written, as opposed to errors of `build`."""
     try:
         yield
-    except (OSError, _Damaged) as error:
-        raise _Refused from error
+    except (OSError, _CorruptEntry) as error:
+        raise _WriteFailed from error
 
 
 def _in_memory(name: str, schema: pa.Schema, build: Build) -> Entry:
@@ -209,10 +209,10 @@ def _in_memory(name: str, schema: pa.Schema, build: Build) -> Entry:
     return Entry(pa.Table.from_batches(batches, schema), facts, name, was_there=False)
 
 
-def _seal(descriptor: int, told: bytes, alive: Alive) -> None:
-    """Append the JSON `told` about a table, and the digest, to its file."""
+def _seal(descriptor: int, metadata: bytes, alive: Alive) -> None:
+    """Append the JSON `metadata` about a table, and the digest, to its file."""
     size = os.fstat(descriptor).st_size
-    end = told + _LENGTH.pack(len(told))
+    end = metadata + _LENGTH.pack(len(metadata))
     digest = _digest(descriptor, size, alive)
     digest.update(end)
     end += digest.digest()
@@ -224,44 +224,44 @@ def _read(descriptor: int, made_from: str, alive: Alive) -> tuple[pa.Table, dict
     """Table and facts of an open entry, the table still in its file.
 
     Raises:
-        _Damaged: it is not an entry, not owned by this user, not complete, or made from other inputs.
+        _CorruptEntry: it is not an entry, not owned by this user, not complete, or made from other inputs.
         OSError: it cannot be read.
     """
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-        raise _Damaged("not a file of this user")
-    told_until = status.st_size - _DIGEST_BYTES - _LENGTH.size
-    if told_until < 0:
-        raise _Damaged("truncated")
+        raise _CorruptEntry("not a file of this user")
+    metadata_end = status.st_size - _DIGEST_BYTES - _LENGTH.size
+    if metadata_end < 0:
+        raise _CorruptEntry("truncated")
     # Read and not only mapped: an I/O error raises here, but would kill the process (SIGBUS) in a mapping.
     digest = _digest(descriptor, status.st_size - _DIGEST_BYTES, alive).digest()
     mapped = mmap.mmap(descriptor, status.st_size, prot=mmap.PROT_READ)
     if mapped[-_DIGEST_BYTES:] != digest:
-        raise _Damaged("its digest does not match")
+        raise _CorruptEntry("its digest does not match")
     try:
-        (length,) = _LENGTH.unpack_from(mapped, told_until)
-        told = json.loads(mapped[told_until - length : told_until])
-        if told["made_from"] != made_from:
-            raise _Damaged("made from other data")
-        table = pa.ipc.open_stream(pa.py_buffer(mapped).slice(0, told_until - length)).read_all()
-        return table, dict(told["facts"])
+        (length,) = _LENGTH.unpack_from(mapped, metadata_end)
+        metadata = json.loads(mapped[metadata_end - length : metadata_end])
+        if metadata["made_from"] != made_from:
+            raise _CorruptEntry("made from other data")
+        table = pa.ipc.open_stream(pa.py_buffer(mapped).slice(0, metadata_end - length)).read_all()
+        return table, dict(metadata["facts"])
     except (ValueError, KeyError, TypeError, pa.ArrowException) as error:
-        raise _Damaged(str(error)) from error
+        raise _CorruptEntry(str(error)) from error
 
 
 def _digest(descriptor: int, size: int, alive: Alive) -> Any:
     """Compute the XXH3 hash of the first `size` bytes of a file; the result accepts more updates.
 
     Raises:
-        _Damaged: the file is shorter.
+        _CorruptEntry: the file is shorter.
     """
-    digest, piece = xxhash.xxh3_128(), memoryview(bytearray(_PIECE))
+    digest, chunk = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK_BYTES))
     place = 0
     while place < size:
-        got = os.preadv(descriptor, [piece[: size - place]], place)
+        got = os.preadv(descriptor, [chunk[: size - place]], place)
         if got == 0:
-            raise _Damaged("truncated")
-        digest.update(piece[:got])
+            raise _CorruptEntry("truncated")
+        digest.update(chunk[:got])
         place += got
         alive()
     return digest

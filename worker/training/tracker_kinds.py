@@ -24,8 +24,8 @@ Status = Literal["completed", "failed", "cancelled", "pending"]
 
 PROJECT = "anneal"
 """Name of the project or experiment of all runs of this service."""
-_LONGEST_PARAMETER = 6000
-_SECONDS_OF_A_CALL = 10
+_MAX_PARAMETER_LENGTH = 6000
+_CALL_TIMEOUT_SECONDS = 10
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ class TensorBoard:
 
     def describe(self, parameters: Mapping[str, Any]) -> None:
         about = self._about
-        told = {"run_id": about.run_id, "attempt": about.attempt, "method": about.method, **parameters}
-        self._writer.add_text("parameters", "```json\n" + json.dumps(told, indent=1, default=str) + "\n```")
+        described = {"run_id": about.run_id, "attempt": about.attempt, "method": about.method, **parameters}
+        self._writer.add_text("parameters", "```json\n" + json.dumps(described, indent=1, default=str) + "\n```")
         self._writer.flush()
 
     def log(self, points: Sequence[Point]) -> None:
@@ -152,12 +152,12 @@ class Mlflow:
 
     def __init__(self, about: About) -> None:
         self._about = about
-        self._there: dict[str, set[tuple[int, float]]] = {}
+        self._sent_points: dict[str, set[tuple[int, float]]] = {}
 
     def connect(self) -> None:
         # By default it retries for minutes, and sends telemetry to its vendor.
         os.environ.update(
-            MLFLOW_HTTP_REQUEST_TIMEOUT=str(_SECONDS_OF_A_CALL),
+            MLFLOW_HTTP_REQUEST_TIMEOUT=str(_CALL_TIMEOUT_SECONDS),
             MLFLOW_HTTP_REQUEST_MAX_RETRIES="0",
             MLFLOW_DISABLE_TELEMETRY="true",
         )
@@ -192,24 +192,24 @@ class Mlflow:
     def describe(self, parameters: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
 
-        there = self._client.get_run(self._id).data.params
-        told = {_allowed(name): _as_text(value)[:_LONGEST_PARAMETER] for name, value in flattened(parameters)}
-        new = [Param(name, value) for name, value in told.items() if name not in there]
-        for some in _parts(new, 100):
+        existing = self._client.get_run(self._id).data.params
+        sent = {_sanitized(name): _as_text(value)[:_MAX_PARAMETER_LENGTH] for name, value in flattened(parameters)}
+        new = [Param(name, value) for name, value in sent.items() if name not in existing]
+        for some in _batches(new, 100):
             self._client.log_batch(self._id, params=some)
         # MLflow parameters are immutable: changed values, such as another worker's device, become tags.
-        changed = {name: value for name, value in told.items() if there.get(name, value) != value}
+        changed = {name: value for name, value in sent.items() if existing.get(name, value) != value}
         self._tag({f"anneal.attempt_{self._about.attempt}.{name}": value for name, value in changed.items()})
 
     def log(self, points: Sequence[Point]) -> None:
         from mlflow.entities import Metric
 
         found = [
-            Metric(_allowed(name), value, int(point.at * 1000), point.step)
+            Metric(_sanitized(name), value, int(point.at * 1000), point.step)
             for point in points
             for name, value in point.values.items()
         ]
-        for some in _parts([one for one in found if not self._has(one.key, one.step, one.value)], 1000):
+        for some in _batches([one for one in found if not self._has(one.key, one.step, one.value)], 1000):
             self._client.log_batch(self._id, metrics=some)
 
     def end(self, status: Status) -> None:
@@ -224,17 +224,17 @@ class Mlflow:
     def _tag(self, tags: Mapping[str, str]) -> None:
         from mlflow.entities import RunTag
 
-        for some in _parts([RunTag(name, value) for name, value in tags.items()], 100):
+        for some in _batches([RunTag(name, value) for name, value in tags.items()], 100):
             self._client.log_batch(self._id, tags=some)
 
     def _has(self, key: str, step: int, value: float) -> bool:
         """Return True if an earlier attempt of this run sent this exact point."""
         if self._about.attempt == 1:
             return False
-        if key not in self._there:
-            told = self._client.get_metric_history(self._id, key)
-            self._there[key] = {(one.step, one.value) for one in told if one.step > self._about.first_step}
-        return (step, value) in self._there[key]
+        if key not in self._sent_points:
+            history = self._client.get_metric_history(self._id, key)
+            self._sent_points[key] = {(one.step, one.value) for one in history if one.step > self._about.first_step}
+        return (step, value) in self._sent_points[key]
 
 
 class Wandb:
@@ -267,7 +267,7 @@ class Wandb:
                 api_key=self._key,
                 # Printed lines are in the run's log already, and would not be redacted here.
                 console="off", silent=True, save_code=False, disable_git=True, x_disable_meta=True,
-                x_disable_stats=True, init_timeout=3 * _SECONDS_OF_A_CALL,
+                x_disable_stats=True, init_timeout=3 * _CALL_TIMEOUT_SECONDS,
             ),
         )  # fmt: skip
 
@@ -313,7 +313,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
-def _allowed(name: str) -> str:
+def _sanitized(name: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 
@@ -321,5 +321,5 @@ def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def _parts(things: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
+def _batches(things: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
     return (things[begin : begin + most] for begin in range(0, len(things), most))

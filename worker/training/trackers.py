@@ -18,11 +18,11 @@ from worker.training.failures import TrainingFailure
 from worker.training.report import Report
 from worker.training.tracker_kinds import About, Mlflow, Point, Status, TensorBoard, Tracker, Wandb
 
-_MOST_WAITING = 10_000
+_MAX_QUEUED = 10_000
 """Limit of points queued for a tracker; with one point every ten steps, those of 100,000 steps."""
-_MOST_AT_ONCE = 200
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 60.0
-_TRIES_AT_THE_END = 5
+_BATCH_SIZE = 200
+_FIRST_PAUSE, _MAX_PAUSE = 0.5, 60.0
+_FINAL_TRIES = 5
 _SETTLE_SECONDS = 5.0
 _FLUSH_SECONDS: dict[Status, float] = {"completed": 15.0, "failed": 15.0, "cancelled": 5.0, "pending": 5.0}
 """Time that the end of a run waits for its trackers; shorter after a stop, since the user waits too."""
@@ -40,8 +40,8 @@ class Feed:
         self._waiting: deque[Point] = deque()
         self._parameters: Mapping[str, Any] | None = None
         self._status: Status | None = None
-        self._is_over = self._is_given_up = False
-        self._lost = 0
+        self._is_done = self._is_given_up = False
+        self._dropped = 0
         self._has_warned = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
@@ -56,8 +56,8 @@ class Feed:
     def add(self, point: Point) -> None:
         """Queue one point without waiting; if the queue is full, drop and count it."""
         with self._changed:
-            if len(self._waiting) >= _MOST_WAITING:
-                self._lost += 1
+            if len(self._waiting) >= _MAX_QUEUED:
+                self._dropped += 1
                 return
             self._waiting.append(point)
             self._changed.notify_all()
@@ -76,12 +76,12 @@ class Feed:
     def leave(self, until: float) -> None:
         """Wait until everything is sent, at the latest until `until`; then give up and report what was lost."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_over or self._is_given_up, until - time.monotonic())
-            lost = self._lost + len(self._waiting)
-            if self._is_over and not lost:
+            self._changed.wait_for(lambda: self._is_done or self._is_given_up, until - time.monotonic())
+            lost = self._dropped + len(self._waiting)
+            if self._is_done and not lost:
                 return
         self._give_up()
-        if not self._is_over:
+        if not self._is_done:
             self._tracker.abandon()
         what = f"{lost} points were not sent" if lost else "it is not known whether it received all of it"
         self._report.message(
@@ -91,11 +91,11 @@ class Feed:
         )
 
     def _work(self) -> None:
-        is_connected, pause, tries = False, _FIRST_PAUSE, _TRIES_AT_THE_END
-        while not self._is_over and not self._is_given_up:
+        is_connected, pause, tries = False, _FIRST_PAUSE, _FINAL_TRIES
+        while not self._is_done and not self._is_given_up:
             with self._changed:
                 self._changed.wait_for(self._has_work)
-                points = list(islice(self._waiting, _MOST_AT_ONCE))
+                points = list(islice(self._waiting, _BATCH_SIZE))
                 parameters, status = self._parameters, self._status
             try:
                 if not is_connected:
@@ -107,12 +107,12 @@ class Feed:
                     self._tracker.log(points)
                 elif status is not None:
                     self._tracker.end(status)
-                self._told(parameters, len(points), is_last=not points and status is not None)
+                self._mark_sent(parameters, len(points), is_last=not points and status is not None)
                 pause = _FIRST_PAUSE
             except Exception as error:
                 self._warn(error)
-                self._rest(pause)
-                pause = min(pause * 2, _LONGEST_PAUSE)
+                self._pause(pause)
+                pause = min(pause * 2, _MAX_PAUSE)
                 tries -= status is not None
                 if tries == 0:
                     self._give_up()
@@ -120,14 +120,14 @@ class Feed:
     def _has_work(self) -> bool:
         return bool(self._waiting) or self._parameters is not None or self._status is not None or self._is_given_up
 
-    def _told(self, parameters: Mapping[str, Any] | None, points: int, is_last: bool) -> None:
+    def _mark_sent(self, parameters: Mapping[str, Any] | None, points: int, is_last: bool) -> None:
         self._report.alive()
         with self._changed:
             for _ in range(points):
                 self._waiting.popleft()
             if self._parameters is parameters:
                 self._parameters = None
-            self._is_over = is_last
+            self._is_done = is_last
             self._changed.notify_all()
 
     def _give_up(self) -> None:
@@ -135,7 +135,7 @@ class Feed:
             self._is_given_up = True
             self._changed.notify_all()
 
-    def _rest(self, seconds: float) -> None:
+    def _pause(self, seconds: float) -> None:
         """Pause before the next try; shorter at the end of the run, when little time is left."""
         with self._changed:
             if self._status is None:

@@ -137,7 +137,7 @@ def train(trainer: Faithful) -> None:
                 history.begin(None)
             trainer.train()
         else:
-            _go_on(trainer, Path(run.resume_from["path"]))
+            _resume(trainer, Path(run.resume_from["path"]))
     if trainer.state.global_step >= trainer.args.max_steps:  # `max_steps` grows if the run is extended
         run.ended_by = None
 
@@ -163,7 +163,7 @@ def finish(trainer: Faithful, start: Base, facts: dict[str, Any]) -> dict[str, A
     }
 
 
-def _go_on(trainer: Faithful, checkpoint: Path) -> None:
+def _resume(trainer: Faithful, checkpoint: Path) -> None:
     run = trainer.run
     trainer.go_on_from(checkpoint)
     limit = run.state.limit_reached(run.config, trainer.saved_step)

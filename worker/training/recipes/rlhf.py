@@ -20,7 +20,7 @@ from worker.training.run import Run
 from worker.training.token_cache import TokenCache
 from worker.training.trainer import Faithful
 
-_NO_NUMBERS = "probability tensor contains either"
+_NON_FINITE_ERROR = "probability tensor contains either"
 """Part of torch's error when it samples from non-finite probabilities."""
 
 
@@ -68,10 +68,10 @@ class RewardedTrainer(Faithful):
             try:
                 return super()._generate_single_turn(*arguments, **options)
             except RuntimeError as error:
-                if _NO_NUMBERS not in str(error) or not self.model.training:
+                if _NON_FINITE_ERROR not in str(error) or not self.model.training:
                     raise
-                says = "the model's output became non-finite while it generated completions"
-                raise self.guard.failure(self, Trouble("non_finite", says)) from error
+                description = "the model's output became non-finite while it generated completions"
+                raise self.guard.failure(self, Trouble("non_finite", description)) from error
 
     def with_rows(self, collate: Any) -> Any:
         return collate  # a batch is the list of its rows
@@ -105,21 +105,21 @@ class RewardedTrainer(Faithful):
 
     def tell_samples(self) -> None:
         """Report the completions with the highest and the lowest advantage of the last round."""
-        told = self._logs
-        advantages = list(told["advantages"])
+        logs = self._logs
+        advantages = list(logs["advantages"])
         if not advantages:
             return
         best, worst = advantages.index(max(advantages)), advantages.index(min(advantages))
         for at in dict.fromkeys((best, worst)):
             self.run.report.sample(
                 self.state.global_step,
-                self._shown(told["prompt"][at]),
-                self._shown(told["completion"][at]),
-                rewards={name: values[at] for name, values in told["rewards"].items()},
+                self._as_text(logs["prompt"][at]),
+                self._as_text(logs["completion"][at]),
+                rewards={name: values[at] for name, values in logs["rewards"].items()},
                 advantage=advantages[at],
             )
 
-    def _shown(self, text: Any) -> str:
+    def _as_text(self, text: Any) -> str:
         return text if isinstance(text, str) else "\n".join(str(message["content"]) for message in text)
 
 
@@ -205,9 +205,9 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
             processing_class=tokenizer,
             peft_config=model.lora_config(config, start.revision),
         )
-        judges = [one.identity for one in functions if isinstance(one, RewardModel)]
+        fingerprints = [one.identity for one in functions if isinstance(one, RewardModel)]
         facts = course.tell(
-            trainer, found, replaced, training, held_out, max_length=max_length, reward_models=judges or None
+            trainer, found, replaced, training, held_out, max_length=max_length, reward_models=fingerprints or None
         )
         course.train(trainer)
         return course.finish(trainer, start, facts)

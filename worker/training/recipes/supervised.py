@@ -41,9 +41,9 @@ class SupervisedTrainer(Faithful, SFTTrainer):  # type: ignore[misc]
         return found
 
     def evaluated(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        told = super().evaluated(metrics)
-        told["eval_perplexity"] = math.exp(min(told["eval_loss"], 700.0))
-        return {**told, **self._evaluation.results(told)}
+        reported = super().evaluated(metrics)
+        reported["eval_perplexity"] = math.exp(min(reported["eval_loss"], 700.0))
+        return {**reported, **self._evaluation.results(reported)}
 
 
 def train(
