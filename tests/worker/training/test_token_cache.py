@@ -110,7 +110,7 @@ class TestEntries:
         path.write_bytes(whole)
         anew = folder.cache().entry(PARTS, SCHEMA, numbers)
         assert not anew.was_there and values(anew) == list(range(1000))
-        assert len(folder.warnings) == 1 and "damaged" in folder.warnings[0]
+        assert len(folder.warnings) == 1 and "corrupt" in folder.warnings[0]
         assert folder.cache().entry(PARTS, SCHEMA, never).was_there
 
     def test_an_entry_under_the_name_of_another_is_not_taken_for_it(self, folder: Folder) -> None:
