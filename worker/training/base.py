@@ -1,4 +1,4 @@
-"""The base model of a run: where it lies, what it is, and its tokenizer; nothing here loads a weight before `merge`."""
+"""Base model of a run: its location, identity and tokenizer; no weights are loaded before `merged`."""
 
 import shutil
 from collections.abc import Iterator
@@ -23,83 +23,83 @@ from worker.training.pulse import Alive, while_growing
 ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".index.json")
-_OF_A_CONFIG = (huggingface_hub.errors.StrictDataclassError, ArithmeticError, KeyError, TypeError)
-"""What a config.json raises whose fields have the wrong type, or do not go together."""
+_CONFIG_ERRORS = (huggingface_hub.errors.StrictDataclassError, ArithmeticError, KeyError, TypeError)
+"""Exceptions raised for a config.json whose fields have the wrong type or are inconsistent."""
 
 
 @dataclass(frozen=True)
 class Base:
-    """Where the weights that a run starts from lie."""
+    """Location and identity of the weights that a run starts from."""
 
     source: str
-    """Folder or hub name that `from_pretrained` and the adapter's own configuration name."""
+    """Folder or hub name for `from_pretrained`, also written to the adapter's configuration."""
     tokenizer_source: str
     options: dict[str, Any]
     """Revision, offline and trust options, the same for configuration, weights and tokenizer."""
     architecture: Any
     """The transformers configuration, without weights."""
     identity: str
-    """What tells these weights from others: a commit of the hub, or a digest of the folder."""
+    """Fingerprint of the weights: a commit of the hub, or a digest of the folder."""
     revision: str | None = None
-    """The commit of a hub model, whichever branch or tag was asked for."""
+    """Commit of a hub model, to which a requested branch or tag was resolved."""
     adapter: Path | None = None
-    """An adapter that is to be merged into `source` before it is the base."""
+    """Adapter to merge into `source` to get the base."""
     merged: Path | None = None
-    """The private folder of a merged base."""
+    """Private folder of a merged base."""
     from_scratch: bool = False
-    """The folder holds an architecture without weights: they start as random numbers drawn with the seed."""
+    """True if the folder has an architecture without weights; they are initialized randomly with the seed."""
 
     @property
     def folder(self) -> Path:
-        """Where its files are, or come to be while it is downloaded: of a hub model its part of the hub's cache."""
+        """Folder of the files, also while they are downloaded; for a hub model its part of the hub's cache."""
         if self.revision is None:
             return Path(self.source)
         return Path(HF_HUB_CACHE) / repo_folder_name(repo_id=self.source, repo_type="model")
 
 
 def find_base(job: dict[str, Any], config: TrainingConfig) -> Base:
-    """Locate the base model and pin what it is: of a hub model the commit, for all its parts.
+    """Locate the base model and pin its identity: a hub model to one commit, for all its parts.
 
     Raises:
         TrainingFailure: `model_not_found` or `config_error`.
     """
     named, options = job["base_model"], _options(job)
     if named.get("path") is None:
-        return _pinned(named["hub"], options, named.get("revision") or config.revision)
+        return _pin(named["hub"], options, named.get("revision") or config.revision)
     folder = Path(named["path"])
     if config.revision is not None:
-        raise TrainingFailure("config_error", "`revision` belongs to a hub model, and the base is a folder.")
+        raise TrainingFailure("config_error", "`revision` applies to hub models only, and the base model is a folder.")
     if not folder.is_dir():
-        raise TrainingFailure("model_not_found", f"The base model {named['name']} is not there any more.")
+        raise TrainingFailure("model_not_found", f"The base model {named['name']} no longer exists.")
     if (folder / ADAPTER_CONFIG).is_file():
-        return _adapted(folder, named["name"], options)
+        return _adapter_base(folder, named["name"], options)
     return replace(
-        _pinned(str(folder), options, None),
+        _pin(str(folder), options, None),
         from_scratch=_has_no_weights(folder, named["name"], config),
     )
 
 
 def find_reward_model(job: dict[str, Any], named: dict[str, Any]) -> Base:
-    """Locate a reward model (name, path, hub, revision) and pin what it is.
+    """Locate a reward model (name, path, hub, revision) and pin its identity.
 
     Raises:
         TrainingFailure: `model_not_found` or `config_error`.
     """
     if named.get("path") is None:
-        return _pinned(named["hub"], _options(job), named.get("revision"))
+        return _pin(named["hub"], _options(job), named.get("revision"))
     folder = Path(named["path"])
     if not folder.is_dir():
-        raise TrainingFailure("model_not_found", f"The reward model {named['name']} is not there any more.")
+        raise TrainingFailure("model_not_found", f"The reward model {named['name']} no longer exists.")
     if (folder / ADAPTER_CONFIG).is_file():
-        return _adapted(folder, named["name"], _options(job))
-    return _pinned(str(folder), _options(job), None)
+        return _adapter_base(folder, named["name"], _options(job))
+    return _pin(str(folder), _options(job), None)
 
 
 @contextmanager
 def merged(base: Base, target: Path, dtype: torch.dtype, alive: Alive) -> Iterator[Base]:
-    """The base with its adapter merged in, in the folder `target` for as long as the block lasts.
+    """Yield the base with its adapter merged in, stored in the folder `target` until the block ends.
 
-    A base that is no adapter comes as it is.
+    A base without an adapter is yielded unchanged.
 
     Raises:
         TrainingFailure: `model_not_found` or `config_error`.
@@ -116,10 +116,10 @@ def merged(base: Base, target: Path, dtype: torch.dtype, alive: Alive) -> Iterat
 
 
 def load_tokenizer(base: Base) -> PreTrainedTokenizerBase:
-    """The base's tokenizer, with a padding token.
+    """Load the base's tokenizer, and set a padding token if it has none.
 
     Raises:
-        TrainingFailure: there is none, or it cannot say where a text ends.
+        TrainingFailure: it cannot be loaded, or it has no end-of-sequence token.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(base.tokenizer_source, **base.options)
@@ -142,32 +142,32 @@ def _options(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def not_loaded(error: Exception, source: str, what: str) -> TrainingFailure:
-    """The failure that an exception of `from_pretrained` means."""
+    """Convert an exception of `from_pretrained` to a `TrainingFailure`."""
     name = source if not Path(source).is_absolute() else Path(source).name
     missing = (OSError, huggingface_hub.errors.HFValidationError)
     text = in_one_line(error)
-    if _is_refused(error):
+    if _is_access_denied(error):
         return TrainingFailure(
             "model_not_found",
-            f"The hub does not give out the {what} {name}: it is gated, private or not there. The operator can give "
-            "runs the token of an account that may read it: `anneal secrets set hf_token`.",
+            f"The hub denied access to the {what} {name}: it is gated, private or does not exist. The operator can set "
+            "the token of an account with access: `anneal secrets set hf_token`.",
         )
     if isinstance(error, SafetensorError):
-        told = _damaged(Path(source)) or "a file of its weights is empty or damaged"
+        problem = _corrupt_file(Path(source)) or "a file of its weights is empty or damaged"
         return TrainingFailure(
-            "config_error", f"The {what} {name} cannot be loaded: {told} ({text}). Copy or download it again."
+            "config_error", f"The {what} {name} cannot be loaded: {problem} ({text}). Copy or download it again."
         )
     if isinstance(error, missing):
         return TrainingFailure("model_not_found", f"The {what} {name} cannot be loaded: {text}")
-    told = f"The {what} {name} cannot be used: {type(error).__name__}: {text.rstrip('.')}."
-    is_described_wrongly = what in ("configuration", "architecture") or isinstance(error, _OF_A_CONFIG)
+    message = f"The {what} {name} cannot be used: {type(error).__name__}: {text.rstrip('.')}."
+    is_config_problem = what in ("configuration", "architecture") or isinstance(error, _CONFIG_ERRORS)
     return TrainingFailure(
-        "config_error", f"{told} Look at config.json of the model." if is_described_wrongly else told
+        "config_error", f"{message} Check the model's config.json." if is_config_problem else message
     )
 
 
-def _damaged(folder: Path) -> str | None:
-    """What the matter is with the first file of weights in a folder whose header cannot be read."""
+def _corrupt_file(folder: Path) -> str | None:
+    """Describe the first weights file in a folder whose header cannot be read; None if there is none."""
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, "pt"):
@@ -177,9 +177,9 @@ def _damaged(folder: Path) -> str | None:
     return None
 
 
-def _is_refused(error: BaseException | None) -> bool:
+def _is_access_denied(error: BaseException | None) -> bool:
     while error is not None:
-        if isinstance(error, huggingface_hub.errors.RepositoryNotFoundError):  # gated ones among them
+        if isinstance(error, huggingface_hub.errors.RepositoryNotFoundError):  # also raised for gated ones
             return True
         if isinstance(error, huggingface_hub.errors.HfHubHTTPError) and error.response is not None:
             return error.response.status_code in (401, 403)
@@ -187,8 +187,8 @@ def _is_refused(error: BaseException | None) -> bool:
     return False
 
 
-def _pinned(source: str, options: dict[str, Any], revision: str | None) -> Base:
-    """A folder, or a hub model at the commit that `revision` (None: its main branch) means now."""
+def _pin(source: str, options: dict[str, Any], revision: str | None) -> Base:
+    """Describe a folder, or a hub model at the current commit of `revision` (None: its main branch)."""
     commit = None
     try:
         if not Path(source).is_dir():
@@ -203,12 +203,12 @@ def _pinned(source: str, options: dict[str, Any], revision: str | None) -> Base:
     return Base(source, source, options, architecture, identity, revision=commit)
 
 
-def _adapted(folder: Path, name: str, options: dict[str, Any]) -> Base:
+def _adapter_base(folder: Path, name: str, options: dict[str, Any]) -> Base:
     if not (folder / _ADAPTER_WEIGHTS).is_file():
         raise TrainingFailure(
             "model_not_found",
-            f"The adapter {name} has no {_ADAPTER_WEIGHTS}. Weights in a pickle (adapter_model.bin) are never loaded, "
-            "since that runs whatever code is in it: save the adapter again as safetensors.",
+            f"The adapter {name} has no {_ADAPTER_WEIGHTS}. Pickled weights (adapter_model.bin) are never loaded, "
+            "because a pickle can run arbitrary code: save the adapter again as safetensors.",
         )
     try:
         described = PeftConfig.from_pretrained(str(folder))
@@ -216,7 +216,7 @@ def _adapted(folder: Path, name: str, options: dict[str, Any]) -> Base:
         raise not_loaded(error, name, "adapter") from error
     if not described.base_model_name_or_path:
         raise TrainingFailure("model_not_found", f"The adapter {name} does not name its base model.")
-    base = _pinned(described.base_model_name_or_path, options, described.revision)
+    base = _pin(described.base_model_name_or_path, options, described.revision)
     own_tokenizer = (folder / "tokenizer_config.json").is_file()
     return replace(
         base,
@@ -242,13 +242,13 @@ def _merge(base: Base, adapter: Path, target: Path, dtype: torch.dtype) -> Base:
 
 
 def _has_no_weights(folder: Path, name: str, config: TrainingConfig) -> bool:
-    """Whether the folder holds an architecture alone, which only `full` can start from."""
+    """Return True if the folder has an architecture without weights, which only `full` can start from."""
     if any(path.name.endswith(_WEIGHTS) for path in folder.iterdir()):
         return False
     if config.method is not TrainingMethod.full:
         raise TrainingFailure(
             "config_error",
-            f"The folder {name} holds a configuration but no weights, and `{config.method}` needs some to start from: "
-            "put them there, or train the model from scratch with method `full` first and name that run.",
+            f"The folder {name} contains a configuration but no weights, and method `{config.method}` needs weights: "
+            "add them, or first train the model from scratch with method `full` and use that run as the base model.",
         )
     return True

@@ -1,4 +1,4 @@
-"""The model card of an output: where it comes from, how it was made, how to load it."""
+"""Model card of an output: its base and data, how it was trained, and how to load it."""
 
 import json
 from pathlib import Path
@@ -17,12 +17,13 @@ def model_card(
     where: str,
     objective: str,
 ) -> str:
-    """The text of `README.md`: YAML front matter for hubs, then prose for people.
+    """Return the text of `README.md`: YAML front matter for hubs, then prose for people.
 
-    `where` is what it is loaded from, a folder or a name of the hub; `objective` names what evaluations are judged by.
+    `where` is the folder or hub name to load the output from; `objective` is the metric that evaluations are compared
+    by.
     """
     adapter = config.lora_r is not None
-    judges = config.method is TrainingMethod.reward
+    is_reward_model = config.method is TrainingMethod.reward
     name, hub = job["base_model"]["name"], job["base_model"].get("hub")
     data, held_out = job["dataset"], job.get("eval_dataset")
     last = state.last_metric
@@ -38,25 +39,25 @@ def model_card(
     }
     lines = [
         "---",
-        # To the hub a local name would mean a model of its own, or none, which it refuses.
+        # The hub would read a local name as one of its own models, and refuses a name that it does not have.
         *([f"base_model: {json.dumps(hub or name)}"] if hub or config.push_to_hub is None else []),
         f"library_name: {'peft' if adapter else 'transformers'}",
-        f"pipeline_tag: {'text-classification' if judges else 'text-generation'}",
+        f"pipeline_tag: {'text-classification' if is_reward_model else 'text-generation'}",
         f"tags: [anneal, {config.method}]",
         "---",
         "",
         f"# {name}, fine-tuned ({config.method})",
         "",
-        f"Made by Anneal in run `{job['run_id']}`, attempt {job['attempt']}: "
-        + (f"a LoRA adapter on `{name}`." if adapter else f"every weight of `{name}` trained."),
+        f"Trained by Anneal in run `{job['run_id']}`, attempt {job['attempt']}: "
+        + (f"a LoRA adapter on `{name}`." if adapter else f"all weights of `{name}`."),
         "",
         *([f"The base is commit `{facts['base_revision']}`.", ""] if facts.get("base_revision") else []),
         "## How to load it",
         "",
         "```python",
-        *_loading(adapter, judges, where),
+        *_loading(adapter, is_reward_model, where),
         "```",
-        *(["", _JUDGES] if judges else []),
+        *(["", _REWARD_USAGE] if is_reward_model else []),
         "",
         "## Data",
         "",
@@ -74,25 +75,25 @@ def model_card(
     lines += [f"- {library} {version}" for library, version in versions.items()]
     lines += [
         f"- device: {facts.get('device_name', facts.get('device'))}",
-        f"- parameters: {facts.get('parameters_total'):,} in all, {facts.get('parameters_trainable'):,} trained",
-        f"- operations of a trained token: {facts['flops_per_token']:.4g} (in {facts['flops_sequence_length']} tokens)",
+        f"- parameters: {facts.get('parameters_total'):,} in total, {facts.get('parameters_trainable'):,} trained",
+        f"- FLOPs per trained token: {facts['flops_per_token']:.4g} (sequences of {facts['flops_sequence_length']})",
         *([f"- peak of the device: {facts['peak_tflops']:g} TFLOP/s"] if facts["peak_tflops"] else []),
         "",
     ]
     return "\n".join(lines)
 
 
-_JUDGES = (
-    "It gives a text with its end one number, its reward: "
+_REWARD_USAGE = (
+    "The model returns one number, the reward, for a text that ends with the end-of-sequence token: "
     '`model(**tokenizer(text + tokenizer.eos_token, return_tensors="pt")).logits[0, 0]`.'
 )
 
 
-def _loading(adapter: bool, judges: bool, place: str) -> list[str]:
+def _loading(adapter: bool, is_reward_model: bool, place: str) -> list[str]:
     where = json.dumps(place)
-    kind = f"Auto{'Peft' if adapter else ''}ModelFor{'SequenceClassification' if judges else 'CausalLM'}"
-    # An adapter does not say how many numbers its base is to give; a whole model does.
-    more = ", num_labels=1" if judges and adapter else ""
+    kind = f"Auto{'Peft' if adapter else ''}ModelFor{'SequenceClassification' if is_reward_model else 'CausalLM'}"
+    # An adapter's configuration does not contain `num_labels`; that of a full model does.
+    more = ", num_labels=1" if is_reward_model and adapter else ""
     library = ["from peft import " + kind, "from transformers import AutoTokenizer"]
     return [
         *(library if adapter else [f"from transformers import {kind}, AutoTokenizer"]),

@@ -1,4 +1,4 @@
-"""Chats as tokens: the template that renders them, and which tokens the model is to learn."""
+"""Chats as tokens: the chat template that renders them, and the tokens that the model learns."""
 
 import threading
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ DEFAULT_TEMPLATE = (
 
 
 def ensure_template(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Give a tokenizer without chat template a plain one; returns whether it needed it."""
+    """Set a plain chat template if the tokenizer has none; return True if it was needed."""
     if tokenizer.chat_template:
         return False
     eos = str(tokenizer.eos_token).replace("\\", "\\\\").replace("'", "\\'")
@@ -36,9 +36,9 @@ def ensure_template(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 class ChatEncoder:
-    """Turns chats into token ids and labels.
+    """Encoder of chats to token ids and labels.
 
-    `loss_on`: `all`, `completion` (the last answer) or `assistant` (every answer). Answers are found by the
+    `loss_on`: `all`, `completion` (the last answer) or `assistant` (every answer). Answers are located by the
     template's own `{% generation %}` marks, or else by rendering the chat up to each answer.
     """
 
@@ -47,7 +47,7 @@ class ChatEncoder:
         self._tokenizer = tokenizer
         self._loss_on = loss_on
         self._ids = Ids(tokenizer, add_special_tokens=False)
-        self._alone = threading.Lock()
+        self._lock = threading.Lock()
         self._marked = "generation %}" in str(tokenizer.chat_template).replace("-%}", "%}")
         if loss_on == "assistant" and not self._marked and not tokenizer.is_fast:
             raise TrainingFailure(
@@ -56,26 +56,26 @@ class ChatEncoder:
             )
 
     def prepare(self, row: dict[str, Any]) -> Any:
-        """The chat as text, with what tells its answers: the prompt before the last, or where each of them lies.
+        """Render a chat, with the prompt before its last answer or the character spans of all answers.
 
-        A chat whose answers the template marks stays as it is: it is rendered with its marks later.
+        A chat whose template marks the answers is returned unrendered: `encode` renders it with its marks.
         """
         messages, tools = row["messages"], row.get("tools")
         if self._loss_on == "assistant":
             if not self._marked:
                 return self._with_spans(messages, tools)
             if not isinstance(messages, list) or not messages:
-                raise BadRow("its messages are no list of messages")
+                raise BadRow("`messages` is not a non-empty list")
             return messages, tools
         text = self._render(messages, tools)
         if self._loss_on == "all":
             return text, None
         if messages[-1]["role"] != "assistant":
-            raise BadRow("the last message is not the assistant's, so there is no completion to learn")
+            raise BadRow("the last message is not from the assistant, so there is no completion to learn")
         return text, self._render(messages[:-1], tools, add_generation_prompt=True)
 
     def encode(self, prepared: Sequence[Any]) -> list[Encoded]:
-        """Tokens of each chat; a chat without an answer to learn is a `BadRow`."""
+        """Tokenize the chats; raise `BadRow` for a chat without an answer to learn."""
         if self._loss_on == "assistant":
             return self._by_marks(prepared) if self._marked else self._by_spans(prepared)
         wholes = self._ids([text for text, _ in prepared])
@@ -87,11 +87,11 @@ class ChatEncoder:
     def _render(self, messages: Sequence[Any], tools: Any, **more: Any) -> str:
         try:
             return str(self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **more))
-        except Exception as error:  # a template raises whatever it likes
-            raise BadRow(f"the chat template refuses it: {str(error)[:200]}") from error
+        except Exception as error:  # a template can raise anything
+            raise BadRow(f"the chat template rejects it: {str(error)[:200]}") from error
 
     def _with_spans(self, messages: Sequence[Any], tools: Any) -> tuple[str, list[tuple[int, int]]]:
-        """The chat as text, and the characters from which to which each answer goes."""
+        """Return the chat as text, and the start and end character of each answer."""
         whole = self._render(messages, tools)
         spans = []
         for place, message in enumerate(messages):
@@ -102,17 +102,17 @@ class ChatEncoder:
             if not (whole.startswith(after) and after.startswith(before)):
                 raise TrainingFailure(
                     "config_error",
-                    "The chat template renders a turn differently once others follow, so `loss_on` = `assistant` "
-                    "cannot tell the answers apart. Use `completion`, or a template with {% generation %} marks.",
+                    "The chat template renders a turn differently if other turns follow, so `loss_on` = `assistant` "
+                    "cannot locate the answers. Use `completion`, or a template with {% generation %} marks.",
                 )
             spans.append((len(before), len(after)))
         if not spans:
-            raise BadRow("it has no answer of the assistant to learn")
+            raise BadRow("it has no assistant message to learn")
         return whole, spans
 
     def _by_spans(self, chats: Sequence[tuple[str, list[tuple[int, int]]]]) -> list[Encoded]:
         texts = [text for text, _ in chats]
-        with self._alone:
+        with self._lock:
             found = self._tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         encoded = []
         for ids, offsets, (_, spans) in zip(found["input_ids"], found["offset_mapping"], chats, strict=True):
@@ -125,9 +125,9 @@ class ChatEncoder:
 
     def _by_marks(self, chats: Sequence[tuple[list[Any], Any]]) -> list[Encoded]:
         if len(chats) > 1 and any(tools is not None for _, tools in chats):
-            return [self._by_marks([chat])[0] for chat in chats]  # one call knows one set of tools
+            return [self._by_marks([chat])[0] for chat in chats]  # one call takes one set of tools
         try:
-            with self._alone:
+            with self._lock:
                 found = self._tokenizer.apply_chat_template(
                     [messages for messages, _ in chats],
                     tools=chats[0][1],
@@ -136,11 +136,11 @@ class ChatEncoder:
                     return_assistant_tokens_mask=True,
                 )
         except Exception as error:
-            raise BadRow(f"the chat template refuses it: {str(error)[:200]}") from error
+            raise BadRow(f"the chat template rejects it: {str(error)[:200]}") from error
         encoded = []
         for ids, mask in zip(found["input_ids"], found["assistant_masks"], strict=True):
             if 1 not in mask:
-                raise BadRow("it has no answer of the assistant to learn")
+                raise BadRow("it has no assistant message to learn")
             encoded.append(_masked(ids, np.array(mask, bool)))
         return encoded
 

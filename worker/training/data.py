@@ -1,4 +1,4 @@
-"""Data sets: from a JSONL file to token ids and labels, cut or packed, each row with its number in the file."""
+"""Datasets: from a JSONL file to token ids and labels, truncated or packed, each row with its number in the file."""
 
 import hashlib
 import math
@@ -23,29 +23,29 @@ from worker.training.rows import Progress
 from worker.training.token_cache import TokenCache, Write
 
 VERSION = 1
-"""Of the code that makes tokens from rows, here and in `encoding`, `chat` and `packing`: raise it with any change of
-what comes out, or runs go on with what was made before."""
+"""Version of the code that makes tokens from rows, here and in `encoding`, `chat` and `packing`. Increase it with any
+change of the output, or runs reuse tokens made by the old code."""
 _INTS = pa.list_(pa.int32())
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A data set ready to train on: columns `input_ids`, `labels`, `rows` and, packed, `seq_lengths`."""
+    """A dataset ready to train on: columns `input_ids`, `labels`, `rows` and, if packed, `seq_lengths`."""
 
     dataset: Dataset
     rows: int
-    """Rows of the file that it holds."""
+    """Number of rows of the file that are in it."""
     tokens: int
     remarks: list[str]
-    """What the user should know: rows cut or left out."""
+    """Warnings for the user: rows cut or left out."""
     highest_id: int
-    """The highest token id in it."""
+    """Highest token id in the data."""
     are_cached: bool = False
-    """An earlier run has made them."""
+    """True if an earlier run made the tokens."""
 
 
 def split(count: int, part: float, seed: int) -> tuple[list[int], list[int]]:
-    """Row numbers of `count` to train on and to hold out, both in the order of the file; at least one in each."""
+    """Split `count` row numbers into training and held-out rows, both in file order; at least one in each."""
     if count < 2:
         raise TrainingFailure("bad_data", "`eval_split` needs at least two rows.")
     held = min(max(round(count * part), 1), count - 1)
@@ -66,10 +66,10 @@ def tokenise(
     sha256: str | None = None,
     cache: TokenCache | None = None,
 ) -> Tokens:
-    """Read, tokenise, mask, cut and pack the `chosen` rows (None: all) of a file, in its order.
+    """Read, tokenize, mask, truncate and pack the `chosen` rows (None: all) of a file, in file order.
 
-    Columns that the format does not name are passed over. What comes out is kept in `cache` when `sha256` says what
-    the file holds, and taken from there when it was made before. `purpose` is what messages call the data.
+    Columns that the format does not name are ignored. If `sha256`, the digest of the file, is given, the result is
+    kept in `cache`, and read from there if it was made before. `purpose` is the name of the data in messages.
 
     Raises:
         TrainingFailure: `bad_data` that names the rows.
@@ -95,31 +95,31 @@ def tokenise(
     def build(write: Write) -> dict[str, Any]:
         made = Sequences(write, schema, max_length, strategy)
         read = rows.encoded(path, encoder, chosen=chosen, progress=progress, purpose=purpose)
-        return _made(made, read, config.truncation_mode, purpose)
+        return _build_sequences(made, read, config.truncation_mode, purpose)
 
     entry = (cache or TokenCache()).entry(parts if sha256 else None, schema, build)
     facts, table = entry.facts, entry.table
     if entry.was_there:
         progress(facts["rows"], facts["rows"])
-    if not encoder.masks:  # then labels are the tokens themselves, and need no room
+    if not encoder.masks:  # labels are the tokens themselves, and share their memory
         table = table.add_column(1, pa.field("labels", _INTS), table["input_ids"])
-    # Left to itself, it would find its fingerprint by writing all of the table out.
+    # Without a fingerprint, `Dataset` would compute one by serializing the whole table.
     dataset = Dataset(InMemoryTable(table), fingerprint=entry.name[:32])
     return Tokens(dataset, **facts, are_cached=entry.was_there)
 
 
 def first_batch(data: Dataset, config: TrainingConfig) -> Dataset:
-    """The rows of one optimizer step, to be seen again and again."""
+    """Return the rows of one optimizer step, to train on repeatedly."""
     return data.select(range(min(len(data), config.batch_size * config.gradient_accumulation_steps)))
 
 
 def steps_in(data: Dataset, config: TrainingConfig) -> int:
-    """Optimizer steps of one pass."""
+    """Return the number of optimizer steps in one epoch."""
     return math.ceil(math.ceil(len(data) / config.batch_size) / config.gradient_accumulation_steps)
 
 
 class WithRows:
-    """A collator that keeps the numbers of the rows beside the batch that another collator builds."""
+    """A collator that adds the row numbers to the batch built by another collator."""
 
     def __init__(self, collate: Callable[[list[dict[str, Any]]], dict[str, Any]]) -> None:
         self._collate = collate
@@ -137,11 +137,13 @@ def _encoder(data_format: str, tokenizer: PreTrainedTokenizerBase, loss_on: str)
         return CompletionEncoder(tokenizer, loss_on)
     if data_format == "text":
         return TextEncoder(tokenizer)
-    raise TrainingFailure("bad_data", f"Data sets of format {data_format} cannot be trained on.")
+    raise TrainingFailure("bad_data", f"Datasets of format {data_format} cannot be used for training.")
 
 
-def _made(made: Sequences, read: Iterable[tuple[int, Encoded]], truncation_mode: str, purpose: str) -> dict[str, Any]:
-    """Make all sequences of what is `read`; answers the fields of `Tokens` that tell about them."""
+def _build_sequences(
+    made: Sequences, read: Iterable[tuple[int, Encoded]], truncation_mode: str, purpose: str
+) -> dict[str, Any]:
+    """Make all sequences from `read`, and return the fields of `Tokens` that describe them."""
     limit = slice(-made.room, None) if truncation_mode == "keep_end" else slice(made.room)
     done = cut = masked = 0
     for number, encoded in read:
@@ -149,19 +151,19 @@ def _made(made: Sequences, read: Iterable[tuple[int, Encoded]], truncation_mode:
         if len(encoded.ids) > made.room and made.strategy != "wrapped":
             cut += 1
             encoded = encoded.cut(limit)
-        # Nothing predicts the first token of a text. One long stream has a place for texts that teach nothing.
+        # The first token of a text is never predicted. `wrapped` keeps texts without tokens to learn in its stream.
         if made.strategy == "wrapped" or encoded.teaches:
             made.add(number, encoded)
         else:
             masked += 1
     made.finish()
     if not made.teaches:
-        why = f"no token to learn is left of any row within {made.room} tokens" if done else "it has no rows"
+        why = f"no row has a token to learn within {made.room} tokens" if done else "it has no rows"
         raise TrainingFailure("bad_data", f"There is nothing to train on in the {purpose} data: {why}.")
     remarks = []
     if cut:
         end = "end" if truncation_mode == "keep_start" else "start"
         remarks.append(f"{cut} of {done} rows are longer than {made.room} tokens and were cut at the {end}.")
     if masked:
-        remarks.append(f"{masked} of {done} rows were left out: after cutting, no token to learn is left.")
+        remarks.append(f"{masked} of {done} rows were left out: no token to learn remains after truncation.")
     return {"rows": made.rows, "tokens": made.tokens, "remarks": remarks, "highest_id": made.highest_id}

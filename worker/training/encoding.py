@@ -1,7 +1,7 @@
-"""Rows as tokens: many at a time, each with the tokens that the model is to learn of it.
+"""Rows as tokens, encoded in batches, with labels for the tokens that the model learns.
 
-An encoder `prepare`s rows one by one, which tells bad ones, and `encode`s what came out of many at once. Several
-threads may run the tokenizer's own Rust code; all else of transformers keeps state, and is called by one at a time.
+An encoder `prepare`s rows one by one, which finds bad rows, and `encode`s many prepared rows at once. Several threads
+may run the tokenizer's own Rust code; the rest of transformers keeps state, and is called by one thread at a time.
 """
 
 import datetime
@@ -21,30 +21,30 @@ import transformers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 IGNORED = -100
-"""The label of a token that is not learned."""
+"""Label of a token that is not learned."""
 
 Ints = npt.NDArray[np.int32]
 
 
 class BadRow(Exception):
-    """A row that cannot be used, and why."""
+    """A row that cannot be used, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """One text."""
+    """Tokens of one text."""
 
     ids: Ints
     labels: Ints | None
-    """`IGNORED` for what is not learned; None: every token is."""
+    """`IGNORED` for tokens that are not learned; None: every token is learned."""
 
     @property
     def teaches(self) -> bool:
-        """Whether there is a token to learn; the first one is predicted from nothing."""
+        """True if there is a token to learn; the first token is never predicted."""
         return len(self.ids) > 1 if self.labels is None else bool((self.labels[1:] != IGNORED).any())
 
     def cut(self, part: slice) -> "Encoded":
-        """A part of it."""
+        """Return the tokens and labels of a slice."""
         return Encoded(self.ids[part], None if self.labels is None else self.labels[part])
 
 
@@ -52,30 +52,30 @@ Result = TypeVar("Result")
 
 
 class Encoder(Protocol[Result]):
-    """Of one format of data, to whatever a method learns from."""
+    """Encoder of one data format to the examples of a training method."""
 
     def prepare(self, row: dict[str, Any]) -> Any:
-        """What `encode` takes.
+        """Return the input of `encode` for one row.
 
         Raises:
             BadRow: the row cannot be used.
-            KeyError, TypeError, IndexError: it is not of this format.
-            TrainingFailure: no row can.
+            KeyError, TypeError, IndexError: it does not have this format.
+            TrainingFailure: no row can be used.
         """
 
     def encode(self, prepared: Sequence[Any]) -> list[Result]:
-        """What each becomes; raises as `prepare` does, for whichever comes first. Any thread may call it."""
+        """Encode prepared rows; raise as `prepare` does, for the first bad row. Any thread may call it."""
 
 
 class TextsEncoder(Encoder[Encoded], Protocol):
-    """Of rows that are one text each."""
+    """Encoder of rows that are one text each."""
 
     masks: bool
-    """Whether its labels tell what is learned; False: everything is, and labels are None."""
+    """True if labels mark the tokens to learn; False: every token is learned, and labels are None."""
 
 
 class Ids:
-    """Texts to token ids."""
+    """Converter of texts to token ids."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
@@ -84,23 +84,23 @@ class Ids:
             getattr(type(tokenizer), name) is getattr(PreTrainedTokenizerFast, name)
             for name in ("__call__", "_encode_plus")
         )
-        # Without offsets, which nobody asked for and which take a third of the time.
+        # Calling the backend skips offsets, which are not needed and take a third of the time.
         self._backend = tokenizer.backend_tokenizer if is_plain else None
-        self._alone = threading.Lock()
-        tokenizer("")  # leaves the backend as a call without padding and truncation finds it
+        self._lock = threading.Lock()
+        tokenizer("")  # sets the backend to no padding and no truncation
 
     def __call__(self, texts: Sequence[str]) -> list[Ints]:
-        """Token ids of each text, as the tokenizer gives them when it is called with the text alone."""
+        """Return the token ids of each text, as the tokenizer returns them for that text alone."""
         if self._backend is not None:
             found = self._backend.encode_batch_fast(list(texts), add_special_tokens=self._add_special_tokens)
             return [np.array(one.ids, np.int32) for one in found]
-        with self._alone:
+        with self._lock:
             plain = self._tokenizer(list(texts), add_special_tokens=self._add_special_tokens, verbose=False)
         return [np.array(ids, np.int32) for ids in plain["input_ids"]]
 
 
 class TextEncoder:
-    """Rows of the format `text`: all of it is learned."""
+    """Encoder of the format `text`: every token is learned."""
 
     masks = False
 
@@ -109,16 +109,16 @@ class TextEncoder:
         self._eos = str(tokenizer.eos_token)
 
     def prepare(self, row: dict[str, Any]) -> str:
-        """The text with its end."""
+        """Return the text with its end-of-sequence token."""
         return ended(row["text"], self._eos)
 
     def encode(self, prepared: Sequence[str]) -> list[Encoded]:
-        """Tokens of each text."""
+        """Tokenize each text."""
         return [Encoded(ids, None) for ids in self._ids(prepared)]
 
 
 class CompletionEncoder:
-    """Rows of the format `prompt_completion`; `loss_on` = `completion` learns the completion alone."""
+    """Encoder of the format `prompt_completion`; with `loss_on` = `completion` only the completion is learned."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: str) -> None:
         self.masks = loss_on == "completion"
@@ -126,14 +126,14 @@ class CompletionEncoder:
         self._eos = str(tokenizer.eos_token)
 
     def prepare(self, row: dict[str, Any]) -> tuple[str, str]:
-        """The prompt, and the whole text with its end."""
+        """Return the prompt, and the whole text with its end-of-sequence token."""
         prompt, completion = row["prompt"], row["completion"]
         if not isinstance(prompt, str) or not isinstance(completion, str):
-            raise BadRow("prompt and completion must be texts")
+            raise BadRow("prompt and completion must be strings")
         return prompt, prompt + ended(completion, self._eos)
 
     def encode(self, prepared: Sequence[tuple[str, str]]) -> list[Encoded]:
-        """Tokens of each, prompt and completion as one text."""
+        """Tokenize each row, prompt and completion as one text."""
         wholes = self._ids([whole for _, whole in prepared])
         if not self.masks:
             return [Encoded(ids, None) for ids in wholes]
@@ -142,20 +142,20 @@ class CompletionEncoder:
 
 
 def identity(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A digest of everything that decides which tokens a text or a chat becomes, template and libraries among it."""
+    """Compute a digest of all that affects tokenization, including the chat template and library versions."""
     kind, template = type(tokenizer), tokenizer.chat_template
     state = {
         "class": f"{kind.__module__}.{kind.__qualname__}",
         "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "split_special_tokens": bool(getattr(tokenizer, "split_special_tokens", False)),
         "chat_template": template,
-        # Some templates tell the model which day it is.
+        # Some templates contain the current date.
         "day": datetime.date.today().isoformat() if "strftime_now" in str(template) else None,
         "versions": [tokenizers.__version__, transformers.__version__],
     }
     digest = hashlib.sha256(json.dumps(state, sort_keys=True).encode())
     if tokenizer.is_fast:
-        tokenizer("")  # padding and truncation, which are part of the state, as they are while it encodes
+        tokenizer("")  # sets padding and truncation, which are part of the state, as encoding does
         digest.update(tokenizer.backend_tokenizer.to_str().encode())
     else:
         with tempfile.TemporaryDirectory() as folder:
@@ -166,9 +166,9 @@ def identity(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def mask_prefix(prompt: Ints, ids: Ints) -> Ints:
-    """Labels of `ids` without the part that it shares with `prompt`.
+    """Return labels for `ids` in which the prefix shared with `prompt` is masked.
 
-    Tokens may merge across the border, so what counts is where the two part, not the prompt's length.
+    Tokens may merge across the border, so the mask ends at the first difference, not at the prompt's length.
     """
     length = min(len(prompt), len(ids))
     apart = np.flatnonzero(prompt[:length] != ids[:length])
@@ -178,7 +178,7 @@ def mask_prefix(prompt: Ints, ids: Ints) -> Ints:
 
 
 def ended(text: Any, eos: str) -> str:
-    """A text with the mark of its end; raises `BadRow` where it is no text."""
+    """Append the end-of-sequence token if it is missing; raise `BadRow` if `text` is not a string."""
     if not isinstance(text, str):
         raise BadRow("its text is not a string")
     return text if text.endswith(eos) else text + eos

@@ -1,4 +1,4 @@
-"""The output of a run: adapter or model in Hugging Face format, tokenizer, model card, metrics."""
+"""Output of a run: adapter or model in Hugging Face format, tokenizer, model card, metrics."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ OUTPUT = "output"
 
 
 def export(trainer: Faithful, base: Base, facts: dict[str, Any]) -> str:
-    """Write `output/` in the attempt's folder, whole or not at all; returns its name below that folder.
+    """Write `output/` to the attempt's folder, atomically, and return its name relative to that folder.
 
     Raises:
         TrainingFailure: `disk_full`.
@@ -34,7 +34,7 @@ def export(trainer: Faithful, base: Base, facts: dict[str, Any]) -> str:
             trainer.model.save_pretrained(staging)
         trainer.processing_class.save_pretrained(staging)
         if base.merged is not None and (staging / ADAPTER_CONFIG).is_file():
-            # The adapter means nothing without the very weights it was trained on, which exist only here.
+            # The adapter is only valid with the exact weights it was trained on, which exist only here.
             base.merged.rename(staging / "base_model")
             _name_base(staging, final / "base_model")
         run.history.copy_to(staging)

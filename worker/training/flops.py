@@ -1,18 +1,19 @@
-"""Operations of a training token, counted from the modules that a model really has.
+"""Operations (FLOPs) per training token, counted from the modules of the loaded model.
 
-Conventions, those of PaLM's appendix B (https://arxiv.org/abs/2204.02311) and of Megatron-LM's
+Conventions, those of PaLM (https://arxiv.org/abs/2204.02311, appendix B) and Megatron-LM
 (https://arxiv.org/abs/2104.04473):
 
-- A product with a weight is 2 operations forward, 2 backward to its input where gradients go further down, and 2
-  backward to the weight where that trains. Embeddings are looked up, which costs none. Of experts those count that a
-  token is sent to. A quantised weight counts by its true shape; unpacking it is not counted.
+- A product with a weight is 2 operations forward, 2 backward to its input if gradients propagate further, and 2
+  backward to the weight if it is trained. Embeddings are lookups and cost nothing. Of the experts, only those count
+  that a token is routed to. A quantized weight counts by its true shape; dequantization is not counted.
 - Attention is 2 products of 2 operations for each pair of tokens of a sequence, and twice that backward. The causal
-  half is not taken off, nor what lies outside a sliding window; layers of linear attention have no pairs.
-- The head counts for every token, although some kernels leave out those that teach nothing.
-- What is computed again in the backward pass (`gradient_checkpointing`) counts for the hardware, not for MFU.
+  half is not subtracted, nor are pairs outside a sliding window; layers of linear attention have no pairs.
+- The head counts for every token, although some kernels skip masked tokens.
+- Recomputation in the backward pass (`gradient_checkpointing`) counts for the hardware, not for MFU.
 - A reference model that runs in every step counts its forward pass. Generation, reward models and reference
-  log-probabilities computed once beforehand do not count: they are no operations of a training token.
-- Neither do norms, activations and the optimizer, nor what DoRA computes once for a batch: no products by the token.
+  log-probabilities computed once beforehand do not count: they are not operations of a training token.
+- Norms, activations, the optimizer, and what DoRA computes once per batch do not count: they are not products per
+  token.
 """
 
 from collections.abc import Iterator
@@ -27,43 +28,43 @@ from transformers.pytorch_utils import Conv1D
 
 _EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk")
 _LAYERS = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-"""What multiplies each token with its weights; layers of bitsandbytes are linear ones too."""
+"""Layers that multiply each token with their weights; layers of bitsandbytes are subclasses of `nn.Linear`."""
 
 
 @dataclass(frozen=True)
 class Flops:
-    """Operations of training, as two numbers: by tokens, and by pairs of tokens of a sequence (its length squared)."""
+    """Operations of training: per token, and per pair of tokens of a sequence (its length squared)."""
 
     token: int
-    """Forward and backward products with weights, for each token."""
+    """Forward and backward products with weights, per token."""
     pair: int
-    """Forward and backward attention of all layers, for each pair."""
+    """Forward and backward attention of all layers, per pair."""
     token_again: int = 0
-    """Computed a second time in the backward pass."""
+    """Recomputed in the backward pass, per token."""
     pair_again: int = 0
 
     def of(self, tokens: float, pairs: float) -> float:
-        """Operations of a model that trained on so many tokens and pairs: what MFU is made of."""
+        """Return the operations of training on so many tokens and pairs, from which MFU is computed."""
         return tokens * self.token + pairs * self.pair
 
     def per_token(self, length: float) -> int:
-        """Operations of a token in a sequence of `length` tokens."""
+        """Return the operations per token in a sequence of `length` tokens."""
         return round(self.token + length * self.pair)
 
     def per_token_of_hardware(self, length: float) -> int:
-        """The same with what is computed twice."""
+        """Return the same including recomputation."""
         return round(self.token + self.token_again + length * (self.pair + self.pair_again))
 
 
 @dataclass(frozen=True)
 class _Product:
-    """A matrix of weights that each token is multiplied with."""
+    """A weight matrix that each token is multiplied with."""
 
     weights: float
     trains: bool
     input_needs_gradient: bool
     of_base: bool = True
-    """False: of an adapter, which a reference pass leaves out."""
+    """False for an adapter, which the reference pass leaves out."""
     of_head: bool = False
 
     @property
@@ -72,9 +73,9 @@ class _Product:
 
 
 def count(model: nn.Module, *, checkpointing: bool = False, reference: bool = False) -> Flops:
-    """Operations of a token that `model` trains on, as it is set up now (adapters, trained parameters).
+    """Count the operations per training token of `model` as it is set up now (adapters, trained parameters).
 
-    `checkpointing`: activations are computed again in the backward pass. `reference`: the base runs forward too.
+    `checkpointing`: activations are recomputed in the backward pass. `reference`: the base model also runs forward.
     """
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if config is not None else None
@@ -93,32 +94,32 @@ def count(model: nn.Module, *, checkpointing: bool = False, reference: bool = Fa
 
 
 def _attention(config: Any) -> tuple[int, int]:
-    """Layers with attention, and operations of a forward pass of one for each pair of tokens of a sequence."""
+    """Return the number of attention layers, and the forward operations of one layer per pair of tokens."""
     heads = getattr(config, "num_attention_heads", None)
     if not heads:
         return 0, 0
     if not isinstance(heads, int):
-        return 0, 0  # other numbers of heads in each layer, which only the model's own code knows
+        return 0, 0  # the number of heads differs between layers, in a way that only the model's code knows
     width = (getattr(config, "head_dim", None) or config.hidden_size // heads) * heads
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     return sum("linear" not in kind and "mamba" not in kind and kind != "conv" for kind in kinds), 4 * int(width)
 
 
 class _Walk:
-    """Goes through the modules in the order in which they are defined, which is that of the forward pass.
+    """Walk through the modules in the order of their definition, which is that of the forward pass.
 
-    Modules of one parent that multiply with weights form a block: the last of them (the output of attention or of an
-    MLP) takes what the others make, and these take what comes into the block.
+    Modules of one parent that multiply with weights form a block: the input of the last one (the output of attention
+    or of an MLP) is the output of the others, and their input is the input of the block.
     """
 
     def __init__(self, model: nn.Module, config: Any) -> None:
         self._model = model
         self._head = _output_layer(model)
-        # Activation checkpointing lets the gradient flow to the embeddings, whether or not these train.
+        # Activation checkpointing makes the gradient flow to the embeddings, even if they are frozen.
         self._gradient_from_start = bool(getattr(_innermost(model), "_require_grads_hooks", None))
         self._gradient = False
         self.frozen_attention = 0
-        """Layers whose attention has no backward pass, as nothing trains below it."""
+        """Number of layers whose attention has no backward pass, because nothing below it is trained."""
         self._experts = next((getattr(config, name) for name in _EXPERTS_OF_A_TOKEN if hasattr(config, name)), None)
 
     def products(self) -> Iterator[_Product]:
@@ -146,7 +147,7 @@ class _Walk:
                 yield from self._below(child)
 
     def _own(self, module: nn.Module) -> Iterator[_Product]:
-        """Weights that are no layers of their own: those of experts, and of what chooses among them."""
+        """Yield weights that are not in a layer of their own: those of experts and of their routers."""
         needed = self._gradient
         for parameter in module.parameters(recurse=False):
             if parameter.dim() in (2, 3):
@@ -170,7 +171,7 @@ class _Walk:
         self._gradient |= _trains(layer)
 
     def _product(self, layer: Any, needed: bool) -> _Product:
-        # A 4-bit weight stores two numbers in a byte: its shape says nothing.
+        # A 4-bit weight packs two values in a byte, so its shape is not that of the layer.
         weights = layer.in_features * layer.out_features if isinstance(layer, nn.Linear) else layer.weight.numel()
         trains = layer.weight.requires_grad
         self._gradient |= _trains(layer)
@@ -178,7 +179,7 @@ class _Walk:
 
 
 def _in_use(module: nn.Module) -> Any:
-    """The module that computes: of one that trains beside an adapter, its trained copy."""
+    """Return the module that computes: for one in `modules_to_save`, its trained copy."""
     if isinstance(module, ModulesToSaveWrapper):
         return module.modules_to_save[module.active_adapters[0]]
     return module
@@ -197,7 +198,7 @@ def _innermost(model: Any) -> Any:
 
 
 def _output_layer(model: Any) -> Any:
-    """The layer behind all others, which is outside of what is computed again."""
+    """Return the output layer, which is not recomputed in the backward pass."""
     inner = _innermost(model)
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     found = head if head is not None else getattr(inner, "score", None)
@@ -205,13 +206,13 @@ def _output_layer(model: Any) -> Any:
 
 
 def pairs(inputs: Any) -> torch.Tensor | float:
-    """Pairs of tokens in a batch as a model takes it: the squared length of each sequence, padding left out.
+    """Return the pairs of tokens in a model's input batch: the sum of squared sequence lengths, without padding.
 
-    A scalar on the device of the batch, since to read it there would make the host wait.
+    The result is a scalar on the device of the batch, because reading it would block the host.
     """
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
     if mask is None and "completion_mask" in inputs:
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-    if positions is not None:  # packed: the squares are the sums of the odd numbers
+    if positions is not None:  # packed: n² is the sum of the first n odd numbers
         return (2 * positions.double() + 1).sum()
     return mask.sum(-1).double().square().sum() if mask is not None else 0.0

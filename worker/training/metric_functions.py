@@ -1,8 +1,8 @@
-"""Metric functions of evaluations, which the operator installs on the workers: entry points of `anneal.metrics`.
+"""Metric functions of evaluations, installed on the workers by the operator: entry points of `anneal.metrics`.
 
-An entry point is a factory without arguments. For each evaluation it makes an object with two methods:
+An entry point is a factory without arguments. For each evaluation it creates an object with two methods:
 `update(logits, labels)`, called with each batch, and `result() -> dict[str, float]`, called once at the end. `logits`
-(batch x length x vocabulary) predict `labels` (batch x length) at the same place; labels of -100 are not to be counted.
+(batch x length x vocabulary) predict `labels` (batch x length) at the same position; ignore labels of -100.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,23 +17,23 @@ GROUP = "anneal.metrics"
 
 
 class MetricFunction(Protocol):
-    """What a factory makes."""
+    """Object created by a factory for one evaluation."""
 
     def update(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """Take in a batch."""
+        """Add a batch."""
 
     def result(self) -> Mapping[str, float]:
-        """What was found, by names that get `eval_` before them."""
+        """Return the metrics by name; `eval_` is prepended to each name."""
 
 
 Factories = dict[str, Callable[[], MetricFunction]]
 
 
 def load(names: Sequence[str]) -> Factories:
-    """The factories with these names, each tried once.
+    """Load the factories with these names, and call each once to check it.
 
     Raises:
-        TrainingFailure: `config_error` that names what is not installed, or is not what it has to be.
+        TrainingFailure: `config_error` that names what is not installed or not valid.
     """
     if not names:
         return {}
@@ -50,39 +50,41 @@ def load(names: Sequence[str]) -> Factories:
     for name in names:
         try:
             factories[name] = installed[name].load()
-        except Exception as error:  # code of others, which raises whatever it likes
+        except Exception as error:  # third-party code can raise anything
             raise _wrong(name, f"cannot be imported: {error!r}") from error
         make(factories, name)
     return factories
 
 
 def make(factories: Factories, name: str) -> MetricFunction:
-    """An object for one evaluation.
+    """Create the object for one evaluation.
 
     Raises:
-        TrainingFailure: `config_error` where the factory makes none.
+        TrainingFailure: `config_error` if the factory does not return one.
     """
     factory: Any = factories[name]
     if not callable(factory):
-        raise _wrong(name, f"is {_a(factory)}, and has to be a factory: something that is called without arguments")
+        raise _wrong(name, f"is {_type_name(factory)}, but must be a factory: a callable without arguments")
     try:
         made = factory()
     except Exception as error:
-        raise _wrong(name, f"cannot be made: {error!r}") from error
-    lacking = [method for method in ("update", "result") if not callable(getattr(made, method, None))]
-    if lacking:
-        raise _wrong(name, f"makes {_a(made)}, which has no method {' and no '.join(lacking)}")
+        raise _wrong(name, f"cannot be created: {error!r}") from error
+    missing_methods = [method for method in ("update", "result") if not callable(getattr(made, method, None))]
+    if missing_methods:
+        raise _wrong(name, f"returned {_type_name(made)}, which has no method {' and no '.join(missing_methods)}")
     return made  # type: ignore[no-any-return]
 
 
 class Evaluation:
-    """All metric functions of a run through one evaluation; without any it does nothing."""
+    """All metric functions of a run during one evaluation; without any it does nothing."""
 
     def __init__(self, factories: Factories) -> None:
         self._functions = {name: make(factories, name) for name in factories}
 
     def update(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """Show a batch as the model sees it, labels at the place of their token: here they are brought together.
+        """Pass a batch to all functions, with logits aligned to the labels that they predict.
+
+        `labels` are as the model takes them, each at the position of its own token.
 
         Raises:
             TrainingFailure: `config_error` that names a function which failed.
@@ -94,10 +96,10 @@ class Evaluation:
                 raise _wrong(name, f"failed in `update`: {error!r}") from error
 
     def results(self, taken: Mapping[str, float]) -> dict[str, float]:
-        """What all functions found, with `eval_` before each name; `taken` are the names there already.
+        """Return the results of all functions, with `eval_` before each name; `taken` has the names in use.
 
         Raises:
-            TrainingFailure: `config_error` that names a function whose result is no dict of numbers by new names.
+            TrainingFailure: `config_error` that names a function whose result is not a dict of numbers by new names.
         """
         found: dict[str, float] = {}
         for name, function in self._functions.items():
@@ -106,15 +108,17 @@ class Evaluation:
             except Exception as error:
                 raise _wrong(name, f"failed in `result`: {error!r}") from error
             if not isinstance(result, Mapping):
-                raise _wrong(name, f"returned {_a(result)} from `result`, and has to return a dict of numbers by name")
+                raise _wrong(
+                    name, f"returned {_type_name(result)} from `result`, but must return a dict of numbers by name"
+                )
             for key, value in result.items():
                 number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
                 if not isinstance(key, str) or isinstance(number, bool) or not isinstance(number, int | float):
-                    raise _wrong(name, f"returned {_a(value)} for {key!r}, and has to return numbers by name")
-                told = f"eval_{key}"
-                if told in taken or told in found:
-                    raise _wrong(name, f"returned {key!r}, and evaluations have a measure `{told}` already")
-                found[told] = float(number)
+                    raise _wrong(name, f"returned {_type_name(value)} for {key!r}, but must return numbers by name")
+                metric_name = f"eval_{key}"
+                if metric_name in taken or metric_name in found:
+                    raise _wrong(name, f"returned {key!r}, but evaluations already have a metric `{metric_name}`")
+                found[metric_name] = float(number)
         return found
 
 
@@ -122,5 +126,5 @@ def _wrong(name: str, why: str) -> TrainingFailure:
     return TrainingFailure("config_error", f"The metric function `{name}` {why}.")
 
 
-def _a(value: Any) -> str:
+def _type_name(value: Any) -> str:
     return f"a {type(value).__name__}"

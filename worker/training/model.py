@@ -1,4 +1,4 @@
-"""The weights on the device: loaded as the configuration says, with the adapter that a run trains."""
+"""Model weights on the device, loaded as configured, with the adapter that a run trains."""
 
 import importlib
 import platform
@@ -25,19 +25,19 @@ from worker.training.base import Base, not_loaded
 from worker.training.failures import TrainingFailure
 
 Head = Literal["causal", "reward"]
-"""What a model ends in: the next token's probabilities, or one number for a whole text."""
+"""Output of a model: next-token probabilities, or one number for a whole text."""
 
 SCORE = "score"
-"""Name of the layer that gives a text its one number."""
+"""Name of the layer that computes the one number of a text."""
 
 
 def machine_of(device: dict[str, Any] | None) -> Machine:
-    """What the device of this job can do; None: a GPU if there is one."""
+    """Return the capabilities of this job's device; None: a GPU if there is one."""
     kind = device["kind"] if device else ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cpu":
         return Machine(kind="cpu", bf16=True)
     if not torch.cuda.is_available():
-        raise TrainingFailure("config_error", "The run was given a GPU, but torch finds none on this machine.")
+        raise TrainingFailure("config_error", "The run was assigned a GPU, but torch finds none on this machine.")
     return Machine(
         kind="cuda",
         bf16=torch.cuda.is_bf16_supported(including_emulation=False),
@@ -47,7 +47,7 @@ def machine_of(device: dict[str, Any] | None) -> Machine:
 
 
 def _imports(package: str) -> bool:
-    """Whether a compiled package fits this machine: one built for another torch is there, and cannot be imported."""
+    """Return True if a compiled package can be imported, unlike one that was built for another torch."""
     try:
         importlib.import_module(package)
     except (ImportError, OSError):
@@ -56,16 +56,16 @@ def _imports(package: str) -> bool:
 
 
 def weights_dtype(config: TrainingConfig, machine: Machine) -> torch.dtype:
-    """Type of the weights as loaded: those that train keep 32 bits, frozen ones take 16 on a GPU."""
+    """Return the dtype of the weights as loaded: 32 bits if they are trained, 16 if they are frozen on a GPU."""
     if machine.kind == "cpu" or config.lora_r is None:
         return torch.float32
     return torch.bfloat16 if machine.bf16 else torch.float16
 
 
 def load_model(base: Base, config: TrainingConfig, machine: Machine, head: Head = "causal") -> PreTrainedModel:
-    """The base model on the device, quantised as the configuration says; weights from safetensors only.
+    """Load the base model onto the device, quantized as configured; weights from safetensors only.
 
-    A `reward` head that the base does not have starts as random numbers drawn with the seed, as in TRL.
+    A `reward` head that the base does not have is initialized randomly with the seed, as in TRL.
     """
     options = dict(base.options)
     attention = _attention(base, config, machine)
@@ -74,19 +74,19 @@ def load_model(base: Base, config: TrainingConfig, machine: Machine, head: Head 
     if head == "reward":
         options["num_labels"] = 1
     if base.from_scratch:
-        return _initialise(base, config, machine, options)
-    # The new head trains whole, so it stays as it is; the other kind knows its own.
-    unquantised = [SCORE] if head == "reward" else None
+        return _initialize(base, config, machine, options)
+    # The new head is fully trained, so it is not quantized; transformers excludes a `causal` head by itself.
+    unquantized = [SCORE] if head == "reward" else None
     if config.load_in_4bit:
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type=config.bnb_4bit_quant_type,
             bnb_4bit_compute_dtype=getattr(torch, config.bnb_4bit_compute_dtype),
             bnb_4bit_use_double_quant=config.trainer_options.double_quant,
-            llm_int8_skip_modules=unquantised,
+            llm_int8_skip_modules=unquantized,
         )
     elif config.load_in_8bit:
-        options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=unquantised)
+        options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=unquantized)
     if machine.kind == "cuda":
         options["device_map"] = {"": 0}
     elif config.load_in_4bit or config.load_in_8bit:
@@ -98,7 +98,7 @@ def load_model(base: Base, config: TrainingConfig, machine: Machine, head: Head 
                 base.source, dtype=weights_dtype(config, machine), use_safetensors=True, **options
             )
     except (RuntimeError, MemoryError):
-        raise  # memory, or weights that do not fit their configuration: classified as what they are
+        raise  # out of memory, or weights that do not match their configuration: classified as such
     except Exception as error:
         raise not_loaded(error, base.source, "model") from error
     if machine.kind == "cpu":
@@ -107,7 +107,7 @@ def load_model(base: Base, config: TrainingConfig, machine: Machine, head: Head 
 
 
 def _attention(base: Base, config: TrainingConfig, machine: Machine) -> str | None:
-    """The attention to load with; None leaves it to the model: sdpa where it has that."""
+    """Return the attention implementation; None leaves it to the model, which uses sdpa if it supports it."""
     if config.attn_implementation is not None:
         return config.attn_implementation
     half = weights_dtype(config, machine) is not torch.float32
@@ -121,8 +121,8 @@ def _attention(base: Base, config: TrainingConfig, machine: Machine) -> str | No
 _AUTO: dict[Head, Any] = {"causal": AutoModelForCausalLM, "reward": AutoModelForSequenceClassification}
 
 
-def _initialise(base: Base, config: TrainingConfig, machine: Machine, options: dict[str, Any]) -> PreTrainedModel:
-    """The architecture with random weights, the same for the same seed on every device."""
+def _initialize(base: Base, config: TrainingConfig, machine: Machine, options: dict[str, Any]) -> PreTrainedModel:
+    """Create the architecture with random weights, the same for the same seed on every device."""
     transformers.set_seed(config.seed)
     chosen = {name: options[name] for name in ("attn_implementation", "trust_remote_code") if name in options}
     try:
@@ -138,7 +138,7 @@ def keep_evaluation_neutral(model: torch.nn.Module) -> None:
     """Stop bitsandbytes from repacking 4-bit weights in an evaluation on a CPU.
 
     The repacked form computes slightly differently, also in the training steps that follow: losses after an
-    evaluation would be others than without it, and than those of a run resumed in between.
+    evaluation would differ from those without it, and from those of a run resumed in between.
     """
     for module in model.modules():
         if isinstance(module, Linear4bit):
@@ -146,18 +146,18 @@ def keep_evaluation_neutral(model: torch.nn.Module) -> None:
 
 
 def check_vocabulary(network: PreTrainedModel, highest_id: int) -> None:
-    """Refuse a tokenizer whose ids the model has no embeddings for: they would read beyond its memory."""
+    """Reject a tokenizer whose ids the model has no embeddings for: they would be read out of bounds."""
     rows = network.get_input_embeddings().weight.shape[0]
     if highest_id >= rows:
         raise TrainingFailure(
             "config_error",
-            f"The tokenizer gives the token id {highest_id}, but the model has embeddings for {rows} tokens (0 to "
-            f"{rows - 1}): they do not belong together.",
+            f"The tokenizer returns the token id {highest_id}, but the model has embeddings for {rows} tokens (0 to "
+            f"{rows - 1}): they do not match.",
         )
 
 
 def check_modules(model: torch.nn.Module, config: TrainingConfig) -> None:
-    """Refuse names of modules that lead to nothing: what the user wants trained must be trained."""
+    """Reject module names that match nothing, so that everything the user wants trained is trained."""
     layers = dict(model.named_modules())
     adapted = [name for name, layer in layers.items() if isinstance(layer, BaseTunerLayer)]
     missing = [w for w in config.target_modules or () if not any(name.endswith(f".{w}") for name in adapted)]
@@ -174,10 +174,10 @@ def check_modules(model: torch.nn.Module, config: TrainingConfig) -> None:
 
 
 def keep_full_precision(model: torch.nn.Module, machine: Machine) -> None:
-    """Let what trains have 32 bits where 16 lose its small updates, or where a scaler of gradients refuses them.
+    """Convert trained parameters to 32 bits where 16 lose small updates, or where a gradient scaler rejects them.
 
-    Modules that train whole do so everywhere; adapters, which TRL casts to bfloat16 on a quantised base, on a GPU
-    that computes in float16.
+    This applies to fully trained modules on every device, and to adapters, which TRL casts to bfloat16 on a quantized
+    base, on a GPU that computes in float16.
     """
     half_gpu = machine.kind == "cuda" and not machine.bf16
     for name, parameter in model.named_parameters():
@@ -196,9 +196,9 @@ def _last_parts(names: Sequence[str]) -> list[str]:
 
 
 def lora_config(config: TrainingConfig, revision: str | None = None, head: Head = "causal") -> LoraConfig | None:
-    """The adapter that this run trains, or None when every weight trains; it names the base's `revision`.
+    """Return the configuration of the adapter, with the base's `revision`; None if all weights are trained.
 
-    With a `reward` head that head trains whole beside the adapter.
+    A `reward` head is fully trained in addition to the adapter.
     """
     if config.lora_r is None:
         return None
@@ -219,10 +219,10 @@ def lora_config(config: TrainingConfig, revision: str | None = None, head: Head 
 
 
 def first_facts(model: torch.nn.Module, machine: Machine) -> dict[str, Any]:
-    """What is known before step 1: parameters, device, library versions."""
+    """Return the run info known before step 1: parameters, device, library versions."""
     total = trainable = 0
     for parameter in model.parameters():
-        # A 4-bit weight stores two numbers in a byte; its quantisation state knows the real shape.
+        # A 4-bit weight packs two values in a byte; its quantization state has the real shape.
         state = getattr(parameter, "quant_state", None)
         count = state.shape.numel() if state is not None else parameter.numel()
         total += count
@@ -233,7 +233,7 @@ def first_facts(model: torch.nn.Module, machine: Machine) -> dict[str, Any]:
         "attention": getattr(getattr(model, "config", None), "_attn_implementation", None),
         "device": machine.kind,
         "versions": versions(),
-        # Vector instructions and threads of a CPU decide how its sums are rounded.
+        # Vector instructions and the number of threads of a CPU affect how its sums are rounded.
         "cpu_instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
     }
@@ -245,6 +245,6 @@ def first_facts(model: torch.nn.Module, machine: Machine) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of everything that the numbers of a run depend on."""
+    """Return the versions of everything that affects the numbers of a run."""
     modules = (torch, transformers, trl, peft, bitsandbytes, accelerate, datasets)
     return {"python": platform.python_version(), **{m.__name__: str(m.__version__) for m in modules}}

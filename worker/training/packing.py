@@ -1,7 +1,7 @@
-"""Packing: which texts share a sequence, and where each of them begins in it.
+"""Packing: which texts share a sequence, and where each text starts in it.
 
-The packs are those of TRL's `pack_dataset`, which packs each thousand rows by themselves, so a run learns what the same
-run of plain TRL learns; only found faster, and a thousand rows at a time need little memory.
+The packs are those of TRL's `pack_dataset`, which packs every thousand rows separately, so a run trains on the same
+sequences as with plain TRL. They are computed faster, and a thousand rows at a time need little memory.
 """
 
 from collections import defaultdict, deque
@@ -15,35 +15,36 @@ from worker.training.encoding import IGNORED, Encoded, Ints
 from worker.training.token_cache import Write
 
 ROWS_AT_A_TIME = 1000
-"""Rows that may share sequences; TRL's own number, so another one would make other packs."""
+"""Rows that may share sequences; the number used by TRL, since another one would make other packs."""
 
 
 @dataclass(frozen=True)
 class Packs:
-    """How texts lie in sequences."""
+    """Assignment of texts to sequences."""
 
     order: npt.NDArray[np.int64]
-    """The numbers of the texts, from 0, one behind the other as the sequences hold them."""
+    """Numbers of the texts, from 0, in the order of the sequences."""
     texts: npt.NDArray[np.int64]
-    """Shape (sequences + 1,): where in `order` each sequence begins, and the end of the last."""
+    """Shape (sequences + 1,): index in `order` at which each sequence starts, and the end of the last."""
     tokens: npt.NDArray[np.int64]
     """Shape (sequences + 1,): the same in tokens."""
 
 
 def best_fit(lengths: Ints, room: int) -> Packs:
-    """Best fit, the longest texts first (TRL's `bfd`): no text is cut, no sequence is longer than `room` tokens.
+    """Pack by best fit, longest texts first (TRL's `bfd`); no text is cut, no sequence exceeds `room` tokens.
 
-    The trainer's collator restarts `position_ids` at each text, so no token sees another text.
+    The trainer's collator restarts `position_ids` at each text, so no token attends to another text.
 
     Args:
-        lengths: shape (texts,), tokens of each, from 1 to `room`.
+        lengths: shape (texts,), tokens of each text, from 1 to `room`.
+        room: maximum tokens of a sequence.
     """
     by_length = np.argsort(-lengths, kind="stable")
     packs: list[list[int]] = []
     packs_with: dict[int, deque[int]] = defaultdict(deque)
-    """By the room that they have left; the one that has had it for longest comes first."""
-    # A bit for every amount of room that some pack has, and one for a new pack: the lowest bit from the length of a
-    # text on is its best fit, found in one shift where a tree takes a walk.
+    """Packs by their free room, the one that has had it longest first."""
+    # One bit for every amount of free room among the packs, and one for a new pack: the lowest bit at or above the
+    # length of a text is its best fit, found in one shift instead of a tree search.
     rooms = 1 << room
     for text, length in zip(by_length.tolist(), lengths[by_length].tolist(), strict=True):
         fitting = rooms >> length
@@ -67,14 +68,15 @@ def best_fit(lengths: Ints, room: int) -> Packs:
 
 
 def wrapped(lengths: Ints, room: int) -> Packs:
-    """One stream, cut every `room` tokens (TRL's `wrapped`): no room is lost, and texts are cut anywhere.
+    """Pack as one stream, cut every `room` tokens (TRL's `wrapped`); no room is unused, and texts are cut anywhere.
 
-    What shares a sequence is *not* kept apart: positions count on through all of it, and a token sees every text that
-    stands before it there. A text that is cut goes on in the next sequence without what came before. The last sequence
-    is the remainder. A text that lies in two sequences is a text of both.
+    Texts in a sequence are *not* separated: positions count through all of it, and a token attends to every earlier
+    text in it. A text that is cut continues in the next sequence without its beginning. The last sequence is the
+    remainder. A text that is in two sequences is listed in both.
 
     Args:
-        lengths: shape (texts,), tokens of each, from 1.
+        lengths: shape (texts,), tokens of each text, from 1.
+        room: tokens of a sequence.
     """
     ends = np.cumsum(lengths, dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
@@ -87,13 +89,13 @@ def wrapped(lengths: Ints, room: int) -> Packs:
 
 
 def each_alone(lengths: Ints) -> Packs:
-    """A sequence for each text."""
+    """Make one sequence of each text."""
     texts = np.arange(len(lengths) + 1, dtype=np.int64)
     return Packs(texts[:-1], texts, np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))))
 
 
 def gathered(values: Ints, lengths: Ints, order: npt.NDArray[np.int64]) -> Ints:
-    """The values of texts, `values` being those of text after text, in another order of the texts."""
+    """Reorder the concatenated values of texts to the `order` of the texts; `lengths` has those of the texts."""
     taken = lengths[order].astype(np.int64)
     begins = np.cumsum(lengths, dtype=np.int64) - lengths
     moves = begins[order] - (np.cumsum(taken) - taken)
@@ -102,21 +104,21 @@ def gathered(values: Ints, lengths: Ints, order: npt.NDArray[np.int64]) -> Ints:
 
 
 class Sequences:
-    """Takes encoded rows and writes sequences, a thousand rows at a time."""
+    """Writer of sequences from encoded rows, a thousand rows at a time."""
 
     def __init__(self, write: Write, schema: pa.Schema, room: int, strategy: str | None) -> None:
         self.room = room
         self.strategy = strategy
         self.rows = self.tokens = self.highest_id = 0
         self.teaches = False
-        """Whether there is a token to learn in any sequence."""
+        """True if there is a token to learn in any sequence."""
         self._write = write
         self._schema = schema
         self._numbers: list[int] = []
         self._encoded: list[Encoded] = []
 
     def add(self, number: int, encoded: Encoded) -> None:
-        """Take the row with this number."""
+        """Add the row with this number."""
         self.rows += 1
         self._numbers.append(number)
         self._encoded.append(encoded)
@@ -124,7 +126,7 @@ class Sequences:
             self.finish()
 
     def finish(self) -> None:
-        """Write what was taken since the last time."""
+        """Write the rows added since the last call."""
         texts = [(number, one) for number, one in zip(self._numbers, self._encoded, strict=True) if len(one.ids)]
         self._numbers, self._encoded = [], []
         if not texts:

@@ -1,4 +1,4 @@
-"""Preference pairs and prompts: from a JSONL file to what the trainers of `dpo`, `reward` and `rlhf` take."""
+"""Preference pairs and prompts: from a JSONL file to the datasets of the `dpo`, `reward` and `rlhf` trainers."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ from worker.training.rows import Progress
 from worker.training.token_cache import TokenCache, Write
 
 VERSION = 1
-"""Of the code that makes tokens from pairs, here and in `encoding`: raise it with any change of what comes out."""
+"""Version of the code that makes tokens from pairs, here and in `encoding`. Increase it when the output changes."""
 _ROWS_AT_ONCE = 1000
 _IDS = pa.list_(pa.int32())
 
@@ -32,18 +32,18 @@ class Source:
 
     path: str
     sha256: str | None
-    """Of the file; None: what comes of it is not kept for later runs."""
+    """Digest of the file; None: the result is not kept for later runs."""
     chosen: list[int] | None
     """Numbers of the rows; None: all."""
     purpose: str
-    """What messages call the data."""
+    """Name of the data in messages."""
     progress: Progress
     cache: TokenCache
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Data ready to train on; every row of `dataset` carries its number in the file, in the list `rows`."""
+    """Data ready to train on; every row of `dataset` has its number in the file in the list `rows`."""
 
     dataset: Dataset
     rows: int
@@ -51,7 +51,7 @@ class Pairs:
     highest_id: int
     remarks: list[str] = field(default_factory=list)
     are_cached: bool = False
-    """An earlier run has made them."""
+    """True if an earlier run made the tokens."""
 
 
 class Pair(NamedTuple):
@@ -63,10 +63,10 @@ class Pair(NamedTuple):
 
 
 class PairEncoder:
-    """Turns pairs into token ids exactly as TRL does.
+    """Encoder of pairs to token ids, exactly as in TRL.
 
-    Where the two texts with their prompt part from the prompt alone, the answers begin: tokens may merge across that
-    border, and a chat template may render a prompt otherwise once an answer follows.
+    The answers start at the first token where either text, prompt included, differs from the prompt alone: tokens may
+    merge across that border, and a chat template may render a prompt differently if an answer follows.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -74,7 +74,7 @@ class PairEncoder:
         self._eos = str(tokenizer.eos_token)
 
     def prepare(self, row: dict[str, Any]) -> tuple[bool, list[str]]:
-        """Whether it is a chat, and the prompt alone, with the chosen and with the rejected answer."""
+        """Return True for a chat, and three texts: the prompt alone, with the chosen and with the rejected answer."""
         prompt, answers, tools = row["prompt"], (row["chosen"], row["rejected"]), row.get("tools")
         if isinstance(prompt, str):
             return False, [prompt, *(prompt + encoding.ended(answer, self._eos) for answer in answers)]
@@ -82,78 +82,78 @@ class PairEncoder:
         return True, [before, *(self._texts.rendered(prompt + answer, tools) for answer in answers)]
 
     def encode(self, prepared: Sequence[tuple[bool, list[str]]]) -> list[Pair]:
-        """Token ids of each."""
+        """Return the token ids of each pair."""
         found = []
         for is_chat, texts in prepared:
             before, with_chosen, with_rejected = self._texts.ids(texts, is_chat)
-            start = min(_shared(before, with_chosen), _shared(before, with_rejected))
+            start = min(_common_prefix(before, with_chosen), _common_prefix(before, with_rejected))
             found.append(Pair(before[:start], with_chosen[start:], with_rejected[start:]))
         return found
 
 
 class PromptEncoder:
-    """Passes prompts on, with the token ids that a model is given of them."""
+    """Encoder of prompts, which adds the token ids that the model receives."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, compared_by: Sequence[Reward] = ()) -> None:
         self._texts = Texts(tokenizer)
         self._rewards = compared_by
 
     def prepare(self, row: dict[str, Any]) -> tuple[dict[str, Any], str]:
-        """The row as the trainer takes it, and its prompt as a text."""
+        """Return the row in the trainer's format, and its prompt as text."""
         prompt, answer = row["prompt"], row.get("answer")
         wrong = bad_answer(self._rewards, answer)
         if wrong is not None:
             raise BadRow(wrong)
         if row.get("tools"):
-            raise BadRow("it has `tools`, which the trainer does not show to the model: write them into the prompt")
+            raise BadRow("it has `tools`, which the trainer does not pass to the model: write them into the prompt")
         is_text = isinstance(prompt, str)
         text = prompt if is_text else self._texts.rendered(prompt, None, add_generation_prompt=True)
         return {"prompt": prompt, "answer": answer}, text
 
     def encode(self, prepared: Sequence[tuple[dict[str, Any], str]]) -> list[tuple[dict[str, Any], Ints]]:
-        """Each row with the ids of its prompt."""
+        """Return each row with the token ids of its prompt."""
         return [(row, self._texts.ids([text], not isinstance(row["prompt"], str))[0]) for row, text in prepared]
 
 
 class Texts:
-    """Texts and rendered chats to token ids."""
+    """Converter of texts and rendered chats to token ids."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._plain = Ids(tokenizer)
-        # A template writes its special tokens itself.
+        # A chat template adds the special tokens itself.
         self._chat = Ids(tokenizer, add_special_tokens=False)
 
     def rendered(self, messages: list[dict[str, str]], tools: Any, **more: Any) -> str:
-        """A chat as its template writes it.
+        """Render a chat with its template.
 
         Raises:
-            BadRow: the template refuses it.
+            BadRow: the template rejects it.
         """
         try:
             return str(self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **more))
-        except Exception as error:  # a template raises whatever it likes
-            raise BadRow(f"the chat template refuses it: {str(error)[:200]}") from error
+        except Exception as error:  # a template can raise anything
+            raise BadRow(f"the chat template rejects it: {str(error)[:200]}") from error
 
     def ids(self, texts: list[str], are_chats: bool) -> list[Ints]:
-        """Token ids of each."""
+        """Return the token ids of each text."""
         return self._chat(texts) if are_chats else self._plain(texts)
 
 
 def converse(path: str) -> bool:
-    """Whether the prompts of a file are messages, not texts; told by its first row."""
+    """Return True if the prompts of a file are messages and not texts, judging by its first row."""
     try:
         with open(path, "rb") as file:  # noqa: PTH123
             first = next((raw for raw in file if raw.strip()), b"{}")
         return isinstance(json.loads(first).get("prompt"), list)
     except (OSError, ValueError, AttributeError, RecursionError):
-        return False  # said where the rows are read
+        return False  # reported when the rows are read
 
 
 def preferences(source: Source, tokenizer: PreTrainedTokenizerBase, *, max_length: int, truncation_mode: str) -> Pairs:
-    """Pairs for `dpo`, columns `prompt_ids`, `chosen_ids`, `rejected_ids` and `rows`; cut by the trainer's collator.
+    """Read pairs for `dpo`: columns `prompt_ids`, `chosen_ids`, `rejected_ids` and `rows`.
 
-    A pair of which cutting would leave no answer is left out.
+    The trainer's collator truncates them. A pair of which truncation would leave no answer is left out.
 
     Raises:
         TrainingFailure: `bad_data` that names the lines.
@@ -178,9 +178,9 @@ def preferences(source: Source, tokenizer: PreTrainedTokenizerBase, *, max_lengt
 
 
 def comparisons(source: Source, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> Pairs:
-    """Pairs for `reward`, columns `chosen_ids` and `rejected_ids` (each with its prompt) and `rows`.
+    """Read pairs for `reward`: columns `chosen_ids` and `rejected_ids` (each with its prompt) and `rows`.
 
-    A pair that is too long is left out: the reward is read at the end of a text, and a cut one has none.
+    A pair that is too long is left out: the reward is read at the end of a text, which truncation would remove.
 
     Raises:
         TrainingFailure: `bad_data` that names the lines.
@@ -200,14 +200,14 @@ def comparisons(source: Source, tokenizer: PreTrainedTokenizerBase, *, max_lengt
 def prompts(
     source: Source, tokenizer: PreTrainedTokenizerBase, *, max_length: int, compared_by: Sequence[Reward]
 ) -> Pairs:
-    """Prompts for `rlhf`, columns `prompt` (a text or messages), `answer` (a text or None) and `rows`.
+    """Read prompts for `rlhf`: columns `prompt` (a text or messages), `answer` (a text or None) and `rows`.
 
-    A prompt of more than `max_length` tokens is left out: cut, it would be another question. The trainer makes tokens
-    of prompts as it goes, so there are none to keep.
+    A prompt of more than `max_length` tokens is left out: truncated, it would be another question. The trainer
+    tokenizes prompts as it generates, so there are no tokens to cache.
 
     Raises:
-        TrainingFailure: `bad_data` that names the lines, of rows too whose answer no reward of `compared_by` could
-            compare with.
+        TrainingFailure: `bad_data` that names the lines, including rows whose answer cannot be used by a reward of
+            `compared_by`.
     """
     encoder = PromptEncoder(tokenizer, compared_by)
     taken: list[dict[str, Any]] = []
@@ -220,13 +220,13 @@ def prompts(
             taken.append({**row, "rows": [number]})
             tokens += len(ids)
             highest = max(highest, int(ids.max(initial=0)))
-    _check_some_are_left(len(taken), done, source, why := f"the prompt is longer than {max_length} tokens")
+    _check_not_empty(len(taken), done, source, why := f"the prompt is longer than {max_length} tokens")
     if len({isinstance(row["prompt"], str) for row in taken}) > 1:
         raise TrainingFailure(
             "bad_data",
-            f"Some prompts of the {source.purpose} data are texts and some are messages; make them all the same.",
+            f"Some prompts of the {source.purpose} data are texts and some are messages; use one kind for all.",
         )
-    return Pairs(Dataset.from_list(taken), len(taken), tokens, highest, _left_out(done - len(taken), done, why))
+    return Pairs(Dataset.from_list(taken), len(taken), tokens, highest, _left_out_remark(done - len(taken), done, why))
 
 
 def _pairs(
@@ -256,12 +256,14 @@ def _pairs(
                 longer += cut is not None and cut[0](pair)
                 table.add(number, found)
         table.finish()
-        _check_some_are_left(table.rows, done, source, left_out)
-        remarks = _left_out(done - table.rows, done, left_out)
+        _check_not_empty(table.rows, done, source, left_out)
+        remarks = _left_out_remark(done - table.rows, done, left_out)
         if cut is not None and longer:
             remarks.append(f"{longer} of {table.rows} {cut[1]}.")
         if equal:
-            remarks.append(f"In {equal} of {table.rows} pairs both answers are the same: they teach nothing.")
+            remarks.append(
+                f"In {equal} of {table.rows} pairs both answers are the same, so the model learns nothing from them."
+            )
         return {"rows": table.rows, "tokens": table.tokens, "highest_id": table.highest_id, "remarks": remarks}
 
     parts = {
@@ -271,13 +273,13 @@ def _pairs(
     entry = source.cache.entry(parts if source.sha256 else None, schema, build)
     if entry.was_there:
         source.progress(entry.facts["rows"], entry.facts["rows"])
-    # Left to itself, it would find its fingerprint by writing all of the table out.
+    # Without a fingerprint, `Dataset` would compute one by serializing the whole table.
     dataset = Dataset(InMemoryTable(entry.table), fingerprint=entry.name[:32])
     return Pairs(dataset, **entry.facts, are_cached=entry.was_there)
 
 
 class _Table:
-    """Writes columns of token ids, many rows at once."""
+    """Writer of columns of token ids, many rows at once."""
 
     def __init__(self, write: Write, schema: pa.Schema) -> None:
         self._write, self._schema = write, schema
@@ -287,7 +289,7 @@ class _Table:
     def add(self, number: int, columns: dict[str, Ints]) -> None:
         for name, ids in columns.items():
             self._columns[name].append(ids)
-            self.tokens += len(ids) * (2 if name == "prompt_ids" else 1)  # it stands before either answer
+            self.tokens += len(ids) * (2 if name == "prompt_ids" else 1)  # the prompt precedes both answers
             self.highest_id = max(self.highest_id, int(ids.max(initial=0)))
         self._columns["rows"].append([number])
         self.rows += 1
@@ -301,18 +303,18 @@ class _Table:
             values.clear()
 
 
-def _shared(some: Ints, other: Ints) -> int:
-    """How many leading tokens two sequences have in common."""
+def _common_prefix(some: Ints, other: Ints) -> int:
+    """Return the number of leading tokens that two sequences have in common."""
     length = min(len(some), len(other))
     apart = np.flatnonzero(some[:length] != other[:length])
     return int(apart[0]) if len(apart) else length
 
 
-def _check_some_are_left(kept: int, done: int, source: Source, why: str) -> None:
+def _check_not_empty(kept: int, done: int, source: Source, why: str) -> None:
     if not kept:
         reason = f"in all {done} rows {why}" if done else "it has no rows"
         raise TrainingFailure("bad_data", f"There is nothing to train on in the {source.purpose} data: {reason}.")
 
 
-def _left_out(count: int, done: int, why: str) -> list[str]:
+def _left_out_remark(count: int, done: int, why: str) -> list[str]:
     return [f"{count} of {done} rows were left out: {why}."] if count else []

@@ -1,6 +1,6 @@
-"""What devices can do at most: the denominator of MFU.
+"""Peak throughput of devices: the denominator of MFU.
 
-Dense 16-bit products (bfloat16; float16 where there is no bfloat16) with sums in 32 bits, in 10^12 operations a
+Dense 16-bit products (bfloat16; float16 where there is no bfloat16) with sums in 32 bits, in 10^12 operations per
 second, at the clock that the vendor states; a figure "with sparsity" is halved. Sources: NVIDIA's data sheets of V100,
 T4, A10, A30, A40, A100, L4, L40, L40S, H100, H200, GH200, B200, GB200 and of the workstation cards, the white papers of
 GA102 (RTX 30), AD102 (RTX 40) and RTX Blackwell (RTX 50), and for A10G the data sheet that AWS links.
@@ -19,13 +19,13 @@ _PEAKS = (
     (r"RTX 3090 Ti", 80.0), (r"RTX 3090", 71.2),
     (r"V100-PCIE", 112.0), (r"V100", 125.0), (r"T4", 65.0),
 )  # fmt: skip
-"""Patterns of names as the driver gives them, the more exact ones first."""
+"""Patterns of device names as the driver reports them, the more specific ones first."""
 _OTHERS = re.compile(r"\b(?:MIG|Laptop|Max-Q|SUPER|D)\b")
-"""Parts of devices, and devices of a similar name that are slower or faster."""
+"""Partitions of devices, and devices with a similar name that are slower or faster."""
 
 
 def peak_tflops(name: str | None) -> float | None:
-    """Peak of the device with this name, in 10^12 operations a second; None: not known, and neither is MFU."""
+    """Return the peak of the device with this name, in 10^12 operations per second; None: unknown, so no MFU."""
     if name is None or _OTHERS.search(name):
         return None
     return next((peak for pattern, peak in _PEAKS if re.search(rf"\b{pattern}\b", name)), None)

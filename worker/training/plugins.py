@@ -1,6 +1,6 @@
-"""Steps of a recipe that an installed plugin takes over: each made, its type checked, and refused by name.
+"""Training steps replaced by installed plugins: each is created, its type checked, and errors name the plugin.
 
-The protocols say what each kind is; docs/plugins.md has an example of each.
+The protocols define each kind; docs/plugins.md has an example of each.
 """
 
 import hashlib
@@ -25,76 +25,76 @@ if TYPE_CHECKING:
     from worker.training.trainer import Faithful
 
 _RESULT = {"outcome", "why", "step", "epoch", "error", "output", "hub", "metrics"}
-_ROWS_BETWEEN_SIGNS = 256
+_ROWS_BETWEEN_HEARTBEATS = 256
 
 
 class Recipe(Protocol):
-    """A whole training (`anneal.recipes`), in the place of that of the method."""
+    """A whole training (`anneal.recipes`) that replaces that of the method."""
 
     def __call__(self, run: Run, replaced: list[Replacement], /, **parameters: Any) -> dict[str, Any]:
-        """Train to the end or to a stop; answers the fields of the result, as `course.finish` makes them."""
+        """Train to the end or to a stop, and return the fields of the result, as `course.finish` does."""
 
 
 class DataSource(Protocol):
-    """Rows in the place of those of the data set's file (`anneal.data_sources`)."""
+    """Source of rows that replaces the dataset's file (`anneal.data_sources`)."""
 
     def __call__(self, path: Path, /, purpose: str, **parameters: Any) -> Iterable[Mapping[str, Any]]:
-        """Rows of the data set's own format; `purpose` is training or evaluation. The same rows each time."""
+        """Return rows in the dataset's format, the same ones each time; `purpose` is training or evaluation."""
 
 
 class ModelFactory(Protocol):
-    """The base model, before it gets an adapter (`anneal.model_factories`)."""
+    """Factory of the base model, before an adapter is added (`anneal.model_factories`)."""
 
     def __call__(self, load: Callable[[], PreTrainedModel], /, **parameters: Any) -> PreTrainedModel:
-        """`load` loads what the configuration names, on its device."""
+        """Return the model; `load` loads the configured one onto its device."""
 
 
 class OptimizerFactory(Protocol):
-    """An optimizer (`anneal.optimizers`); torch's own classes are ones."""
+    """Factory of an optimizer (`anneal.optimizers`), such as a class of `torch.optim`."""
 
     def __call__(self, groups: list[dict[str, Any]], /, lr: float, **parameters: Any) -> torch.optim.Optimizer:
-        """`groups` hold all parameters that train, each with its `weight_decay`."""
+        """Create the optimizer; `groups` has all trained parameters, each group with its `weight_decay`."""
 
 
 class SchedulerFactory(Protocol):
-    """A course of the learning rate (`anneal.schedulers`)."""
+    """Factory of a learning-rate schedule (`anneal.schedulers`)."""
 
     def __call__(
         self, optimizer: torch.optim.Optimizer, /, num_training_steps: int, num_warmup_steps: int, **parameters: Any
     ) -> LRScheduler:
-        """It is stepped once after each optimizer step."""
+        """Create the scheduler, which is stepped once after each optimizer step."""
 
 
 class CheckpointEngine(Protocol):
-    """A second place for checkpoints; what `anneal.checkpoint_engines` make from their parameters."""
+    """Storage for checkpoint replicas, created by `anneal.checkpoint_engines` from their parameters."""
 
     def save(self, folder: Path, name: str) -> None:
-        """Keep a copy of a whole checkpoint; `name` is `<run>/a<attempt>/checkpoint-<step>`."""
+        """Store a replica of a complete checkpoint; `name` is `<run>/a<attempt>/checkpoint-<step>`."""
 
     def fetch(self, name: str, folder: Path) -> bool:
-        """Put the copy into an empty folder; False where there is none."""
+        """Copy the replica into an empty folder; return False if there is none."""
 
 
 class RewardFunction(Protocol):
-    """What `anneal.rewards` make from their options."""
+    """Reward function created by `anneal.rewards` from its options."""
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], /, **columns: Any) -> Sequence[float | None]:
-        """A number for each completion; None: it does not count."""
+        """Return one number per completion; None: the completion does not count."""
 
 
 def check(config: TrainingConfig) -> None:
-    """Load all that a configuration names, before anything else is loaded.
+    """Load all plugins that a configuration names, before anything else is loaded.
 
     Raises:
         TrainingFailure: `config_error` that names what is not installed, cannot be imported or cannot be called.
     """
     for _, kind, name in named(config.model_dump(mode="json")):
-        if kind != "metrics":  # the recipes that have such try them
+        if kind != "metrics":  # loaded by the recipes that use them
             registry.load(kind, name)
 
 
 def train(run: Run, replaced: list[Replacement], plugin: Plugin) -> dict[str, Any]:
-    """Train by an installed recipe; returns the fields of the result record."""
+    """Train with an installed recipe, and return the fields of the result record."""
     name = plugin.type
     result = registry.load("recipe", name)(run, replaced, **plugin.parameters)
     if not isinstance(result, dict) or result.get("outcome") not in ("completed", "stopped"):
@@ -107,22 +107,22 @@ def train(run: Run, replaced: list[Replacement], plugin: Plugin) -> dict[str, An
 
 
 def take_rows(run: Run) -> None:
-    """Have a data source make the rows, as files in the place of those of the data sets."""
+    """Write the rows of an installed data source to files, which replace those of the datasets."""
     plugin = run.config.trainer_options.data_source
     if plugin is None:
         return
     for field, purpose in (("dataset", "training"), ("eval_dataset", "evaluation")):
         if run.job.get(field):
-            run.job[field] = {**run.job[field], **_rows(run, plugin, Path(run.job[field]["path"]), purpose)}
+            run.job[field] = {**run.job[field], **_write_rows(run, plugin, Path(run.job[field]["path"]), purpose)}
 
 
 def drop_rows(run: Run) -> None:
-    """The rows are tokens by now: their files go."""
+    """Delete the files of `take_rows` once the rows are tokenized."""
     for path in run.folder.glob("rows-*.jsonl"):
         path.unlink()
 
 
-def _rows(run: Run, plugin: Plugin, path: Path, purpose: str) -> dict[str, Any]:
+def _write_rows(run: Run, plugin: Plugin, path: Path, purpose: str) -> dict[str, Any]:
     kind, name = "data_source", plugin.type
     rows = registry.call(kind, name, path, purpose=purpose, **plugin.parameters)
     if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
@@ -144,11 +144,11 @@ def _rows(run: Run, plugin: Plugin, path: Path, purpose: str) -> dict[str, Any]:
             try:
                 line = json.dumps(dict(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
             except (TypeError, ValueError) as error:
-                raise registry.wrong(kind, name, f"returned a row {count} that is no JSON: {error}") from error
+                raise registry.wrong(kind, name, f"returned a row {count} that is not JSON: {error}") from error
             digest.update(line)
             file.write(line)
             count += 1
-            if count % _ROWS_BETWEEN_SIGNS == 0:
+            if count % _ROWS_BETWEEN_HEARTBEATS == 0:
                 run.report.alive()
                 run.heed_stop()
     if count == 0:
@@ -157,7 +157,7 @@ def _rows(run: Run, plugin: Plugin, path: Path, purpose: str) -> dict[str, Any]:
 
 
 def model(run: Run, load: Callable[[], PreTrainedModel]) -> PreTrainedModel:
-    """The base model, as the configuration or an installed factory makes it."""
+    """Load the base model as configured, or through an installed factory."""
     plugin = run.config.trainer_options.model_factory
     if plugin is None:
         return load()
@@ -166,7 +166,7 @@ def model(run: Run, load: Callable[[], PreTrainedModel]) -> PreTrainedModel:
 
 
 def optimizer(trainer: "Faithful", network: torch.nn.Module) -> torch.optim.Optimizer | None:
-    """An installed optimizer of all parameters that train; None: that of the configuration."""
+    """Create an installed optimizer for all trained parameters; None: use the configured one."""
     plugin = trainer.run.config.trainer_options.optimizer
     if plugin is None:
         return None
@@ -182,12 +182,12 @@ def optimizer(trainer: "Faithful", network: torch.nn.Module) -> torch.optim.Opti
     registry.checked(kind, name, made, torch.optim.Optimizer, "torch.optim.Optimizer")
     held = {id(one) for group in made.param_groups for one in group["params"]}
     if left := [name for name, one in training.items() if id(one) not in held]:
-        raise registry.wrong(kind, name, f"leaves out {len(left)} parameters that are to train, {left[0]} among them")
+        raise registry.wrong(kind, name, f"leaves out {len(left)} trained parameters, {left[0]} among them")
     return made
 
 
 def scheduler(trainer: "Faithful", steps: int, of: torch.optim.Optimizer) -> LRScheduler | None:
-    """An installed course of the learning rate over so many steps; None: that of the configuration."""
+    """Create an installed learning-rate schedule over `steps` steps; None: use the configured one."""
     plugin = trainer.run.config.trainer_options.scheduler
     if plugin is None:
         return None
@@ -195,26 +195,26 @@ def scheduler(trainer: "Faithful", steps: int, of: torch.optim.Optimizer) -> LRS
     made = registry.call(kind, name, of, num_training_steps=steps, num_warmup_steps=warmup, **plugin.parameters)
     registry.checked(kind, name, made, LRScheduler, "torch.optim.lr_scheduler.LRScheduler")
     if isinstance(made, ReduceLROnPlateau):
-        raise registry.wrong(kind, name, "returned a ReduceLROnPlateau, which goes by a measure and not by steps")
+        raise registry.wrong(kind, name, "returned a ReduceLROnPlateau, which depends on a metric and not on steps")
     return made
 
 
 def makes_rates(config: TrainingConfig) -> bool:
-    """Whether a plugin decides about learning rates."""
+    """Return True if a plugin determines the learning rates."""
     options = config.trainer_options
     return options.optimizer is not None or options.scheduler is not None
 
 
 def initial_rates(trainer: "Faithful") -> list[float]:
-    """The rates that the optimizer's groups begin with, by the configuration in force."""
+    """Return the initial learning rates of the optimizer's groups by the effective configuration."""
     return [group.get("initial_lr", group["lr"]) for group in trainer.optimizer.param_groups]
 
 
 def reapply_rates(trainer: "Faithful", weight_decays: list[float], rates: list[float]) -> None:
-    """Let the configuration's rates hold after a load, not the checkpoint's; equal ones stay what they are to the bit.
+    """Apply the configured rates after a checkpoint was loaded; rates that are equal stay bitwise unchanged.
 
     Raises:
-        TrainingFailure: `config_error`: they differ, and nobody knows what the scheduler would make of others.
+        TrainingFailure: `config_error`: they differ, and the effect on the scheduler is unknown.
     """
     course = trainer.lr_scheduler
     for group, decay in zip(trainer.optimizer.param_groups, weight_decays, strict=True):
@@ -225,7 +225,7 @@ def reapply_rates(trainer: "Faithful", weight_decays: list[float], rates: list[f
         raise TrainingFailure(
             "config_error",
             "`learning_rate` cannot change when a run is resumed with this scheduler: only a "
-            "torch.optim.lr_scheduler.LambdaLR says what it makes of another rate.",
+            "torch.optim.lr_scheduler.LambdaLR can be recomputed for another rate.",
         )
     course.base_lrs = list(rates)
     for group, rate, factor in zip(trainer.optimizer.param_groups, rates, course.lr_lambdas, strict=True):
@@ -235,24 +235,24 @@ def reapply_rates(trainer: "Faithful", weight_decays: list[float], rates: list[f
 
 
 def keep(run: Run, folder: Path) -> None:
-    """Have an installed checkpoint engine keep a copy of a checkpoint that is on disk; a failure costs the copy.
+    """Store a replica of a checkpoint on disk with an installed checkpoint engine; an error loses only the replica.
 
     Raises:
-        TrainingFailure: `config_error`: what is installed is no engine.
+        TrainingFailure: `config_error`: the plugin is not a checkpoint engine.
     """
     plugin = run.config.trainer_options.checkpoint_engine
     if plugin is None:
         return
     engine = _engine(plugin)
     try:
-        engine.save(folder, _place(folder))
+        engine.save(folder, _replica_name(folder))
     except Exception as error:
-        told = registry.wrong("checkpoint_engine", plugin.type, f"could not keep {folder.name}: {error!r}")
-        run.report.message(f"{told} The checkpoint in the run's own folder is whole.", level="warning")
+        failure = registry.wrong("checkpoint_engine", plugin.type, f"could not keep {folder.name}: {error!r}")
+        run.report.message(f"{failure} The checkpoint in the run's own folder is complete.", level="warning")
 
 
 def fetch(run: Run) -> None:
-    """Bring back a checkpoint that is gone from its folder, into that of this attempt; its hashes are checked next."""
+    """Restore a checkpoint that is missing from its folder into this attempt's folder; its hashes are checked next."""
     plugin, resume = run.config.trainer_options.checkpoint_engine, run.resume_from
     if plugin is None or resume is None or Path(resume["path"]).exists():
         return
@@ -261,26 +261,29 @@ def fetch(run: Run) -> None:
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     try:
-        found = _engine(plugin).fetch(_place(place), target)
+        found = _engine(plugin).fetch(_replica_name(place), target)
     except Exception as error:
         raise registry.wrong("checkpoint_engine", plugin.type, f"could not fetch {place.name}: {error!r}") from error
     if not isinstance(found, bool):
         raise registry.wrong("checkpoint_engine", plugin.type, f"returned {found!r} from `fetch`, not True or False")
     if found:
-        run.report.message(f"{place.name} is gone from its folder: `{plugin.type}` had a copy.", level="warning")
+        run.report.message(
+            f"{place.name} was missing from its folder and was restored from the replica of `{plugin.type}`.",
+            level="warning",
+        )
         run.job["resume_from"] = {**resume, "path": str(target)}
 
 
 def _engine(plugin: Plugin) -> CheckpointEngine:
     made = registry.call("checkpoint_engine", plugin.type, **plugin.parameters)
-    lacking = [method for method in ("save", "fetch") if not callable(getattr(made, method, None))]
-    if lacking:
-        what = f"returned a {type(made).__name__}, which has no method {' and no '.join(lacking)}"
+    missing_methods = [method for method in ("save", "fetch") if not callable(getattr(made, method, None))]
+    if missing_methods:
+        what = f"returned a {type(made).__name__}, which has no method {' and no '.join(missing_methods)}"
         raise registry.wrong("checkpoint_engine", plugin.type, what)
     return made  # type: ignore[no-any-return]
 
 
-def _place(folder: Path) -> str:
+def _replica_name(folder: Path) -> str:
     return "/".join(folder.parts[-3:])
 
 
@@ -288,10 +291,10 @@ class Reward:
     """An installed reward, called as TRL calls a reward function."""
 
     def __init__(self, reward: PluginReward, name: str) -> None:
-        """`name` is what metrics call it.
+        """Create the reward function; `name` is its name in metrics.
 
         Raises:
-            TrainingFailure: `config_error` that names what cannot be made or called.
+            TrainingFailure: `config_error` that names what cannot be created or called.
         """
         self.__name__ = name
         self._name = reward.name
@@ -300,7 +303,7 @@ class Reward:
             raise registry.wrong("reward", reward.name, f"returned a {type(self._function).__name__}, not a function")
 
     def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
-        """A number for each completion, in their order."""
+        """Return one number per completion, in order."""
         try:
             found = self._function(prompts, completions, **columns)
         except Exception as error:

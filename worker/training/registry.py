@@ -1,6 +1,6 @@
-"""What the operator has installed for trainings: entry points by kind, found, loaded, called, and refused by name.
+"""Registry of the plugins that the operator installed: finds, loads, calls and checks entry points by kind and name.
 
-Imports nothing heavy: the worker tells with it what there is, without torch.
+It does not import torch, since the worker uses it to report what is installed.
 """
 
 import inspect
@@ -11,16 +11,16 @@ from typing import Any
 from app.runs.plugins import PLUGINS
 from worker.training.failures import Stopped, TrainingFailure
 
-_OUTLIVES = (Stopped, TrainingFailure, MemoryError)
+_RAISED_UNCHANGED = (Stopped, TrainingFailure, MemoryError)
 
 
 def installed() -> dict[str, list[str]]:
-    """Names of all that is installed, by kind."""
+    """Return the names of all installed plugins, by kind."""
     return {kind: sorted({point.name for point in entry_points(group=group)}) for kind, group in PLUGINS.items()}
 
 
 def load(kind: str, name: str) -> Callable[..., Any]:
-    """What an entry point leads to.
+    """Load an entry point.
 
     Raises:
         TrainingFailure: `config_error` that names what is not installed, cannot be imported or cannot be called.
@@ -36,30 +36,31 @@ def load(kind: str, name: str) -> Callable[..., Any]:
         )
     try:
         found: Any = points[name].load()
-    except Exception as error:  # code of others, which raises whatever it likes
+    except Exception as error:  # third-party code can raise anything
         raise wrong(kind, name, f"cannot be imported: {error!r}") from error
     if not callable(found):
-        raise wrong(kind, name, f"is {_a(found)}, and has to be something that can be called")
+        raise wrong(kind, name, f"is {_type_name(found)}, but must be a callable")
     return found  # type: ignore[no-any-return]
 
 
 def call(kind: str, name: str, *arguments: Any, **named: Any) -> Any:
-    """What an entry point makes of these arguments.
+    """Call an entry point with these arguments and return its result.
+
+    Errors about memory and stops are raised unchanged.
 
     Raises:
-        TrainingFailure: `config_error`: as `load`, or it does not take the arguments, or it fails; what a failure says
-            of memory or of a stop stays what it is.
+        TrainingFailure: `config_error`: as `load`, or it does not accept the arguments, or it fails.
     """
     found = load(kind, name)
     try:
         inspect.signature(found).bind(*arguments, **named)
     except TypeError as error:
-        raise wrong(kind, name, f"does not take what it is called with: {error}") from error
+        raise wrong(kind, name, f"does not accept its arguments: {error}") from error
     except ValueError:
-        pass  # something compiled that does not tell its arguments
+        pass  # compiled code without a signature
     try:
         return found(*arguments, **named)
-    except _OUTLIVES:
+    except _RAISED_UNCHANGED:
         raise
     except Exception as error:
         if "out of memory" in str(error).lower():
@@ -68,16 +69,16 @@ def call(kind: str, name: str, *arguments: Any, **named: Any) -> Any:
 
 
 def checked(kind: str, name: str, made: Any, type: type, called: str) -> Any:
-    """What an entry point has made, if it is of this type, which is `called` so in the refusal."""
+    """Return the result of an entry point if it has this type, which the error message names as `called`."""
     if not isinstance(made, type):
-        raise wrong(kind, name, f"returned {_a(made)}, not a {called}")
+        raise wrong(kind, name, f"returned {_type_name(made)}, not a {called}")
     return made
 
 
 def wrong(kind: str, name: str, why: str) -> TrainingFailure:
-    """The refusal of an entry point, by its name."""
+    """Create the error about an entry point, which names it."""
     return TrainingFailure("config_error", f"`{PLUGINS[kind]}` entry `{name}` {why}.")
 
 
-def _a(value: Any) -> str:
+def _type_name(value: Any) -> str:
     return f"a {type(value).__name__}"

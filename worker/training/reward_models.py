@@ -1,4 +1,4 @@
-"""A trained reward model as a reward: what it says of a text, as it was trained to judge texts."""
+"""A trained reward model as a reward function: scores texts in the form in which it was trained on them."""
 
 from typing import Any
 
@@ -18,12 +18,12 @@ _TEXTS_AT_ONCE = 8
 
 
 class RewardModel:
-    """Scores completions; called as TRL calls a reward function."""
+    """Scorer of completions, called as TRL calls a reward function."""
 
     def __init__(self, named: dict[str, Any], name: str, run: Run, max_length: int) -> None:
-        """Load the model that `named` (name, path, hub, revision) means, on the run's device, to be read only.
+        """Load the model described by `named` (name, path, hub, revision) onto the run's device, frozen.
 
-        It is to judge texts of up to `max_length` tokens.
+        It must accept texts of up to `max_length` tokens.
 
         Raises:
             TrainingFailure: `model_not_found` or `config_error`.
@@ -33,7 +33,7 @@ class RewardModel:
         self._named = str(named["name"])
         found = base.find_reward_model(run.job, named)
         self.identity = found.identity
-        """What tells its weights from others."""
+        """Fingerprint of the weights."""
         self._tokenizer = base.load_tokenizer(found)
         cuda = run.machine.kind == "cuda"
         dtype = torch.bfloat16 if cuda and run.machine.bf16 else torch.float32
@@ -45,13 +45,13 @@ class RewardModel:
         if isinstance(longest, int) and longest < max_length:
             raise TrainingFailure(
                 "config_error",
-                f"The reward model {self._named} takes at most {longest} tokens, and prompt and completion may have "
+                f"The reward model {self._named} takes at most {longest} tokens, but prompt and completion may have "
                 f"{max_length}: lower `max_seq_length`.",
             )
         self._model.to("cuda" if cuda else "cpu").eval().requires_grad_(False)
 
     def __call__(self, prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
-        """A number for each completion, in their order."""
+        """Return one score per completion, in order."""
         are_chats = bool(prompts) and not isinstance(prompts[0], str)
         if are_chats and ensure_template(self._tokenizer):
             self._run.report.message(
@@ -68,12 +68,12 @@ class RewardModel:
     def _whole(self, prompt: Any, completion: Any) -> str:
         if not isinstance(prompt, str):
             return str(self._tokenizer.apply_chat_template(prompt + completion, tokenize=False))
-        # The end is where a reward is read, and texts that it was trained on end in this.
+        # The reward is read at the end of a text, and the texts in its training data end with this token.
         end = str(self._tokenizer.eos_token)
         return f"{prompt}{completion}" if completion.endswith(end) else f"{prompt}{completion}{end}"
 
     def _scores(self, texts: list[str], are_chats: bool) -> list[float]:
-        # A template writes its special tokens itself; to texts they are added, as when it was trained.
+        # A chat template adds the special tokens itself; for plain texts they are added here, as in its training.
         batch = _padded(self._tokenizer, texts, add_special_tokens=not are_chats).to(self._model.device)
         with torch.inference_mode():
             logits = self._model(**batch).logits
@@ -88,12 +88,12 @@ def _padded(tokenizer: PreTrainedTokenizerBase, texts: list[str], add_special_to
 
 
 def _load(found: Base, name: str, dtype: torch.dtype) -> Any:
-    """The classifier, an adapter merged into it; weights from safetensors only."""
+    """Load the classifier and merge its adapter, if any; weights from safetensors only."""
     labels: dict[str, Any] = {}
     if found.adapter is not None:
         if PeftConfig.from_pretrained(str(found.adapter)).task_type != "SEQ_CLS":
             raise TrainingFailure("config_error", f"{name} is an adapter, but not one of a reward model.")
-        labels = {"num_labels": 1}  # which an adapter's configuration does not say
+        labels = {"num_labels": 1}  # not part of an adapter's configuration
     try:
         with suppress_seqcls_warning():
             model = AutoModelForSequenceClassification.from_pretrained(
@@ -107,6 +107,7 @@ def _load(found: Base, name: str, dtype: torch.dtype) -> Any:
         raise not_loaded(error, name, "reward model") from error
     if model.config.num_labels != 1:
         raise TrainingFailure(
-            "config_error", f"{name} gives {model.config.num_labels} numbers for a text, and a reward is one number."
+            "config_error",
+            f"{name} returns {model.config.num_labels} numbers for a text, but a reward model must return one.",
         )
     return model

@@ -1,7 +1,7 @@
-"""What completions are worth: the built-in rewards of method `rlhf`, as functions that TRL's trainers call.
+"""Built-in rewards of method `rlhf`, as functions that TRL's trainers call.
 
-No torch. Patterns and schemas are the user's: each match has a second, so that a catastrophic one costs a reward
-and not the run.
+Does not import torch. Patterns and schemas come from the user: each match is limited to one second, so that
+catastrophic backtracking costs one reward and not the run.
 """
 
 import json
@@ -30,14 +30,14 @@ from app.runs.rewards import (
     needs_answer,
 )
 
-_SECONDS = 1.0
-_MOST_TIMEOUTS = 3
-"""In one call: a round has up to thousands of completions, and a second for each of them would be an hour."""
+_TIMEOUT_SECONDS = 1.0
+_MAX_TIMEOUTS = 3
+"""Timeouts per call: a round has up to thousands of completions, and a second for each of them could be an hour."""
 _NUMBER = re.compile(
     r"(?:(?<![\w.)])[-+\N{MINUS SIGN}])?[$€£]?((?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
     r"(?:[eE][-+]?[0-9]+)?|\.[0-9]+)"
 )
-# As in CommonMark without a backtick behind the language, of which a long line would be read again and again.
+# As in CommonMark, with no backtick after the language: a long line of them would be scanned repeatedly.
 _JSON_BLOCK = re.compile(r"```json[^\n`]*\n(.*?)```", re.DOTALL)
 
 
@@ -49,25 +49,25 @@ class _Completion:
 
 
 class _TimedOut(Exception):
-    """A pattern or a schema of the user's took longer than it may."""
+    """A pattern or a schema of the user exceeded its time limit."""
 
 
-def _nothing(*_: Any) -> None:
-    """For who wants to hear of nothing."""
+def _ignore(*_: Any) -> None:
+    """Ignore the call; the default callback."""
 
 
 @dataclass
 class RewardFunction:
-    """A reward as TRL calls it; `__name__` is what it is called in metrics."""
+    """A reward as TRL calls it; `__name__` is its name in metrics."""
 
     name: str
     judge: Callable[[_Completion], float | None]
-    alive: Callable[[], None] = _nothing
-    """Called after each completion, since judging them all may take long."""
-    warn: Callable[[str], None] = _nothing
-    """Told once where judging takes too long again and again."""
+    alive: Callable[[], None] = _ignore
+    """Called after each completion as a heartbeat, since scoring all of them may take long."""
+    warn: Callable[[str], None] = _ignore
+    """Called once with a message if scoring repeatedly takes too long."""
     timeouts: int = field(default=0, init=False)
-    """How many completions got 0 because judging them took too long."""
+    """Number of completions that got 0 because scoring them took too long."""
 
     def __post_init__(self) -> None:
         self.__name__ = self.name
@@ -80,9 +80,9 @@ class RewardFunction:
         answer: Sequence[str | None] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        """One reward for each completion, a text or a list of messages; None where there is no answer to go by."""
+        """Return one reward per completion (a text or a list of messages); None where there is no reference answer."""
         answers = answer if answer is not None else [None] * len(completions)
-        given_up_at = self.timeouts + _MOST_TIMEOUTS
+        given_up_at = self.timeouts + _MAX_TIMEOUTS
         found: list[float | None] = []
         for completion, tokens, expected in zip(completions, completion_ids, answers, strict=True):
             given_up = self.timeouts >= given_up_at
@@ -95,13 +95,14 @@ class RewardFunction:
             return self.judge(completion)
         except _TimedOut:
             self.timeouts += 1
-            # Counted over all calls: one of few completions would never get so far.
-            if self.timeouts == _MOST_TIMEOUTS:
+            # Counted over all calls: a call with few completions would never reach the number.
+            if self.timeouts == _MAX_TIMEOUTS:
                 self.warn(
-                    f"Reward `{self.name}` took longer than {_SECONDS:g} second to judge each of {_MOST_TIMEOUTS} "
-                    "completions: its pattern or schema is too slow for what the model writes. These got 0 from it, "
-                    f"and in each round the rest will after {_MOST_TIMEOUTS} such completions. Stop this run and start "
-                    "one whose pattern repeats nothing that is repeated, as `(a+)+` does, or without this reward."
+                    f"Reward `{self.name}` took longer than {_TIMEOUT_SECONDS:g} second to score each of "
+                    f"{_MAX_TIMEOUTS} completions: its pattern or schema is too slow for what the model generates. "
+                    f"They got 0 from it, and in each round all others get 0 after {_MAX_TIMEOUTS} such completions. "
+                    "Stop this run and start one without this reward, or with a pattern without nested repetition such "
+                    "as `(a+)+`."
                 )
             return 0.0
 
@@ -109,33 +110,35 @@ class RewardFunction:
 def functions(
     rewards: Sequence[Reward],
     tokenizer: Any,
-    alive: Callable[[], None] = _nothing,
-    warn: Callable[[str], None] = _nothing,
+    alive: Callable[[], None] = _ignore,
+    warn: Callable[[str], None] = _ignore,
 ) -> list[RewardFunction]:
-    """A function for each reward that is neither a model nor a plugin, in their order; weights are not in them.
+    """Create one function for each reward that is neither a model nor a plugin, in order, without weights.
 
-    `tokenizer` tells which tokens are special: of it `all_special_ids` is asked. `alive` is called after every
-    completion, and `warn` told of a reward that is too slow, once.
+    Only `all_special_ids` of `tokenizer` is used. `alive` is called after every completion, and `warn` once for a
+    reward that is too slow.
     """
     return [
-        RewardFunction(name, _judge(reward, tokenizer), alive, warn)
+        RewardFunction(name, _scorer(reward, tokenizer), alive, warn)
         for name, reward in zip(names(rewards), rewards, strict=True)
         if not isinstance(reward, ModelReward | PluginReward)
     ]
 
 
 def bad_answer(rewards: Sequence[Reward], answer: str | None) -> str | None:
-    """Why completions cannot be held against the `answer` of a row, or None where they can or need not be."""
+    """Return why completions cannot be compared with the `answer` of a row; None if they can or need not be."""
     if not needs_answer(rewards):
         return None
     if not isinstance(answer, str):
-        return "it has no `answer`, and a reward compares with it"
+        return "it has no `answer`, but a reward compares with it"
     if _number(answer) is None and any(isinstance(reward, NumericMatchReward) for reward in rewards):
-        return f"its `answer` {answer[:100]!r} holds no number, and the reward `numeric_match` compares with one"
+        return (
+            f"its `answer` {answer[:100]!r} does not contain a number, but the reward `numeric_match` compares with one"
+        )
     return None
 
 
-def _judge(reward: Reward, tokenizer: Any) -> Callable[[_Completion], float | None]:
+def _scorer(reward: Reward, tokenizer: Any) -> Callable[[_Completion], float | None]:
     match reward:
         case ExactMatchReward():
             return _exact_match(reward)
@@ -150,7 +153,7 @@ def _judge(reward: Reward, tokenizer: Any) -> Callable[[_Completion], float | No
         case FormatReward():
             return _format(reward)
         case ModelReward() | PluginReward():
-            raise TypeError(f"a reward of type {reward.type} is none of the functions here")
+            raise TypeError(f"a reward of type {reward.type} is not built in here")
 
 
 def _text(completion: Any) -> str:
@@ -190,7 +193,7 @@ def _numeric_match(reward: NumericMatchReward) -> Callable[[_Completion], float 
 
 
 def _number(text: str) -> float | None:
-    """The last number in it: `1,234.5`, `-$3`, `2e5`; None where there is none that is finite."""
+    """Return the last number in a text, such as `1,234.5`, `-$3` or `2e5`; None if there is none that is finite."""
     found = list(_NUMBER.finditer(text))
     if not found:
         return None
@@ -208,7 +211,10 @@ def _regex(reward: RegexReward) -> Callable[[_Completion], float]:
 
 
 def _extractor(pattern: str | None) -> Callable[[str], str | None]:
-    """What counts in a completion: the last match's first group, or all of it; None without a match."""
+    """Return a function that extracts the last match's first group, or the whole match; None without a match.
+
+    Without a pattern the whole text counts.
+    """
     if pattern is None:
         return lambda text: text
     compiled = regex.compile(pattern)
@@ -226,7 +232,7 @@ def _extractor(pattern: str | None) -> Callable[[str], str | None]:
 
 def _in_time(matching: Callable[..., Any], *arguments: Any) -> Any:
     try:
-        return matching(*arguments, timeout=_SECONDS)
+        return matching(*arguments, timeout=_TIMEOUT_SECONDS)
     except (TimeoutError, MemoryError):
         raise _TimedOut from None
 
@@ -272,11 +278,11 @@ def _json_schema(reward: JsonSchemaReward) -> Callable[[_Completion], float]:
 
 
 def _not_json(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 class _BoundedSchema:
-    """A schema that has to say within a second whether a document is valid."""
+    """A JSON schema whose validation of a document is limited to one second."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
         own: dict[str, Any] = {
@@ -285,44 +291,44 @@ class _BoundedSchema:
             "additionalProperties": self._additional_properties,
             "uniqueItems": self._unique_items,
         }
-        # A keyword takes as long as its value and the instance are; it is how often they meet that knows no bound.
+        # The time of one keyword is bounded by its value and the instance; the number of checks is not bounded.
         checks = {name: self._in_time(check) for name, check in {**Draft202012Validator.VALIDATORS, **own}.items()}
-        # Where a schema names its draft, the library would take its own checks for that in place of these.
+        # If a schema names its draft, the library would use its own checks for that draft instead of these.
         without_draft = {name: value for name, value in schema.items() if name != "$schema"}
         self._validator = extend(Draft202012Validator, checks)(without_draft)
-        self._ends = 0.0
+        self._deadline = 0.0
 
     def accepts(self, document: Any) -> bool:
-        """Whether it is valid; raises `_TimedOut`."""
-        self._ends = time.monotonic() + _SECONDS
+        """Return True if the document is valid; raise `_TimedOut` after a second."""
+        self._deadline = time.monotonic() + _TIMEOUT_SECONDS
         return bool(self._validator.is_valid(document))
 
     def _in_time(self, check: Callable[..., Any]) -> Callable[..., Any]:
         def checked(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
-            self._still_in_time()
+            self._seconds_left()
             return check(validator, value, instance, schema)
 
         return checked
 
-    def _still_in_time(self) -> float:
-        """How many seconds are left."""
-        left = self._ends - time.monotonic()
+    def _seconds_left(self) -> float:
+        """Return the seconds left; raise `_TimedOut` if there are none."""
+        left = self._deadline - time.monotonic()
         if left <= 0:
             raise _TimedOut
         return left
 
     def _unique_items(self, validator: Any, wanted: bool, instance: Any, schema: Any) -> Iterator[ValidationError]:
-        # The library's own compares each item with each other.
+        # The library's own check compares every item with every other.
         if wanted and isinstance(instance, list):
             seen: set[str] = set()
             for item in instance:
-                self._still_in_time()
+                self._seconds_left()
                 seen.add(json.dumps(_canonical(item), sort_keys=True))
             if len(seen) < len(instance):
                 yield ValidationError("has an item twice")
 
     def _pattern(self, validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[ValidationError]:
-        if isinstance(instance, str) and not self._is_in(pattern, instance):
+        if isinstance(instance, str) and not self._matches(pattern, instance):
             yield ValidationError("does not match")
 
     def _pattern_properties(
@@ -331,24 +337,24 @@ class _BoundedSchema:
         if isinstance(instance, dict):
             for pattern, inner in patterns.items():
                 for name, value in instance.items():
-                    if self._is_in(pattern, name):
+                    if self._matches(pattern, name):
                         yield from validator.descend(value, inner, path=name, schema_path=pattern)
 
     def _additional_properties(
         self, validator: Any, inner: Any, instance: Any, schema: Any
     ) -> Iterator[ValidationError]:
         if isinstance(instance, dict):
-            for name in self._further(schema, instance):
+            for name in self._additional_names(schema, instance):
                 yield from validator.descend(instance[name], inner, path=name)
 
-    def _further(self, schema: dict[str, Any], instance: Iterable[str]) -> Iterator[str]:
+    def _additional_names(self, schema: dict[str, Any], instance: Iterable[str]) -> Iterator[str]:
         patterns = schema.get("patternProperties", {})
         for name in instance:
-            if name not in schema.get("properties", {}) and not any(self._is_in(one, name) for one in patterns):
+            if name not in schema.get("properties", {}) and not any(self._matches(one, name) for one in patterns):
                 yield name
 
-    def _is_in(self, pattern: str, text: str) -> bool:
-        left = self._still_in_time()
+    def _matches(self, pattern: str, text: str) -> bool:
+        left = self._seconds_left()
         try:
             return regex.search(pattern, text, timeout=left) is not None
         except (TimeoutError, MemoryError):
@@ -356,7 +362,7 @@ class _BoundedSchema:
 
 
 def _canonical(value: Any) -> Any:
-    """The value with `1.0` as `1`, which JSON Schema takes for the same."""
+    """Return the value with `1.0` as `1`, which are equal in JSON Schema."""
     if isinstance(value, dict):
         return {name: _canonical(inner) for name, inner in value.items()}
     if isinstance(value, list):

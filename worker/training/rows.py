@@ -1,4 +1,4 @@
-"""Rows of a data set's file: read in its order, encoded many at a time, those that cannot be used named all at once."""
+"""Rows of a dataset's file: read in file order, encoded in batches; all bad rows are reported together."""
 
 import json
 import os
@@ -14,21 +14,21 @@ from worker.training.failures import TrainingFailure
 
 _ROWS_AT_ONCE = 256
 _BYTES_AT_ONCE = 256 * 1024
-"""What is encoded in one call, which no stop request interrupts."""
+"""Limit of what one call encodes, which a stop request cannot interrupt."""
 _THREADS = min(len(os.sched_getaffinity(0)), 8)
-"""More would wait for the one that reads the rows."""
-_BAD_ROWS_TOLD = 20
+"""Number of encoding threads; more would wait for the thread that reads the rows."""
+_MAX_BAD_ROWS_NAMED = 20
 _SECONDS_BETWEEN_PROGRESS = 0.5
 _UNUSABLE = (BadRow, KeyError, TypeError, IndexError)
 
 Progress = Callable[[int, int], None]
-"""Called with rows done and rows in all; may raise to stop."""
+"""Callback with the rows done and the rows in total; may raise to stop."""
 
 Result = TypeVar("Result")
 
 
 def count_rows(path: str) -> int:
-    """Rows of a JSONL file; blank lines do not count."""
+    """Count the rows of a JSONL file, without blank lines."""
     with open(path, "rb") as file:  # noqa: PTH123
         return sum(1 for line in file if line.strip())
 
@@ -36,26 +36,26 @@ def count_rows(path: str) -> int:
 def encoded(
     path: str, encoder: Encoder[Result], *, chosen: list[int] | None, progress: Progress, purpose: str
 ) -> Iterator[tuple[int, Result]]:
-    """Number (from 0) and encoding of the `chosen` rows (None: all) of a file, in its order.
+    """Yield the number (from 0) and encoding of the `chosen` rows (None: all) of a file, in file order.
 
-    `purpose` is what messages call the data.
+    `purpose` is the name of the data in messages.
 
     Raises:
-        TrainingFailure: `bad_data` that names the rows which cannot be used, once all have been seen.
+        TrainingFailure: `bad_data` that names the rows which cannot be used, after all rows have been read.
     """
     wanted = None if chosen is None else set(chosen)
     total = count_rows(path) if chosen is None else len(chosen)
     bad = _BadRows()
     done = 0
-    told = 0.0
+    reported_at = 0.0
 
     def counted() -> Iterator[_Row]:
-        nonlocal done, told
+        nonlocal done, reported_at
         for row in _read(path, bad):
             if wanted is None or row.number in wanted:
                 done += 1
-                if time.monotonic() - told > _SECONDS_BETWEEN_PROGRESS:
-                    told = time.monotonic()
+                if time.monotonic() - reported_at > _SECONDS_BETWEEN_PROGRESS:
+                    reported_at = time.monotonic()
                     progress(done, total)
                 yield row
 
@@ -69,32 +69,32 @@ def encoded(
 
 @dataclass
 class _BadRows:
-    """The first of the rows that cannot be used, and how many there are."""
+    """The first rows that cannot be used, and their total number."""
 
     count: int = 0
     first: list[tuple[int, str]] = field(default_factory=list)
 
     def note(self, line: int, why: str) -> None:
         self.count += 1
-        # Found in groups, not quite in the order of the file.
-        self.first = sorted([*self.first, (line, why)])[:_BAD_ROWS_TOLD]
+        # Rows are encoded in groups, so errors do not arrive in file order.
+        self.first = sorted([*self.first, (line, why)])[:_MAX_BAD_ROWS_NAMED]
 
     def __str__(self) -> str:
-        more = "" if self.count <= _BAD_ROWS_TOLD else f" (and {self.count - _BAD_ROWS_TOLD} more)"
+        more = "" if self.count <= _MAX_BAD_ROWS_NAMED else f" (and {self.count - _MAX_BAD_ROWS_NAMED} more)"
         return "; ".join(f"line {line}: {why}" for line, why in self.first) + more
 
 
 class _Row(NamedTuple):
     number: int
-    """Among the rows, from 0."""
+    """Index among the rows, from 0."""
     line: int
-    """In the file, from 1."""
+    """Line in the file, from 1."""
     bytes: int
     content: dict[str, Any]
 
 
 _Outcome: TypeAlias = tuple[_Row, Result | None, str | None]
-"""A row, and its encoding or why it has none."""
+"""A row, and its encoding or the reason why it has none."""
 
 
 def _read(path: str, bad: _BadRows) -> Iterator[_Row]:
@@ -116,30 +116,30 @@ def _read(path: str, bad: _BadRows) -> Iterator[_Row]:
 
 
 def _encoded(rows: Iterator[_Row], encoder: Encoder[Result], bad: _BadRows) -> Iterator[tuple[int, Result]]:
-    """Number and encoding of each row that can be used; while some are encoded, the next ones are read."""
-    under_way: deque[Future[list[_Outcome[Result]]]] = deque()
+    """Yield the number and encoding of each usable row; the next rows are read while some are encoded."""
+    pending: deque[Future[list[_Outcome[Result]]]] = deque()
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="tokens") as pool:
         try:
             for group in _groups(rows, encoder, bad):
-                under_way.append(pool.submit(_encode, group, encoder))
-                if len(under_way) > _THREADS:
-                    yield from _usable(under_way.popleft().result(), bad)
-            while under_way:
-                yield from _usable(under_way.popleft().result(), bad)
+                pending.append(pool.submit(_encode, group, encoder))
+                if len(pending) > _THREADS:
+                    yield from _usable(pending.popleft().result(), bad)
+            while pending:
+                yield from _usable(pending.popleft().result(), bad)
         finally:
-            for future in under_way:
+            for future in pending:
                 future.cancel()
 
 
 def _groups(rows: Iterator[_Row], encoder: Encoder[Any], bad: _BadRows) -> Iterator[list[tuple[_Row, Any]]]:
-    """Rows that are encoded in one call, with what was prepared of each."""
+    """Yield the rows that are encoded in one call, each with its prepared form."""
     group: list[tuple[_Row, Any]] = []
     size = 0
     for row in rows:
         try:
             group.append((row, encoder.prepare(row.content)))
         except _UNUSABLE as error:
-            bad.note(row.line, _why(error))
+            bad.note(row.line, _reason(error))
             continue
         size += row.bytes
         if len(group) == _ROWS_AT_ONCE or size > _BYTES_AT_ONCE:
@@ -150,14 +150,14 @@ def _groups(rows: Iterator[_Row], encoder: Encoder[Any], bad: _BadRows) -> Itera
 
 
 def _encode(group: list[tuple[_Row, Any]], encoder: Encoder[Result]) -> list[_Outcome[Result]]:
-    """Of each row its encoding, or why it has none."""
+    """Return the encoding of each row, or the reason why it has none."""
     try:
         found = encoder.encode([prepared for _, prepared in group])
         return [(row, result, None) for (row, _), result in zip(group, found, strict=True)]
     except _UNUSABLE as error:
         if len(group) == 1:
-            return [(group[0][0], None, _why(error))]
-    return [_encode([one], encoder)[0] for one in group]  # which of them it was
+            return [(group[0][0], None, _reason(error))]
+    return [_encode([one], encoder)[0] for one in group]  # finds the bad row
 
 
 def _usable(outcomes: list[_Outcome[Result]], bad: _BadRows) -> Iterator[tuple[int, Result]]:
@@ -168,5 +168,5 @@ def _usable(outcomes: list[_Outcome[Result]], bad: _BadRows) -> Iterator[tuple[i
             yield row.number, result
 
 
-def _why(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return f"field {error} is missing" if isinstance(error, KeyError) else str(error)

@@ -1,13 +1,13 @@
-"""Prepared data, kept for later runs: Arrow tables mapped into memory, found by what they were made from.
+"""Cache of tokenized data for later runs: memory-mapped Arrow tables, addressed by their inputs.
 
-An entry is one file: an Arrow stream, a JSON object with what it was made from and what was found out on the way, and
-a digest of all that. Its name is a digest of what it was made from, so two runs with the same data, tokenizer and
-settings find the same entry. It comes to its name by a rename, so it is whole or not there, and two runs that make it
-at once replace one good file by another. What is read is checked; what does not hold is made anew. An entry that is
+An entry is one file: an Arrow stream, a JSON object with its inputs and the facts about the table, and a digest of
+both. Its name is a digest of the inputs, so two runs with the same data, tokenizer and settings find the same entry.
+It gets its name by a rename, so it is complete or does not exist, and two runs that make it at the same time replace
+one good file with another. Every entry is verified when it is read, and made again if it is corrupt. An entry that is
 removed while a run reads it stays readable for that run.
 
-Who may write here can put wrong tokens into an entry, with the right digest: so the folder belongs to one user, and a
-file of anybody else's is not read. The digest tells damage, not malice.
+A user with write access can put wrong tokens into an entry with the right digest. So the folder belongs to one user,
+and files of other users are not read. The digest detects corruption, not tampering.
 """
 
 import errno
@@ -31,41 +31,41 @@ import xxhash
 from worker.training.pulse import Alive, nobody
 
 _LAYOUT = 1
-"""Of the file."""
-_PIECE = 1 << 20
+"""Version of the file layout."""
+_CHUNK_BYTES = 1 << 20
 _LENGTH = struct.Struct("<Q")
-"""Of the JSON in bytes, behind it."""
+"""Length of the JSON in bytes, stored after it."""
 _DIGEST_BYTES = 16
-"""An XXH3 digest of all before it ends the file."""
+"""Size of the XXH3 digest at the end of the file, which covers everything before it."""
 
 Write = Callable[[pa.RecordBatch], None]
 Build = Callable[[Write], dict[str, Any]]
-"""Makes the table: writes its batches one after the other, and returns facts about it, as JSON can hold them."""
+"""Function that makes the table: writes its batches in order, and returns JSON-serializable facts about it."""
 
 
-class _Damaged(Exception):
-    """A file is not what an entry should be."""
+class _CorruptEntry(Exception):
+    """A file is not a valid entry."""
 
 
-class _Refused(Exception):
+class _WriteFailed(Exception):
     """The folder cannot be written to."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A table and what is known about it."""
+    """A table and the facts about it."""
 
     table: pa.Table
-    """Its buffers lie in the mapped file, where it has one."""
+    """Its buffers are in the mapped file, if there is one."""
     facts: dict[str, Any]
     name: str
-    """The same for the same content."""
+    """Digest of the inputs: the same for the same content."""
     was_there: bool
-    """It was made by an earlier run."""
+    """True if an earlier run made it."""
 
 
 class TokenCache:
-    """The entries in a folder; `folder` None keeps none, and tables live in memory."""
+    """Cache entries in a folder; with `folder` None nothing is kept, and tables stay in memory."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class TokenCache:
         warn: Callable[[str], None] = lambda _: None,
         alive: Alive = nobody,
     ) -> None:
-        """`warn` is told what went wrong with the folder; `alive` is called while much is read, and may raise."""
+        """Open the cache; `warn` is called with errors of the folder, `alive` during long reads (it may raise)."""
         self._folder = folder
         self._limit_bytes = limit_bytes
         self._warn = warn
@@ -83,56 +83,57 @@ class TokenCache:
 
     @classmethod
     def of_job(cls, job: Mapping[str, Any], *, warn: Callable[[str], None], alive: Alive) -> "TokenCache":
-        """The cache that a job names; a job that names none has none."""
+        """Open the cache that a job names; without one, nothing is kept."""
         named = job.get("token_cache")
         if named is None:
             return cls()
         return cls(Path(named["folder"]), named["limit_bytes"], warn=warn, alive=alive)
 
     def entry(self, parts: Mapping[str, Any] | None, schema: pa.Schema, build: Build) -> Entry:
-        """What `build` makes, or made in an earlier run from the same `parts`.
+        """Return the entry of an earlier run with the same `parts`, or make it with `build`.
+
+        Any exception of `build` is raised unchanged, and nothing is kept then.
 
         Args:
-            parts: everything that the result depends on, as JSON can hold it, with a version of the code that builds;
-                None when that is not known, so that nothing is kept.
+            parts: everything that the result depends on, JSON-serializable, with a version of the code that builds;
+                None if that is unknown, so that nothing is kept.
             schema: columns of the table.
-            build: called once; once more when the folder takes no more, to make the table in memory then.
-
-        Raises:
-            Whatever `build` raises; nothing is kept then.
+            build: called once; called again to make the table in memory if the folder cannot be written to.
         """
         if self._folder is None or parts is None:
             return _in_memory(secrets.token_hex(), schema, build)
         made_from = json.dumps({"layout": _LAYOUT, "columns": schema.names, "parts": parts}, sort_keys=True)
         name = hashlib.sha256(made_from.encode()).hexdigest()
         path = self._folder / f"{name}.tokens"
-        found = self._found(path, made_from)
+        found = self._lookup(path, made_from)
         if found is not None:
             return Entry(*found, name, was_there=True)
         try:
             self._sweep(self._folder)
             made = self._make(path, made_from, schema, build)
-            self._shrink(self._folder)
-        except _Refused as refused:
-            self._warn(f"The tokens cannot be kept for later runs: {refused.__cause__}. This run goes on from memory.")
+            self._evict(self._folder)
+        except _WriteFailed as failed:
+            self._warn(
+                f"The tokens cannot be cached for later runs: {failed.__cause__}. This run keeps them in memory."
+            )
             return _in_memory(name, schema, build)
         return Entry(*made, name, was_there=False)
 
-    def _found(self, path: Path, made_from: str) -> tuple[pa.Table, dict[str, Any]] | None:
+    def _lookup(self, path: Path, made_from: str) -> tuple[pa.Table, dict[str, Any]] | None:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
         except OSError as error:
-            self._warn(f"Tokens of an earlier run cannot be read ({error.strerror}) and are made anew.")
+            self._warn(f"The tokens of an earlier run cannot be read ({error.strerror}) and are made again.")
             return None
         try:
             found = _read(descriptor, made_from, self._alive)
-        except (_Damaged, OSError) as error:
-            self._warn(f"Tokens of an earlier run are damaged ({error}) and are made anew.")
+        except (_CorruptEntry, OSError) as error:
+            self._warn(f"The tokens of an earlier run are corrupt ({error}) and are made again.")
             return None
         else:
-            with suppress(OSError):  # the time of its last use, for `_shrink`; not for who may only read
+            with suppress(OSError):  # sets the time of last use, for `_evict`; fails for a read-only user
                 os.utime(descriptor)
             return found
         finally:
@@ -140,26 +141,26 @@ class TokenCache:
 
     def _make(self, path: Path, made_from: str, schema: pa.Schema, build: Build) -> tuple[pa.Table, dict[str, Any]]:
         draft = path.with_name(f"{secrets.token_hex(8)}.draft")
-        with _refusals():
+        with _write_errors():
             descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            with _refusals():
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # says to `_sweep` that somebody writes
+            with _write_errors():
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # marks the draft as in use for `_sweep`
                 stream = pa.OSFile(str(draft), "wb")
                 writer = pa.ipc.new_stream(stream, schema)
 
             def write(batch: pa.RecordBatch) -> None:
-                with _refusals():
+                with _write_errors():
                     writer.write_batch(batch)
 
             facts = build(write)
-            with _refusals():
+            with _write_errors():
                 writer.close()
                 stream.close()
                 _seal(descriptor, json.dumps({"made_from": made_from, "facts": facts}).encode(), self._alive)
                 os.fsync(descriptor)
                 made = _read(descriptor, made_from, self._alive)
-                # The name need not survive a power cut: without it, the tokens are made once more.
+                # The rename need not survive a power failure: without it, the tokens are made again.
                 draft.rename(path)
             return made
         finally:
@@ -168,7 +169,7 @@ class TokenCache:
             os.close(descriptor)
 
     def _sweep(self, folder: Path) -> None:
-        """Remove what killed runs were writing: the kernel gave their locks back."""
+        """Remove the drafts of killed runs, whose locks the kernel has released."""
         for draft in folder.glob("*.draft"):
             with suppress(OSError):
                 descriptor = os.open(draft, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -178,8 +179,8 @@ class TokenCache:
                 finally:
                     os.close(descriptor)
 
-    def _shrink(self, folder: Path) -> None:
-        """Remove what was not used for longest, down to the limit."""
+    def _evict(self, folder: Path) -> None:
+        """Remove the least recently used entries until the size limit is met."""
         entries = []
         for path in folder.glob("*.tokens"):
             with suppress(OSError):
@@ -194,12 +195,12 @@ class TokenCache:
 
 
 @contextmanager
-def _refusals() -> Iterator[None]:
-    """What the disk refuses while an entry is written, told from what goes wrong while it is built."""
+def _write_errors() -> Iterator[None]:
+    """Raise `_WriteFailed` for disk errors while an entry is written, as opposed to errors of `build`."""
     try:
         yield
-    except (OSError, _Damaged) as error:
-        raise _Refused from error
+    except (OSError, _CorruptEntry) as error:
+        raise _WriteFailed from error
 
 
 def _in_memory(name: str, schema: pa.Schema, build: Build) -> Entry:
@@ -208,10 +209,10 @@ def _in_memory(name: str, schema: pa.Schema, build: Build) -> Entry:
     return Entry(pa.Table.from_batches(batches, schema), facts, name, was_there=False)
 
 
-def _seal(descriptor: int, told: bytes, alive: Alive) -> None:
-    """Write what is `told` of a table, and the digest, behind it."""
+def _seal(descriptor: int, metadata: bytes, alive: Alive) -> None:
+    """Append the JSON `metadata` about a table, and the digest, to its file."""
     size = os.fstat(descriptor).st_size
-    end = told + _LENGTH.pack(len(told))
+    end = metadata + _LENGTH.pack(len(metadata))
     digest = _digest(descriptor, size, alive)
     digest.update(end)
     end += digest.digest()
@@ -223,44 +224,44 @@ def _read(descriptor: int, made_from: str, alive: Alive) -> tuple[pa.Table, dict
     """Table and facts of an open entry, the table still in its file.
 
     Raises:
-        _Damaged: it is no entry, not ours, not whole, or one of something else.
+        _CorruptEntry: it is not an entry, not owned by this user, not complete, or made from other inputs.
         OSError: it cannot be read.
     """
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-        raise _Damaged("no file of this user")
-    told_until = status.st_size - _DIGEST_BYTES - _LENGTH.size
-    if told_until < 0:
-        raise _Damaged("cut off")
-    # Read and not only mapped: a disk that cannot read a piece says so here, and would kill the process there.
+        raise _CorruptEntry("not a file of this user")
+    metadata_end = status.st_size - _DIGEST_BYTES - _LENGTH.size
+    if metadata_end < 0:
+        raise _CorruptEntry("truncated")
+    # Read and not only mapped: an I/O error raises here, but would kill the process (SIGBUS) in a mapping.
     digest = _digest(descriptor, status.st_size - _DIGEST_BYTES, alive).digest()
     mapped = mmap.mmap(descriptor, status.st_size, prot=mmap.PROT_READ)
     if mapped[-_DIGEST_BYTES:] != digest:
-        raise _Damaged("its digest is another")
+        raise _CorruptEntry("its digest does not match")
     try:
-        (length,) = _LENGTH.unpack_from(mapped, told_until)
-        told = json.loads(mapped[told_until - length : told_until])
-        if told["made_from"] != made_from:
-            raise _Damaged("of other data")
-        table = pa.ipc.open_stream(pa.py_buffer(mapped).slice(0, told_until - length)).read_all()
-        return table, dict(told["facts"])
+        (length,) = _LENGTH.unpack_from(mapped, metadata_end)
+        metadata = json.loads(mapped[metadata_end - length : metadata_end])
+        if metadata["made_from"] != made_from:
+            raise _CorruptEntry("made from other data")
+        table = pa.ipc.open_stream(pa.py_buffer(mapped).slice(0, metadata_end - length)).read_all()
+        return table, dict(metadata["facts"])
     except (ValueError, KeyError, TypeError, pa.ArrowException) as error:
-        raise _Damaged(str(error)) from error
+        raise _CorruptEntry(str(error)) from error
 
 
 def _digest(descriptor: int, size: int, alive: Alive) -> Any:
-    """The XXH3 hash of the first `size` bytes of a file, open for more.
+    """Compute the XXH3 hash of the first `size` bytes of a file; the result accepts more updates.
 
     Raises:
-        _Damaged: there are fewer.
+        _CorruptEntry: the file is shorter.
     """
-    digest, piece = xxhash.xxh3_128(), memoryview(bytearray(_PIECE))
+    digest, chunk = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK_BYTES))
     place = 0
     while place < size:
-        got = os.preadv(descriptor, [piece[: size - place]], place)
+        got = os.preadv(descriptor, [chunk[: size - place]], place)
         if got == 0:
-            raise _Damaged("cut off")
-        digest.update(piece[:got])
+            raise _CorruptEntry("truncated")
+        digest.update(chunk[:got])
         place += got
         alive()
     return digest

@@ -1,7 +1,7 @@
-"""What each experiment tracker is told, and how: TensorBoard, MLflow, Weights & Biases.
+"""Clients of the experiment trackers: TensorBoard, MLflow, Weights & Biases.
 
-All of it is called from one thread for each tracker; whatever it raises is tried again. Their packages come with the
-extra `trackers`, and are imported only where a run asks for them.
+Each tracker is called from its own thread, and calls that raise are retried. Their packages come with the extra
+`trackers`, and are imported only if a run uses them.
 """
 
 import json
@@ -20,28 +20,28 @@ import psutil
 from worker.training.state import METRICS
 
 Status = Literal["completed", "failed", "cancelled", "pending"]
-"""How an attempt leaves its run."""
+"""Status of a run after an attempt."""
 
 PROJECT = "anneal"
-"""What trackers call all runs of this service together."""
-_LONGEST_PARAMETER = 6000
-_SECONDS_OF_A_CALL = 10
+"""Name of the project or experiment of all runs of this service."""
+_MAX_PARAMETER_LENGTH = 6000
+_CALL_TIMEOUT_SECONDS = 10
 
 
 @dataclass(frozen=True)
 class Point:
-    """What was measured after a step."""
+    """Metrics measured after a step."""
 
     step: int
     at: float
     """Unix seconds."""
     values: dict[str, float]
-    """By the names of our events; members of `extra` as `extra.<name>`."""
+    """Values by their names in our events; members of `extra` as `extra.<name>`."""
 
     @classmethod
     def of(cls, record: Mapping[str, Any], at: float) -> "Point":
-        """From a line of the history; what is no number is left out."""
-        # An evaluation repeats the epoch of the metric beside it, and a point told twice is two points.
+        """Create a point from a line of the history; values that are not numbers are left out."""
+        # An evaluation repeats the epoch of the metric of its step, and a point sent twice is two points.
         left_out = {"step"} if "extra" in record else {"step", "epoch"}
         flat = dict(flattened({name: value for name, value in record.items() if name not in left_out}))
         numbers = {name: float(value) for name, value in flat.items() if _is_number(value)}
@@ -50,22 +50,22 @@ class Point:
 
 @dataclass(frozen=True)
 class About:
-    """Which run this is, and where it stands."""
+    """Description of a run and of its current attempt."""
 
     run_id: str
     attempt: int
     method: str
     folder: Path
-    """The attempt's own."""
+    """Folder of the attempt."""
     checkpoint: Path | None
-    """Where it goes on from."""
+    """Checkpoint that the attempt resumes from."""
     first_step: int
-    """Of the checkpoint; points behind it may have been told by an earlier attempt."""
+    """Step of the checkpoint; later points may have been sent by an earlier attempt."""
     mlflow_uri: str
 
     @classmethod
     def of(cls, job: Mapping[str, Any], method: str, mlflow_uri: str | None) -> "About":
-        """From the job file."""
+        """Create a description from the job file."""
         resume = job.get("resume_from")
         return cls(
             run_id=str(job["run_id"]),
@@ -79,26 +79,26 @@ class About:
 
 
 class Tracker(Protocol):
-    """One place that a run is told to."""
+    """Client of one experiment tracker for one run."""
 
     def connect(self) -> None:
-        """Find or make the run there; called again after it failed."""
+        """Find or create the run in the tracker; called again if it fails."""
 
     def describe(self, parameters: Mapping[str, Any]) -> None:
-        """What the run is made of."""
+        """Log the parameters of the run."""
 
     def log(self, points: Sequence[Point]) -> None:
-        """Measurements, in order; called again with the same ones after it failed."""
+        """Log points, in order; called again with the same points if it fails."""
 
     def end(self, status: Status) -> None:
-        """Nothing more will come from this attempt."""
+        """End the run's current attempt; no call follows."""
 
     def abandon(self) -> None:
-        """Time is up, perhaps in the middle of a call: see that nothing of it keeps the process from ending."""
+        """Abort on a timeout, perhaps during a call, so that nothing keeps the process from exiting."""
 
 
 class TensorBoard:
-    """Event files in `tensorboard/` of the attempt's folder: a point for each line of its `metrics.jsonl`."""
+    """Event files in `tensorboard/` of the attempt's folder, with a point for each line of its `metrics.jsonl`."""
 
     FOLDER: ClassVar[str] = "tensorboard"
 
@@ -109,15 +109,15 @@ class TensorBoard:
     def connect(self) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        shutil.rmtree(self._folder, ignore_errors=True)  # of a try that failed: a reader would add the two up
+        shutil.rmtree(self._folder, ignore_errors=True)  # of a failed try: a reader would merge both
         self._writer = SummaryWriter(log_dir=str(self._folder))
-        # A folder for each attempt, and so the points before the checkpoint are part of it as of `metrics.jsonl`.
+        # Each attempt has its own folder, so it includes the points before the checkpoint, as `metrics.jsonl` does.
         self.log(list(_history(self._about.checkpoint)))
 
     def describe(self, parameters: Mapping[str, Any]) -> None:
         about = self._about
-        told = {"run_id": about.run_id, "attempt": about.attempt, "method": about.method, **parameters}
-        self._writer.add_text("parameters", "```json\n" + json.dumps(told, indent=1, default=str) + "\n```")
+        described = {"run_id": about.run_id, "attempt": about.attempt, "method": about.method, **parameters}
+        self._writer.add_text("parameters", "```json\n" + json.dumps(described, indent=1, default=str) + "\n```")
         self._writer.flush()
 
     def log(self, points: Sequence[Point]) -> None:
@@ -134,16 +134,16 @@ class TensorBoard:
 
     @classmethod
     def copy_files(cls, folder: Path, target: Path) -> None:
-        """Put the event files of an attempt's folder into an output."""
+        """Copy the event files of an attempt's folder into an output."""
         if (folder / cls.FOLDER).is_dir():
             shutil.copytree(folder / cls.FOLDER, target / cls.FOLDER)
 
 
 class Mlflow:
-    """A run in the experiment `anneal` of a tracking server, found again by its tag in later attempts.
+    """A run in the experiment `anneal` of a tracking server, found by its tag in later attempts.
 
-    What a server has cannot be taken back: a later attempt leaves out the points that are there already, exactly as
-    they are, and a step whose values came out differently has both.
+    Points on a server cannot be deleted. A later attempt skips the points that are already there with the same value;
+    a step whose values differ has both.
     """
 
     _STATUS: ClassVar[dict[Status, str]] = {
@@ -152,12 +152,12 @@ class Mlflow:
 
     def __init__(self, about: About) -> None:
         self._about = about
-        self._there: dict[str, set[tuple[int, float]]] = {}
+        self._sent_points: dict[str, set[tuple[int, float]]] = {}
 
     def connect(self) -> None:
-        # Its own patience is minutes; and it would tell its makers that it is used.
+        # By default it retries for minutes, and sends telemetry to its vendor.
         os.environ.update(
-            MLFLOW_HTTP_REQUEST_TIMEOUT=str(_SECONDS_OF_A_CALL),
+            MLFLOW_HTTP_REQUEST_TIMEOUT=str(_CALL_TIMEOUT_SECONDS),
             MLFLOW_HTTP_REQUEST_MAX_RETRIES="0",
             MLFLOW_DISABLE_TELEMETRY="true",
         )
@@ -183,7 +183,7 @@ class Mlflow:
             try:
                 return str(self._client.create_experiment(PROJECT))
             except Exception:
-                # Another run has made it in this moment, or our own call came twice; else this is the trouble.
+                # Another run created it concurrently, or our own call was sent twice; otherwise raise.
                 found = self._client.get_experiment_by_name(PROJECT)
                 if found is None:
                     raise
@@ -192,24 +192,24 @@ class Mlflow:
     def describe(self, parameters: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
 
-        there = self._client.get_run(self._id).data.params
-        told = {_allowed(name): _as_text(value)[:_LONGEST_PARAMETER] for name, value in flattened(parameters)}
-        new = [Param(name, value) for name, value in told.items() if name not in there]
-        for some in _parts(new, 100):
+        existing = self._client.get_run(self._id).data.params
+        sent = {_sanitized(name): _as_text(value)[:_MAX_PARAMETER_LENGTH] for name, value in flattened(parameters)}
+        new = [Param(name, value) for name, value in sent.items() if name not in existing]
+        for some in _batches(new, 100):
             self._client.log_batch(self._id, params=some)
-        # Parameters cannot change there: another worker's device, say, is told as what it is.
-        changed = {name: value for name, value in told.items() if there.get(name, value) != value}
+        # MLflow parameters are immutable: changed values, such as another worker's device, become tags.
+        changed = {name: value for name, value in sent.items() if existing.get(name, value) != value}
         self._tag({f"anneal.attempt_{self._about.attempt}.{name}": value for name, value in changed.items()})
 
     def log(self, points: Sequence[Point]) -> None:
         from mlflow.entities import Metric
 
         found = [
-            Metric(_allowed(name), value, int(point.at * 1000), point.step)
+            Metric(_sanitized(name), value, int(point.at * 1000), point.step)
             for point in points
             for name, value in point.values.items()
         ]
-        for some in _parts([one for one in found if not self._has(one.key, one.step, one.value)], 1000):
+        for some in _batches([one for one in found if not self._has(one.key, one.step, one.value)], 1000):
             self._client.log_batch(self._id, metrics=some)
 
     def end(self, status: Status) -> None:
@@ -224,32 +224,32 @@ class Mlflow:
     def _tag(self, tags: Mapping[str, str]) -> None:
         from mlflow.entities import RunTag
 
-        for some in _parts([RunTag(name, value) for name, value in tags.items()], 100):
+        for some in _batches([RunTag(name, value) for name, value in tags.items()], 100):
             self._client.log_batch(self._id, tags=some)
 
     def _has(self, key: str, step: int, value: float) -> bool:
-        """Whether an earlier attempt of this run told this very point."""
+        """Return True if an earlier attempt of this run sent this exact point."""
         if self._about.attempt == 1:
             return False
-        if key not in self._there:
-            told = self._client.get_metric_history(self._id, key)
-            self._there[key] = {(one.step, one.value) for one in told if one.step > self._about.first_step}
-        return (step, value) in self._there[key]
+        if key not in self._sent_points:
+            history = self._client.get_metric_history(self._id, key)
+            self._sent_points[key] = {(one.step, one.value) for one in history if one.step > self._about.first_step}
+        return (step, value) in self._sent_points[key]
 
 
 class Wandb:
-    """A run of Weights & Biases whose id is ours, which a later attempt goes on with.
+    """A run of Weights & Biases with our run id, which later attempts continue.
 
-    It takes steps in rising order alone: those that it has from an earlier attempt stay as they are there.
+    W&B accepts steps only in increasing order: those sent by an earlier attempt are kept as they are.
     """
 
     def __init__(self, about: About) -> None:
         self._about = about
-        # Taken out of the environment, which its own service process would inherit, for the kernel to show.
+        # Removed from the environment: the W&B service process would inherit it and expose it in /proc.
         self._key = os.environ.pop("WANDB_API_KEY", None)
 
     def connect(self) -> None:
-        os.environ["WANDB_ERROR_REPORTING"] = "false"  # to its makers
+        os.environ["WANDB_ERROR_REPORTING"] = "false"  # reports go to the vendor
         import wandb
         from wandb.env import get_project
 
@@ -265,9 +265,9 @@ class Wandb:
             dir=str(about.folder),
             settings=wandb.Settings(
                 api_key=self._key,
-                # Printed lines are in the run's log already, and go through no redaction on this way.
+                # Printed lines are in the run's log already, and would not be redacted here.
                 console="off", silent=True, save_code=False, disable_git=True, x_disable_meta=True,
-                x_disable_stats=True, init_timeout=3 * _SECONDS_OF_A_CALL,
+                x_disable_stats=True, init_timeout=3 * _CALL_TIMEOUT_SECONDS,
             ),
         )  # fmt: skip
 
@@ -284,7 +284,7 @@ class Wandb:
         self._run.finish(exit_code=int(status == "failed"))
 
     def abandon(self) -> None:
-        # It tries on for minutes, and this process would wait for it. What it has is in `wandb/`, for `wandb sync`.
+        # W&B retries for minutes, and this process would wait for it. Its data is in `wandb/`, for `wandb sync`.
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):
                 if process.name().startswith("wandb"):
@@ -292,7 +292,7 @@ class Wandb:
 
 
 def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Members of nested objects by dotted names."""
+    """Yield the members of nested objects by dotted names."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from flattened(value, f"{prefix}{name}.")
@@ -313,7 +313,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
-def _allowed(name: str) -> str:
+def _sanitized(name: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 
@@ -321,5 +321,5 @@ def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def _parts(things: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
+def _batches(things: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
     return (things[begin : begin + most] for begin in range(0, len(things), most))

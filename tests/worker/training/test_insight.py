@@ -96,7 +96,7 @@ class TestFacts:
         assert facts["peak_tflops"] is None and facts["flops_not_counted"] is None
         assert facts["flops_per_token"] == facts["flops_per_token_hardware"] > 6 * 20_000
         assert all("mfu" not in record["extra"] for record in done.of("metric"))
-        assert "operations of a trained token" in (done.output / "README.md").read_text()
+        assert "FLOPs per trained token" in (done.output / "README.md").read_text()
 
     @pytest.mark.parametrize("packing", [False, True])
     def test_mfu_follows_from_the_facts_and_the_time(

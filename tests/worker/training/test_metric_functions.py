@@ -93,7 +93,7 @@ class TestMetricFunctions:
         [
             ("absent", "no metric function absent; installed are: brier, noupdate, number, taken, wrong"),
             ("number", "`number` is a int"),
-            ("noupdate", "`noupdate` makes a NoUpdate, which has no method update"),
+            ("noupdate", "`noupdate` returned a NoUpdate, which has no method update"),
         ],
     )
     def test_what_is_none_is_refused_by_name_before_training(
@@ -103,7 +103,9 @@ class TestMetricFunctions:
         with pytest.raises(TrainingFailure, match=says):
             metric_functions.load(["brier", name])
 
-    @pytest.mark.parametrize(("name", "says"), [("wrong", "a str for 'own'"), ("taken", "measure `eval_loss` already")])
+    @pytest.mark.parametrize(
+        ("name", "says"), [("wrong", "a str for 'own'"), ("taken", "already have a metric `eval_loss`")]
+    )
     def test_a_result_that_is_none_is_refused_by_name(
         self, name: str, says: str, plugins: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -177,14 +177,14 @@ class TestWhatIsNone:
             ("data_source", "texts", "returned a str as row 0, not a dict"),
             ("data_source", "breaks", r"failed at row 2: KeyError\('c'\)"),
             ("data_source", "empty", "returned no rows of the training data"),
-            ("data_source", "repeated", "does not take what it is called with: missing a required argument: 'times'"),
+            ("data_source", "repeated", "does not accept its arguments: missing a required argument: 'times'"),
             ("model_factory", "a-dict", "returned a dict, not a transformers.PreTrainedModel"),
             ("optimizer", "a-dict", "returned a dict, not a torch.optim.Optimizer"),
-            ("optimizer", "forgetful", "leaves out 1 parameters that are to train, bias among them"),
-            ("optimizer", "a-number", "is a int, and has to be something that can be called"),
+            ("optimizer", "forgetful", "leaves out 1 trained parameters, bias among them"),
+            ("optimizer", "a-number", "is a int, but must be a callable"),
             ("optimizer", "gone", "cannot be imported: ModuleNotFoundError"),
             ("scheduler", "a-dict", "returned a dict, not a torch.optim.lr_scheduler.LRScheduler"),
-            ("scheduler", "plateau", "goes by a measure and not by steps"),
+            ("scheduler", "plateau", "depends on a metric and not on steps"),
             ("checkpoint_engine", "a-dict", "returned a dict, which has no method save and no fetch"),
         ],
     )
@@ -208,7 +208,7 @@ class TestWhatIsNone:
             ("a-dict", "returned a dict, not a function"),
             ("too-few", "returned 1 numbers, not one for each of 2"),
             ("texts", "returned a str among its numbers"),
-            ("brevity", "does not take what it is called with"),
+            ("brevity", "does not accept its arguments"),
         ],
     )
     def test_a_reward_too(self, name: str, says: str) -> None:

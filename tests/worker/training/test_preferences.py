@@ -280,7 +280,7 @@ class TestData:
     def test_a_reward_that_compares_needs_an_answer_in_every_row(self, refused: Callable[..., str]) -> None:
         rows = [{"prompt": "p", "answer": "1"}, {"prompt": "q"}]
         told = refused("rlhf", "prompt", rows, rlhf=RLHF | {"rewards": [{"type": "exact_match"}]})
-        assert "line 2: it has no `answer`, and a reward compares with it" in told
+        assert "line 2: it has no `answer`, but a reward compares with it" in told
 
     def test_tools_that_the_model_would_not_see_are_refused(self, refused: Callable[..., str]) -> None:
         rows = [{"prompt": "p"}] * 3 + [{"prompt": "p", "tools": [{"name": "clock"}]}]
@@ -299,7 +299,7 @@ class TestData:
         )
         job["reward_models"] = [{"name": "judge", "path": str(judge), "hub": None, "revision": None}]
         told = forks.run(job).result["error"]["message"]
-        assert told.startswith("The reward model judge takes at most 64 tokens, and prompt and completion may have 128")
+        assert told.startswith("The reward model judge takes at most 64 tokens, but prompt and completion may have 128")
 
     def test_an_answer_without_a_number_is_named_where_numbers_are_compared(self, refused: Callable[..., str]) -> None:
         rows = [{"prompt": "p", "answer": "about 7"}, {"prompt": "q", "answer": "unknown"}]
@@ -308,7 +308,7 @@ class TestData:
 
     def test_fewer_prompts_than_a_step_takes_are_refused(self, refused: Callable[..., str]) -> None:
         told = refused("rlhf", "prompt", [{"prompt": "p"}], rlhf=RLHF)
-        assert told.startswith("A step takes 2 prompts, and there are 1: lower `batch_size`")
+        assert told.startswith("A step takes 2 prompts, but there are only 1: lower `batch_size`")
 
     def test_prompts_and_completions_have_to_fit_into_the_model(self, refused: Callable[..., str]) -> None:
         rlhf = RLHF | {"max_completion_length": 256}
@@ -341,7 +341,7 @@ class TestData:
         told = [one.of("config")[0]["facts"]["tokenized"] for one in (first, second, other)]
         assert told == ["now", "cached", "now"]
         assert second.steps == first.steps
-        assert any("its tokens are used again" in record["line"] for record in second.of("message"))
+        assert any("its tokens are reused" in record["line"] for record in second.of("message"))
 
     @pytest.fixture
     def refused(self, forks: Forks, model: Path, tmp_path: Path) -> Callable[..., str]:

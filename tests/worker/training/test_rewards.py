@@ -270,7 +270,7 @@ class TestFunctions:
     @pytest.mark.parametrize("answer", ["", "seven", "1e999", "x = ?"])
     def test_an_answer_without_a_number_is_named_where_numbers_are_compared(self, answer: str) -> None:
         compares = [reward(type="length", max=3), reward(type="numeric_match")]
-        assert "holds no number" in (bad_answer(compares, answer) or "")
+        assert "does not contain a number" in (bad_answer(compares, answer) or "")
         assert bad_answer([reward(type="exact_match")], answer) is None
         assert bad_answer([reward(type="length", max=3)], answer) is None
         assert bad_answer(compares, "so #### 1,042") is None

@@ -110,7 +110,7 @@ class TestEntries:
         path.write_bytes(whole)
         anew = folder.cache().entry(PARTS, SCHEMA, numbers)
         assert not anew.was_there and values(anew) == list(range(1000))
-        assert len(folder.warnings) == 1 and "damaged" in folder.warnings[0]
+        assert len(folder.warnings) == 1 and "corrupt" in folder.warnings[0]
         assert folder.cache().entry(PARTS, SCHEMA, never).was_there
 
     def test_an_entry_under_the_name_of_another_is_not_taken_for_it(self, folder: Folder) -> None:
@@ -200,7 +200,7 @@ class TestRoom:
             made = folder.cache().entry(PARTS, SCHEMA, numbers)
         assert values(made) == list(range(1000)) and made.facts == {"count": 1000}
         assert len(folder.entries) == 1, "nothing half written stays"
-        assert len(folder.warnings) == 1 and "goes on from memory" in folder.warnings[0]
+        assert len(folder.warnings) == 1 and "keeps them in memory" in folder.warnings[0]
 
     def test_a_folder_that_is_gone_costs_the_run_nothing(self, folder: Folder) -> None:
         folder.path.rmdir()
@@ -361,7 +361,7 @@ class TestRuns:
         losses = [[record["metrics"]["eval_loss"] for record in one.of("eval")] for one in (first, second)]
         assert losses[0] == losses[1] and len(losses[0]) == 2
         said = [[record["line"] for record in one.of("message")] for one in (first, second)]
-        assert any("used again" in line for line in said[1]) and not any("used again" in line for line in said[0])
+        assert any("reused" in line for line in said[1]) and not any("reused" in line for line in said[0])
         assert len(folder.entries) == 2, "to train on, and held out"
 
     def test_a_disk_without_room_for_tokens_is_a_warning(
@@ -372,5 +372,5 @@ class TestRuns:
         done = forks.run(job)
         assert done.result["outcome"] == "completed"
         assert any(
-            "cannot be kept" in json.dumps(record) for record in done.of("message") if record["level"] == "warning"
+            "cannot be cached" in json.dumps(record) for record in done.of("message") if record["level"] == "warning"
         )

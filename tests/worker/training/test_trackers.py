@@ -206,7 +206,7 @@ class TestWandb:
             job = make_job(tmp_path, tiny_model, chats, max_steps=3, **CONFIG, report_to=["wandb"])
             done = run(job, WANDB_BASE_URL=url, WANDB_API_KEY=KEY)
         assert (done.code, done.result["outcome"]) == (0, "completed"), done.stderr
-        assert "points did not reach it" in done.of("message")[-1]["line"], done.of("message")
+        assert "points were not sent" in done.of("message")[-1]["line"], done.of("message")
         assert done.records[-1]["type"] == "result"
 
 
@@ -264,8 +264,8 @@ class TestTrouble:
         done = forks.run({**job, "trackers": {"mlflow_tracking_uri": url}})
         assert done.result["outcome"] == "completed"
         warnings = [record["line"] for record in done.of("message") if "mlflow" in record["line"]]
-        assert ["cannot be told of this run" in line for line in warnings] == [True, False]
-        assert "9 points did not reach it" in warnings[-1]
+        assert ["cannot be updated for this run" in line for line in warnings] == [True, False]
+        assert "9 points were not sent" in warnings[-1]
         steps = [record["ts"] for record in done.of("metric")]
         assert steps[-1] - steps[0] < 10, "training went on meanwhile"
         same_in_32_bits(tensorboard_points(done.output / "tensorboard"), told(done))
@@ -298,7 +298,7 @@ class TestTrouble:
             opened.close("cancelled")
             assert time.monotonic() - began < 8
         assert threading.active_count() <= before + 1
-        assert "12000 points did not reach it" in capfd.readouterr().out
+        assert "12000 points were not sent" in capfd.readouterr().out
 
 
 def test_the_token_of_the_server_goes_along_with_every_call(

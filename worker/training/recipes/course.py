@@ -1,4 +1,4 @@
-"""The steps of every recipe from its model on: build the trainer, tell the facts, train, export."""
+"""Steps of every training method after the model is loaded: build the trainer, report run info, train, export."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ Trains = TypeVar("Trains", bound=Faithful)
 
 
 def arguments(run: Run, total_steps: int) -> dict[str, Any]:
-    """The configuration in the words of every trainer; names that are not ours to choose are all set here."""
+    """Map the configuration to the arguments of transformers that all trainers share."""
     config, options, cuda = run.config, run.config.trainer_options, run.machine.kind == "cuda"
     return {
         "output_dir": str(run.folder),
@@ -52,9 +52,9 @@ def arguments(run: Run, total_steps: int) -> dict[str, Any]:
         "logging_nan_inf_filter": False,
         "eval_strategy": "steps" if config.eval_steps else "no",
         "eval_steps": config.eval_steps,
-        # A resumed run has begun before.
+        # A resumed run was evaluated when it first started.
         "eval_on_start": options.eval_on_start and run.resume_from is None,
-        # When to save is decided after each step, and how is ours: the trainer's own way is not atomic.
+        # Our callback decides after each step whether to save: the Trainer's own saving is not atomic.
         "save_strategy": "no",
         "save_total_limit": None,
         "report_to": "none",
@@ -63,14 +63,14 @@ def arguments(run: Run, total_steps: int) -> dict[str, Any]:
 
 
 def build(make: type[Trains], run: Run, **options: Any) -> Trains:
-    """The trainer, watched after every step.
+    """Create the trainer and attach the callbacks that run after every step.
 
     Raises:
-        TrainingFailure: options that do not go together, or not with this model.
+        TrainingFailure: options are incompatible with each other or with this model.
     """
     try:
         trainer = make(run, **options)
-    except ValueError as error:  # how TRL and peft refuse them
+    except ValueError as error:  # TRL and peft reject options with it
         raise TrainingFailure("config_error", str(error)) from error
     model.check_modules(trainer.model, run.config)
     model.keep_full_precision(trainer.model, run.machine)
@@ -86,7 +86,7 @@ def build(make: type[Trains], run: Run, **options: Any) -> Trains:
 def tell(
     trainer: Faithful, found: Base, replaced: list[Replacement], training: Rows, held_out: Rows | None, **more: Any
 ) -> dict[str, Any]:
-    """Tell the configuration in force and the first facts, and remember what the numbers depend on."""
+    """Report the effective configuration and the initial run info, and set the run's fingerprint."""
     run = trainer.run
     facts = model.first_facts(trainer.model, run.machine)
     facts |= _costs(trainer, training, facts.get("device_name"))
@@ -101,12 +101,12 @@ def tell(
     facts |= fidelity.facts(_differences(run))
     trainer.facts, trainer.replaced = facts, replaced
     if run.resume_from is None:
-        trainer.tell_facts()  # else once it is known how well the checkpoint was loaded
+        trainer.tell_facts()  # a resumed run reports it after the fidelity check of the loaded checkpoint
     return facts
 
 
 def _costs(trainer: Faithful, training: Rows, device: str | None) -> dict[str, Any]:
-    """Operations of a token, and what the device can do of them: what MFU is made of."""
+    """Count the operations per token and look up the device's peak, the inputs of MFU."""
     throughput, run = trainer.throughput, trainer.run
     throughput.flops = flops.count(
         trainer.model,
@@ -116,7 +116,7 @@ def _costs(trainer: Faithful, training: Rows, device: str | None) -> dict[str, A
     throughput.peak_tflops = run.config.trainer_options.peak_tflops or peak_tflops(device)
     length = trainer.usual_length(training.tokens / training.rows)
     if run.config.gradient_checkpointing == "selective":
-        # Layers are alike, so every second one is about half of them.
+        # Layers are alike, so recomputing every second one costs about half.
         counted = throughput.flops
         throughput.flops = replace(counted, token_again=counted.token_again // 2, pair_again=counted.pair_again // 2)
     return {
@@ -129,7 +129,7 @@ def _costs(trainer: Faithful, training: Rows, device: str | None) -> dict[str, A
 
 
 def train(trainer: Faithful) -> None:
-    """Train to the end or to a stop, from the beginning or from the checkpoint."""
+    """Train to the end or to a stop, from the first step or from a checkpoint."""
     run = trainer.run
     with trainer.saving.settled():
         if run.resume_from is None:
@@ -137,13 +137,13 @@ def train(trainer: Faithful) -> None:
                 history.begin(None)
             trainer.train()
         else:
-            _go_on(trainer, Path(run.resume_from["path"]))
-    if trainer.state.global_step >= trainer.args.max_steps:  # more by now than at the start, if it was extended
+            _resume(trainer, Path(run.resume_from["path"]))
+    if trainer.state.global_step >= trainer.args.max_steps:  # `max_steps` grows if the run is extended
         run.ended_by = None
 
 
 def finish(trainer: Faithful, start: Base, facts: dict[str, Any]) -> dict[str, Any]:
-    """Export where training is over, and push; returns the fields of the result record."""
+    """Export and push the output if training is over, and return the fields of the result record."""
     run, state = trainer.run, trainer.run.state
     output = export(trainer, start, facts) if run.ended_by in _EXPORTS and not run.is_probe else None
     return {
@@ -163,12 +163,12 @@ def finish(trainer: Faithful, start: Base, facts: dict[str, Any]) -> dict[str, A
     }
 
 
-def _go_on(trainer: Faithful, checkpoint: Path) -> None:
+def _resume(trainer: Faithful, checkpoint: Path) -> None:
     run = trainer.run
     trainer.go_on_from(checkpoint)
     limit = run.state.limit_reached(run.config, trainer.saved_step)
     if limit is not None or trainer.saved_step >= trainer.args.max_steps:
-        # Trained as far as it is to go already, and lost before its output was written.
+        # Training had already finished; the earlier attempt was lost before its output was written.
         run.ended_by = limit
         trainer.restore_finished(checkpoint)
         return
@@ -192,7 +192,7 @@ def _fingerprint(run: Run, found: Base, facts: dict[str, Any]) -> dict[str, Any]
 
 
 def _differences(run: Run) -> list[str]:
-    """Why this attempt may not go on exactly where the checkpoint stands."""
+    """Return the reasons why this attempt may not continue exactly from the checkpoint."""
     if run.resume_from is None:
         return []
     found = fidelity.reasons(Path(run.resume_from["path"]), run.fingerprint)

@@ -1,4 +1,4 @@
-"""Direct preference optimisation (`dpo`): pairs → model → trainer → facts → train → export."""
+"""Direct preference optimization (`dpo`): pairs → model → trainer → run info → train → export."""
 
 import uuid
 from collections.abc import Mapping
@@ -16,13 +16,13 @@ from worker.training.recipes import course, steps
 from worker.training.run import Run
 from worker.training.trainer import Faithful
 
-# It names a file of reference log-probabilities in a folder of this very process: hashing gigabytes of weights for
-# that would take minutes.
+# TRL names its file of reference log-probabilities by a hash of the weights, which takes minutes for gigabytes. The
+# folder belongs to this process alone, so a random name is enough.
 dpo_trainer.hash_module = lambda _module: uuid.uuid4().hex
 
 
 class PreferenceTrainer(Faithful, DPOTrainer):  # type: ignore[misc]
-    """A `DPOTrainer` on tokenised pairs."""
+    """A `DPOTrainer` on tokenized pairs."""
 
     MEASURES: ClassVar[Mapping[str, str]] = {
         "rewards/accuracies": "preference_accuracy",
@@ -46,7 +46,7 @@ class PreferenceTrainer(Faithful, DPOTrainer):  # type: ignore[misc]
 
     def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
         self._reference_done, self._reference_rows = 0, len(dataset)
-        self.run.report.message(f"Computing the reference log-probabilities of {len(dataset)} pairs ({name}) first.")
+        self.run.report.message(f"Computing the reference log-probabilities of {len(dataset)} pairs ({name}).")
         return super()._precompute_ref_logps(dataset, name, batch_size)
 
     def compute_ref_log_probs(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Any:
@@ -57,11 +57,11 @@ class PreferenceTrainer(Faithful, DPOTrainer):  # type: ignore[misc]
 
 
 def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
-    """Train one run to its end or to a stop; returns the fields of its result record.
+    """Train one run to its end or to a stop, and return the fields of its result record.
 
     Raises:
         TrainingFailure: with a stable code.
-        Stopped: a stop came before there was anything to save.
+        Stopped: a stop was requested before there was anything to save.
     """
     found, tokenizer = steps.begin(run)
     max_length = steps.longest(run, found, tokenizer, replaced)
@@ -94,8 +94,8 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
                 max_length=max_length,
                 truncation_mode=config.truncation_mode,
                 disable_dropout=no_dropout,
-                # Without an adapter the alternative is a second copy of the model; with one it is a forward pass in
-                # every step, which is more work from the second pass over the data on.
+                # Without an adapter the alternative is a second copy of the model. With an adapter it is a forward
+                # pass in every step, which is more work from the second epoch on.
                 precompute_ref_log_probs=config.lora_r is None or steps.configured_steps(run) > steps_in_a_pass,
             ),
             train_dataset=steps.seen(run, training),

@@ -1,4 +1,4 @@
-"""Reward models (`reward`): pairs → model with a head of one number → trainer → facts → train → export."""
+"""Reward models (`reward`): pairs → model with a scalar head → trainer → run info → train → export."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -14,7 +14,7 @@ from worker.training.trainer import Faithful
 
 
 class RewardModelTrainer(Faithful, RewardTrainer):  # type: ignore[misc]
-    """A `RewardTrainer` on tokenised pairs."""
+    """A `RewardTrainer` on tokenized pairs."""
 
     MEASURES: ClassVar[Mapping[str, str]] = {
         "accuracy": "preference_accuracy",
@@ -29,11 +29,11 @@ class RewardModelTrainer(Faithful, RewardTrainer):  # type: ignore[misc]
 
 
 def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
-    """Train one run to its end or to a stop; returns the fields of its result record.
+    """Train one run to its end or to a stop, and return the fields of its result record.
 
     Raises:
         TrainingFailure: with a stable code.
-        Stopped: a stop came before there was anything to save.
+        Stopped: a stop was requested before there was anything to save.
     """
     found, tokenizer = steps.begin(run)
     max_length = steps.longest(run, found, tokenizer, replaced)
@@ -58,7 +58,7 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
             model=network,
             args=RewardConfig(
                 **course.arguments(run, total_steps),
-                max_length=None,  # what is too long has been left out
+                max_length=None,  # pairs that are too long have been left out
                 disable_dropout=no_dropout,
             ),
             train_dataset=steps.seen(run, training),

@@ -1,4 +1,4 @@
-"""Learning from rewards (`rlhf`, GRPO or RLOO): prompts → rewards → model → trainer → facts → train → export."""
+"""Learning from rewards (`rlhf`, GRPO or RLOO): prompts → rewards → model → trainer → run info → train → export."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -20,15 +20,15 @@ from worker.training.run import Run
 from worker.training.token_cache import TokenCache
 from worker.training.trainer import Faithful
 
-_NO_NUMBERS = "probability tensor contains either"
-"""How torch refuses to sample from what a spoilt model says."""
+_NON_FINITE_ERROR = "probability tensor contains either"
+"""Part of torch's error when it samples from non-finite probabilities."""
 
 
 class RewardedTrainer(Faithful):
-    """What `GRPOTrainer` and `RLOOTrainer` have in common here.
+    """Overrides shared by `GRPOTrainer` and `RLOOTrainer`.
 
-    An optimizer step is one round: texts are generated once, for all of its micro-batches. So a run can stop after
-    any step and go on exactly.
+    An optimizer step is one round: completions are generated once, for all of its micro-batches. So a run can stop
+    after any step and resume exactly.
     """
 
     MEASURES: ClassVar[Mapping[str, str]] = {
@@ -48,13 +48,13 @@ class RewardedTrainer(Faithful):
         return bool(self.beta)
 
     def usual_length(self, tokens_of_a_row: float) -> float:
-        """At most: completions are not known before they are generated."""
+        """Return an upper bound, since completions are not known before they are generated."""
         return tokens_of_a_row + float(self.max_completion_length)
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Any:
         sampler = super()._get_train_sampler(dataset)
-        # Each pass draws its order from the sampler's own generator, whose state no checkpoint holds: in a resumed run
-        # it draws those of the passes that are over once more.
+        # Each epoch draws its order from the sampler's own generator, whose state is not in checkpoints. A resumed run
+        # therefore repeats the draws of the finished epochs.
         if self.saved_step > 0:
             prompts_in_a_step = self.args.generation_batch_size // self.num_generations
             for _ in range(self.saved_step // (sampler.num_samples // prompts_in_a_step)):
@@ -62,33 +62,33 @@ class RewardedTrainer(Faithful):
         return sampler
 
     def _generate_single_turn(self, *arguments: Any, **options: Any) -> Any:
-        # A model with an adapter writes by its base's own forward, which nothing else puts under mixed precision:
-        # modules that train whole, in 32 bits, would not fit their neighbours of 16.
+        # With an adapter, generation calls the base model's own forward, which nothing else puts under mixed precision.
+        # Fully trained modules are in 32 bits and would not match the 16-bit modules around them.
         with self.accelerator.autocast():
             try:
                 return super()._generate_single_turn(*arguments, **options)
             except RuntimeError as error:
-                if _NO_NUMBERS not in str(error) or not self.model.training:
+                if _NON_FINITE_ERROR not in str(error) or not self.model.training:
                     raise
-                says = "the model's answers became no numbers while it wrote"
-                raise self.guard.failure(self, Trouble("non_finite", says)) from error
+                description = "the model's output became non-finite while it generated completions"
+                raise self.guard.failure(self, Trouble("non_finite", description)) from error
 
     def with_rows(self, collate: Any) -> Any:
         return collate  # a batch is the list of its rows
 
     def take_rows(self, inputs: Any) -> list[int]:
         if self._micro_losses:
-            return []  # every micro-batch comes with the rows of the whole round
+            return []  # every micro-batch carries the rows of the whole round
         return list(dict.fromkeys(row for one in inputs for row in one["rows"]))
 
     def rows_of(self, batch: Any) -> list[int]:
         return [row for one in batch for row in one["rows"]]
 
     def pass_over(self) -> None:
-        self._step += 1  # by which the library knows when another round is to be written
+        self._step += 1  # TRL decides with it when to generate the next round
 
     def sequences_of(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        return []  # what went wrong are completions, not the prompts
+        return []  # the anomaly is in the completions, not in the prompts
 
     def measures(self) -> Mapping[str, str]:
         own = {f"rewards/{name}/mean": f"reward_{name}" for name in self.reward_func_names}
@@ -100,43 +100,43 @@ class RewardedTrainer(Faithful):
         return [int(token) for token in ids]
 
     def trained_tokens(self) -> int:
-        """Tokens of prompts and completions trained on so far."""
+        """Return the number of prompt and completion tokens trained on so far."""
         return int(self.state.num_input_tokens_seen)
 
     def tell_samples(self) -> None:
-        """Tell the texts with the highest and with the lowest advantage of the last round."""
-        told = self._logs
-        advantages = list(told["advantages"])
+        """Report the completions with the highest and the lowest advantage of the last round."""
+        logs = self._logs
+        advantages = list(logs["advantages"])
         if not advantages:
             return
         best, worst = advantages.index(max(advantages)), advantages.index(min(advantages))
         for at in dict.fromkeys((best, worst)):
             self.run.report.sample(
                 self.state.global_step,
-                self._shown(told["prompt"][at]),
-                self._shown(told["completion"][at]),
-                rewards={name: values[at] for name, values in told["rewards"].items()},
+                self._as_text(logs["prompt"][at]),
+                self._as_text(logs["completion"][at]),
+                rewards={name: values[at] for name, values in logs["rewards"].items()},
                 advantage=advantages[at],
             )
 
-    def _shown(self, text: Any) -> str:
+    def _as_text(self, text: Any) -> str:
         return text if isinstance(text, str) else "\n".join(str(message["content"]) for message in text)
 
 
 class GroupTrainer(RewardedTrainer, GRPOTrainer):  # type: ignore[misc]
-    """Group relative policy optimisation."""
+    """Group relative policy optimization."""
 
 
 class LeaveOneOutTrainer(RewardedTrainer, RLOOTrainer):  # type: ignore[misc]
-    """REINFORCE with the mean of the other texts as baseline."""
+    """REINFORCE with the mean reward of the other completions as baseline."""
 
 
 def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
-    """Train one run to its end or to a stop; returns the fields of its result record.
+    """Train one run to its end or to a stop, and return the fields of its result record.
 
     Raises:
         TrainingFailure: with a stable code.
-        Stopped: a stop came before there was anything to save.
+        Stopped: a stop was requested before there was anything to save.
     """
     found, tokenizer = steps.begin(run)
     max_length = steps.longest(run, found, tokenizer, replaced)
@@ -146,8 +146,8 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
     if longest_prompt < 1:
         raise TrainingFailure(
             "config_error",
-            f"`rlhf.max_completion_length` is {wanted.max_completion_length}, and prompt and completion together may "
-            f"have {max_length} tokens: lower it.",
+            f"`rlhf.max_completion_length` is {wanted.max_completion_length}, but prompt and completion together may "
+            f"have at most {max_length} tokens: lower it.",
         )
 
     def read(source: dict[str, Any], chosen: list[int] | None, purpose: steps.Purpose) -> Pairs:
@@ -160,8 +160,8 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
     if steps_in_a_pass < 1:
         raise TrainingFailure(
             "bad_data",
-            f"A step takes {prompts_in_a_step} prompts, and there are {len(training.dataset)}: lower `batch_size` or "
-            "`gradient_accumulation_steps`, or add prompts.",
+            f"A step takes {prompts_in_a_step} prompts, but there are only {len(training.dataset)}: lower `batch_size` "
+            "or `gradient_accumulation_steps`, or add prompts.",
         )
     total_steps = steps.steps_in_all(run, steps_in_a_pass)
     seen = training.dataset
@@ -172,7 +172,7 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
     planning.decide(run, replaced, found, training.dataset, max_length)
     with steps.weights(run, found) as start:
         network = steps.load(run, start, steps.highest_id(tokenizer, training, held_out))
-        # Generating takes long, and each token is a sign of life.
+        # Generation takes long, so each token sends a heartbeat.
         network.register_forward_pre_hook(lambda *_: run.report.alive())
         functions = _rewards(run, tokenizer, max_length)
         arguments = course.arguments(run, total_steps) | {
@@ -186,16 +186,16 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
         if run.is_probe:
             arguments |= measuring.generation(config)
         if wanted.beta > 0 and config.lora_r is None:
-            # TRL loads the reference itself: the very weights that the policy starts from.
+            # TRL loads the reference model itself, from the same weights as the policy.
             arguments["model_init_kwargs"] = {**start.options, "use_safetensors": True}
-        if config.trainer_options.eval_batch_size is None:  # whole groups
+        if config.trainer_options.eval_batch_size is None:  # a multiple of the group size
             groups = max(config.batch_size // wanted.num_generations, 1)
             arguments["per_device_eval_batch_size"] = groups * wanted.num_generations
         trainer: RewardedTrainer = course.build(
             GroupTrainer if wanted.algorithm == "grpo" else LeaveOneOutTrainer,
             run,
             model=network,
-            # RLOO learns next to nothing from advantages as they come.
+            # RLOO learns almost nothing from advantages that are not normalized.
             args=GRPOConfig(**arguments)
             if wanted.algorithm == "grpo"
             else RLOOConfig(**arguments, normalize_advantages=True),
@@ -205,16 +205,16 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
             processing_class=tokenizer,
             peft_config=model.lora_config(config, start.revision),
         )
-        judges = [one.identity for one in functions if isinstance(one, RewardModel)]
+        fingerprints = [one.identity for one in functions if isinstance(one, RewardModel)]
         facts = course.tell(
-            trainer, found, replaced, training, held_out, max_length=max_length, reward_models=judges or None
+            trainer, found, replaced, training, held_out, max_length=max_length, reward_models=fingerprints or None
         )
         course.train(trainer)
         return course.finish(trainer, start, facts)
 
 
 def _rewards(run: Run, tokenizer: Any, max_length: int) -> list[Any]:
-    """A function for each reward, in the order of the configuration."""
+    """Create one function for each reward, in the order of the configuration."""
     wanted = run.config.rlhf.rewards
     warn = partial(run.report.message, level="warning")
     checks = iter(rewards.functions(wanted, tokenizer, run.report.alive, warn))

@@ -1,4 +1,4 @@
-"""The steps of every recipe up to the loaded model, in the order in which it takes them; `course` has the rest."""
+"""Steps of every training method up to the loaded model, in the order of use; `course` has the rest."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -25,44 +25,44 @@ Purpose = Literal["training", "evaluation"]
 
 
 class Rows(Protocol):
-    """Data that is ready to train on."""
+    """Protocol of data that is ready to train on."""
 
     @property
     def dataset(self) -> Dataset:
-        """One row for each thing that a batch holds."""
+        """Dataset with one row per batch element."""
 
     @property
     def rows(self) -> int:
-        """Rows of the file that it holds."""
+        """Number of rows of the file that are in it."""
 
     @property
     def tokens(self) -> int:
-        """Tokens in all."""
+        """Total number of tokens."""
 
     @property
     def remarks(self) -> list[str]:
-        """What the user should know: rows cut or left out."""
+        """Warnings for the user: rows cut or left out."""
 
     @property
     def highest_id(self) -> int:
-        """The highest token id in it."""
+        """Highest token id in the data."""
 
     @property
     def are_cached(self) -> bool:
-        """An earlier run has made its tokens."""
+        """True if an earlier run made the tokens."""
 
 
 Some = TypeVar("Some", bound=Rows)
 Read = Callable[[dict[str, Any], list[int] | None, Purpose], Some]
-"""Makes the rows with these numbers (None: all) of a data set ready to train on."""
+"""Function that prepares the rows with these numbers (None: all) of a dataset for training."""
 
 
 def begin(run: Run) -> tuple[Base, PreTrainedTokenizerBase]:
-    """Seed, a checkpoint that is whole, the base model's place and its tokenizer; loads no weight.
+    """Set the seed, verify the checkpoint, locate the base model and load its tokenizer, but no weights.
 
     Raises:
         TrainingFailure: with a stable code.
-        Stopped: a stop came.
+        Stopped: a stop was requested.
     """
     transformers.set_seed(run.config.seed)
     plugins.fetch(run)
@@ -79,7 +79,11 @@ def begin(run: Run) -> tuple[Base, PreTrainedTokenizerBase]:
 
 
 def longest(run: Run, found: Base, tokenizer: PreTrainedTokenizerBase, replaced: list[Replacement]) -> int:
-    """Tokens that a sequence may have: as configured, and never more than the model can take."""
+    """Return the maximum sequence length in tokens: as configured, limited by what the model can take.
+
+    Raises:
+        TrainingFailure: `config_error` if the user set a length above the model's limit.
+    """
     own = getattr(found.architecture.get_text_config(), "max_position_embeddings", None)
     limit = own or min(tokenizer.model_max_length, 1_000_000)
     asked = run.config.max_seq_length
@@ -94,22 +98,22 @@ def longest(run: Run, found: Base, tokenizer: PreTrainedTokenizerBase, replaced:
 
 
 def replace(run: Run, replaced: list[Replacement], field: str, used: Any, reason: str) -> None:
-    """Put another value in the place of a default that cannot be honoured, and remember to tell it."""
+    """Replace a default that cannot be used with another value, and record the replacement to report it."""
     replaced.append(Replacement(field=field, requested=getattr(run.config, field), used=used, reason=reason))
     run.config = run.config.model_copy(update={field: used})
 
 
 def no_dropout(run: Run, replaced: list[Replacement]) -> bool:
-    """Whether to switch all dropout off, which pairs are compared without unless the user asked for some."""
+    """Return True if all dropout must be disabled: pairs are compared without it unless the user set some."""
     if run.config.lora_r is None:
         return True
     if "lora_dropout" not in run.given and run.config.lora_dropout > 0:
-        replace(run, replaced, "lora_dropout", 0.0, "Dropout would be noise in the comparison of two answers.")
+        replace(run, replaced, "lora_dropout", 0.0, "Dropout would add noise to the comparison of two answers.")
     return run.config.lora_dropout == 0
 
 
 def chat_template(run: Run, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give a tokenizer without chat template a plain one, and say so."""
+    """Set a plain chat template if the tokenizer has none, and report it."""
     if ensure_template(tokenizer):
         run.report.message(
             "The tokenizer has no chat template; a plain one (<|user|>, <|assistant|>) is used and saved with the "
@@ -119,7 +123,7 @@ def chat_template(run: Run, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def read_data(run: Run, read: Read[Some]) -> tuple[Some, Some | None]:
-    """The data to train on and the data held out, made ready before any weight is loaded.
+    """Prepare the training data and the held-out data, before any weights are loaded.
 
     Raises:
         TrainingFailure: `bad_data` that names the rows.
@@ -134,7 +138,7 @@ def read_data(run: Run, read: Read[Some]) -> tuple[Some, Some | None]:
         rest = source if held else other
         held_out = read(rest, held, "evaluation") if rest else None
     except FileNotFoundError as error:
-        raise TrainingFailure("bad_data", "The data set's file is not there any more.") from error
+        raise TrainingFailure("bad_data", "The dataset's file no longer exists.") from error
     plugins.drop_rows(run)
     for one in (training, held_out):
         for remark in one.remarks if one else []:
@@ -143,33 +147,33 @@ def read_data(run: Run, read: Read[Some]) -> tuple[Some, Some | None]:
 
 
 def seen(run: Run, training: Rows) -> Dataset:
-    """What of the data is trained on: all, or the rows of one step again and again."""
+    """Return the rows to train on: all, the rows of one step only, or in a probe the longest rows."""
     if run.config.overfit_first_batch:
         return data.first_batch(training.dataset, run.config)
     return measuring.longest_rows(training.dataset, run.config) if run.is_probe else training.dataset
 
 
 def chat_template_if_needed(run: Run, tokenizer: PreTrainedTokenizerBase) -> None:
-    """`chat_template`, where the pairs or prompts of a data set are messages."""
+    """Call `chat_template` if the pairs or prompts of a dataset are messages."""
     if any(converse(one["path"]) for one in (run.job["dataset"], run.job.get("eval_dataset")) if one):
         chat_template(run, tokenizer)
 
 
 def said_of_cache(run: Run, *some: Rows | None) -> dict[str, str]:
-    """Tell whether an earlier run has made all of the tokens; returns the fact about it."""
+    """Report whether an earlier run made all of the tokens, and return the run info about it."""
     if not all(one.are_cached for one in some if one):
         return {"tokenized": "now"}
-    run.report.message("An earlier run has tokenised this data in the same way: its tokens are used again.")
+    run.report.message("An earlier run tokenized this data with the same settings: its tokens are reused.")
     return {"tokenized": "cached"}
 
 
 def pairs_of(run: Run, cache: TokenCache, source: dict[str, Any], chosen: list[int] | None, purpose: Purpose) -> Source:
-    """The rows of a data set, for `worker.training.pairs`."""
+    """Describe the rows of a dataset for `worker.training.pairs`."""
     return Source(source["path"], source.get("sha256"), chosen, purpose, tokenizing(run), cache)
 
 
 def token_cache(run: Run) -> TokenCache:
-    """What earlier runs have tokenised, where the job names a place for it."""
+    """Open the cache of tokenized data that the job names, or one that keeps nothing."""
 
     def alive() -> None:
         run.heed_stop()
@@ -179,27 +183,27 @@ def token_cache(run: Run) -> TokenCache:
 
 
 def tokenizing(run: Run) -> Callable[[int, int], None]:
-    """What tells how far the data is, and heeds a stop."""
+    """Return a callback that reports progress and raises `Stopped` on a stop request."""
     return lambda done, total: run.progress("tokenizing", done, total)
 
 
 def steps_in_all(run: Run, steps_in_a_pass: int) -> int:
-    """Optimizer steps of the whole run, as the trainer counts them; of a probe, its own."""
+    """Return the optimizer steps of the whole run, as the trainer counts them; for a probe, its own number."""
     run.steps_in_a_pass = steps_in_a_pass
     return measuring.STEPS if run.is_probe else configured_steps(run)
 
 
 def configured_steps(run: Run) -> int:
-    """Optimizer steps of the whole run, of which a probe takes only the first few; call behind `steps_in_all`."""
+    """Return the optimizer steps of the whole run, even for a probe; call after `steps_in_all`."""
     steps = run.config.max_steps or math.ceil(run.config.epochs * run.steps_in_a_pass)
     return max(steps, run.config.min_steps or 0)
 
 
 @contextmanager
 def weights(run: Run, found: Base) -> Iterator[Base]:
-    """Where the weights to start from are for as long as the block lasts: an adapter is merged into its base."""
+    """Provide the weights to start from while the block runs; an adapter is merged into its base."""
     alive = run.report.alive
-    # transformers shows a bar wherever it goes through many weights: loading them, writing them.
+    # transformers shows a progress bar when it loads or writes many weights; each item sends a heartbeat.
     transformers.utils.logging.set_tqdm_hook(
         lambda bar, what, options: bar(*(each(things, alive) for things in what), **options)
     )
@@ -210,10 +214,10 @@ def weights(run: Run, found: Base) -> Iterator[Base]:
 
 
 def load(run: Run, start: Base, highest_id: int, head: model.Head = "causal") -> PreTrainedModel:
-    """The model on its device, able to take every token of the data."""
+    """Load the model onto its device, and check that it has an embedding for every token of the data."""
     if start.from_scratch and run.resume_from is None:
         run.report.message(
-            f"The folder {run.job['base_model']['name']} holds no weights: they start as random numbers drawn with "
+            f"The folder {run.job['base_model']['name']} contains no weights: they are initialized randomly with "
             f"seed {run.config.seed}, and the model is trained from scratch."
         )
     with while_growing(run.report.alive, start.folder):
@@ -227,5 +231,5 @@ def load(run: Run, start: Base, highest_id: int, head: model.Head = "causal") ->
 
 
 def highest_id(tokenizer: PreTrainedTokenizerBase, *some: Rows | None) -> int:
-    """The highest token id that the model will be given."""
+    """Return the highest token id that the model will receive."""
     return max([int(tokenizer.pad_token_id or 0), *(one.highest_id for one in some if one)])

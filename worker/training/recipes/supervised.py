@@ -1,4 +1,4 @@
-"""Supervised fine-tuning (`sft`, `full`, `lora`, `qlora`): data → model → trainer → facts → train → export."""
+"""Supervised fine-tuning (`sft`, `full`, `lora`, `qlora`): data → model → trainer → run info → train → export."""
 
 import math
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from worker.training.trainer import Faithful
 
 
 class SupervisedTrainer(Faithful, SFTTrainer):  # type: ignore[misc]
-    """An `SFTTrainer` on tokenised data."""
+    """An `SFTTrainer` on tokenized data."""
 
     MEASURES: ClassVar[Mapping[str, str]] = {"mean_token_accuracy": "token_accuracy", "entropy": "entropy"}
 
@@ -33,7 +33,7 @@ class SupervisedTrainer(Faithful, SFTTrainer):  # type: ignore[misc]
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         found = super().prediction_step(model, inputs, *args, **options)
         if self._factories:
-            # The loss is computed without ever making the logits of a whole batch: this takes another forward pass.
+            # The loss is computed without the logits of a whole batch, so metrics need another forward pass.
             batch = self._prepare_inputs(inputs) | {"use_cache": False}
             labels = batch.pop("labels")
             with torch.no_grad(), self.compute_loss_context_manager():
@@ -41,21 +41,21 @@ class SupervisedTrainer(Faithful, SFTTrainer):  # type: ignore[misc]
         return found
 
     def evaluated(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        told = super().evaluated(metrics)
-        told["eval_perplexity"] = math.exp(min(told["eval_loss"], 700.0))
-        return {**told, **self._evaluation.results(told)}
+        reported = super().evaluated(metrics)
+        reported["eval_perplexity"] = math.exp(min(reported["eval_loss"], 700.0))
+        return {**reported, **self._evaluation.results(reported)}
 
 
 def train(
     run: Run, replaced: list[Replacement], trainer_class: type[SupervisedTrainer] = SupervisedTrainer
 ) -> dict[str, Any]:
-    """Train one run to its end or to a stop; returns the fields of its result record.
+    """Train one run to its end or to a stop, and return the fields of its result record.
 
-    A recipe of the operator's own may bring another trainer along.
+    A recipe installed by the operator may pass another trainer class.
 
     Raises:
         TrainingFailure: with a stable code.
-        Stopped: a stop came before there was anything to save.
+        Stopped: a stop was requested before there was anything to save.
     """
     functions = metric_functions.load(run.config.trainer_options.metrics)
     found, tokenizer = steps.begin(run)
