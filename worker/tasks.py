@@ -1,4 +1,4 @@
-"""The one task: a hint that work may wait."""
+"""The only Celery task: a hint that runs may be pending."""
 
 import logging
 
@@ -11,12 +11,11 @@ from worker.host import Host
 log = logging.getLogger(__name__)
 
 _PASS_ON_SECONDS = 1.0
-"""How long a worker that takes no runs keeps a hint, so that it does not hear of it again at once."""
+"""Seconds for which a worker that takes no runs keeps a hint, so that it does not receive it again at once."""
 
 
 def register(app: Celery, host: Host) -> None:
-    """Register `anneal.run_next`, which looks what is the most urgent and trains it."""
-
+    """Register `anneal.run_next`, which claims pending runs, the most urgent first, and trains them."""
     told: str | None = None
 
     # Not shared: Celery would give the task of this host to every other app in the process.
@@ -27,7 +26,7 @@ def register(app: Celery, host: Host) -> None:
                 supervisor.work(host)
                 return
             host.closing.wait(_PASS_ON_SECONDS)
-        # Somebody else should hear of it now, not with the next round of hints.
+        # Another worker should get the hint now, not with the next round of hints.
         app.send_task(TASK, ignore_result=True, retry=False)
 
     def is_fit() -> bool:

@@ -203,7 +203,7 @@ class TestRounds:
         monkeypatch.setattr(worker.copies.remote, "remove", refuses)
         worker.copies.sweep()
         assert [row.copy_begun_at is None for row in worker.rows()] == [False, True, True]
-        assert [message for message in caplog.messages if "stay at" in message and "it refuses" in message]
+        assert [message for message in caplog.messages if "remain at" in message and "it refuses" in message]
 
     def test_what_only_a_lost_machine_has_hides_nothing(self, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
         worker.lab.save(10)

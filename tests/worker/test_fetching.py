@@ -71,7 +71,7 @@ class TestABadCopy:
         flip(flipped)
         flip(next((tmp_path / "shared").rglob("checkpoint-10")))
         assert worker.lab.next_attempt()[0].start_step == 0
-        assert "of the copy" in (worker.lab.bad_reasons()[10] or "")
+        assert "the replica is corrupt" in (worker.lab.bad_reasons()[10] or "")
 
 
 class TestOnTheWay:

@@ -120,8 +120,8 @@ MUTANTS = (
         changes=(
             Change(
                 "worker/fitness.py",
-                'return f"the storage {self._storage} holds no data sets',
-                'return None and f"the storage {self._storage} holds no data sets',
+                'return f"the storage {self._storage} holds no datasets',
+                'return None and f"the storage {self._storage} holds no datasets',
             ),
         ),
         test="tests/reliability/test_failures.py::test_a_worker_that_does_not_see_the_storage_costs_a_run_nothing",
