@@ -31,7 +31,7 @@ def answer(run: Any, record: dict[str, Any], ts: float) -> Answer:
     status, step = record["status"], record["step"]
     if status not in _OUTCOMES or isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**31:
         raise ValueError(f"invalid action result: status {status!r} at step {step!r}")
-    told = {name: record.get(name) for name in ("action", "step", "status", "result", "message")}
+    reported = {name: record.get(name) for name in ("action", "step", "status", "result", "message")}
     outcome = {
         "status": status,
         "step": step,
@@ -44,4 +44,4 @@ def answer(run: Any, record: dict[str, Any], ts: float) -> Answer:
     before = ("waiting", "done") if status == "done" else ("waiting",)
     asked = (RunAction.id == action_id, RunAction.run_id == run.id, RunAction.status.in_(before))
     change = update(RunAction).where(*asked).values(outcome)
-    return Answer(change, NewEvent.of("action", ts, {"action_id": action_id, **told}))
+    return Answer(change, NewEvent.of("action", ts, {"action_id": action_id, **reported}))

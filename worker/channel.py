@@ -21,7 +21,7 @@ Source = Literal["report", "stdout", "stderr"]
 SOURCES: tuple[Source, ...] = ("report", "stdout", "stderr")
 
 _WANTED_BUFFER = 4 * 1024 * 1024
-_MOST_AT_ONCE = 512
+_MAX_BATCH = 512
 
 
 class Channel:
@@ -97,7 +97,7 @@ class Channel:
 
     def _read(self) -> list[tuple[Source, bytes]]:
         pieces: list[tuple[Source, bytes]] = []
-        while len(pieces) < _MOST_AT_ONCE:
+        while len(pieces) < _MAX_BATCH:
             try:
                 size, address = self._receiver.recvfrom_into(self._buffer, 0, socket.MSG_DONTWAIT)
             except BlockingIOError:

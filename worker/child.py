@@ -29,7 +29,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _IONBF = 2
 _LOCK_SECONDS = 0.1
-_TELL_SECONDS = 60.0
+_LOG_SECONDS = 60.0
 _LARGEST_WRITE = 64 * 1024
 _LARGEST_SECRETS = 64 * 1024
 ENDINGS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
@@ -87,7 +87,7 @@ def run(start: Start, fds: Sequence[int], parent: int) -> None:
         if start.has_secrets:
             os.environ.update(_receive_secrets(control))
         # Renewals and stop requests must arrive during imports, which may take longer than the lease.
-        _heed_endings(Control.start(control, start.deadline))
+        _handle_termination_signals(Control.start(control, start.deadline))
         _take_locks(start.lock_paths)
         if start.user is not None:
             _become(start.user)
@@ -163,7 +163,7 @@ def _reset_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def _heed_endings(control: Control) -> None:
+def _handle_termination_signals(control: Control) -> None:
     """Treat termination signals as stop requests from now on; those already pending are delivered now."""
     control.stop_on_sigterm()
     for number in ENDINGS - {signal.SIGTERM}:
@@ -206,10 +206,10 @@ def _take_locks(paths: Sequence[str]) -> None:
     """Hold these locks for the life of the process, so that no other trainer uses the run or the device."""
     for path in sorted(paths):
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        told = -math.inf
+        logged_at = -math.inf
         while not _is_taken(lock):
-            if time.monotonic() - told >= _TELL_SECONDS:
-                told = time.monotonic()  # repeated, so that a process that waits for hours does not look hung
+            if time.monotonic() - logged_at >= _LOG_SECONDS:
+                logged_at = time.monotonic()  # repeated, so that a process that waits for hours does not look hung
                 sys.stderr.write(f"waiting for another training process that holds {os.path.basename(path)}\n")  # noqa: PTH119
             time.sleep(_LOCK_SECONDS)
 

@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MOST_WAITING = 200
+_MAX_QUEUED = 200
 _SWEEP_SECONDS = 60.0
 _NOTE_SECONDS = 60.0
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 60.0
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 _JOIN_SECONDS = 2.0
 
 Say = Callable[[NewEvent], None]
 
 
-class _LetGo(Exception):
+class _NotWanted(Exception):
     """The replica being sent is no longer wanted, or another worker is sending it."""
 
 
@@ -52,10 +52,10 @@ class Copies:
         self._storage = storage
         self._engine = engine
         self._waiting: OrderedDict[str, Any] = OrderedDict()
-        self._begun: dict[str, Any] = {}
+        self._started: dict[str, Any] = {}
         """Checkpoint id → last recorded `copy_begun_at`, for replicas that this worker has started to send."""
-        self._readers: dict[str, Say] = {}
-        self._told: set[str] = set()
+        self._run_logs: dict[str, Say] = {}
+        self._outage_reported: set[str] = set()
         """Runs whose log already reports the current outage."""
         self._pause = 0.0
         """Greater than 0 while the remote store is unavailable."""
@@ -80,7 +80,7 @@ class Copies:
         """Queue a checkpoint (`id`, `run_id`, `attempt`, `name`, `manifest_sha256`) for replication; never waits."""
         with self._changed:
             self._waiting[checkpoint.id] = checkpoint
-            while len(self._waiting) > _MOST_WAITING:
+            while len(self._waiting) > _MAX_QUEUED:
                 self._waiting.popitem(last=False)  # it is still listed in the database
             self._changed.notify_all()
 
@@ -94,13 +94,13 @@ class Copies:
     def telling(self, run_id: str, say: Say) -> Iterator[None]:
         """Report events that concern the run to its log through `say`, for the duration of the block."""
         with self._changed:
-            self._readers[run_id] = say
+            self._run_logs[run_id] = say
         try:
             yield
         finally:
             with self._changed:
-                self._readers.pop(run_id, None)
-                self._told.discard(run_id)
+                self._run_logs.pop(run_id, None)
+                self._outage_reported.discard(run_id)
 
     def settle(self, lease: "Lease", writer: "Writer", until: float) -> None:
         """Wait until the checkpoints of a run have their replicas, at most until the monotonic time `until`.
@@ -111,17 +111,17 @@ class Copies:
         run_id = lease.run_id
         left = self._unsent(run_id)
         if left:
-            message = f"copying {_few(left)} to {self.remote.url}"
-            told = {"phase": "copying", "done": None, "total": None, "message": message}
-            writer.put(NewEvent.of("progress", time.time(), told))
+            message = f"copying {_abbreviated(left)} to {self.remote.url}"
+            progress = {"phase": "copying", "done": None, "total": None, "message": message}
+            writer.put(NewEvent.of("progress", time.time(), progress))
         while left and not self._pause and not (lease.fenced or lease.expired) and time.monotonic() < until:
             with self._changed:
-                self._changed.wait(_LOOK_SECONDS)
+                self._changed.wait(_POLL_SECONDS)
             left = self._unsent(run_id)
         if left:
             line = (
-                f"There is no replica of {_few(left)} at {self.remote.url} yet: it is made as soon as a worker with "
-                "this storage can reach it, and until then only workers with this storage can resume from there."
+                f"There is no replica of {_abbreviated(left)} at {self.remote.url} yet: it is made as soon as a worker "
+                "with this storage can reach it, and until then only workers with this storage can resume from there."
             )
             writer.put(_line(line, "warning"))
 
@@ -133,17 +133,17 @@ class Copies:
         while not self._ended.is_set():
             now: Any = None
             try:
-                self._look_around()
+                self._run_periodic_work()
                 now = self._newest()
                 if now is not None and self._send(now):
-                    self._answers()
+                    self._store_available()
             except Stopped:
                 return
             except SQLAlchemyError as error:
                 log.info("checkpoint replication waits for the database: %s", error)
                 self._ended.wait(_FIRST_PAUSE_SECONDS)
             except Unreachable as error:
-                self._is_away(error)
+                self._store_unavailable(error)
             except OSError as error:
                 log.warning("%s cannot be read now and is replicated later: %s", now, error)
                 if now is not None:
@@ -156,7 +156,7 @@ class Copies:
                     self._drop(now)
                 self._ended.wait(_FIRST_PAUSE_SECONDS)
 
-    def _look_around(self) -> None:
+    def _run_periodic_work(self) -> None:
         if time.monotonic() >= self._sweep_at:
             self._sweep_at = time.monotonic() + _SWEEP_SECONDS
             self.sweep()
@@ -169,11 +169,11 @@ class Copies:
         kept: list[str] = []
         try:
             for one in self._pages(copies.to_remove, ""):
-                if one.is_sent and self._begun.get(one.id) != one.copy_begun_at:
+                if one.is_sent and self._started.get(one.id) != one.copy_begun_at:
                     continue  # another worker sends it: what this worker has started, this same thread sends
                 if self._remove(partial(self._folder, one), one.run_id, kept):
                     self._do(copies.removed(one.id, one.copy_begun_at))
-                    self._begun.pop(one.id, None)
+                    self._started.pop(one.id, None)
             for one in self._pages(copies.runs_to_remove, ""):
                 if self._remove(partial(self._storage.run_dir, one.id), one.id, kept):
                     self._do(copies.run_removed(one.id))
@@ -181,7 +181,9 @@ class Copies:
         except Unreachable as error:
             kept.insert(0, f"all others ({error})")
         if kept:
-            log.warning("replicas that are no longer needed remain at %s for now, of %s", self.remote.url, _few(kept))
+            log.warning(
+                "replicas that are no longer needed remain at %s for now, of %s", self.remote.url, _abbreviated(kept)
+            )
 
     def _remove(self, folder: Callable[[], Path], run_id: str, kept: list[str]) -> bool:
         """Return True if it was removed; raise `Unreachable` if there is no point in trying others."""
@@ -198,7 +200,7 @@ class Copies:
         """Queue checkpoints that no worker is replicating and that exist in this worker's storage."""
         for one in self._pages(copies.overdue, None):
             with self._changed:
-                if len(self._waiting) >= _MOST_WAITING:
+                if len(self._waiting) >= _MAX_QUEUED:
                     return
                 if one.id not in self._waiting and self._folder(one).is_dir():
                     self._waiting[one.id] = one
@@ -223,10 +225,10 @@ class Copies:
 
         def note() -> None:
             nonlocal epoch, noted
-            row = self._do(copies.begin(one.id, self._begun.get(one.id)))
+            row = self._do(copies.begin(one.id, self._started.get(one.id)))
             if row is None:
-                raise _LetGo
-            self._begun[one.id], epoch, noted = row.copy_begun_at, row.epoch, time.monotonic()
+                raise _NotWanted
+            self._started[one.id], epoch, noted = row.copy_begun_at, row.epoch, time.monotonic()
 
         def on_piece() -> None:
             if self._ended.is_set():
@@ -237,26 +239,26 @@ class Copies:
         try:
             note()
             self.remote.send(self._folder(one), one.manifest_sha256, on_piece)
-            if self._do(copies.complete(one.id, self._begun[one.id])) is None:
-                raise _LetGo
-        except _LetGo:
-            self._take_back(one)
+            if self._do(copies.complete(one.id, self._started[one.id])) is None:
+                raise _NotWanted
+        except _NotWanted:
+            self._discard_unwanted(one)
         except Gone:
             log.info("%s: %s no longer exists and is not replicated", one.run_id, one.name)
-            self._take_back(one)
+            self._discard_unwanted(one)
         except NotAsWritten as error:
             log.warning("%s: a corrupt checkpoint is not replicated: %s", one.run_id, error)
-            with suppress(_LetGo):
+            with suppress(_NotWanted):
                 note()  # it may be incomplete because it was released and is being removed
-                self._judge(one, epoch, on_piece)
-            self._take_back(one)
+                self._check_corrupt(one, epoch, on_piece)
+            self._discard_unwanted(one)
         else:
             log.info("%s: %s replicated in %.1f s", one.run_id, one.name, time.monotonic() - began)
             self._drop(one)
             return True
         return False
 
-    def _judge(self, one: Any, epoch: int, on_piece: Callable[[], None]) -> None:
+    def _check_corrupt(self, one: Any, epoch: int, on_piece: Callable[[], None]) -> None:
         """Mark a corrupt checkpoint, unless another worker owns its run by now or the checkpoint was released."""
         try:
             wrong = manifest.verify(self._folder(one), one.manifest_sha256, on_piece)
@@ -266,21 +268,21 @@ class Copies:
             return
         why = "; ".join(wrong[:3])
         with self._engine.begin() as connection:
-            is_ours = connection.execute(copies.begin(one.id, self._begun[one.id])).one_or_none()
+            is_ours = connection.execute(copies.begin(one.id, self._started[one.id])).one_or_none()
             if is_ours is None:
                 return
-            self._begun[one.id] = is_ours.copy_begun_at
+            self._started[one.id] = is_ours.copy_begun_at
             is_marked = connection.execute(retention.mark_bad(one.id, why, one.run_id, epoch)).rowcount == 1
         reason = f"checkpoint {one.id} (step {one.step}) cannot be resumed from and is not replicated: {why}"
         log.warning("%s: %s", one.run_id, reason)
         with self._changed:
-            say = self._readers.get(one.run_id)
+            say = self._run_logs.get(one.run_id)
             if say and is_marked:
                 say(_line(reason, "warning"))
 
-    def _take_back(self, one: Any) -> None:
+    def _discard_unwanted(self, one: Any) -> None:
         """Remove what this worker has sent of an unwanted replica, unless another worker has continued it."""
-        noted = self._begun.get(one.id)
+        noted = self._started.get(one.id)
         if noted is not None and self._do(copies.left_to_others(one.id, noted)) is None:
             self.remote.remove(self._folder(one))
             self._do(copies.removed(one.id, noted))
@@ -289,10 +291,10 @@ class Copies:
     def _drop(self, one: Any) -> None:
         with self._changed:
             self._waiting.pop(one.id, None)
-            self._begun.pop(one.id, None)
+            self._started.pop(one.id, None)
             self._changed.notify_all()
 
-    def _is_away(self, error: Unreachable) -> None:
+    def _store_unavailable(self, error: Unreachable) -> None:
         log.warning("checkpoints cannot be replicated to %s: %s", self.remote.url, error)
         self._pause = min(max(self._pause * 2, _FIRST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS)
         line = (
@@ -301,18 +303,18 @@ class Copies:
         )
         with self._changed:
             waiting = {one.run_id for one in self._waiting.values()}
-            for run_id in (waiting & self._readers.keys()) - self._told:
-                self._told.add(run_id)
-                self._readers[run_id](_line(line, "warning"))
+            for run_id in (waiting & self._run_logs.keys()) - self._outage_reported:
+                self._outage_reported.add(run_id)
+                self._run_logs[run_id](_line(line, "warning"))
             self._changed.notify_all()
         self._ended.wait(self._pause)
 
-    def _answers(self) -> None:
+    def _store_available(self) -> None:
         self._pause = 0.0
         with self._changed:
-            for say in (self._readers[run_id] for run_id in self._told & self._readers.keys()):
+            for say in (self._run_logs[run_id] for run_id in self._outage_reported & self._run_logs.keys()):
                 say(_line(f"Checkpoints are replicated to {self.remote.url} again.", "info"))
-            self._told.clear()
+            self._outage_reported.clear()
 
     def _folder(self, one: Any) -> Path:
         return self._storage.named_checkpoint(one.run_id, one.attempt, one.name)
@@ -333,7 +335,7 @@ class Copies:
             return result.one_or_none() if result.returns_rows else None
 
 
-def _few(names: list[str]) -> str:
+def _abbreviated(names: list[str]) -> str:
     return f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''}"
 
 

@@ -60,7 +60,7 @@ def find(settings: Settings) -> Machine:
         wanted = settings.slots or len(found)
         if wanted > len(found):
             raise ValueError(
-                f"ANNEAL_SLOTS={wanted}, but this machine has {len(found)} GPUs and a run needs its own. "
+                f"ANNEAL_SLOTS={wanted}, but this machine has {len(found)} GPUs and each run needs its own. "
                 f"Set ANNEAL_SLOTS to {len(found)} or less."
             )
         return Machine(found[:wanted], memory)

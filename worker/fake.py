@@ -218,7 +218,7 @@ class Training:
         step = self.state.step + 1
         began = time.monotonic()
         if self.faulty:
-            self._go_wrong(step)
+            self._inject_faults(step)
         self.asked.wait(self._duration(step))
         samples = self._samples(step)
         if step in self.bad_steps:
@@ -298,7 +298,7 @@ class Training:
             total_steps=self.total,
         )
 
-    def _go_wrong(self, step: int) -> None:
+    def _inject_faults(self, step: int) -> None:
         options = self.options
         if options.out_of_memory_above is not None and self.config.batch_size > options.out_of_memory_above:
             raise Failure("out_of_memory", f"a batch size of {self.config.batch_size} is configured to be too large")

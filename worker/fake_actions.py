@@ -16,18 +16,18 @@ class Actions:
 
     def __init__(self, training: "Training") -> None:
         self._training = training
-        self._again: deque[dict[str, Any]] = deque(training.job.get("actions", ()))
+        self._replayed: deque[dict[str, Any]] = deque(training.job.get("actions", ()))
         self._saves: list[dict[str, Any]] = []
 
     def do_again(self) -> None:
         """Repeat the actions of an earlier attempt that followed the finished step, even if training stops after it."""
         step = self._training.state.step
-        while self._again and self._again[0]["step"] <= step:
-            self._take(self._again.popleft())
+        while self._replayed and self._replayed[0]["step"] <= step:
+            self._take(self._replayed.popleft())
 
     def take(self) -> None:
         """Do newly requested actions; called only where training continues."""
-        while not self._again and (asked := self._training.control.take_action()) is not None:
+        while not self._replayed and (asked := self._training.control.take_action()) is not None:
             self._take(asked)
 
     @property
@@ -76,14 +76,14 @@ class Actions:
 
     def _sample(self, asked: dict[str, Any], prompts: list[str], max_new_tokens: int, temperature: float) -> None:
         training = self._training
-        texts = [self._written(prompt, max_new_tokens, temperature) for prompt in prompts]
+        texts = [self._generated(prompt, max_new_tokens, temperature) for prompt in prompts]
         for prompt, text in zip(prompts, texts, strict=True):
             training.report.sample(training.state.step, prompt, text, action_id=asked["id"])
         pairs = zip(prompts, texts, strict=True)
         samples = [{"prompt": prompt, "completion": text} for prompt, text in pairs]
         self._answer(asked, "done", result={"samples": samples})
 
-    def _written(self, prompt: str, most: int, temperature: float) -> str:
+    def _generated(self, prompt: str, most: int, temperature: float) -> str:
         digest = hashlib.sha256(f"{self._training.state.chain} {prompt} {temperature}".encode()).digest()
         return " ".join(_WORDS[byte % len(_WORDS)] for byte in digest[: min(most, 8)])
 

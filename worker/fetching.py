@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 _TRIES = 3
 _PAUSE_SECONDS = 1.0
-_TELL_SECONDS = 5.0
+_PROGRESS_SECONDS = 5.0
 
 
 class Outcome(Enum):
@@ -69,11 +69,11 @@ def instead(host: Host, run: Any, checkpoint: Any, place: Path, wrong: list[str]
     """
     is_missing = not place.exists()
     here = "it is not in this worker's storage" if is_missing else "; ".join(wrong[:3])
-    of_no_use = Outcome.ELSEWHERE if is_missing else Outcome.BAD
+    unusable = Outcome.ELSEWHERE if is_missing else Outcome.BAD
     if checkpoint.remote_at is None:
         # Written by a worker with another storage that had no time to replicate it. Without replication all workers
         # share one storage.
-        return Fetched(of_no_use if host.copies else Outcome.BAD, here)
+        return Fetched(unusable if host.copies else Outcome.BAD, here)
     if host.copies is None:
         return Fetched(Outcome.AWAY, f"{here}, and this worker has no ANNEAL_CHECKPOINT_URL to fetch its replica")
     remote = host.copies.remote
@@ -83,7 +83,7 @@ def instead(host: Host, run: Any, checkpoint: Any, place: Path, wrong: list[str]
         # A worker that still has an intact copy must send it again.
         with host.engine.begin() as connection:
             connection.execute(copies.spoilt(checkpoint.id, checkpoint.remote_at))
-        return Fetched(of_no_use, f"{here}, and {error}")
+        return Fetched(unusable, f"{here}, and {error}")
     except NotThere:
         outcome = Outcome.AWAY if is_missing else Outcome.BAD
         return Fetched(outcome, f"{here}, and {remote.url} has no replica of it")
@@ -99,17 +99,17 @@ def _fetch(host: Host, remote: Remote, run: Any, checkpoint: Any, place: Path, p
     # Two runs that resume from one checkpoint may fetch it at the same time.
     own_name = f"{host.id}.{run.id}"
     staging = place.with_name(f".{place.name}.{own_name}")
-    told = -_TELL_SECONDS
+    reported_at = -_PROGRESS_SECONDS
 
     def on_piece() -> None:
-        nonlocal told
+        nonlocal reported_at
         patience.check()
-        if time.monotonic() - told >= _TELL_SECONDS:
-            told = time.monotonic()
+        if time.monotonic() - reported_at >= _PROGRESS_SECONDS:
+            reported_at = time.monotonic()
             done = min(_bytes_below(staging), checkpoint.bytes)
             message = f"fetching {checkpoint.name} from {remote.url}"
-            said = {"phase": "fetching", "done": done, "total": checkpoint.bytes, "message": message}
-            patience.tell(NewEvent.of("progress", time.time(), said))
+            progress = {"phase": "fetching", "done": done, "total": checkpoint.bytes, "message": message}
+            patience.tell(NewEvent.of("progress", time.time(), progress))
 
     began = time.monotonic()
     for tries in range(1, _TRIES + 1):

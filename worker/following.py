@@ -13,7 +13,7 @@ from worker.vitals import Vitals
 from worker.writer import Writer
 
 _NO_SAVE_GRACE_SECONDS = 5.0
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 
 KilledFor = Literal["stop", "drain", "lease", "hang"]
 
@@ -34,10 +34,10 @@ class Following:
         self._grace = 0.0
         self._asked: dict[str, object] = {}
         self._has_asked_for_checkpoint = False
-        self._has_told_of_epoch_end = False
-        self._passed_on: set[str] = set()
+        self._has_sent_epoch_end = False
+        self._sent_actions: set[str] = set()
         """Ids of the actions already sent to the process."""
-        self._waited_for_us_at = time.monotonic()
+        self._backpressure_at = time.monotonic()
 
     def until_the_end(self) -> tuple[Exit, KilledFor | None]:
         """Handle output until the process has ended; return its exit, and the reason if this worker killed it.
@@ -61,25 +61,25 @@ class Following:
 
     def _take(self) -> None:
         if self._writer.is_full:
-            time.sleep(_LOOK_SECONDS)  # unread output makes the trainer wait, so memory stays bounded
-            self._waited_for_us_at = time.monotonic()
+            time.sleep(_POLL_SECONDS)  # unread output makes the trainer wait, so memory stays bounded
+            self._backpressure_at = time.monotonic()
         else:
-            self._process.wait(_LOOK_SECONDS)
+            self._process.wait(_POLL_SECONDS)
             self._pump.take(self._process.channel.receive(0.0))
 
     def _reason_to_kill(self) -> KilledFor | None:
         if self._lease.expired:
             return "lease"
-        silent = time.monotonic() - max(self._pump.heard_at, self._waited_for_us_at)
+        silent = time.monotonic() - max(self._pump.heard_at, self._backpressure_at)
         if silent > self._host.settings.hang_seconds:
             return "hang"
         if self._lease.stop or self._host.draining.is_set():
-            return self._bring_to_stop()
-        self._provide_for_absence()
-        self._pass_on_wishes()
+            return self._enforce_stop()
+        self._save_during_outage()
+        self._send_requests()
         return None
 
-    def _bring_to_stop(self) -> KilledFor | None:
+    def _enforce_stop(self) -> KilledFor | None:
         """Send a stop request (or the worker's own shutdown) and enforce it at the end of the grace period."""
         stop = self._lease.stop
         why: KilledFor = "stop" if stop else "drain"
@@ -99,18 +99,18 @@ class Following:
         self._pump.say(f"the training process did not stop within {grace:.0f} s and was killed", "warning")
         return why
 
-    def _pass_on_wishes(self) -> None:
+    def _send_requests(self) -> None:
         """Send newly requested actions to the trainer; retry at the next poll if its socket is full."""
-        if self._lease.ends_with_epoch and not self._has_told_of_epoch_end:
-            self._has_told_of_epoch_end = self._process.send({"stop_at": "epoch_end"})
+        if self._lease.ends_with_epoch and not self._has_sent_epoch_end:
+            self._has_sent_epoch_end = self._process.send({"stop_at": "epoch_end"})
         for action in self._lease.actions:
-            if action["id"] in self._passed_on:
+            if action["id"] in self._sent_actions:
                 continue
             if not self._process.send({"action": action}):
                 break  # later actions must not overtake it
-            self._passed_on.add(action["id"])
+            self._sent_actions.add(action["id"])
 
-    def _provide_for_absence(self) -> None:
+    def _save_during_outage(self) -> None:
         """Request a checkpoint while there is time if the database does not answer for long; once per outage."""
         is_silent = self._lease.silent_seconds >= self._host.settings.save_after_seconds
         if is_silent and not self._has_asked_for_checkpoint and self._pump.has_begun:

@@ -98,13 +98,13 @@ class Host:
         """
         self._notebook.open()
         self.launcher.start()
-        while not self._sign_on():
+        while not self._try_register():
             if self.closing.wait(_DATABASE_PAUSE):
                 return False
         self._heartbeat.start()
         if self.copies:
             self.copies.start()
-        for name, work in (("control", self._listen), ("wake-ups", self._tell)):
+        for name, work in (("control", self._listen), ("wake-ups", self._notify_loop)):
             threading.Thread(target=work, name=name, daemon=True).start()
         log.info(
             "worker %s on %s: %d slot(s) of %s", self.id, self.name, self.machine.slots, self.machine.devices[0].name
@@ -159,7 +159,7 @@ class Host:
         self._to_wake.add(run_id)
         self._wake_up.set()
 
-    def _tell(self) -> None:
+    def _notify_loop(self) -> None:
         while not self._ended.is_set():
             self._wake_up.wait()
             self._wake_up.clear()
@@ -172,12 +172,12 @@ class Host:
                     log.info("event streams are not notified for now: %s", error)
                     self._ended.wait(_REDIS_PAUSE)
 
-    def _sign_on(self) -> bool:
+    def _try_register(self) -> bool:
         try:
             with self.engine.begin() as connection:
                 if older := migrate.too_old(migrate.current(connection)):
                     raise HomeError(older)
-                self._bury_dead(connection)
+                self._reap_dead_workers(connection)
                 connection.execute(registry.forget(older_than_days=30))
                 self._register(connection)
         except SQLAlchemyError as error:
@@ -187,13 +187,13 @@ class Host:
             return False
         return True
 
-    def _bury_dead(self, connection: Connection) -> None:
+    def _reap_dead_workers(self, connection: Connection) -> None:
         """Reap at once the runs of dead workers of this machine."""
         here = session.Identity.of(os.getpid(), 0)
         dead = [
             row.id
             for row in connection.execute(registry.on_host(self.name))
-            if row.boot_id == _place(here) and not session.Identity.of(row.pid, row.process_started).exists
+            if row.boot_id == _pid_scope(here) and not session.Identity.of(row.pid, row.process_started).exists
         ]
         if dead:
             moved = connection.execute(lifecycle.reap_dead(dead)).mappings().all()
@@ -208,7 +208,7 @@ class Host:
                     "id": self.id,
                     "host": self.name,
                     "pid": me.pid,
-                    "boot_id": _place(me),
+                    "boot_id": _pid_scope(me),
                     "process_started": me.start_time,
                     "version": version("anneal"),
                     "slots": self.machine.slots,
@@ -277,6 +277,6 @@ class Host:
                 self._ended.wait(_REDIS_PAUSE)
 
 
-def _place(identity: session.Identity) -> str:
+def _pid_scope(identity: session.Identity) -> str:
     """Return boot id and pid namespace, within which a process id is unique."""
     return f"{identity.boot_id}/{identity.namespace}"

@@ -28,14 +28,14 @@ from worker.training import manifest
 
 log = logging.getLogger(__name__)
 
-_OF_TRACKERS = {
+_TRACKER_SECRETS = {
     "wandb": {"wandb_api_key": "WANDB_API_KEY"},
     "mlflow": {"mlflow_tracking_token": "MLFLOW_TRACKING_TOKEN"},
 }
 """Secrets of each tracker, with the environment variables in which its library expects them."""
-_AWAY_SECONDS = 30.0
-_LONGEST_AWAY_SECONDS = 300.0
-_MOST_WAITS = 80
+_WAIT_SECONDS = 30.0
+_MAX_WAIT_SECONDS = 300.0
+_MAX_WAITS = 80
 """About six hours."""
 
 
@@ -187,7 +187,7 @@ def _dataset(host: Host, connection: Connection, dataset_id: str) -> dict[str, A
 
 
 def _base_model(host: Host, connection: Connection, run: Any) -> dict[str, Any]:
-    return _located(host, connection, run, run.config["base_model"], run.config.get("revision"))
+    return _locate_model(host, connection, run, run.config["base_model"], run.config.get("revision"))
 
 
 def _reward_models(host: Host, connection: Connection, run: Any) -> list[dict[str, Any]]:
@@ -195,10 +195,12 @@ def _reward_models(host: Host, connection: Connection, run: Any) -> list[dict[st
     if run.config.get("method") != TrainingMethod.rlhf:
         return []
     rewards = run.config["rlhf"]["rewards"]
-    return [_located(host, connection, run, reward["model"]) for reward in rewards if reward["type"] == "model"]
+    return [_locate_model(host, connection, run, reward["model"]) for reward in rewards if reward["type"] == "model"]
 
 
-def _located(host: Host, connection: Connection, run: Any, name: str, revision: str | None = None) -> dict[str, Any]:
+def _locate_model(
+    host: Host, connection: Connection, run: Any, name: str, revision: str | None = None
+) -> dict[str, Any]:
     if run.backend == "fake":
         return {"name": name, "path": None, "hub": name if base_models.is_hub_name(name) else None, "revision": None}
     output_attempt = None
@@ -214,11 +216,11 @@ def _located(host: Host, connection: Connection, run: Any, name: str, revision: 
 def _secrets(host: Host, connection: Connection, run: Any, models: list[dict[str, Any]]) -> dict[str, str]:
     """Return the secrets that this run needs and that are set, by the environment variable that libraries read."""
     wanted: dict[str, str] = {}
-    needs_hub = run.config.get("push_to_hub") or any(_may_be_of_the_hub(model) for model in models)
+    needs_hub = run.config.get("push_to_hub") or any(_may_need_hub(model) for model in models)
     if host.settings.allow_hub and needs_hub:
         wanted[store.HF_TOKEN] = "HF_TOKEN"
     for tracker in run.config.get("report_to", ()):
-        wanted |= _OF_TRACKERS.get(tracker, {})
+        wanted |= _TRACKER_SECRETS.get(tracker, {})
     if not wanted:
         return {}
     try:
@@ -227,7 +229,7 @@ def _secrets(host: Host, connection: Connection, run: Any, models: list[dict[str
         raise JobError("internal", str(error), is_passing=True) from error
 
 
-def _may_be_of_the_hub(model: dict[str, Any]) -> bool:
+def _may_need_hub(model: dict[str, Any]) -> bool:
     # An adapter names its own base model, which may be on the Hub.
     return bool(model["hub"] or (model["path"] and (Path(model["path"]) / "adapter_config.json").is_file()))
 
@@ -293,7 +295,7 @@ def _pause(engine: Engine, run: Any) -> float | None:
     began = select(func.max(Attempt.attempt)).where(Attempt.run_id == run.id, Attempt.start_step.is_not(None))
     with engine.connect() as connection:
         waits = run.attempt - (connection.scalar(began) or 0)
-    return min(_AWAY_SECONDS * waits, _LONGEST_AWAY_SECONDS) if waits <= _MOST_WAITS else None
+    return min(_WAIT_SECONDS * waits, _MAX_WAIT_SECONDS) if waits <= _MAX_WAITS else None
 
 
 def _candidates(engine: Engine, run: Any) -> Iterator[Any]:

@@ -45,11 +45,11 @@ log = logging.getLogger(__name__)
 Mode = Literal["zygote", "cold"]
 
 _READY_SECONDS = 120.0
-_LONGEST_WAIT_FOR_RESTART = 2.0
-_LARGEST_BACKOFF = 30.0
+_MAX_RESTART_WAIT = 2.0
+_MAX_BACKOFF = 30.0
 _HEALTHY_SECONDS = 60.0
-_MOST_EARLY_DEATHS = 3
-_MOST_FORKS = 3
+_MAX_EARLY_DEATHS = 3
+_MAX_FORKS = 3
 
 
 class Launcher:
@@ -166,7 +166,7 @@ class Launcher:
 
     def _fork(self, wanted: Wanted) -> TrainingProcess | None:
         """Have the zygote fork, or its successor if it dies meanwhile; None if a cold start is better."""
-        for _ in range(_MOST_FORKS):
+        for _ in range(_MAX_FORKS):
             self._await(
                 lambda: self._ready or bool(self._cold_because) or self._backing_off or self._stopping,
                 _READY_SECONDS,
@@ -190,10 +190,10 @@ class Launcher:
                 except OSError as problem:  # out of memory or descriptors
                     raise LaunchError(f"the zygote cannot be reached: {problem}") from problem
             # Wait until the keeper has noticed it as well.
-            self._await(partial(self._is_not_served_by, asked), FORK_SECONDS, wanted)
+            self._await(partial(self._has_replaced, asked), FORK_SECONDS, wanted)
         return None
 
-    def _is_not_served_by(self, zygote: socket.socket) -> bool:
+    def _has_replaced(self, zygote: socket.socket) -> bool:
         return self._socket is not zygote
 
     def _start_cold(self, wanted: Wanted) -> TrainingProcess:
@@ -242,7 +242,7 @@ class Launcher:
                     self._spawn_zygote()
                 except OSError as problem:  # out of memory or descriptors
                     log.warning("the zygote could not be started, trying again: %s", problem)
-                    start_at, self._backing_off = now + _LARGEST_BACKOFF, True
+                    start_at, self._backing_off = now + _MAX_BACKOFF, True
             if self._zygote is None:
                 due = None if self._cold_because else start_at
             else:
@@ -250,12 +250,12 @@ class Launcher:
             readable = self._wait(due)
             if self._zygote is not None:
                 if readable or (due is not None and time.monotonic() >= due):
-                    self._hear_zygote(timed_out=not readable)
+                    self._handle_zygote(timed_out=not readable)
                 if self._zygote is None:
                     lived = time.monotonic() - started
-                    backoff = 0.1 if lived > _HEALTHY_SECONDS else min(backoff * 2, _LARGEST_BACKOFF)
+                    backoff = 0.1 if lived > _HEALTHY_SECONDS else min(backoff * 2, _MAX_BACKOFF)
                     start_at = time.monotonic() + backoff
-                    self._backing_off = backoff > _LONGEST_WAIT_FOR_RESTART
+                    self._backing_off = backoff > _MAX_RESTART_WAIT
             while not self._work.empty():
                 self._spawn_cold(self._work.get())
         self._close_zygote()
@@ -288,7 +288,7 @@ class Launcher:
             os.read(self._wake_reading, 4096)
         return self._socket is not None and self._socket.fileno() in readable
 
-    def _hear_zygote(self, timed_out: bool) -> None:
+    def _handle_zygote(self, timed_out: bool) -> None:
         """Handle a message from the zygote; discard the zygote if it has ended."""
         if self._socket is None:
             return
@@ -311,7 +311,7 @@ class Launcher:
                 self._cold_because = f"the zygote cannot run here: {message['failed']}"
             elif timed_out:
                 self._cold_because = f"the zygote was not ready within {_READY_SECONDS:.0f} s"
-            elif self._early_deaths >= _MOST_EARLY_DEATHS:
+            elif self._early_deaths >= _MAX_EARLY_DEATHS:
                 self._cold_because = f"the zygote died {self._early_deaths} times before it was ready"
             self._changed.notify_all()
 
@@ -337,9 +337,9 @@ class Launcher:
             outcome = problem
         with self._changed:
             request.outcome = outcome
-            given_up = not request.awaited
+            abandoned = not request.awaited
             self._changed.notify_all()
-        if given_up and isinstance(outcome, TrainingProcess):
+        if abandoned and isinstance(outcome, TrainingProcess):
             outcome.close()
 
     def _wake(self) -> None:

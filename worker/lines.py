@@ -204,7 +204,7 @@ def clean_record(record: Any, redact: Redactor) -> Any:
     are replaced; texts, lists and nesting are bounded.
     """
     non_finite: list[str] = []
-    cleaned = _Cleaning(redact, non_finite, isinstance(record, dict) and record.get("truncated") is True).value(
+    cleaned = _Sanitizer(redact, non_finite, isinstance(record, dict) and record.get("truncated") is True).value(
         record, "", 0
     )
     if non_finite and isinstance(cleaned, dict):
@@ -212,7 +212,7 @@ def clean_record(record: Any, redact: Redactor) -> Any:
     return cleaned
 
 
-class _Cleaning:
+class _Sanitizer:
     """Sanitizer of one record; `non_finite` collects the names of non-finite numbers."""
 
     def __init__(self, redact: Redactor, non_finite: list[str], is_truncated: bool) -> None:

@@ -28,7 +28,7 @@ from worker.training.pulse import ALIVE
 from worker.writer import Writer
 
 _TAIL_LINES = 50
-_MOST_STEPS = 2**31 - 1
+_MAX_STEPS = 2**31 - 1
 _PLAIN_EVENTS = {"eval", "progress", "sample"}
 
 
@@ -75,7 +75,7 @@ class Pump:
             self.heard_at = time.monotonic()
         for source, data in pieces:
             if source == "report":
-                self._take_record(data, now)
+                self._handle_record(data, now)
             else:
                 self._add_lines(self._lines.feed(source, data, time.monotonic()), now)
 
@@ -92,27 +92,27 @@ class Pump:
             self.tail.append(line["line"])
             self._writer.put(NewEvent.of("log", now, line))
 
-    def _take_record(self, data: bytes, now: float) -> None:
+    def _handle_record(self, data: bytes, now: float) -> None:
         if data == ALIVE:
             return  # a heartbeat: receiving it was enough
         record = parse_record(data, self._redact)
         try:
             if record is None:
                 raise ValueError("it is not an object with a `type`")
-            self._take_kind(record.pop("type"), record, record.pop("ts", None) or now)
+            self._dispatch(record.pop("type"), record, record.pop("ts", None) or now)
         except (ValueError, KeyError, TypeError, OverflowError, OSError) as error:
             shown = repr(self._redact.cut(data.decode(errors="replace"), 200))
             self.say(f"the training process sent an invalid record ({error!r}): {shown}", "error")
 
-    def _take_kind(self, kind: str, record: dict[str, Any], ts: float) -> None:
+    def _dispatch(self, kind: str, record: dict[str, Any], ts: float) -> None:
         take = {
-            "message": self._take_message,
-            "config": self._take_config,
-            "metric": self._take_metric,
-            "phase": self._take_phase,
-            "checkpoint": self._take_checkpoint,
-            "action": self._take_action,
-            "result": self._take_result,
+            "message": self._handle_message,
+            "config": self._handle_config,
+            "metric": self._handle_metric,
+            "phase": self._handle_phase,
+            "checkpoint": self._handle_checkpoint,
+            "action": self._handle_action,
+            "result": self._handle_result,
         }.get(kind)
         if take:
             take(record, ts)
@@ -121,11 +121,11 @@ class Pump:
         else:
             raise ValueError(f"unknown type {kind!r}")
 
-    def _take_message(self, record: dict[str, Any], ts: float) -> None:
+    def _handle_message(self, record: dict[str, Any], ts: float) -> None:
         line = {"line": str(record.get("line", "")), "stream": "anneal", "level": record.get("level", "info")}
         self._writer.put(NewEvent.of("log", ts, line))
 
-    def _take_config(self, record: dict[str, Any], ts: float) -> None:
+    def _handle_config(self, record: dict[str, Any], ts: float) -> None:
         effective = record.get("effective")
         self.effective = effective if isinstance(effective, dict) else None
 
@@ -138,19 +138,19 @@ class Pump:
 
         self._writer.put(Step(keep, NewEvent.of("config", ts, record)))
 
-    def _take_metric(self, record: dict[str, Any], ts: float) -> None:
+    def _handle_metric(self, record: dict[str, Any], ts: float) -> None:
         loss, best = record.get("loss"), self._bests[-1][1]
-        self._take_total(record.pop("total_steps", None))
+        self._set_total(record.pop("total_steps", None))
         event = NewEvent.of("metric", ts, record)
         step = _count(record["step"], "step")
         if isinstance(loss, float | int) and (best is None or loss < best):
             self._bests.append((step, float(loss)))
-        self._reach(step, float(record.get("epoch") or 0))
+        self._set_progress(step, float(record.get("epoch") or 0))
         self._writer.put(event)
         self._stopwatch.step(step)
-        self._note_pace(self._stopwatch.is_due)
+        self._store_timings(self._stopwatch.is_due)
 
-    def _reach(self, step: int, epoch: float) -> None:
+    def _set_progress(self, step: int, epoch: float) -> None:
         self.step = step
         self._writer.progress = Progress(step, epoch, self._total_steps, self._bests[-1][1])
 
@@ -160,21 +160,21 @@ class Pump:
             self._bests.pop(0)
         return self._bests[0][1]
 
-    def _take_total(self, told: Any) -> None:
-        if told:
-            self._total_steps = _count(told, "total_steps")
+    def _set_total(self, total: Any) -> None:
+        if total:
+            self._total_steps = _count(total, "total_steps")
             self._stopwatch.total(self._total_steps)
 
-    def _take_result(self, record: dict[str, Any], _ts: float) -> None:
+    def _handle_result(self, record: dict[str, Any], _ts: float) -> None:
         self.result = record
         self._stopwatch.end(str(record.get("outcome")))
-        self._note_pace(self._stopwatch.has_begun)
+        self._store_timings(self._stopwatch.has_begun)
 
-    def _note_pace(self, is_due: bool) -> None:
+    def _store_timings(self, is_due: bool) -> None:
         if is_due:
             self._writer.put(Step(self._stopwatch.note()))
 
-    def _take_phase(self, record: dict[str, Any], ts: float) -> None:
+    def _handle_phase(self, record: dict[str, Any], ts: float) -> None:
         self.phase = str(record["name"])
         run_id, epoch = self._run.id, self._run.epoch
         start = (self._job.start_step, self._job.start_epoch) if self._job else (0, 0.0)
@@ -183,15 +183,15 @@ class Pump:
         self._writer.put(NewEvent.of("progress", ts, progress))
         if self.phase == "training" and not self.has_begun:
             self.has_begun = True
-            self._take_total(record.get("total_steps"))
-            self._move(lifecycle.begin(run_id, epoch, *start, self._total_steps, self._bests[-1][1]), "running")
-            self._note_pace(self._stopwatch.is_due)
+            self._set_total(record.get("total_steps"))
+            self._transition(lifecycle.begin(run_id, epoch, *start, self._total_steps, self._bests[-1][1]), "running")
+            self._store_timings(self._stopwatch.is_due)
         elif self.phase == "saving" and self._status == "running":
-            self._move(lifecycle.saving(run_id, epoch), "checkpointing")
+            self._transition(lifecycle.saving(run_id, epoch), "checkpointing")
         elif self.phase != "saving" and self._status == "checkpointing":
-            self._move(lifecycle.saved(run_id, epoch), "running")
+            self._transition(lifecycle.saved(run_id, epoch), "running")
 
-    def _move(self, statement: Executable, target: str) -> None:
+    def _transition(self, statement: Executable, target: str) -> None:
         def apply(connection: Connection) -> None:
             if connection.execute(statement).one_or_none() is None:
                 now = connection.execute(select(Run.epoch, Run.status).where(Run.id == self._run.id)).one_or_none()
@@ -202,7 +202,7 @@ class Pump:
         self._status = target
         self._writer.put(Step(apply))
 
-    def _take_checkpoint(self, record: dict[str, Any], ts: float) -> None:
+    def _handle_checkpoint(self, record: dict[str, Any], ts: float) -> None:
         checkpoint_id = new_id("ckpt")
         run = self._run
         step = _count(record["step"], "step")
@@ -248,9 +248,9 @@ class Pump:
 
         if self._writer.progress is None or self._writer.progress.step < step:
             # It is reported once it is on disk, and training may have continued meanwhile.
-            self._reach(step, float(row["epoch"]))
-        told = {"checkpoint_id": checkpoint_id, "step": row["step"], "kind": row["kind"], "bytes": row["bytes"]}
-        event = NewEvent.of("checkpoint", ts, told)
+            self._set_progress(step, float(row["epoch"]))
+        data = {"checkpoint_id": checkpoint_id, "step": row["step"], "kind": row["kind"], "bytes": row["bytes"]}
+        event = NewEvent.of("checkpoint", ts, data)
         # One transaction: an action is done when its checkpoint exists, and the checkpoint does not exist without it.
         found = {"checkpoint_id": checkpoint_id, "pinned": row["pinned"]}
         answered = [
@@ -267,11 +267,11 @@ class Pump:
 
         self._writer.put(Step(keep, event, stored, more))
 
-    def _take_action(self, record: dict[str, Any], ts: float) -> None:
+    def _handle_action(self, record: dict[str, Any], ts: float) -> None:
         answered = answer(self._run, record, ts)
         if record.get("total_steps"):
-            self._take_total(record["total_steps"])
-            self._reach(_count(record["step"], "step"), float(record.get("epoch") or 0))
+            self._set_total(record["total_steps"])
+            self._set_progress(_count(record["step"], "step"), float(record.get("epoch") or 0))
 
         def keep(connection: Connection) -> None:
             connection.execute(answered.change)
@@ -281,6 +281,6 @@ class Pump:
 
 def _count(value: Any, name: str) -> int:
     """Return a number of steps, checked to fit the database."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST_STEPS:
-        raise ValueError(f"`{name}` must be a whole number from 0 to {_MOST_STEPS:,}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_STEPS:
+        raise ValueError(f"`{name}` must be a whole number from 0 to {_MAX_STEPS:,}")
     return value

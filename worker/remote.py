@@ -28,9 +28,9 @@ log = logging.getLogger(__name__)
 
 MARK = ".anneal-checkpoints"
 """File in a folder that is meant to hold replicas. The mount point of a share that is not mounted has none."""
-_PIECE = 4 * 2**20
-_MOST_MANIFEST = 16 * 2**20
-_MOST_LOGGED = 1000
+_PIECE_BYTES = 4 * 2**20
+_MAX_MANIFEST_BYTES = 16 * 2**20
+_MAX_LOGGED = 1000
 _PART = ".part"
 _SILENCE_SECONDS = 20.0
 
@@ -125,7 +125,7 @@ class Remote:
             Unreachable: The folder does not exist, or it is not the one that holds the replicas.
         """
         if self._is_local and not Path(self._root, MARK).exists() and Path(self._root).is_dir() and is_first():
-            with self._answering():
+            with self._store_errors():
                 Path(self._root, MARK).touch()
                 fsync(Path(self._root))
         self._check_root()
@@ -148,10 +148,10 @@ class Remote:
             raise NotAsWritten(f"{folder.name}: {manifest.MANIFEST} is not the one that was written with it")
         target = self._place(folder)
         self._check_root()
-        with _as_written(folder):
+        with _local_errors(folder):
             listed = _listed(text, folder)
         if self._is_local:
-            with self._answering():
+            with self._store_errors():
                 for left in Path(target).rglob(f".*{_PART}"):
                     left.unlink()  # left by a killed process
         for name, size, digest in listed:
@@ -168,7 +168,7 @@ class Remote:
             OSError: This worker's own storage cannot take it.
         """
         source = self._place(folder)
-        text = b"".join(self._get(f"{source}/{manifest.MANIFEST}", _MOST_MANIFEST))
+        text = b"".join(self._get(f"{source}/{manifest.MANIFEST}", _MAX_MANIFEST_BYTES))
         if hashlib.sha256(text).hexdigest() != sha256:
             raise BadCopy(f"{manifest.MANIFEST} of the replica is not the one that was written with the checkpoint")
         staging = folder.with_name(f".{folder.name}.{own_name}")
@@ -200,7 +200,7 @@ class Remote:
             Unreachable: Something may be left.
         """
         self._check_root()
-        with self._answering(), suppress(FileNotFoundError):
+        with self._store_errors(), suppress(FileNotFoundError):
             self._files.rm(self._place(folder), recursive=True)
 
     def _place(self, folder: Path) -> str:
@@ -209,13 +209,13 @@ class Remote:
     def _put(self, path: str, pieces: Iterator[bytes]) -> None:
         if self._is_local:
             return self._put_durably(Path(path), pieces)
-        with self._answering():
+        with self._store_errors():
             file = self._files.open(path, "wb")
         try:
             for piece in pieces:
-                with self._answering():
+                with self._store_errors():
                     file.write(piece)
-            with self._answering():
+            with self._store_errors():
                 file.close()
         except BaseException:
             _discard(file)
@@ -224,18 +224,18 @@ class Remote:
     def _put_durably(self, path: Path, pieces: Iterator[bytes]) -> None:
         """Write into a local folder: a file appears under its name only when it is complete and on disk."""
         part = path.with_name(f".{path.name}.{uuid4().hex}{_PART}")
-        with self._answering():
+        with self._store_errors():
             path.parent.mkdir(parents=True, exist_ok=True)
             file = part.open("xb")
         try:
             with file:
                 for piece in pieces:
-                    with self._answering():
+                    with self._store_errors():
                         file.write(piece)
-                with self._answering():
+                with self._store_errors():
                     file.flush()
                     os.fsync(file.fileno())
-            with self._answering():
+            with self._store_errors():
                 part.replace(path)
                 for folder in path.parents:
                     _fsync_folder(folder)
@@ -249,17 +249,17 @@ class Remote:
     def _get(self, path: str, most: int) -> Iterator[bytes]:
         """Yield a file in pieces, ending with the first piece beyond `most` bytes: the rest need not be fetched."""
         self._check_root()
-        with self._answering():
+        with self._store_errors():
             try:
-                file = self._files.open(path, "rb", block_size=_PIECE)
+                file = self._files.open(path, "rb", block_size=_PIECE_BYTES)
             except FileNotFoundError as error:
                 raise NotThere(path.rpartition("/")[2]) from error
         with file:
             taken = 0
             while taken <= most:
-                with self._answering():
+                with self._store_errors():
                     try:
-                        piece: bytes = file.read(_PIECE)
+                        piece: bytes = file.read(_PIECE_BYTES)
                     except FileNotFoundError as error:
                         raise NotThere(path.rpartition("/")[2]) from error
                 if not piece:
@@ -285,14 +285,14 @@ class Remote:
         return (protocol,) if isinstance(protocol, str) else tuple(protocol)
 
     @contextmanager
-    def _answering(self) -> Iterator[None]:
+    def _store_errors(self) -> Iterator[None]:
         """Convert any exception into `Unreachable`: the store cannot be used now. For calls of libraries only."""
         try:
             yield
         except NotThere:
             raise
         except Exception as error:
-            log.warning("%s: %s", self.url, f"{type(error).__name__}: {error}"[:_MOST_LOGGED])
+            log.warning("%s: %s", self.url, f"{type(error).__name__}: {error}"[:_MAX_LOGGED])
             raise Unreachable(*meaning(error)) from error
 
 
@@ -324,15 +324,15 @@ def _hashed(folder: Path, name: str, wanted: tuple[int, str], on_piece: Callable
 
 
 def _local_pieces(folder: Path, name: str) -> Iterator[bytes]:
-    with _as_written(folder):
+    with _local_errors(folder):
         file = os.fdopen(Storage.open_below(folder, name), "rb")
     with file:
-        while piece := file.read(_PIECE):
+        while piece := file.read(_PIECE_BYTES):
             yield piece
 
 
 @contextmanager
-def _as_written(folder: Path) -> Iterator[None]:
+def _local_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, NotADirectoryError, ValueError) as error:  # `OutsideStorage` is a ValueError

@@ -50,7 +50,7 @@ def planned(connection: Connection, run: Any, repair: Repair) -> Repair:
     """Complete a repair before it is stored and reported: one that rewinds also names the checkpoint, `back_to`.
 
     If an attempt that went back to a checkpoint meets another anomaly before it has saved the next one, it goes back
-    further, provided that no row stood out either time: the weights may be corrupt, and no run resumes from that
+    further, provided that no row was singled out either time: the weights may be corrupt, and no run resumes from that
     checkpoint any more (`spoilt`). If it is the last good checkpoint, or pinned, the rows after it are skipped instead,
     until the number of repairs reaches its limit.
 
@@ -58,26 +58,26 @@ def planned(connection: Connection, run: Any, repair: Repair) -> Repair:
     """
     if repair.step is None:
         return repair
-    good = list(connection.execute(_behind(run, repair.step)).all())
+    good = list(connection.execute(_checkpoints_before(run, repair.step)).all())
     if not good:
         start = "the checkpoint that the run was resumed from" if run.resume_checkpoint_id else "the start"
-        return replace(repair, reason=_back(repair, start))
+        return replace(repair, reason=_reason(repair, start))
     here, *before = good
-    if not (before and not here.pinned and not repair.singled_out and _came_from(connection, run, here)):
-        return replace(repair, reason=_back(repair, f"the checkpoint of step {here.step}"), back_to=here.id)
-    why = f"anomalies occurred twice after that of step {here.step}, and no row stood out"
-    reason = _back(repair, f"the checkpoint of step {before[0].step} ({why})")
+    if not (before and not here.pinned and not repair.singled_out and _started_at_rewind(connection, run, here)):
+        return replace(repair, reason=_reason(repair, f"the checkpoint of step {here.step}"), back_to=here.id)
+    why = f"anomalies occurred twice after that of step {here.step}, and no row was singled out"
+    reason = _reason(repair, f"the checkpoint of step {before[0].step} ({why})")
     return replace(repair, reason=reason, back_to=before[0].id, spoilt=here.id)
 
 
-def _behind(run: Any, step: int) -> Executable:
+def _checkpoints_before(run: Any, step: int) -> Executable:
     """Select the two latest checkpoints before this step: the attempt's own, or those that it may have started from."""
     columns = (Checkpoint.id, Checkpoint.step, Checkpoint.pinned)
     found: Executable = retention.good(run.id, below_step=step).with_only_columns(*columns).limit(2)  # type: ignore[attr-defined]
     return found
 
 
-def _came_from(connection: Connection, run: Any, checkpoint: Any) -> bool:
+def _started_at_rewind(connection: Connection, run: Any, checkpoint: Any) -> bool:
     """Return True if this attempt started at a checkpoint to which an earlier one went back with no row singled out."""
     this = (Attempt.run_id == run.id, Attempt.attempt == run.attempt, Attempt.start_step == checkpoint.step)
     earlier = aliased(Attempt)
@@ -91,14 +91,14 @@ def _came_from(connection: Connection, run: Any, checkpoint: Any) -> bool:
     return bool(connection.scalar(select(exists().where(*this, before))))
 
 
-def _back(repair: Repair, where: str) -> str:
+def _reason(repair: Repair, where: str) -> str:
     return f"{repair.reason}: back to {where}, skipping that step"
 
 
 def remember(connection: Connection, run: Any, repair: Mapping[str, Any]) -> None:
     """Mark the checkpoint that a repair (as `planned`) names as corrupt, so that no run resumes from it."""
     if repair["spoilt"]:
-        why = "anomalies occurred twice after it, without another checkpoint in between, and no row stood out"
+        why = "anomalies occurred twice after it, without another checkpoint in between, and no row was singled out"
         connection.execute(retention.mark_bad(repair["spoilt"], why, run.id, run.epoch))
 
 
@@ -109,10 +109,10 @@ def repair_for(config: Mapping[str, Any], phase: str, code: str, found: Mapping[
     """
     if found is not None:
         step = int(found["step"])
-        said = "the loss spiked" if found["kind"] == "loss_spike" else "loss or gradients were non-finite"
+        found_text = "the loss spiked" if found["kind"] == "loss_spike" else "loss or gradients were non-finite"
         return Repair(
             str(found["kind"]),
-            f"{said} at step {step}",
+            f"{found_text} at step {step}",
             step,
             [int(row) for row in found["rows"]],
             [int(row) for row in found["singled_out"]],
@@ -123,8 +123,8 @@ def repair_for(config: Mapping[str, Any], phase: str, code: str, found: Mapping[
     if smaller is None:
         return None
     changes, instead_of = smaller
-    told = ", ".join(f"{name} {value} instead of {instead_of[name]}" for name, value in changes.items())
-    return Repair(OUT_OF_MEMORY, f"out of memory while {phase}: {told}", changes=changes, instead_of=instead_of)
+    changed = ", ".join(f"{name} {value} instead of {instead_of[name]}" for name, value in changes.items())
+    return Repair(OUT_OF_MEMORY, f"out of memory while {phase}: {changed}", changes=changes, instead_of=instead_of)
 
 
 def earlier(connection: Connection, run_id: str) -> list[dict[str, Any]]:

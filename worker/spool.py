@@ -69,12 +69,12 @@ class Spool:
         self._limits = limits or Limits()
         self._head: deque[NewEvent | Step] = deque()
         self._head_bytes = 0
-        self._behind: deque[NewEvent | Step | _Stretch] = deque()
+        self._rest: deque[NewEvent | Step | _OnDisk] = deque()
         """Items after the head. Events among them are in memory because the disk did not accept them."""
         self._segments: deque[_Segment] = deque()
         self._disk_bytes = 0
         self._count = 0
-        self._steps_behind = 0
+        self._changes_in_rest = 0
         self._refused = 0
         """Number of events that the disk did not accept."""
 
@@ -84,28 +84,28 @@ class Spool:
     @property
     def is_full(self) -> bool:
         """True if callers of `put` have to wait, because no more can be queued within the limits."""
-        return self._refused > 0 or self._steps_behind >= self._limits.steps
+        return self._refused > 0 or self._changes_in_rest >= self._limits.steps
 
     def put(self, item: NewEvent | Step) -> None:
         """Append an item; never fails, because no output may get lost."""
         self._count += 1
-        if not self._behind and self._head_has_room:
+        if not self._rest and self._head_has_room:
             self._push(item)
         elif isinstance(item, Step):
-            self._behind.append(item)
-            self._steps_behind += 1
+            self._rest.append(item)
+            self._changes_in_rest += 1
         elif self._refused or not self._write(item):
-            self._behind.append(item)
+            self._rest.append(item)
             self._refused += 1
-        elif self._behind and isinstance(self._behind[-1], _Stretch):
-            self._behind[-1].count += 1
+        elif self._rest and isinstance(self._rest[-1], _OnDisk):
+            self._rest[-1].count += 1
         else:
-            self._behind.append(_Stretch(1))
+            self._rest.append(_OnDisk(1))
 
     def head(self, most: int) -> list[NewEvent | Step]:
         """Return the first items, at most `most`; at least one if there is any."""
-        while self._behind and self._head_has_room:
-            self._push(self._next_behind())
+        while self._rest and self._head_has_room:
+            self._push(self._next_of_rest())
         return list(islice(self._head, most))
 
     def drop(self, count: int) -> None:
@@ -120,8 +120,8 @@ class Spool:
             segment.close()
         self._segments.clear()
         self._head.clear()
-        self._behind.clear()
-        self._count = self._head_bytes = self._disk_bytes = self._steps_behind = self._refused = 0
+        self._rest.clear()
+        self._count = self._head_bytes = self._disk_bytes = self._changes_in_rest = self._refused = 0
 
     @property
     def _head_has_room(self) -> bool:
@@ -131,17 +131,17 @@ class Spool:
         self._head.append(item)
         self._head_bytes += _size(item)
 
-    def _next_behind(self) -> NewEvent | Step:
-        first = self._behind[0]
-        if isinstance(first, _Stretch):
+    def _next_of_rest(self) -> NewEvent | Step:
+        first = self._rest[0]
+        if isinstance(first, _OnDisk):
             event = self._read()
             first.count -= 1
             if first.count == 0:
-                self._behind.popleft()
+                self._rest.popleft()
             return event
-        self._behind.popleft()
+        self._rest.popleft()
         if isinstance(first, Step):
-            self._steps_behind -= 1
+            self._changes_in_rest -= 1
         else:
             self._refused -= 1
         return first
@@ -175,7 +175,7 @@ class Spool:
         return event
 
 
-class _Stretch:
+class _OnDisk:
     """Number of consecutive events on disk."""
 
     def __init__(self, count: int) -> None:

@@ -18,7 +18,7 @@ from app.workers.models import Device
 log = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_WRITES = 0.5
-_MOST_WINDOWS = 64
+_MAX_WINDOWS = 64
 
 
 class Stopwatch:
@@ -26,11 +26,11 @@ class Stopwatch:
 
     def __init__(self, run: Any) -> None:
         self._run = run
-        self._claimed = self._turned = self._reached = time.monotonic()
+        self._claimed = self._added_at = self._reached = time.monotonic()
         self._phase = ""
-        self._in: dict[str, float] = {"training": 0.0, "evaluating": 0.0, "saving": 0.0}
-        self._times: dict[str, int] = {"evaluating": 0, "saving": 0}
-        self._windows: deque[tuple[int, float]] = deque(maxlen=_MOST_WINDOWS)
+        self._seconds_in: dict[str, float] = {"training": 0.0, "evaluating": 0.0, "saving": 0.0}
+        self._counts: dict[str, int] = {"evaluating": 0, "saving": 0}
+        self._windows: deque[tuple[int, float]] = deque(maxlen=_MAX_WINDOWS)
         self._written: float | None = None
         self._timings = Timings()
         self._is_broken = False
@@ -45,14 +45,14 @@ class Stopwatch:
 
     def enter(self, phase: str, start_step: int = 0) -> None:
         """Start a phase, which ends the one before it; the first `training` starts at `start_step`."""
-        self._turn()
-        if phase in self._times and phase != self._phase:
-            self._times[phase] += 1
+        self._add_elapsed()
+        if phase in self._counts and phase != self._phase:
+            self._counts[phase] += 1
         self._phase = phase
         if phase == "training" and not self.has_begun and not self._is_broken:
             self.has_begun = True
-            self._reached = self._turned
-            loading = self._turned - self._claimed
+            self._reached = self._added_at
+            loading = self._added_at - self._claimed
             self._timings = replace(self._timings, start_step=start_step, step=start_step, loading=loading)
 
     def total(self, steps: int) -> None:
@@ -61,29 +61,29 @@ class Stopwatch:
 
     def step(self, step: int) -> None:
         """Record that a metric reports this step as done."""
-        self._turn()
-        steps, seconds = step - self._timings.step, self._in["training"] - self._timings.training
+        self._add_elapsed()
+        steps, seconds = step - self._timings.step, self._seconds_in["training"] - self._timings.training
         if not self.has_begun or steps <= 0:
             return
         self._windows.append((steps, seconds))
-        self._reached = self._turned
+        self._reached = self._added_at
         self._timings = replace(
             self._timings,
             step=step,
-            training=self._in["training"],
+            training=self._seconds_in["training"],
             step_seconds=prediction.step_seconds(list(self._windows)),
-            evaluations=self._times["evaluating"],
-            evaluating=self._in["evaluating"],
-            saves=self._times["saving"],
-            saving=self._in["saving"],
+            evaluations=self._counts["evaluating"],
+            evaluating=self._seconds_in["evaluating"],
+            saves=self._counts["saving"],
+            saving=self._seconds_in["saving"],
         )
 
     def end(self, outcome: str) -> None:
         """Record the outcome with which the trainer ended."""
-        self._turn()
+        self._add_elapsed()
         # A trainer that fails after its last step has not done what follows it.
         if self.has_begun and outcome == "completed" and self._timings.step == self._timings.total_steps:
-            self._timings = replace(self._timings, finishing=self._turned - self._reached)
+            self._timings = replace(self._timings, finishing=self._added_at - self._reached)
 
     @property
     def is_due(self) -> bool:
@@ -104,11 +104,11 @@ class Stopwatch:
 
         return apply
 
-    def _turn(self) -> None:
+    def _add_elapsed(self) -> None:
         now = time.monotonic()
-        if self._phase in self._in:
-            self._in[self._phase] += now - self._turned
-        self._turned = now
+        if self._phase in self._seconds_in:
+            self._seconds_in[self._phase] += now - self._added_at
+        self._added_at = now
 
 
 def _statement(run: Any, timings: dict[str, Any], behind: float) -> Executable:

@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 
 ENTRIES = {"celery": "worker.training.__main__:main", "fake": "worker.fake:main"}
 _RETRY_SECONDS = 2.0
-_HEAR_OF_SHUTDOWN_SECONDS = 1.0
-_REQUESTS_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_SHUTDOWN_NOTICE_SECONDS = 1.0
+_TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 Ending = Callable[[], Executable]
 """Transition that ends an attempt, created when it is stored."""
@@ -72,7 +72,7 @@ def claim(host: Host) -> Any:
         log.warning("no run is claimed, the database is unavailable: %s", error)
         return None
     if run is not None:
-        log.info("%s: attempt %d begins", run.id, run.attempt, extra={"run_id": run.id, "attempt": run.attempt})
+        log.info("%s: attempt %d starts", run.id, run.attempt, extra={"run_id": run.id, "attempt": run.attempt})
         host.wake(run.id)
     return run
 
@@ -271,7 +271,7 @@ def conclude(host: Host, run: Any, lease: Lease, pump: Pump, end: Exit, killed_f
         raise LeaseLost(run.id)  # noticed by this worker, or by the trainer's own timer
     if killed_for == "hang":
         return hung(host, run, pump)
-    if outcome == "stopped" or killed_for or end.signal in _REQUESTS_TO_END:
+    if outcome == "stopped" or killed_for or end.signal in _TERMINATION_SIGNALS:
         return given_up(host, run, lease)
     return crashed(run, pump, end)
 
@@ -280,7 +280,7 @@ def given_up(host: Host, run: Any, lease: Lease) -> Executable:
     """Return the transition of a run whose trainer ended on request."""
     # A service manager signals worker and trainer at once: the trainer may be gone before the worker handles the
     # signal.
-    if not lease.stop and not host.draining.wait(_HEAR_OF_SHUTDOWN_SECONDS):
+    if not lease.stop and not host.draining.wait(_SHUTDOWN_NOTICE_SECONDS):
         reason = "the training process was asked to end from outside"
         return lifecycle.retry(run.id, run.epoch, reason, _RETRY_SECONDS)
     if lease.stop:
@@ -305,7 +305,9 @@ def out_of_reach(run: Any, lease: Lease) -> Executable:
         what = "the training process received no renewal of its lease in time, though one was sent: the machine is "
         what += "overloaded, or the process was suspended"
     else:
-        what = f"the database was unreachable for {lease.longest_silence:.0f} s, or the worker was suspended as long"
+        what = (
+            f"the database was unreachable for {lease.longest_silence:.0f} s, or the worker was suspended for as long"
+        )
     return lifecycle.retry(run.id, run.epoch, f"{what}; the run continues from its last checkpoint", _RETRY_SECONDS)
 
 

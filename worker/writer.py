@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 0.1
 _PAUSE_SECONDS = 0.5
-_MOST_AT_ONCE = 2000
+_MAX_BATCH = 2000
 _JOIN_SECONDS = 1.0
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ class Writer:
         self._failure: Exception | None = None
         self._changed = threading.Condition()
         self._over = False
-        self._is_patient = False
+        self._waits_past_lease = False
         self._thread = threading.Thread(target=in_this_context(self._write), name=f"writer {run.id}", daemon=True)
 
     def __enter__(self) -> "Writer":
@@ -74,7 +74,7 @@ class Writer:
 
         The lease epoch still decides: what is stored late is stored for the run's current owner, or not at all.
         """
-        self._is_patient = True
+        self._waits_past_lease = True
 
     def put(self, item: NewEvent | Step) -> None:
         """Append an item, stored after everything that was put before it."""
@@ -116,7 +116,7 @@ class Writer:
     def _check_lease(self) -> None:
         if self._lease.fenced:
             raise Fenced(self._run.id)
-        if self._lease.expired and (not self._is_patient or self._host.draining.is_set()):
+        if self._lease.expired and (not self._waits_past_lease or self._host.draining.is_set()):
             raise LeaseLost(self._run.id)
 
     def _write(self) -> None:
@@ -169,7 +169,7 @@ class Writer:
         """Return the first events that wait, up to the next change; or one change; or nothing."""
         with self._changed:
             # A failed batch is retried unchanged: if its commit only seemed to fail, its rollups are stored with it.
-            head = self._waiting.head(self._tried or _MOST_AT_ONCE)
+            head = self._waiting.head(self._tried or _MAX_BATCH)
         changes = [place for place, item in enumerate(head) if isinstance(item, Step)]
         return head[: max(changes[0], 1)] if changes else head
 

@@ -150,14 +150,14 @@ def serve(worker: socket.socket) -> None:
                 packet, fds, _flags, _address = socket.recv_fds(worker, _LARGEST_REQUEST, _FDS_PER_REQUEST)
                 if not packet:
                     return
-                born = _fork(child.Start.from_json(packet), fds)
-                if born is not None:
-                    pidfd, pid, status = born
+                started = _fork(child.Start.from_json(packet), fds)
+                if started is not None:
+                    pidfd, pid, status = started
                     children[pidfd] = (pid, status)
                     waiting.register(pidfd, select.POLLIN)
             else:
                 waiting.unregister(descriptor)
-                _tell_end(descriptor, *children.pop(descriptor))
+                _report_exit(descriptor, *children.pop(descriptor))
 
 
 def _fork(start: child.Start, fds: list[int]) -> tuple[int, int, socket.socket] | None:
@@ -179,32 +179,32 @@ def _fork(start: child.Start, fds: list[int]) -> tuple[int, int, socket.socket] 
             child.run(start, trainer_fds, parent)
         pidfd = os.pidfd_open(pid)
         # Read before the child can be reaped, these identify that child and no other, permanently.
-        born = {"pid": pid, "start_time": session.start_time(pid)}
+        started = {"pid": pid, "start_time": session.start_time(pid)}
     except OSError as problem:
         if pid is not None:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         failed = json.dumps({"failed": str(problem)}).encode()
-        _tell(lambda: status.send(failed))
+        _try_send(lambda: status.send(failed))
         status.close()
         return None
     finally:
         for descriptor in trainer_fds:
             os.close(descriptor)
-    _tell(lambda: socket.send_fds(status, [json.dumps(born).encode()], [pidfd]))
+    _try_send(lambda: socket.send_fds(status, [json.dumps(started).encode()], [pidfd]))
     return pidfd, pid, status
 
 
-def _tell_end(pidfd: int, pid: int, status: socket.socket) -> None:
+def _report_exit(pidfd: int, pid: int, status: socket.socket) -> None:
     _, raw = os.waitpid(pid, 0)
     code = os.waitstatus_to_exitcode(raw)
     end = {"code": code} if code >= 0 else {"signal": -code}
-    _tell(lambda: status.send(json.dumps(end).encode()))
+    _try_send(lambda: status.send(json.dumps(end).encode()))
     status.close()
     os.close(pidfd)
 
 
-def _tell(send: Callable[[], object]) -> None:
+def _try_send(send: Callable[[], object]) -> None:
     try:
         send()
     except OSError:

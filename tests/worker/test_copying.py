@@ -134,7 +134,7 @@ class TestOnItsWay:
             raise OperationalError("UPDATE checkpoints", {}, Exception("connection to server at 10.1.2.3 failed"))
 
         while_it_is_sent(worker, monkeypatch, goes_away)
-        monkeypatch.setattr(worker.copies, "_is_away", pytest.fail)
+        monkeypatch.setattr(worker.copies, "_store_unavailable", pytest.fail)
         worker.save(10)
         worker.copies.start()
         worker.until_copied(1)

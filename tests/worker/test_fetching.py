@@ -111,7 +111,7 @@ class TestAStoreThatIsAway:
 
         # The first attempt of this run never told that it began.
         assert [pause() for _ in range(2)] == [60.0, 90.0]
-        monkeypatch.setattr(job, "_MOST_WAITS", 3)
+        monkeypatch.setattr(job, "_MAX_WAITS", 3)
         assert pause() is None
 
 

@@ -130,7 +130,7 @@ MUTANTS = (
         name="spool-overtakes",
         promises=(5, 19),
         about="What is said while older events wait on the worker's disk is stored before them.",
-        changes=(Change("worker/spool.py", "if not self._behind and self._head_has_room:", "if self._head_has_room:"),),
+        changes=(Change("worker/spool.py", "if not self._rest and self._head_has_room:", "if self._head_has_room:"),),
         test="tests/worker/test_spool.py::test_order_and_content_are_kept_whatever_waits_where",
     ),
 )
