@@ -1,4 +1,4 @@
-"""Alembic's entry: runs the migrations on the connection that `app.migrate` hands over."""
+"""Alembic environment: runs the migrations on the connection that `app.migrate` passes in."""
 
 from alembic import context
 

@@ -1,4 +1,4 @@
-"""What a trainer answers to an action: the change of its row, and the event that tells of it."""
+"""Results of actions: the update of the action's row and the event that reports it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,25 +13,25 @@ _OUTCOMES = ("done", "refused", "failed")
 
 @dataclass(frozen=True)
 class Answer:
-    """To be stored in one transaction, which the event's place in the log fences."""
+    """Row update and event of one action result, stored in one transaction that appending the event fences."""
 
     change: Executable
     event: NewEvent
 
 
 def answer(run: Any, record: dict[str, Any], ts: float) -> Answer:
-    """Of a trainer's record {id, action, step, status, result, message}.
+    """Build the row update and the event from a trainer's record `{id, action, step, status, result, message}`.
 
-    An action that an attempt does once more, since it goes on from an earlier step, is told once more and stays done:
-    with its new result, or with the one that it had where it does not work this time.
+    An attempt that resumes from an earlier step repeats actions. A repeated action is reported again and stays `done`,
+    with its new result, or with the previous one if the repetition fails.
 
     Raises:
-        ValueError, KeyError, TypeError: it is no such record.
+        ValueError, KeyError, TypeError: The record is invalid.
     """
     status, step = record["status"], record["step"]
     if status not in _OUTCOMES or isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**31:
-        raise ValueError(f"an action cannot be {status!r} at step {step!r}")
-    told = {name: record.get(name) for name in ("action", "step", "status", "result", "message")}
+        raise ValueError(f"invalid action result: status {status!r} at step {step!r}")
+    reported = {name: record.get(name) for name in ("action", "step", "status", "result", "message")}
     outcome = {
         "status": status,
         "step": step,
@@ -44,4 +44,4 @@ def answer(run: Any, record: dict[str, Any], ts: float) -> Answer:
     before = ("waiting", "done") if status == "done" else ("waiting",)
     asked = (RunAction.id == action_id, RunAction.run_id == run.id, RunAction.status.in_(before))
     change = update(RunAction).where(*asked).values(outcome)
-    return Answer(change, NewEvent.of("action", ts, {"action_id": action_id, **told}))
+    return Answer(change, NewEvent.of("action", ts, {"action_id": action_id, **reported}))

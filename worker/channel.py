@@ -1,12 +1,12 @@
-"""Everything that a training process says, received in the exact order in which it said it.
+"""Output and records of a training process, received in the exact order in which they were written.
 
-Standard output, standard error and the records are three datagram sockets connected to one receiver, so the
-kernel keeps one queue for all of them: what was written before a SIGKILL is still there afterwards, and no
-pipe overtakes another. The receiver learns from the sender's address which of the three it was.
+Standard output, standard error and the records are three datagram sockets connected to one receiver, so the kernel
+keeps a single queue for them: data written before a SIGKILL can still be read, and no stream overtakes
+another. The receiver identifies the stream by the sender's address.
 
-Bounds: the kernel queues `net.unix.max_dgram_qlen` (10) datagrams, after which writers wait; one write is
-at most the send buffer (208 KiB or more), beyond which a program that does not split its writes gets
-EMSGSIZE (`worker.child` splits those of Python). A socket cannot be opened through /dev/stdout.
+Limits: the kernel queues `net.unix.max_dgram_qlen` (10) datagrams, after which writers block; one write is at most the
+send buffer (208 KiB or more), beyond which a program that does not split its writes gets EMSGSIZE (`worker.child`
+splits Python's writes). A socket cannot be opened through /dev/stdout.
 """
 
 import json
@@ -21,14 +21,14 @@ Source = Literal["report", "stdout", "stderr"]
 SOURCES: tuple[Source, ...] = ("report", "stdout", "stderr")
 
 _WANTED_BUFFER = 4 * 1024 * 1024
-_MOST_AT_ONCE = 512
+_MAX_BATCH = 512
 
 
 class Channel:
-    """The supervisor's end: a receiver of output and records, and the control socket to the trainer."""
+    """Supervisor's end of the channel: receives output and records, sends control messages to the trainer."""
 
     def __init__(self) -> None:
-        folder = Path(tempfile.mkdtemp(prefix="anneal-"))  # 0700, and gone before anyone else could connect
+        folder = Path(tempfile.mkdtemp(prefix="anneal-"))  # mode 0700, and removed before any other process can connect
         self._receiver = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._senders: list[socket.socket] = []
         self._source_of: dict[str, Source] = {}
@@ -46,26 +46,26 @@ class Channel:
                 largest = max(largest, sender.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF))
         finally:
             shutil.rmtree(folder)
-        self._buffer = bytearray(largest)  # zero pages until a datagram of that size really comes
+        self._buffer = bytearray(largest)  # zero pages until a datagram of that size arrives
         self._control, self._trainer_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
 
     def fileno(self) -> int:
-        """Readable when something was said."""
+        """Return the receiver's descriptor, which is readable when data is queued."""
         return self._receiver.fileno()
 
     @property
     def trainer_fds(self) -> list[int]:
-        """Descriptors to hand to the trainer: report, stdout, stderr, control."""
+        """Descriptors to pass to the trainer: report, stdout, stderr, control."""
         return [*(sender.fileno() for sender in self._senders), self._trainer_control.fileno()]
 
     def release(self) -> None:
-        """Close this process's copies of the trainer's descriptors, once it has its own."""
+        """Close this process's copies of the trainer's descriptors, once the trainer has its own."""
         for end in [*self._senders, self._trainer_control]:
             end.close()
 
     def receive(self, timeout: float | None = 0.0) -> list[tuple[Source, bytes]]:
-        """What was said, in order; waits up to `timeout` seconds for a first piece (None: for ever)."""
+        """Return the queued pieces in order; wait up to `timeout` seconds for the first one (None: no limit)."""
         pieces = self._read()
         if pieces or timeout == 0.0:
             return pieces
@@ -75,29 +75,29 @@ class Channel:
         return self._read()
 
     def drain(self) -> list[tuple[Source, bytes]]:
-        """Everything that is queued now: the rest, once the process has ended."""
+        """Return everything queued now: the remaining output, once the process has ended."""
         everything = []
         while pieces := self._read():
             everything.extend(pieces)
         return everything
 
     def send(self, message: dict[str, Any]) -> bool:
-        """Send a request to the trainer without waiting; False when it is gone, does not listen or was closed."""
+        """Send a message to the trainer without waiting; return False if it is gone, not reading or closed."""
         try:
             self._control.send(json.dumps(message, ensure_ascii=False).encode())
-        except OSError:  # from any thread, also after `close`
+        except OSError:  # may happen in any thread, also after `close`
             return False
         return True
 
     def close(self) -> None:
-        """Close everything; a trainer that still lives ends itself."""
+        """Close every descriptor; a trainer that is still alive then exits by itself."""
         self.release()
         self._control.close()
         self._receiver.close()
 
     def _read(self) -> list[tuple[Source, bytes]]:
         pieces: list[tuple[Source, bytes]] = []
-        while len(pieces) < _MOST_AT_ONCE:
+        while len(pieces) < _MAX_BATCH:
             try:
                 size, address = self._receiver.recvfrom_into(self._buffer, 0, socket.MSG_DONTWAIT)
             except BlockingIOError:

@@ -1,7 +1,7 @@
-"""The first moments of a training process, the same for one forked from the zygote and one started cold.
+"""Startup of a training process, the same for one forked from the zygote and one started cold.
 
-After these it is the leader of its own session, dies with its parent and with its lease, sees only its own
-device and descriptors, and everything that it or a library prints reaches the supervisor.
+The process then leads its own session, dies with its parent and with its lease, sees only its own device and
+descriptors, and everything that it or a library prints reaches the supervisor.
 """
 
 import atexit
@@ -29,12 +29,12 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _IONBF = 2
 _LOCK_SECONDS = 0.1
-_TELL_SECONDS = 60.0
+_LOG_SECONDS = 60.0
 _LARGEST_WRITE = 64 * 1024
 _LARGEST_SECRETS = 64 * 1024
 ENDINGS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-"""What a service manager sends to every process of a service. Whoever starts a training process blocks them, so that
-not even the first moments of one are ended by them: they wait until it can take them for a request to stop."""
+"""Signals that a service manager sends to every process of a service. The launcher blocks them before it starts a
+training process, so that they stay pending during its startup and are then handled as requests to stop."""
 _OOM_SCORE_ADJ = "500"
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -42,22 +42,22 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Start:
-    """What a new training process has to know; travels as JSON beside its descriptors."""
+    """Launch parameters of a training process; sent as JSON alongside its descriptors."""
 
     entry: str
     """`module:function`; the function takes arguments and returns an exit code."""
     arguments: list[str]
     folder: str
-    """Becomes the working directory."""
+    """Working directory of the process."""
     device: dict[str, Any]
     """`{"kind": "cpu" | "cuda", "index": n, "id": "GPU-…"}`"""
     lock_paths: list[str] = field(default_factory=list)
     deadline: float | None = None
-    """CLOCK_MONOTONIC seconds at which the kernel ends the process unless a renewal comes."""
+    """CLOCK_MONOTONIC time in seconds at which the kernel ends the process unless a renewal arrives."""
     user: str | None = None
     has_secrets: bool = False
-    """Whether secrets come first on the control socket: this here is on a command line, or passes through the zygote,
-    whose memory every later training process gets a copy of."""
+    """True if the first message on the control socket contains secrets. They are not part of this object, because it
+    appears on a command line or passes through the zygote, whose memory every later training process inherits."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -68,7 +68,7 @@ class Start:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends; end now if that happened."""
+    """Have the kernel kill this process when the thread that started it ends; exit now if it has already ended."""
     if _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:
@@ -76,9 +76,9 @@ def die_with_parent(parent: int) -> None:
 
 
 def run(start: Start, fds: Sequence[int], parent: int) -> None:
-    """Become the training process that `start` describes and end with its exit code; never returns.
+    """Become the training process that `start` describes and exit with its exit code; never returns.
 
-    `fds` are report, stdout, stderr and control; `parent` is the process that must still be there.
+    `fds` are report, stdout, stderr and control; `parent` is the id of the process that must still be the parent.
     """
     code = 1
     try:
@@ -86,12 +86,12 @@ def run(start: Start, fds: Sequence[int], parent: int) -> None:
         report, _stdout, _stderr, control = fds
         if start.has_secrets:
             os.environ.update(_receive_secrets(control))
-        # The first renewals, and requests to stop, have to arrive during imports that may take longer than the lease.
-        _heed_endings(Control.start(control, start.deadline))
+        # Renewals and stop requests must arrive during imports, which may take longer than the lease.
+        _handle_termination_signals(Control.start(control, start.deadline))
         _take_locks(start.lock_paths)
         if start.user is not None:
             _become(start.user)
-            die_with_parent(parent)  # which the kernel forgets when a process changes its user
+            die_with_parent(parent)  # the kernel clears this setting when a process changes its user
         arguments = [*start.arguments, "--report-fd", str(report), "--control-fd", str(control)]
         sys.argv = [start.entry, *arguments]
         code = _load(start.entry)(arguments)
@@ -106,7 +106,7 @@ def run(start: Start, fds: Sequence[int], parent: int) -> None:
 
 
 def _receive_secrets(control: int) -> dict[str, str]:
-    """The first message on the control socket, which lies there before this process begins."""
+    """Read the secrets: the first message on the control socket, queued before this process starts."""
     packet = os.read(control, _LARGEST_SECRETS)
     if not packet:
         os._exit(1)  # the supervisor is gone
@@ -115,7 +115,10 @@ def _receive_secrets(control: int) -> dict[str, str]:
 
 
 def _prepare(start: Start, fds: Sequence[int], parent: int) -> None:
-    """Everything before the first deadline is in force: nothing here writes, and who is late finds it has passed."""
+    """Set up the process before its first deadline takes effect.
+
+    Nothing here writes data, and a process that is delayed here finds its deadline already passed.
+    """
     report, stdout, stderr, control = fds
     os.setsid()
     die_with_parent(parent)
@@ -126,8 +129,8 @@ def _prepare(start: Start, fds: Sequence[int], parent: int) -> None:
     _reset_signals()
     _route_output()
     with open("/proc/self/oom_score_adj", "w") as score:  # noqa: PTH123
-        score.write(_OOM_SCORE_ADJ)  # under memory pressure the kernel takes a trainer, never a database
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a dump of a model would fill the disk
+        score.write(_OOM_SCORE_ADJ)  # under memory pressure the kernel kills a trainer, never a database
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump of a model would fill the disk
     os.environ["CUDA_VISIBLE_DEVICES"] = start.device["id"] if start.device["kind"] == "cuda" else ""
     os.chdir(start.folder)
 
@@ -139,7 +142,7 @@ def _become(user: str) -> None:
     os.initgroups(account.pw_name, account.pw_gid)
     os.setgid(account.pw_gid)
     os.setuid(account.pw_uid)
-    # A process of that user like any other: without this it could not read its own /proc/self.
+    # Make the process dumpable, as any other process of that user is: otherwise it could not read its own /proc/self.
     _libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
     os.environ.update(HOME=account.pw_dir, USER=account.pw_name, LOGNAME=account.pw_name)
 
@@ -149,7 +152,7 @@ def _close_all_but(kept: set[int]) -> None:
         if descriptor not in kept:
             try:
                 os.close(descriptor)
-            except OSError:  # the one that listed the folder
+            except OSError:  # the descriptor that listed the directory
                 pass
 
 
@@ -160,8 +163,8 @@ def _reset_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def _heed_endings(control: Control) -> None:
-    """From here on a signal to end is a request to stop; one that has come already is delivered now."""
+def _handle_termination_signals(control: Control) -> None:
+    """Treat termination signals as stop requests from now on; those already pending are delivered now."""
     control.stop_on_sigterm()
     for number in ENDINGS - {signal.SIGTERM}:
         signal.signal(number, lambda _number, _frame: control.request_stop(save=True, why="drain"))
@@ -169,7 +172,7 @@ def _heed_endings(control: Control) -> None:
 
 
 class _Output(io.RawIOBase):
-    """A standard stream whose writes fit into one datagram each."""
+    """Standard stream whose writes each fit into one datagram."""
 
     def __init__(self, descriptor: int, name: str) -> None:
         self._descriptor = descriptor
@@ -189,7 +192,7 @@ class _Output(io.RawIOBase):
 
 
 def _route_output() -> None:
-    """No buffer in Python nor in C, so that nothing is overtaken and nothing dies unsaid."""
+    """Disable buffering in Python and in C, so that output keeps its order and none is lost in a crash."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         raw = _Output(descriptor, f"<{name}>")
         stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
@@ -200,13 +203,13 @@ def _route_output() -> None:
 
 
 def _take_locks(paths: Sequence[str]) -> None:
-    """Hold these locks for life: while they are held, no other trainer takes the run or the device."""
+    """Hold these locks for the life of the process, so that no other trainer uses the run or the device."""
     for path in sorted(paths):
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        told = -math.inf
+        logged_at = -math.inf
         while not _is_taken(lock):
-            if time.monotonic() - told >= _TELL_SECONDS:
-                told = time.monotonic()  # again and again: who waits in line for hours must not look as if it hung
+            if time.monotonic() - logged_at >= _LOG_SECONDS:
+                logged_at = time.monotonic()  # repeated, so that a process that waits for hours does not look hung
                 sys.stderr.write(f"waiting for another training process that holds {os.path.basename(path)}\n")  # noqa: PTH119
             time.sleep(_LOCK_SECONDS)
 
@@ -226,7 +229,7 @@ def _load(entry: str) -> Callable[[list[str]], int]:
 
 
 def _finish(code: int) -> None:
-    """Run exit handlers and flush, then leave without the interpreter's teardown, where libraries crash."""
+    """Run exit handlers and flush, then exit without the interpreter's teardown, in which libraries crash."""
     try:
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -237,7 +240,7 @@ def _finish(code: int) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Cold start: `python -m worker.child <start as JSON> <report> <stdout> <stderr> <control> <parent>`."""
+    """Start cold: `python -m worker.child <start as JSON> <report> <stdout> <stderr> <control> <parent>`."""
     start, *numbers = arguments
     *fds, parent = (int(number) for number in numbers)
     for descriptor in fds:

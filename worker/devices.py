@@ -1,7 +1,7 @@
-"""What this machine can train on, without ever creating a CUDA context.
+"""Training devices of this machine, found without creating a CUDA context.
 
-A context in this process, or in one that training processes fork from, would hold GPU memory and break every
-fork, so all answers come from the driver's management library (NVML).
+A context in this process, or in one that training processes fork from, would hold GPU memory and break every fork, so
+all information comes from the driver's management library (NVML).
 """
 
 import os
@@ -18,40 +18,41 @@ from app.config import Settings, visible_gpus
 
 @dataclass(frozen=True)
 class Device:
-    """One thing that one run trains on at a time."""
+    """Device that one run trains on at a time."""
 
     kind: Literal["cpu", "cuda"]
     index: int
     id: str
-    """`cpu-0`, or the UUID of a GPU, which stays the same when other GPUs come and go."""
+    """`cpu-0`, or the UUID of a GPU, which does not change when other GPUs are added or removed."""
     name: str
     memory_bytes: int
-    """Memory of the GPU, or an equal share of the machine's."""
+    """Memory of the GPU, or an equal share of the machine's memory."""
     capability: tuple[int, int] | None = None
     """Compute capability of a GPU, such as (9, 0)."""
 
     def for_job(self) -> dict[str, Any]:
-        """What the training process is told: kind, index and id."""
+        """Return kind, index and id, as passed to the training process."""
         return {"kind": self.kind, "index": self.index, "id": self.id}
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Slots of a worker, one device each, and the machine they are on."""
+    """Devices of a worker, one per slot, and the memory of the machine."""
 
     devices: tuple[Device, ...]
     memory_bytes: int
 
     @property
     def slots(self) -> int:
-        """Runs at a time."""
+        """Number of runs that train at the same time."""
         return len(self.devices)
 
 
 def find(settings: Settings) -> Machine:
-    """The slots of this worker: one per GPU, or one CPU; `settings.slots` takes fewer GPUs or more CPUs.
+    """Find the worker's slots: one per GPU, or one CPU; `settings.slots` selects fewer GPUs or more CPU slots.
 
-    Raises ValueError when more slots are asked for than there are GPUs, since a run needs a GPU of its own.
+    Raises:
+        ValueError: More slots are requested than there are GPUs; each run needs its own GPU.
     """
     memory = psutil.virtual_memory().total
     found = gpus()
@@ -59,7 +60,7 @@ def find(settings: Settings) -> Machine:
         wanted = settings.slots or len(found)
         if wanted > len(found):
             raise ValueError(
-                f"ANNEAL_SLOTS={wanted}, but this machine has {len(found)} GPUs and a run needs its own. "
+                f"ANNEAL_SLOTS={wanted}, but this machine has {len(found)} GPUs and each run needs its own. "
                 f"Set ANNEAL_SLOTS to {len(found)} or less."
             )
         return Machine(found[:wanted], memory)
@@ -70,7 +71,7 @@ def find(settings: Settings) -> Machine:
 
 @lru_cache(maxsize=1)
 def gpus() -> tuple[Device, ...]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves visible, in its order; empty without a driver."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves visible, in its order; empty without a driver."""
     with _nvml() as nvml:
         if nvml is None:
             return ()
@@ -80,12 +81,12 @@ def gpus() -> tuple[Device, ...]:
 
 
 def has_gpu() -> bool:
-    """Whether there is a GPU that training may use."""
+    """Return True if there is a GPU that training may use."""
     return bool(gpus())
 
 
 def capability(index: int) -> tuple[int, int]:
-    """Compute capability of the visible GPU `index`; raises IndexError when there is none."""
+    """Return the compute capability of the visible GPU `index`; raise IndexError if there is none."""
     found = gpus()[index].capability
     if found is None:
         raise IndexError(index)
@@ -93,7 +94,10 @@ def capability(index: int) -> tuple[int, int]:
 
 
 def memory(device: Device) -> tuple[int, int] | None:
-    """Bytes of a GPU that are taken, by whomever, and that are free; None for a CPU, or when the driver is silent."""
+    """Return the used and free bytes of a GPU; None for a CPU or if the driver does not answer.
+
+    All processes on the GPU count as users.
+    """
     if device.kind != "cuda":
         return None
     with _nvml() as nvml:
@@ -107,7 +111,7 @@ def memory(device: Device) -> tuple[int, int] | None:
 
 
 def _visible(every: tuple[Device, ...], visible: str) -> Iterator[Device]:
-    """CUDA's own rule: indexes or UUID prefixes, and everything from the first invalid entry on is hidden."""
+    """Apply CUDA's rule: entries are indexes or UUID prefixes; the first invalid one hides itself and the rest."""
     for entry in (part.strip() for part in visible.split(",")):
         matching = [
             gpu for gpu in every if str(gpu.index) == entry or (entry.startswith("GPU-") and gpu.id.startswith(entry))
@@ -132,7 +136,7 @@ def _gpu(nvml: Any, index: int) -> Device:
 
 @contextmanager
 def _nvml() -> Iterator[Any]:
-    """The library while open, or None on a machine without it; closed again: forks inherit nothing of it."""
+    """Open NVML for the block (None on a machine without it) and close it, so that forks inherit nothing."""
     try:
         import pynvml
 

@@ -1,7 +1,7 @@
-"""The trainer of the `fake` backend: a real training process in all but the training, without torch.
+"""Trainer of the `fake` backend: a real training process that only simulates training, without torch.
 
-Its loss runs through a state that lives in the checkpoint, so a resume from the wrong place shows in every
-later loss, and its samples come from a seeded order of the data set's rows.
+Its loss depends on a state stored in the checkpoint, so a resume from the wrong place shows in every later loss. Its
+samples follow a seeded order of the dataset's rows.
 """
 
 import contextlib
@@ -34,30 +34,30 @@ _ROWS_WITHOUT_DATASET = 1000
 
 @dataclass
 class _State:
-    """Everything that a checkpoint has to hold."""
+    """State that a checkpoint must contain."""
 
     step: int
     chain: str
-    """A digest over all steps so far; the next loss depends on it."""
+    """Digest over all steps so far; the next loss depends on it."""
     run_id: str = ""
     first_step: int = 0
-    """Step at which this run took up training; above 0 when it continues another run."""
+    """Step at which this run started training; above 0 if it continues another run."""
     seconds: float = 0.0
-    """Time in training, all attempts of this run together."""
+    """Training time in seconds, summed over all attempts of this run."""
     loss: float | None = None
     best_loss: float | None = None
     eval_loss: float | None = None
-    """Of the last evaluation, which was at `eval_step`."""
+    """Loss of the last evaluation, at step `eval_step`."""
     eval_step: int | None = None
     best_eval_loss: float | None = None
     changed: dict[str, Any] = field(default_factory=dict)
-    """Fields of the configuration that actions have changed while this run trained."""
+    """Configuration fields that actions have changed during this run."""
     ended_by: str | None = None
-    """What ended training at this very step."""
+    """Reason why training ended at this step."""
 
 
 def main(argv: list[str]) -> int:
-    """Run one job; returns the exit code: 0 when completed or stopped, 1 when failed."""
+    """Run one job; return the exit code: 0 if completed or stopped, 1 if failed."""
     job, report_fd, control_fd = parse_args(argv)
     report = Report(report_fd)
     control = Control.start(control_fd)
@@ -78,14 +78,14 @@ def main(argv: list[str]) -> int:
         repair = problem.repair if isinstance(problem, Failure) else None
         result = {"outcome": "failed", "step": step, "error": error, "repair": repair}
     if journal is not None:
-        with contextlib.suppress(OSError):  # a full disk, which the result tells about
+        with contextlib.suppress(OSError):  # a full disk, which the result reports
             journal.stop(result["outcome"])
     report.result(**result)
     return 1 if result["outcome"] == "failed" else 0
 
 
 class Training:
-    """One run, from its first to its last step."""
+    """Simulated training of one run, from its first to its last step."""
 
     def __init__(self, job: dict[str, Any], report: Report, control: Control, journal: Journal) -> None:
         self.job = job
@@ -102,9 +102,9 @@ class Training:
         self.state = _State(0, hashlib.sha256(str(self.config.seed).encode()).hexdigest(), str(job["run_id"]))
         self.saved_step = 0
         self.bad_steps = {repair["step"] for repair in job.get("repairs", ())}
-        """Steps that an earlier attempt has found to spoil the run."""
+        """Steps that an earlier attempt found to corrupt the run."""
         self.improved = False
-        """Whether the evaluation of the present step is the best so far."""
+        """True if the evaluation of the current step is the best so far."""
         self.fingerprint = {
             "backend": "fake",
             "dataset": (job.get("dataset") or {}).get("sha256"),
@@ -117,7 +117,7 @@ class Training:
             control.on_stop(lambda _request: self.asked.set())
 
     def run(self) -> dict[str, Any]:
-        """Load, train, save and export; returns the fields of the result record."""
+        """Load, train, save and export; return the fields of the result record."""
         self.report.phase("loading")
         self.asked.wait(self.options.load_seconds)
         self._resume()
@@ -166,23 +166,23 @@ class Training:
         return self.options.steps
 
     def change(self, **changed: Any) -> None:
-        """Put a change of the configuration in force, and into every checkpoint from now on."""
+        """Apply a change of the configuration and store it in every checkpoint from now on."""
         self.state.changed |= changed
         self.config = self.config.model_copy(update=self.state.changed)
         self.total = self._total_steps()
 
     def tell_config(self) -> None:
-        """Tell the configuration in force and the first facts."""
+        """Report the configuration in force and the facts known at the start."""
         self.report.config(effective=self.config.model_dump(mode="json"), replaced=[], facts=self.facts)
 
     def rate(self) -> float:
-        """The learning rate at the present step."""
+        """Return the learning rate at the current step."""
         return self.config.learning_rate * (1 - self.state.step / (self.total + 1))
 
     def _stop_reason(self) -> str | None:
         request = self.control.stop_requested if not self.options.ignore_stop else None
         limit = self._limit_reached()
-        # A drain at a limit changes nothing about that: another attempt would train beyond it.
+        # A drain at a limit does not change the result: another attempt would train beyond the limit.
         return request.why if request is not None and (limit is None or request.why == "stop") else limit
 
     def _limit_reached(self) -> str | None:
@@ -191,7 +191,7 @@ class Training:
         limit, at = self.config.time_limit_seconds, self.config.stop_at_step
         if limit is not None and self.state.seconds >= limit:
             return "time_limit"
-        # A run that takes up another behind the step where that one was to stop is meant to go on.
+        # A run that continues another one at or after that one's `stop_at_step` is meant to train on.
         return "stop_at_step" if at is not None and self.state.first_step < at <= self.state.step else None
 
     def _losses(self) -> dict[str, float | None]:
@@ -209,7 +209,7 @@ class Training:
         return self.state.step * self.per_step // self.rows > before
 
     def epoch(self) -> float:
-        """Passes over the data so far."""
+        """Return the number of epochs so far, including the fraction of the current one."""
         return self.state.step * self.per_step / self.rows
 
     # One step
@@ -218,13 +218,15 @@ class Training:
         step = self.state.step + 1
         began = time.monotonic()
         if self.faulty:
-            self._go_wrong(step)
+            self._inject_faults(step)
         self.asked.wait(self._duration(step))
         samples = self._samples(step)
         if step in self.bad_steps:
             self.state.step, self.improved = step, False
             self.journal.pass_over(step, samples)
-            self.report.message(f"Step {step} is passed over: it was found to spoil the run.", level="warning")
+            self.report.message(
+                f"Step {step} is skipped: an earlier attempt found that it corrupts the run.", level="warning"
+            )
             return
         chain = hashlib.sha256(f"{self.state.chain} {step} {samples}".encode()).hexdigest()
         loss = 1 + 7 / (1 + step / 5) + int(chain[:13], 16) / 16**13 / 10
@@ -252,7 +254,7 @@ class Training:
         spread = self.options.step_jitter
         if spread == 0:
             return self.options.step_seconds
-        # Its mean stays what it is without any.
+        # The mean step time is the same as without jitter.
         return self.options.step_seconds * random.Random(f"{self.config.seed} {step}").lognormvariate(
             -spread * spread / 2, spread
         )
@@ -263,7 +265,7 @@ class Training:
         return {"kind": "non_finite", "step": step, "rows": samples, "singled_out": []}
 
     def evaluate(self, loss: float, *, is_due: bool = True) -> None:
-        """Pretend that an evaluation found this loss; one that was only asked for decides nothing."""
+        """Simulate an evaluation with this loss; one requested by an action affects no decision."""
         state = self.state
         self.report.phase("evaluating")
         self.report.eval(state.step, {"eval_loss": loss}, epoch=self.epoch())
@@ -296,12 +298,12 @@ class Training:
             total_steps=self.total,
         )
 
-    def _go_wrong(self, step: int) -> None:
+    def _inject_faults(self, step: int) -> None:
         options = self.options
         if options.out_of_memory_above is not None and self.config.batch_size > options.out_of_memory_above:
-            raise Failure("out_of_memory", f"a batch of {self.config.batch_size} was asked to be too large")
+            raise Failure("out_of_memory", f"a batch size of {self.config.batch_size} is configured to be too large")
         if step == options.fail_at_step:
-            raise Failure(options.fail_code, f"step {step} was asked to fail")
+            raise Failure(options.fail_code, f"step {step} is configured to fail")
         if step == options.hang_at_step:
             while True:
                 signal.pause()
@@ -352,7 +354,7 @@ class Training:
         folder = Path(source["path"])
         wrong = manifest.verify(folder, source["manifest_sha256"])
         if wrong:
-            raise Failure("internal", f"checkpoint {folder.name} is not whole: {'; '.join(wrong)}")
+            raise Failure("internal", f"checkpoint {folder.name} is corrupt: {'; '.join(wrong)}")
         self.state = _State(**json.loads((folder / "state.json").read_text()))
         self.saved_step = self.state.step
         if self.state.run_id != self.job["run_id"]:  # a new run that continues another has its own clock and limits

@@ -1,4 +1,4 @@
-"""What the `fake` trainer does when it is asked for something between two steps: what a real one does, pretended."""
+"""Simulated actions of the `fake` trainer, done between two steps as in a real trainer."""
 
 import hashlib
 import math
@@ -12,31 +12,31 @@ _WORDS = ("it", "learns", "what", "the", "rows", "say", "and", "writes", "some",
 
 
 class Actions:
-    """Takes what was asked for and answers it, as `worker.training.actions` does for a real trainer."""
+    """Handler of requested actions and their results, like `worker.training.actions` of a real trainer."""
 
     def __init__(self, training: "Training") -> None:
         self._training = training
-        self._again: deque[dict[str, Any]] = deque(training.job.get("actions", ()))
+        self._replayed: deque[dict[str, Any]] = deque(training.job.get("actions", ()))
         self._saves: list[dict[str, Any]] = []
 
     def do_again(self) -> None:
-        """Do what an earlier attempt did behind the step that is over, however that step ends."""
+        """Repeat the actions of an earlier attempt that followed the finished step, even if training stops after it."""
         step = self._training.state.step
-        while self._again and self._again[0]["step"] <= step:
-            self._take(self._again.popleft())
+        while self._replayed and self._replayed[0]["step"] <= step:
+            self._take(self._replayed.popleft())
 
     def take(self) -> None:
-        """Do what is newly asked for, where training goes on."""
-        while not self._again and (asked := self._training.control.take_action()) is not None:
+        """Do newly requested actions; called only where training continues."""
+        while not self._replayed and (asked := self._training.control.take_action()) is not None:
             self._take(asked)
 
     @property
     def wants_checkpoint(self) -> bool:
-        """Whether one was asked for, and is not saved yet."""
+        """True if a checkpoint was requested and is not saved yet."""
         return bool(self._saves)
 
     def saved(self) -> dict[str, Any]:
-        """What a checkpoint that is being told answers, as fields of its record."""
+        """Return the fields of a checkpoint's record that answer the actions which requested it."""
         answered, self._saves = self._saves, []
         return {
             "actions": [{"id": one["id"], "action": one["action"]} for one in answered],
@@ -67,7 +67,7 @@ class Actions:
         before = training.total
         total = max_steps or max(1, math.ceil((epochs or 0) * training.rows / training.per_step))
         if total <= before:
-            message = f"The run is to have {before} steps already, and this would be {total}; name more."
+            message = f"The run already has {before} planned steps and this would be {total}; request more."
             return self._answer(asked, "refused", message=message)
         training.change(max_steps=total)
         result = {"before": before, "total_steps": total, "next_learning_rate": training.rate()}
@@ -76,14 +76,14 @@ class Actions:
 
     def _sample(self, asked: dict[str, Any], prompts: list[str], max_new_tokens: int, temperature: float) -> None:
         training = self._training
-        texts = [self._written(prompt, max_new_tokens, temperature) for prompt in prompts]
+        texts = [self._generated(prompt, max_new_tokens, temperature) for prompt in prompts]
         for prompt, text in zip(prompts, texts, strict=True):
             training.report.sample(training.state.step, prompt, text, action_id=asked["id"])
         pairs = zip(prompts, texts, strict=True)
         samples = [{"prompt": prompt, "completion": text} for prompt, text in pairs]
         self._answer(asked, "done", result={"samples": samples})
 
-    def _written(self, prompt: str, most: int, temperature: float) -> str:
+    def _generated(self, prompt: str, most: int, temperature: float) -> str:
         digest = hashlib.sha256(f"{self._training.state.chain} {prompt} {temperature}".encode()).digest()
         return " ".join(_WORDS[byte % len(_WORDS)] for byte in digest[: min(most, 8)])
 

@@ -1,4 +1,4 @@
-"""Ways in which the `fake` trainer goes wrong when it is asked to, and what each is called."""
+"""Simulated failures of the `fake` trainer and their error codes."""
 
 import ctypes
 import errno
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Failure(Exception):
-    """A failure with a stable code."""
+    """Failure with a stable code."""
 
     def __init__(self, code: str, message: str, repair: dict[str, Any] | None = None) -> None:
         super().__init__(message)
@@ -18,10 +18,10 @@ class Failure(Exception):
 
 
 def crash(how: str) -> None:
-    """End this process as the option `crash` says."""
+    """End this process in the way that the option `crash` names."""
     match how:
         case "exception":
-            raise RuntimeError("this step was asked to raise")
+            raise RuntimeError("this step is configured to raise")
         case "segv":
             ctypes.string_at(0)
         case "kill":
@@ -34,7 +34,7 @@ def crash(how: str) -> None:
 
 
 def classify(problem: Exception) -> str:
-    """The stable code of what went wrong."""
+    """Return the stable error code of an exception."""
     if isinstance(problem, Failure):
         return problem.code
     if isinstance(problem, MemoryError):

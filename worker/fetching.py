@@ -1,4 +1,4 @@
-"""A checkpoint that is not here, or not whole: fetched from its second copy before an older one is taken."""
+"""Restores a checkpoint that is missing or corrupt here from its replica, before an older one is used."""
 
 import errno
 import logging
@@ -20,94 +20,96 @@ log = logging.getLogger(__name__)
 
 _TRIES = 3
 _PAUSE_SECONDS = 1.0
-_TELL_SECONDS = 5.0
+_PROGRESS_SECONDS = 5.0
 
 
 class Outcome(Enum):
-    """Where a checkpoint that was not whole here stands now."""
+    """Result of the attempt to restore a checkpoint that was missing or corrupt here."""
 
     WHOLE = "whole"
-    """It is here, every byte of it."""
+    """The checkpoint is here, complete and verified."""
     BAD = "bad"
-    """Neither here nor there is what was written: nobody will ever resume from it."""
+    """Neither this storage nor the replica has what was written, so no run can ever resume from it."""
     AWAY = "away"
-    """It cannot be reached now, and there is a copy that probably is whole."""
+    """It cannot be reached now, but there is a replica that is probably intact."""
     ELSEWHERE = "elsewhere"
-    """Nothing of it is here and no copy is of use; the worker that wrote it may have it, and go on from it one day."""
+    """It is missing here and no replica is usable; the worker that wrote it may still have it and resume from it
+    later."""
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """What came of it."""
+    """Result of a restore and its explanation."""
 
     outcome: Outcome
     why: str
-    """In a part of a sentence: what was wrong here, and what came of the copy."""
+    """Clause that says what was wrong here and what happened with the replica."""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """Of a run that is being prepared: how long it may take, and who hears of it."""
+    """Control of a run that is being prepared: when to stop, and where to report progress."""
 
     should_end: Callable[[], bool]
-    """Whether the run is to end, or to be given back."""
+    """Returns True if the run is to end or to be released."""
     tell: Callable[[NewEvent], None]
 
     def check(self) -> None:
-        """Raises `Stopped` once it should end."""
+        """Raise `Stopped` if the preparation is to end."""
         if self.should_end():
-            raise Stopped("the run is to end, or to be given back")
+            raise Stopped("the run is to end or to be released")
 
 
 def instead(host: Host, run: Any, checkpoint: Any, place: Path, wrong: list[str], patience: Patience) -> Fetched:
-    """Have the copy of `checkpoint` take the place of what is `wrong` there, for an attempt of `run`.
+    """Replace what is `wrong` at `place` with the replica of `checkpoint`, for an attempt of `run`.
 
     Raises:
-        Stopped: meanwhile the run was to end.
-        OSError: this worker's own storage cannot take it, or has no room for it.
+        Stopped: The run was to end meanwhile.
+        OSError: This worker's own storage cannot take it or has no space for it.
     """
     is_missing = not place.exists()
     here = "it is not in this worker's storage" if is_missing else "; ".join(wrong[:3])
-    of_no_use = Outcome.ELSEWHERE if is_missing else Outcome.BAD
+    unusable = Outcome.ELSEWHERE if is_missing else Outcome.BAD
     if checkpoint.remote_at is None:
-        # Of a worker with another storage that had no time to copy it; without copies there is one storage for all.
-        return Fetched(of_no_use if host.copies else Outcome.BAD, here)
+        # Written by a worker with another storage that had no time to replicate it. Without replication all workers
+        # share one storage.
+        return Fetched(unusable if host.copies else Outcome.BAD, here)
     if host.copies is None:
-        return Fetched(Outcome.AWAY, f"{here}, and this worker has no ANNEAL_CHECKPOINT_URL to fetch its copy")
+        return Fetched(Outcome.AWAY, f"{here}, and this worker has no ANNEAL_CHECKPOINT_URL to fetch its replica")
     remote = host.copies.remote
     try:
         _fetch(host, remote, run, checkpoint, place, patience)
     except BadCopy as error:
-        # Whoever still has it whole is to send it once more.
+        # A worker that still has an intact copy must send it again.
         with host.engine.begin() as connection:
             connection.execute(copies.spoilt(checkpoint.id, checkpoint.remote_at))
-        return Fetched(of_no_use, f"{here}, and {error}")
+        return Fetched(unusable, f"{here}, and {error}")
     except NotThere:
         outcome = Outcome.AWAY if is_missing else Outcome.BAD
-        return Fetched(outcome, f"{here}, and {remote.url} has no copy of it")
+        return Fetched(outcome, f"{here}, and {remote.url} has no replica of it")
     except Unreachable as error:
-        return Fetched(Outcome.AWAY, f"{here}, and its copy at {remote.url} cannot be fetched now: {error}")
-    return Fetched(Outcome.WHOLE, f"{here}; its copy at {remote.url} was fetched")
+        return Fetched(Outcome.AWAY, f"{here}, and its replica at {remote.url} cannot be fetched now: {error}")
+    return Fetched(Outcome.WHOLE, f"{here}; its replica at {remote.url} was fetched")
 
 
 def _fetch(host: Host, remote: Remote, run: Any, checkpoint: Any, place: Path, patience: Patience) -> None:
     lacking = Room(host.storage.root, host.settings.disk_reserve_bytes).lacking(checkpoint.bytes)
     if lacking:
         raise OSError(errno.ENOSPC, f"{checkpoint.name} does not fit on the disk: {lacking}")
-    # Two runs that go on from one checkpoint may fetch it at the same time.
+    # Two runs that resume from one checkpoint may fetch it at the same time.
     own_name = f"{host.id}.{run.id}"
     staging = place.with_name(f".{place.name}.{own_name}")
-    told = -_TELL_SECONDS
+    reported_at = -_PROGRESS_SECONDS
 
     def on_piece() -> None:
-        nonlocal told
+        nonlocal reported_at
         patience.check()
-        if time.monotonic() - told >= _TELL_SECONDS:
-            told = time.monotonic()
+        if time.monotonic() - reported_at >= _PROGRESS_SECONDS:
+            reported_at = time.monotonic()
             done = min(_bytes_below(staging), checkpoint.bytes)
             message = f"fetching {checkpoint.name} from {remote.url}"
-            said = {"phase": "fetching", "done": done, "total": checkpoint.bytes, "message": message}
-            patience.tell(NewEvent.of("progress", time.time(), said))
+            progress = {"phase": "fetching", "done": done, "total": checkpoint.bytes, "message": message}
+            patience.tell(NewEvent.of("progress", time.time(), progress))
 
     began = time.monotonic()
     for tries in range(1, _TRIES + 1):
@@ -127,6 +129,6 @@ def _fetch(host: Host, remote: Remote, run: Any, checkpoint: Any, place: Path, p
 def _bytes_below(folder: Path) -> int:
     size = 0
     for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):  # it is renamed once it is whole
+        with suppress(FileNotFoundError):  # it is renamed once it is complete
             size += path.stat().st_size if path.is_file() else 0
     return size

@@ -1,4 +1,4 @@
-"""One worker process: its identity, its connections, its heartbeat, and the leases that its threads hold."""
+"""Context of one worker process: its identity, connections, heartbeat and the leases that its threads hold."""
 
 import importlib.util
 import logging
@@ -42,7 +42,7 @@ _DATABASE_PAUSE = 2.0
 
 
 class Host:
-    """What the supervisors of this process share."""
+    """State shared by the supervisors of this process."""
 
     def __init__(self, settings: Settings) -> None:
         if settings.database_url is None or settings.redis_url is None:
@@ -58,7 +58,8 @@ class Host:
         can_train = importlib.util.find_spec("torch") is not None
         self.backends = ["celery", "fake"] if can_train else ["fake"]
         self.engine = sync_engine(settings.database_url, pool_size=self.machine.slots + 1)
-        # Renewals must not queue behind a large append, nor hang with it: their own connections, short time-outs.
+        # Renewals must not queue behind a large append or block with it, so they have their own connections with short
+        # timeouts.
         self.lease_engine = sync_engine(
             settings.database_url,
             pool_size=self.machine.slots + 1,
@@ -69,13 +70,13 @@ class Host:
             settings.redis_url, socket_connect_timeout=1, socket_timeout=1, decode_responses=True
         )
         self.closing = threading.Event()
-        """No further run is taken; what is at work finishes."""
+        """No further run is taken; current runs finish."""
         self.draining = threading.Event()
-        """What is at work saves and is handed back now."""
+        """Current runs save and are released now."""
         self.drained_at = float("inf")
         """Monotonic time at which `draining` was set."""
         self.copies: Copies | None = None
-        """Second copies of checkpoints, where the operator wants them."""
+        """Checkpoint replication, if the operator configured it."""
         if settings.checkpoint_url:
             self.copies = Copies(Remote(settings.checkpoint_url, self.storage), self.storage, self.engine)
         self._notebook = Notebook(settings.home, self.id)
@@ -87,19 +88,23 @@ class Host:
         self._ended = threading.Event()
 
     def start(self) -> bool:
-        """Clear away what a dead predecessor left, register (as soon as the database is there), beat and listen.
+        """Clean up after a dead predecessor, register once the database is available, start heartbeat and listeners.
 
-        False when meanwhile the worker was told to end. HomeError when the database is older than this code.
+        Returns:
+            False if the worker was asked to end meanwhile.
+
+        Raises:
+            HomeError: The database schema is older than this code.
         """
         self._notebook.open()
         self.launcher.start()
-        while not self._sign_on():
+        while not self._try_register():
             if self.closing.wait(_DATABASE_PAUSE):
                 return False
         self._heartbeat.start()
         if self.copies:
             self.copies.start()
-        for name, work in (("control", self._listen), ("wake-ups", self._tell)):
+        for name, work in (("control", self._listen), ("wake-ups", self._notify_loop)):
             threading.Thread(target=work, name=name, daemon=True).start()
         log.info(
             "worker %s on %s: %d slot(s) of %s", self.id, self.name, self.machine.slots, self.machine.devices[0].name
@@ -107,20 +112,20 @@ class Host:
         return True
 
     def take_no_more(self) -> None:
-        """Take no more runs; those at work finish."""
+        """Take no more runs; current runs finish."""
         self.closing.set()
         self._notebook.update(draining=True)
         self._beat_now.set()
 
     def drain(self) -> None:
-        """Take no more runs; those at work save and are handed back."""
+        """Take no more runs; current runs save and are released."""
         self.drained_at = min(self.drained_at, time.monotonic())
         self.draining.set()
         self.closing.set()
         self._beat_now.set()
 
     def close(self) -> None:
-        """Sign off and end what is left."""
+        """Mark the worker as offline and stop everything that still runs."""
         self._ended.set()
         self._wake_up.set()
         self._beat_now.set()
@@ -128,51 +133,51 @@ class Host:
         if self.copies:
             self.copies.close()
         if self._heartbeat.is_alive():
-            self._heartbeat.join(_DATABASE_PAUSE)  # a beat on its way would say that we are still there
+            self._heartbeat.join(_DATABASE_PAUSE)  # a heartbeat in flight would mark the worker as online
         try:
             with self.engine.begin() as connection:
                 connection.execute(registry.gone([self.id]))
         except SQLAlchemyError as error:
-            log.warning("could not sign off, the missing heartbeat will tell: %s", error)
+            log.warning("this worker could not be marked as offline, the missing heartbeat will show it: %s", error)
         self.engine.dispose()
         self.lease_engine.dispose()
         self._notebook.close()
 
     def hold(self, lease: "Lease") -> None:
-        """A lease that control messages may concern."""
+        """Register a lease that control messages may concern."""
         self._leases[lease.run_id] = lease
         self._note_runs()
 
     def release(self, lease: "Lease") -> None:
-        """The lease is over; one on a later attempt of the same run stays."""
+        """Remove an ended lease; one on a later attempt of the same run stays."""
         if self._leases.get(lease.run_id) is lease:
             del self._leases[lease.run_id]
         self._note_runs()
 
     def wake(self, run_id: str) -> None:
-        """Have streams told of new events; without Redis they poll. Never waits."""
+        """Notify event streams of new events; without Redis they poll. Never waits."""
         self._to_wake.add(run_id)
         self._wake_up.set()
 
-    def _tell(self) -> None:
+    def _notify_loop(self) -> None:
         while not self._ended.is_set():
             self._wake_up.wait()
             self._wake_up.clear()
-            # Sets are popped from one at a time: threads that add meanwhile are served by the next round.
+            # Ids are popped one at a time: what other threads add meanwhile is handled in the next round.
             while self._to_wake:
                 run_id = self._to_wake.pop()
                 try:
                     self.redis.publish(events_channel(run_id), "")
                 except (RedisError, OSError) as error:
-                    log.info("no wake-ups for a while: %s", error)
+                    log.info("event streams are not notified for now: %s", error)
                     self._ended.wait(_REDIS_PAUSE)
 
-    def _sign_on(self) -> bool:
+    def _try_register(self) -> bool:
         try:
             with self.engine.begin() as connection:
                 if older := migrate.too_old(migrate.current(connection)):
                     raise HomeError(older)
-                self._bury_dead(connection)
+                self._reap_dead_workers(connection)
                 connection.execute(registry.forget(older_than_days=30))
                 self._register(connection)
         except SQLAlchemyError as error:
@@ -182,18 +187,18 @@ class Host:
             return False
         return True
 
-    def _bury_dead(self, connection: Connection) -> None:
-        """Take back at once what workers of this machine had whose process is gone."""
+    def _reap_dead_workers(self, connection: Connection) -> None:
+        """Reap at once the runs of dead workers of this machine."""
         here = session.Identity.of(os.getpid(), 0)
         dead = [
             row.id
             for row in connection.execute(registry.on_host(self.name))
-            if row.boot_id == _place(here) and not session.Identity.of(row.pid, row.process_started).exists
+            if row.boot_id == _pid_scope(here) and not session.Identity.of(row.pid, row.process_started).exists
         ]
         if dead:
             moved = connection.execute(lifecycle.reap_dead(dead)).mappings().all()
             connection.execute(registry.gone(dead))
-            log.warning("%d dead worker(s) of this machine found, %d run(s) taken back", len(dead), len(moved))
+            log.warning("%d dead worker(s) of this machine found, %d run(s) reaped", len(dead), len(moved))
 
     def _register(self, connection: Connection) -> None:
         me = session.Identity.of(os.getpid(), session.start_time(os.getpid()))
@@ -203,7 +208,7 @@ class Host:
                     "id": self.id,
                     "host": self.name,
                     "pid": me.pid,
-                    "boot_id": _place(me),
+                    "boot_id": _pid_scope(me),
                     "process_started": me.start_time,
                     "version": version("anneal"),
                     "slots": self.machine.slots,
@@ -251,13 +256,13 @@ class Host:
         self._notebook.update(runs={run_id: [None, None] for run_id in list(self._leases)})
 
     def _note_progress(self, connection: Connection) -> None:
-        """For whoever waits for the last runs to finish."""
+        """Record the progress of current runs for a caller that waits for them to finish."""
         steps = select(Run.id, Run.current_step, Run.total_steps).where(Run.id.in_(list(self._leases)))
         found = {row.id: [row.current_step, row.total_steps] for row in connection.execute(steps)}
         self._notebook.update(runs={run_id: found.get(run_id, [None, None]) for run_id in list(self._leases)})
 
     def _listen(self) -> None:
-        """Requests to stop, sooner than the next renewal would bring them."""
+        """Renew leases on control messages, so that stop requests arrive before the next regular renewal."""
         while not self._ended.is_set():
             try:
                 with self.redis.pubsub(ignore_subscribe_messages=True) as pubsub:  # type: ignore[no-untyped-call]
@@ -268,10 +273,10 @@ class Host:
                         if lease:
                             lease.renew_now()
             except (RedisError, OSError) as error:
-                log.info("control messages are away, renewals bring requests to stop: %s", error)
+                log.info("control messages are unavailable, stop requests arrive with lease renewals: %s", error)
                 self._ended.wait(_REDIS_PAUSE)
 
 
-def _place(identity: session.Identity) -> str:
-    """Boot and pid namespace: where a process id means one process."""
+def _pid_scope(identity: session.Identity) -> str:
+    """Return boot id and pid namespace, within which a process id is unique."""
     return f"{identity.boot_id}/{identity.namespace}"

@@ -1,4 +1,4 @@
-"""What a training process is told: resolved from a claimed run, written as a file into its attempt's folder."""
+"""Job of a training process: resolved from a claimed run and written as a file into its attempt's folder."""
 
 import json
 import logging
@@ -28,58 +28,59 @@ from worker.training import manifest
 
 log = logging.getLogger(__name__)
 
-_OF_TRACKERS = {
+_TRACKER_SECRETS = {
     "wandb": {"wandb_api_key": "WANDB_API_KEY"},
     "mlflow": {"mlflow_tracking_token": "MLFLOW_TRACKING_TOKEN"},
 }
-"""Secrets of trackers, and the variables in which their libraries look for them."""
-_AWAY_SECONDS = 30.0
-_LONGEST_AWAY_SECONDS = 300.0
-_MOST_WAITS = 80
-"""Some six hours."""
+"""Secrets of each tracker, with the environment variables in which its library expects them."""
+_WAIT_SECONDS = 30.0
+_MAX_WAIT_SECONDS = 300.0
+_MAX_WAITS = 80
+"""About six hours."""
 
 
 class JobError(Exception):
-    """The run cannot start: a stable code, and a sentence with what to do next."""
+    """Error that keeps a run from starting: a stable code and a sentence that says what to do next."""
 
     def __init__(self, code: str, message: str, is_passing: bool = False, pause_seconds: float | None = None) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
         self.is_passing = is_passing
-        """Whether it is this worker's trouble: the run waits for another try, perhaps elsewhere."""
+        """True if the cause is this worker: the run waits for another try, perhaps on another worker."""
         self.pause_seconds = pause_seconds
-        """For how long nobody need try again, where it is nobody's trouble, and does not count as a try."""
+        """Seconds for which no worker should try again, where no worker is the cause; such a wait does not count as
+        a try."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job file, and what the supervisor has to know of it."""
+    """Job file, and the facts about it that the supervisor needs."""
 
     path: Path
     start_step: int
     start_epoch: float
     best_loss: float | None
     remarks: list[str]
-    """What the user should read in the log: checkpoints that were passed over, and why."""
+    """Lines for the run's log: checkpoints that were skipped, and why."""
     config: dict[str, Any]
-    """What the attempt is told to train: the run's configuration, as repaired."""
+    """Configuration that the attempt trains: that of the run, with repairs applied."""
     secrets: dict[str, str] = field(default_factory=dict, repr=False)
-    """Variables that the training process is to have, and nobody else: they are in no file."""
+    """Environment variables for the training process alone; they are written to no file."""
 
 
 def prepare(host: Host, run: Any, device: dict[str, Any], patience: Patience) -> Job:
-    """Resolve data, base model and checkpoint of a claimed run and write its job file.
+    """Resolve dataset, base model and checkpoint of a claimed run and write its job file.
 
     Raises:
-        JobError: something that the run needs is not there.
-        Stopped: meanwhile the run was to end.
-        OSError: the storage cannot be read or written.
+        JobError: Something that the run needs is missing.
+        Stopped: The run was to end meanwhile.
+        OSError: The storage cannot be read or written.
     """
     folder = host.storage.attempt_dir(run.id, run.attempt)
     with host.engine.connect() as connection:
-        # First of all: a worker that does not see the data set does not see the checkpoints either, and may not judge
-        # them.
+        # Checked first: a worker that does not see the dataset does not see the checkpoints either, and must not mark
+        # them as corrupt.
         dataset = _dataset(host, connection, run.dataset_id)
         evaluation = _dataset(host, connection, run.eval_dataset_id) if run.eval_dataset_id else None
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -128,14 +129,14 @@ def prepare(host: Host, run: Any, device: dict[str, Any], patience: Patience) ->
 
 
 def _write(host: Host, run_id: str, folder: Path, job: dict[str, Any]) -> Path:
-    """Make the attempt's folder and its job file.
+    """Create the attempt's folder and its job file.
 
-    The run's folder stays the worker's own, so that a trainer of another user can put nothing in the way of what is
-    written here; what the trainer writes is handed to it last: its attempt's folder and the journal.
+    The worker keeps ownership of the run's folder, so that a trainer that runs as another user cannot interfere with
+    what is written here. What the trainer writes is given to its user last: its attempt's folder and the journal.
     """
     path = folder / "job.json"
     if path.exists():
-        return path  # an earlier try got this far before the database went away
+        return path  # an earlier try got this far before the database became unavailable
     folder.mkdir(exist_ok=True)
     path.write_text(json.dumps(job, indent=1))
     user = host.settings.trainer_user
@@ -151,10 +152,10 @@ def _write(host: Host, run_id: str, folder: Path, job: dict[str, Any]) -> Path:
 
 
 def _token_cache(host: Host) -> dict[str, Any] | None:
-    """Where trainers keep tokenised data for each other; None where there is no room for it.
+    """Return the folder in which trainers share tokenized data; None if it is disabled or cannot be created.
 
-    It belongs to the user that trains, and nobody else may write there or look into it: what one trainer leaves,
-    another one learns from. The folder above stays the worker's own, as that of a run does.
+    It belongs to the user that trains, and no other user may read or write it, because one trainer trains on what
+    another one left there. The worker keeps ownership of the parent folder, as of a run's folder.
     """
     user, limit = host.settings.trainer_user, host.settings.token_cache_bytes
     if limit == 0:
@@ -167,7 +168,7 @@ def _token_cache(host: Host) -> dict[str, Any] | None:
             account = pwd.getpwnam(user)
             os.chown(folder, account.pw_uid, account.pw_gid, follow_symlinks=False)
     except OSError as error:
-        log.warning("tokenised data is not kept: %s", error)
+        log.warning("tokenized data is not cached: %s", error)
         return None
     return {"folder": str(folder), "limit_bytes": limit}
 
@@ -178,26 +179,28 @@ def _dataset(host: Host, connection: Connection, dataset_id: str) -> dict[str, A
     if not path.is_file():
         raise JobError(
             "bad_data",
-            f"the file of data set {row.id} is not in this worker's storage ({host.storage.root}): "
-            "give API and workers the same ANNEAL_STORAGE",
+            f"the file of dataset {row.id} is not in this worker's storage ({host.storage.root}): "
+            "set the same ANNEAL_STORAGE for API and workers",
             is_passing=True,
         )
     return {"id": row.id, "path": str(path), "format": row.format, "rows": row.rows, "sha256": row.sha256}
 
 
 def _base_model(host: Host, connection: Connection, run: Any) -> dict[str, Any]:
-    return _located(host, connection, run, run.config["base_model"], run.config.get("revision"))
+    return _locate_model(host, connection, run, run.config["base_model"], run.config.get("revision"))
 
 
 def _reward_models(host: Host, connection: Connection, run: Any) -> list[dict[str, Any]]:
-    """The models of the rewards of type `model`, in the order of these."""
+    """Return the models of the rewards of type `model`, in the order of these rewards."""
     if run.config.get("method") != TrainingMethod.rlhf:
         return []
     rewards = run.config["rlhf"]["rewards"]
-    return [_located(host, connection, run, reward["model"]) for reward in rewards if reward["type"] == "model"]
+    return [_locate_model(host, connection, run, reward["model"]) for reward in rewards if reward["type"] == "model"]
 
 
-def _located(host: Host, connection: Connection, run: Any, name: str, revision: str | None = None) -> dict[str, Any]:
+def _locate_model(
+    host: Host, connection: Connection, run: Any, name: str, revision: str | None = None
+) -> dict[str, Any]:
     if run.backend == "fake":
         return {"name": name, "path": None, "hub": name if base_models.is_hub_name(name) else None, "revision": None}
     output_attempt = None
@@ -211,13 +214,13 @@ def _located(host: Host, connection: Connection, run: Any, name: str, revision: 
 
 
 def _secrets(host: Host, connection: Connection, run: Any, models: list[dict[str, Any]]) -> dict[str, str]:
-    """The secrets that this run needs, of those that are set, by the variable in which libraries look for them."""
+    """Return the secrets that this run needs and that are set, by the environment variable that libraries read."""
     wanted: dict[str, str] = {}
-    needs_hub = run.config.get("push_to_hub") or any(_may_be_of_the_hub(model) for model in models)
+    needs_hub = run.config.get("push_to_hub") or any(_may_need_hub(model) for model in models)
     if host.settings.allow_hub and needs_hub:
         wanted[store.HF_TOKEN] = "HF_TOKEN"
     for tracker in run.config.get("report_to", ()):
-        wanted |= _OF_TRACKERS.get(tracker, {})
+        wanted |= _TRACKER_SECRETS.get(tracker, {})
     if not wanted:
         return {}
     try:
@@ -226,8 +229,8 @@ def _secrets(host: Host, connection: Connection, run: Any, models: list[dict[str
         raise JobError("internal", str(error), is_passing=True) from error
 
 
-def _may_be_of_the_hub(model: dict[str, Any]) -> bool:
-    # An adapter names its base model itself, and that may be one of the hub.
+def _may_need_hub(model: dict[str, Any]) -> bool:
+    # An adapter names its own base model, which may be on the Hub.
     return bool(model["hub"] or (model["path"] and (Path(model["path"]) / "adapter_config.json").is_file()))
 
 
@@ -242,16 +245,17 @@ def _resume(host: Host, checkpoint: Any) -> dict[str, Any] | None:
 
 
 def _newest_good(host: Host, run: Any, remarks: list[str], patience: Patience) -> Any:
-    """The furthest checkpoint whose files all have the hashes of its manifest; None starts from the beginning.
+    """Return the furthest checkpoint whose files all match its manifest; None means start from the beginning.
 
-    Whatever it may answer, `retention.retire` keeps: the furthest, and what an attempt saved that could not reach it.
+    `retention.retire` keeps every checkpoint that this may return: the furthest one, and those saved by an attempt that
+    could not reach it.
     """
     elsewhere: Any = None
     out_of_reach: str | None = None
     for checkpoint in _candidates(host.engine, run):
         place = host.storage.named_checkpoint(checkpoint.run_id, checkpoint.attempt, checkpoint.name)
         if has_copies(run.config) and checkpoint.remote_at is None and not place.exists():
-            elsewhere = elsewhere or checkpoint  # the trainer asks for its copy
+            elsewhere = elsewhere or checkpoint  # the trainer fetches its copy
             continue
         wrong = manifest.verify(place, checkpoint.manifest_sha256, patience.check)
         if not wrong:
@@ -259,11 +263,11 @@ def _newest_good(host: Host, run: Any, remarks: list[str], patience: Patience) -
         fetched = fetching.instead(host, run, checkpoint, place, wrong, patience)
         about = f"checkpoint {checkpoint.id} (step {checkpoint.step})"
         if fetched.outcome is Outcome.WHOLE:
-            remarks.append(f"{about} was not whole here: {fetched.why}")
+            remarks.append(f"{about} was missing or corrupt here: {fetched.why}")
             return checkpoint
         reason = f"{about} cannot be resumed from: {fetched.why}"
         log.warning("%s: %s", run.id, reason)
-        remarks.append(reason + "; taking the one before it")
+        remarks.append(reason + "; using the one before it")
         if fetched.outcome is Outcome.AWAY:
             out_of_reach = out_of_reach or reason
         if fetched.outcome is Outcome.BAD:
@@ -272,32 +276,32 @@ def _newest_good(host: Host, run: Any, remarks: list[str], patience: Patience) -
     if elsewhere is not None:
         return elsewhere
     if out_of_reach is not None:
-        # To begin anew because of a store that is away for a while would throw away what it keeps.
+        # Starting over because a store is temporarily unavailable would discard the progress it holds.
         message = f"{out_of_reach}; the run waits for another try"
         raise JobError("internal", message, is_passing=True, pause_seconds=_pause(host.engine, run))
     if run.resume_checkpoint_id:
         raise JobError(
             "config_error",
-            'no checkpoint of the parent run is whole any more: resume it with {"from": "start"} to train anew',
+            'the parent run has no intact checkpoint: resume it with {"from": "start"} to train from the beginning',
         )
     return None
 
 
 def _pause(engine: Engine, run: Any) -> float | None:
-    """Seconds that a run waits for what is away, longer each time; None: it has waited for hours, and tries count now.
+    """Return the seconds to wait for what is unavailable, longer each time; None after hours, when tries count again.
 
-    Counted are the attempts since the last one that began to train.
+    Counts the attempts since the last one that started training.
     """
     began = select(func.max(Attempt.attempt)).where(Attempt.run_id == run.id, Attempt.start_step.is_not(None))
     with engine.connect() as connection:
         waits = run.attempt - (connection.scalar(began) or 0)
-    return min(_AWAY_SECONDS * waits, _LONGEST_AWAY_SECONDS) if waits <= _MOST_WAITS else None
+    return min(_WAIT_SECONDS * waits, _MAX_WAIT_SECONDS) if waits <= _MAX_WAITS else None
 
 
 def _candidates(engine: Engine, run: Any) -> Iterator[Any]:
-    """This run's checkpoints, then the one it was created to resume and those before it, up its whole ancestry.
+    """Yield this run's checkpoints, then the one it was created to resume and those before it, through all ancestors.
 
-    Each look is over before its rows are verified: reading gigabytes must not keep a transaction open.
+    Each query ends before its rows are verified: reading gigabytes must not keep a transaction open.
     """
     table = Checkpoint.__table__
     yield from _rows(engine, retention.good(run.id).with_only_columns(*table.c))  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What is kept of an attempt that did not end well: how its process ended, its memory until then, its last lines."""
+"""Failure report of an attempt: exit status, memory timeline and last log lines."""
 
 from typing import Any
 
@@ -17,8 +17,11 @@ _LONGEST_LINE = 2000
 
 
 def report(pump: Pump, vitals: Vitals, end: Exit, killed_for: str | None, repair: Repair | None) -> dict[str, Any]:
-    """All of it, as JSON: `exit_code`, `exit_signal`, `killed_by_kernel`, `killed_for`, `phase`, `step`, `error`,
-    `peaks`, `memory` (a timeline), `last_lines`, `repair`."""
+    """Build the failure report of an attempt as a JSON object.
+
+    Keys: `exit_code`, `exit_signal`, `killed_by_kernel`, `killed_for`, `phase`, `step`, `error`, `peaks`, `memory` (a
+    timeline), `last_lines`, `repair`.
+    """
     return {
         "exit_code": end.code,
         "exit_signal": end.signal,
@@ -35,14 +38,13 @@ def report(pump: Pump, vitals: Vitals, end: Exit, killed_for: str | None, repair
 
 
 def kept(run: Any, report: dict[str, Any], at: float) -> Step:
-    """Stores it with the attempt, and tells of the repair, if there is one."""
-
+    """Return an update that stores the report with the attempt and, if there is a repair, its event."""
     repair = report["repair"]
 
     def keep(connection: Connection) -> None:
         this = (Attempt.run_id == run.id, Attempt.attempt == run.attempt)
         if connection.scalar(select(Attempt.report.is_not(None)).where(*this)):
-            return  # the commit of an earlier try has happened, and only its answer got lost
+            return  # an earlier try was committed, and only its response was lost
         if repair:
             repairs.remember(connection, run, repair)
         ours = exists().where(Run.id == run.id, Run.epoch == run.epoch)

@@ -1,7 +1,7 @@
-"""Starts training processes: forked from the zygote when that is warm, cold otherwise.
+"""Starts training processes: forked from the zygote once it is ready, as new interpreters otherwise.
 
-Both are children of the keeper thread's doing: the kernel's parent-death signal follows the *thread* that
-started a process, so a thread that lives as long as the worker starts the zygote and every cold process.
+The keeper thread starts the zygote and every cold process, because the kernel's parent-death signal follows the
+*thread* that started a process, and this thread lives as long as the worker.
 """
 
 import importlib.util
@@ -45,18 +45,21 @@ log = logging.getLogger(__name__)
 Mode = Literal["zygote", "cold"]
 
 _READY_SECONDS = 120.0
-_LONGEST_WAIT_FOR_RESTART = 2.0
-_LARGEST_BACKOFF = 30.0
+_MAX_RESTART_WAIT = 2.0
+_MAX_BACKOFF = 30.0
 _HEALTHY_SECONDS = 60.0
-_MOST_EARLY_DEATHS = 3
-_MOST_FORKS = 3
+_MAX_EARLY_DEATHS = 3
+_MAX_FORKS = 3
 
 
 class Launcher:
-    """Keeps a zygote and starts training processes; every method may be called from any thread."""
+    """Launcher of training processes, which keeps a zygote ready; every method may be called from any thread."""
 
     def __init__(self, settings: Settings, preload: Sequence[str] | None = None) -> None:
-        """`preload` names the modules that the zygote imports; by default those of training, if installed."""
+        """Create the launcher; nothing is started yet.
+
+        `preload` names the modules that the zygote imports; by default those of training, if installed.
+        """
         self._settings = settings
         self._preload = list(preload) if preload is not None else _default_preload()
         self._environment = settings.trainer_environment()
@@ -74,9 +77,10 @@ class Launcher:
         self._keeper = threading.Thread(target=self._keep, name="launcher", daemon=True)
 
     def start(self) -> list[int]:
-        """Sweep what an earlier worker left, then bring up the zygote (returns before it is ready).
+        """End processes that an earlier worker left, then start the zygote (returns before it is ready).
 
-        Returns the process ids that the sweep has ended.
+        Returns:
+            The ids of the processes ended.
         """
         swept = session.sweep(self._folder)
         self._keeper.start()
@@ -84,22 +88,22 @@ class Launcher:
 
     @property
     def mode(self) -> Mode:
-        """How the next process starts; `zygote` also while one is still loading."""
+        """Start mode of the next process; `zygote` also while the zygote is still loading."""
         return "cold" if self._cold_because else "zygote"
 
     @property
     def reason(self) -> str:
-        """Why the mode is `cold`; empty for `zygote`."""
+        """Reason why the mode is `cold`; empty for `zygote`."""
         return self._cold_because
 
     @property
     def zygote_pid(self) -> int | None:
-        """Process id of a zygote that is ready."""
+        """Process id of the zygote if it is ready."""
         with self._changed:
             return self._zygote.pid if self._zygote is not None and self._ready else None
 
     def wait_ready(self, timeout: float) -> bool:
-        """Wait until a launch would not wait: a ready zygote, or the decision to start cold."""
+        """Wait until a launch would not block: the zygote is ready, or processes start cold."""
         with self._changed:
             return self._changed.wait_for(lambda: self._ready or bool(self._cold_because), timeout)
 
@@ -116,16 +120,16 @@ class Launcher:
     ) -> TrainingProcess:
         """Start `entry` (`module:function`) on a job file; the job's folder becomes the working directory.
 
-        The process holds `lock_paths` for life (it waits for them). `renew_until` answers its first deadline
-        (CLOCK_MONOTONIC seconds), in force before it imports or does anything; it is asked at the moment of
-        starting, since this may wait for long: while the zygote loads a cold start would import the same and not be
-        sooner. A renewal that is sent before the process listens counts as well. `should_end` is asked about ten
-        times a second meanwhile. Both may be called from another thread. `secrets` are variables of this process
-        alone, told on its own control socket.
+        The process holds `lock_paths` for life and waits for them first. `renew_until` returns its first deadline
+        (CLOCK_MONOTONIC seconds), which is in force before the process imports or does anything. It is called at the
+        moment of starting, since a launch may wait long for the zygote to load: a cold start would import the same
+        modules and be no faster. A renewal sent before the process listens counts as well. `should_end` is called about
+        ten times a second meanwhile. Both may be called from another thread. `secrets` are environment variables of
+        this process alone, sent on its own control socket.
 
         Raises:
-            LaunchAbandoned: `should_end` said yes.
-            LaunchError: no process could be started.
+            LaunchAbandoned: `should_end` returned True.
+            LaunchError: No process could be started.
         """
         start = Start(
             entry=entry,
@@ -146,11 +150,11 @@ class Launcher:
             process.remember(session.record(self._folder, process.identity))
         except OSError as problem:
             process.close()
-            raise LaunchError(f"the training process could not be written down: {problem}") from problem
+            raise LaunchError(f"the training process could not be recorded: {problem}") from problem
         return process
 
     def stop(self) -> None:
-        """End the zygote, and with it every process forked from it."""
+        """Stop the zygote, and with it every process forked from it."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -161,8 +165,8 @@ class Launcher:
     # Launching, in the caller's thread
 
     def _fork(self, wanted: Wanted) -> TrainingProcess | None:
-        """Have the zygote fork, the next one if this one dies meanwhile; None when it is better to start cold."""
-        for _ in range(_MOST_FORKS):
+        """Have the zygote fork, or its successor if it dies meanwhile; None if a cold start is better."""
+        for _ in range(_MAX_FORKS):
             self._await(
                 lambda: self._ready or bool(self._cold_because) or self._backing_off or self._stopping,
                 _READY_SECONDS,
@@ -173,9 +177,9 @@ class Launcher:
                     return None
                 asked = self._socket
                 try:
-                    copy = asked.dup()  # the keeper may close its own at any time
+                    copy = asked.dup()  # the keeper may close its own copy at any time
                 except OSError as problem:
-                    raise LaunchError(f"the zygote cannot be asked: {problem}") from problem
+                    raise LaunchError(f"the zygote cannot be reached: {problem}") from problem
             with copy:
                 try:
                     return forked(wanted, copy)
@@ -183,13 +187,13 @@ class Launcher:
                     return None
                 except ConnectionError:
                     pass
-                except OSError as problem:  # no memory or descriptors just now
-                    raise LaunchError(f"the zygote cannot be asked: {problem}") from problem
-            # Until the keeper has noticed as well.
-            self._await(partial(self._is_not_served_by, asked), FORK_SECONDS, wanted)
+                except OSError as problem:  # out of memory or descriptors
+                    raise LaunchError(f"the zygote cannot be reached: {problem}") from problem
+            # Wait until the keeper has noticed it as well.
+            self._await(partial(self._has_replaced, asked), FORK_SECONDS, wanted)
         return None
 
-    def _is_not_served_by(self, zygote: socket.socket) -> bool:
+    def _has_replaced(self, zygote: socket.socket) -> bool:
         return self._socket is not zygote
 
     def _start_cold(self, wanted: Wanted) -> TrainingProcess:
@@ -201,12 +205,12 @@ class Launcher:
         except LaunchAbandoned:
             late = self._take(request)
             if isinstance(late, TrainingProcess):
-                late.close()  # it came in the moment in which it was given up
+                late.close()  # it arrived just as the launch was abandoned
             raise
         outcome = self._take(request)
         if isinstance(outcome, TrainingProcess):
             return outcome
-        raise LaunchError(f"no training process could be started: {outcome or 'the launcher stops'}")
+        raise LaunchError(f"no training process could be started: {outcome or 'the launcher is stopping'}")
 
     def _take(self, request: ColdStart) -> TrainingProcess | OSError | None:
         with self._changed:
@@ -214,10 +218,10 @@ class Launcher:
             return request.outcome
 
     def _await(self, done: Callable[[], bool], seconds: float, wanted: Wanted) -> None:
-        """Wait until `done` or for `seconds`, and raise LaunchAbandoned as soon as nobody wants the process."""
+        """Wait until `done` or for `seconds`; raise LaunchAbandoned once the caller no longer wants the process."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
-            wanted.check()  # outside the lock: it is the caller's code
+            wanted.check()  # outside the lock, because it runs the caller's code
             with self._changed:
                 if self._changed.wait_for(done, min(left, LOOK_SECONDS)):
                     return
@@ -225,8 +229,9 @@ class Launcher:
     # Keeping, in the keeper's thread
 
     def _keep(self) -> None:
-        """Start the zygote, again after each death, and start cold processes when asked to."""
-        # Of this thread alone, and inherited by what it starts, which heeds them when it is ready to.
+        """Start the zygote, restart it after each death, and start cold processes on request."""
+        # Blocked in this thread only; the processes it starts inherit the mask and unblock the signals when they can
+        # handle them.
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)
         start_at, started, backoff = 0.0, 0.0, 0.1
         while not self._stopping:
@@ -235,9 +240,9 @@ class Launcher:
                 started = now
                 try:
                     self._spawn_zygote()
-                except OSError as problem:  # no memory or descriptors just now
+                except OSError as problem:  # out of memory or descriptors
                     log.warning("the zygote could not be started, trying again: %s", problem)
-                    start_at, self._backing_off = now + _LARGEST_BACKOFF, True
+                    start_at, self._backing_off = now + _MAX_BACKOFF, True
             if self._zygote is None:
                 due = None if self._cold_because else start_at
             else:
@@ -245,12 +250,12 @@ class Launcher:
             readable = self._wait(due)
             if self._zygote is not None:
                 if readable or (due is not None and time.monotonic() >= due):
-                    self._hear_zygote(timed_out=not readable)
+                    self._handle_zygote(timed_out=not readable)
                 if self._zygote is None:
                     lived = time.monotonic() - started
-                    backoff = 0.1 if lived > _HEALTHY_SECONDS else min(backoff * 2, _LARGEST_BACKOFF)
+                    backoff = 0.1 if lived > _HEALTHY_SECONDS else min(backoff * 2, _MAX_BACKOFF)
                     start_at = time.monotonic() + backoff
-                    self._backing_off = backoff > _LONGEST_WAIT_FOR_RESTART
+                    self._backing_off = backoff > _MAX_RESTART_WAIT
             while not self._work.empty():
                 self._spawn_cold(self._work.get())
         self._close_zygote()
@@ -265,14 +270,14 @@ class Launcher:
                 env=self._environment,
                 cwd=CODE_ROOT,
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the worker, which saves first
+                start_new_session=True,  # Ctrl-C is meant for the worker, which saves first
             )
         with self._changed:
             self._zygote, self._socket = zygote, ours
             self._backing_off = False
 
     def _wait(self, due: float | None) -> bool:
-        """Wait for the zygote, a call from another thread or the moment `due`; whether the zygote spoke."""
+        """Wait for the zygote, a call from another thread or the time `due`; return True if the zygote sent data."""
         waiting = select.poll()
         waiting.register(self._wake_reading, select.POLLIN)
         if self._socket is not None:
@@ -283,8 +288,8 @@ class Launcher:
             os.read(self._wake_reading, 4096)
         return self._socket is not None and self._socket.fileno() in readable
 
-    def _hear_zygote(self, timed_out: bool) -> None:
-        """Take what the zygote says; forget it when that is its end."""
+    def _handle_zygote(self, timed_out: bool) -> None:
+        """Handle a message from the zygote; discard the zygote if it has ended."""
         if self._socket is None:
             return
         try:
@@ -306,7 +311,7 @@ class Launcher:
                 self._cold_because = f"the zygote cannot run here: {message['failed']}"
             elif timed_out:
                 self._cold_because = f"the zygote was not ready within {_READY_SECONDS:.0f} s"
-            elif self._early_deaths >= _MOST_EARLY_DEATHS:
+            elif self._early_deaths >= _MAX_EARLY_DEATHS:
                 self._cold_because = f"the zygote died {self._early_deaths} times before it was ready"
             self._changed.notify_all()
 
@@ -332,16 +337,16 @@ class Launcher:
             outcome = problem
         with self._changed:
             request.outcome = outcome
-            given_up = not request.awaited
+            abandoned = not request.awaited
             self._changed.notify_all()
-        if given_up and isinstance(outcome, TrainingProcess):
+        if abandoned and isinstance(outcome, TrainingProcess):
             outcome.close()
 
     def _wake(self) -> None:
         try:
             os.write(self._wake_writing, b"!")
         except BlockingIOError:
-            pass  # it is awake already
+            pass  # a wake-up is already pending
 
 
 def _default_preload() -> list[str]:

@@ -1,4 +1,4 @@
-"""The lease on a run: renewed from a thread of its own, which also brings requests to stop and actions."""
+"""Lease on a run, renewed from its own thread, which also receives stop requests and actions."""
 
 import logging
 import threading
@@ -20,19 +20,20 @@ _JOIN_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class StopAsked:
-    """Somebody wants the run to end."""
+    """Request to end the run."""
 
     save: bool
     finish: bool = False
-    """Nothing is to be saved, but what is being written is to get whole: it may be the best."""
+    """Nothing is saved, but a checkpoint being written is completed: it may be the best one."""
 
 
 class Lease:
-    """A run is ours as long as Postgres hears of us in time; the trainer's own timer counts from the same moment.
+    """Lease on a run, which this worker owns as long as renewals reach Postgres in time.
 
-    The clock is this machine's monotonic one, and a renewal counts from when it was *sent*: however long the answer
-    took, the trainer is dead before the lease, which the database counts from later, can have run out. Renewing goes on
-    after that moment: it only keeps others away for longer, while what the dead trainer said is stored.
+    The trainer's own timer counts from the same moment as the lease. The clock is this machine's monotonic one, and a
+    renewal counts from when it was *sent*: however long the response took, the trainer is dead before the lease, which
+    the database counts from later, can have expired. Renewal continues after that moment: it only keeps other workers
+    away for longer, while the output of the dead trainer is stored.
     """
 
     def __init__(self, host: Host, run_id: str, epoch: int, sent: float) -> None:
@@ -40,11 +41,11 @@ class Lease:
         self.epoch = epoch
         self.stop: StopAsked | None = None
         self.ends_with_epoch = False
-        """Somebody wants the run to end when its present epoch does."""
+        """True if the run is to stop at the end of its current epoch."""
         self.actions: list[dict[str, Any]] = []
-        """What is to be done between two steps, and was not yet when the lease was last renewed: oldest first."""
+        """Actions still pending when the lease was last renewed, to be done between two steps; oldest first."""
         self.fenced = False
-        """The run belongs to somebody else."""
+        """True if this worker no longer owns the run."""
         self._host = host
         self._sent = sent
         self._longest_silence = 0.0
@@ -61,43 +62,43 @@ class Lease:
     def __exit__(self, *_: object) -> None:
         self._over = True
         self._now.set()
-        # One that hangs in a statement of a frozen server must not keep the worker from ending.
+        # A thread blocked in a statement of a frozen server must not keep the worker from ending.
         self._thread.join(_JOIN_SECONDS)
         self._host.release(self)
 
     @property
     def kill_at(self) -> float:
-        """Monotonic time at which the trainer has to be dead unless a renewal succeeds before."""
+        """Monotonic time at which the trainer must be dead unless a renewal succeeds before."""
         return self._sent + self._host.settings.kill_after_seconds
 
     @property
     def silent_seconds(self) -> float:
-        """How long ago the last renewal was sent that was answered."""
+        """Seconds since the last successful renewal was sent."""
         return time.monotonic() - self._sent
 
     @property
     def longest_silence(self) -> float:
-        """Seconds of the longest time without an answer so far."""
+        """Longest time without a successful renewal so far, in seconds."""
         return max(self._longest_silence, self.silent_seconds)
 
     @property
     def was_always_renewed(self) -> bool:
-        """Whether a renewal was always answered before a trainer had to end for want of one."""
+        """True if every renewal succeeded before a trainer had to end for lack of one."""
         return self.longest_silence < self._host.settings.kill_after_seconds
 
     @property
     def expired(self) -> bool:
-        """Whether too long ago anything was heard from the database."""
+        """True if the last successful renewal was too long ago."""
         return time.monotonic() >= self.kill_at
 
     def guard(self, process: TrainingProcess) -> None:
-        """Hand the trainer its deadline, now and with every renewal."""
+        """Send the trainer its deadline, now and with every renewal."""
         self._process = process
         process.send({"renew_until": self.kill_at})
-        self.renew_now()  # what was asked for while the run waited
+        self.renew_now()  # fetches requests made while the run waited
 
     def renew_now(self) -> None:
-        """Renew at once: there may be something to hear."""
+        """Renew at once, since there may be new requests."""
         self._now.set()
 
     def _keep(self) -> None:
@@ -108,7 +109,7 @@ class Lease:
             self._now.clear()
             if self._over:
                 return
-            # After a failure sooner, so that a short absence of the database costs no run.
+            # Retry sooner after a failure, so that a short outage of the database costs no run.
             pause = settings.renew_seconds if self._renew() else settings.renew_seconds / 4
 
     def _renew(self) -> bool:
@@ -122,7 +123,7 @@ class Lease:
             return False
         if row is None:
             self.fenced = True
-            log.warning("%s: another worker has the run, or it has ended", self.run_id)
+            log.warning("%s: another worker owns the run, or it has ended", self.run_id)
             return True
         self._longest_silence = self.longest_silence
         self._sent = sent

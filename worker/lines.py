@@ -1,7 +1,7 @@
-"""From the bytes that a process prints, and the records that it sends, to what a database can hold.
+"""Converts printed output and the trainer's records into what the database can store.
 
-One NUL, lone surrogate or NaN makes PostgreSQL refuse a whole batch, and one runaway loop can print faster
-than anything can store, so everything is cleaned and bounded here, before it is queued anywhere.
+One NUL, lone surrogate or NaN makes PostgreSQL refuse a whole batch, and one runaway loop can print faster than
+anything can store, so everything is sanitized and bounded here, before it is queued.
 """
 
 import codecs
@@ -22,13 +22,13 @@ _PROGRESS_SECONDS = 1.0
 _TAIL = 50
 
 _ANSI = re.compile(
-    r"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI: colours, cursor
+    r"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI: colors, cursor
     r"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?"  # OSC: titles, links
     r"|\x1b[PX^_][^\x1b]*(?:\x1b\\)?"  # strings for the terminal
     r"|\x1b[ -/]*[0-~]?"
 )
 _VISIBLE = {code: chr(0x2400 + code) for code in range(0x20) if code != 0x09} | {0x7F: "\u2421"}
-# Eight-bit controls, and the marks that turn the reading direction and so hide what a line really says.
+# Eight-bit controls, and the marks that change the reading direction and so hide what a line really says.
 _VISIBLE |= {code: f"\\x{code:02x}" for code in range(0x80, 0xA0)}
 _VISIBLE |= {code: f"\\u{code:04x}" for code in [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]}
 _VISIBLE |= dict.fromkeys(range(0xD800, 0xE000), "\ufffd")
@@ -38,15 +38,15 @@ _WARNING = re.compile(r"\s*\[?WARN(ING)?\b")
 
 
 LogLine = dict[str, Any]
-"""One line of output, as the event log keeps it: `line`, `stream` (stdout or stderr), `level`."""
+"""One line of output as stored in the event log: `line`, `stream` (stdout or stderr), `level`."""
 
 
 class LogLines:
-    """Turns what a process prints into lines; the streams are assembled apart, each in its own order.
+    """Assembler of log lines from printed output; each stream is assembled separately, in its own order.
 
-    A progress bar that redraws itself with carriage returns appears at most once a second, in its last state.
-    Lines beyond `burst`, refilled with `rate` a second, are dropped and counted; the last ones are kept for
-    the end, because those say why a process failed.
+    A progress bar that redraws itself with carriage returns appears at most once a second, in its last state. Lines
+    beyond `burst`, refilled with `rate` a second, are dropped and counted; the last ones are kept for the end, because
+    they say why a process failed.
     """
 
     def __init__(self, burst: int = 2000, rate: float = 200.0, redact: Redactor | None = None) -> None:
@@ -60,12 +60,12 @@ class LogLines:
         self._tail: deque[LogLine] = deque(maxlen=_TAIL)
 
     def feed(self, source: Stream, data: bytes, now: float) -> list[LogLine]:
-        """Take bytes as they came, cut anywhere; returns the lines that are complete. `now`: any clock, seconds."""
+        """Take bytes, split anywhere, and return the lines that are complete; `now` is in seconds of any clock."""
         lines = [_log_line(text, source) for text in self._streams[source].feed(data, now)]
         return [kept for line in lines for kept in self._admit(line, now)]
 
     def flush(self) -> list[LogLine]:
-        """What is left when the process has ended: unfinished lines, and the last of the dropped."""
+        """Return what is left when the process has ended: unfinished lines, and the last of the dropped ones."""
         rest: list[LogLine] = []
         for source, stream in self._streams.items():
             rest += [_log_line(text, source) for text in stream.flush()]
@@ -78,7 +78,7 @@ class LogLines:
 
     @property
     def tail(self) -> list[str]:
-        """The last lines, dropped ones included."""
+        """Last lines, including dropped ones."""
         return [line["line"] for line in self._tail]
 
     def _admit(self, line: LogLine, now: float) -> list[LogLine]:
@@ -86,7 +86,7 @@ class LogLines:
         if self._refilled is not None:
             self._tokens = min(self._burst, self._tokens + max(now - self._refilled, 0.0) * self._rate)
         self._refilled = now
-        # A flood resumes with a second's worth of lines, not one by one with a note before each.
+        # After a flood, output resumes with a second's worth of lines, not one by one with a note before each.
         if self._tokens < (min(self._burst, max(self._rate, 1.0)) if self._dropped else 1.0):
             self._dropped += 1
             return []
@@ -102,15 +102,15 @@ class LogLines:
 
 
 class _Stream:
-    """One stream's unfinished line; bounded, however long that line grows."""
+    """Unfinished line of one stream; bounded, however long that line grows."""
 
     def __init__(self, redact: Redactor) -> None:
         self._redact = redact
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._pending = ""
-        self._cut = 0  # characters of the unfinished line that were not kept
-        self._returned = False  # the last character was a carriage return, which may begin a line end
-        self._state: str | None = None  # of a progress bar, not shown yet
+        self._cut = 0  # characters of the unfinished line that were discarded
+        self._returned = False  # the last character was a carriage return, which may start a line end
+        self._state: str | None = None  # state of a progress bar, not shown yet
         self._shown = -math.inf
 
     def feed(self, data: bytes, now: float) -> list[str]:
@@ -137,7 +137,7 @@ class _Stream:
         return [] if state is None else [state]
 
     def _redraw(self, now: float) -> list[str]:
-        """The text before a carriage return is one state of a progress bar, and the next one replaces it."""
+        """Handle a carriage return: the text before it is one state of a progress bar, replaced by the next one."""
         self._returned = False
         if self._pending or self._cut:
             self._state = self._take()
@@ -159,10 +159,10 @@ class _Stream:
 
 
 def _visible(text: str, cut: int, redact: Redactor) -> str:
-    shown = _ANSI.sub("", text).translate(_VISIBLE)  # first: a colour in the middle of a secret would hide it from us
+    shown = _ANSI.sub("", text).translate(_VISIBLE)  # first: a color code in the middle of a secret would hide it
     shown = redact(shown)
     if cut:
-        shown = shown[: -redact.longest]  # which may be the beginning of a secret
+        shown = shown[: -redact.longest]  # its end may be the beginning of a secret
     encoded = shown.encode()
     if not cut and len(encoded) <= MAX_LINE_BYTES:
         return shown
@@ -186,7 +186,7 @@ _LARGEST_INT = 2**63 - 1
 
 
 def parse_record(data: bytes, redact: Redactor) -> dict[str, Any] | None:
-    """A record as a trainer sent it, cleaned and without credentials; None when it is not an object with a `type`."""
+    """Return a trainer's record, sanitized and redacted; None if it is not an object with a `type`."""
     try:
         record = json.loads(data)
     except (ValueError, RecursionError):
@@ -198,13 +198,13 @@ def parse_record(data: bytes, redact: Redactor) -> dict[str, Any] | None:
 
 
 def clean_record(record: Any, redact: Redactor) -> Any:
-    """`record` in a form that PostgreSQL and JSON can hold.
+    """Return `record` in a form that PostgreSQL and JSON can hold.
 
-    Non-finite numbers become None, and an object names them (dotted) in `non_finite`; NULs and lone surrogates
+    Non-finite numbers become None, and the object lists their names (dotted) in `non_finite`. NULs and lone surrogates
     are replaced; texts, lists and nesting are bounded.
     """
     non_finite: list[str] = []
-    cleaned = _Cleaning(redact, non_finite, isinstance(record, dict) and record.get("truncated") is True).value(
+    cleaned = _Sanitizer(redact, non_finite, isinstance(record, dict) and record.get("truncated") is True).value(
         record, "", 0
     )
     if non_finite and isinstance(cleaned, dict):
@@ -212,8 +212,8 @@ def clean_record(record: Any, redact: Redactor) -> Any:
     return cleaned
 
 
-class _Cleaning:
-    """One record on its way to the database; `non_finite` gets the names of what is neither a number nor none."""
+class _Sanitizer:
+    """Sanitizer of one record; `non_finite` collects the names of non-finite numbers."""
 
     def __init__(self, redact: Redactor, non_finite: list[str], is_truncated: bool) -> None:
         self._redact = redact
@@ -244,7 +244,7 @@ class _Cleaning:
     def _text(self, value: str) -> str:
         is_cut = len(value) > _MAX_TEXT
         value = self._redact.cut(value, _MAX_TEXT)
-        # The trainer itself cuts what is too long for a datagram, and says so with the same sign and `truncated`.
+        # The trainer itself cuts what is too long for a datagram, and marks it with the same sign and `truncated`.
         if self._is_truncated and value.endswith("…"):
             value = value[: -self._redact.longest] + "…"
         elif is_cut:

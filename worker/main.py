@@ -1,4 +1,4 @@
-"""`python -m worker.main`: a Celery worker, one thread per slot, each the supervisor of one run."""
+"""Celery worker, started with `python -m worker.main`: one thread per slot, each the supervisor of one run."""
 
 import logging
 import os
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Run until SIGTERM or SIGINT; then trainers save, runs are handed back, and 0 is returned."""
+    """Run until SIGTERM or SIGINT; then trainers save, runs are released, and 0 is returned."""
     orders = Orders()
     try:
         settings = get_settings()
@@ -34,11 +34,11 @@ def main() -> int:
 
 
 def run(settings: Settings, orders: Orders) -> int:
-    """Be a worker until `orders` say otherwise."""
+    """Run a worker until `orders` end it."""
     host = Host(settings)
     app = celery_app(settings.redis_url or "")
     tasks.register(app, host)
-    # Celery's warning about root concerns pickled messages; ours are JSON without arguments.
+    # Celery's warning about root concerns pickled messages; the messages here are JSON without arguments.
     warnings.filterwarnings("ignore", message=".*superuser privileges")
     orders.obey(host)
     try:
@@ -63,31 +63,34 @@ def run(settings: Settings, orders: Orders) -> int:
 
 
 class Program(Worker):  # type: ignore[misc]  # Celery has no types
-    """Celery's worker, with our handlers of signals and our log in place of its own."""
+    """Celery worker with this project's signal handling and logging."""
 
     def __init__(self, orders: Orders, **options: Any) -> None:
         self._orders = orders
         super().__init__(**options)
 
     def setup_logging(self, colorize: bool | None = None) -> bool:
-        """None: Celery's would keep what we have to say, of runs taken and handed back, out of the log."""
+        """Skip Celery's logging setup, which would keep messages about claimed and released runs out of the log."""
         return True
 
     def install_platform_tweaks(self, _worker: Worker) -> None:
-        """None: Celery's second SIGINT would cancel tasks, and its SIGHUP replace the process without ending them."""
+        """Skip Celery's signal handlers.
+
+        Its second SIGINT would cancel tasks, and its SIGHUP replace the process without ending them.
+        """
 
     def register_with_event_loop(self, hub: Any) -> None:
-        """Wake up for an order to end, which the loop would look for only every few seconds."""
+        """Wake the event loop for a request to end, which it would otherwise check only every few seconds."""
         super().register_with_event_loop(hub)
         hub.add_reader(self._orders.ending, lambda: None)
         hub.add_reader(self.pool.freed, self.pool.look)
 
 
 class Slots(TaskPool):  # type: ignore[misc]  # Celery has no types
-    """Celery's pool of threads, which says when one of them is free again.
+    """Celery's thread pool, which signals when one of its threads becomes free.
 
-    A worker that is full takes no hints, and its loop would ask for the next only when it wakes up anyway, up to a
-    second later.
+    A full worker takes no hints, and its event loop would ask for the next one only when it wakes up for another
+    reason, up to a second later.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -95,13 +98,13 @@ class Slots(TaskPool):  # type: ignore[misc]  # Celery has no types
         super().__init__(*args, **options)
 
     def on_apply(self, *args: Any, **options: Any) -> Any:
-        """Start a task; behind its end, when it counts no more, the loop is woken."""
+        """Start a task; wake the event loop after the task has ended and no longer counts."""
         result = super().on_apply(*args, **options)
         result.f.add_done_callback(lambda _: os.eventfd_write(self.freed, 1))
         return result
 
     def look(self) -> None:
-        """What the loop does with it: nothing, it asks for hints before each wait."""
+        """Clear the wake-up; the event loop itself asks for hints before each wait."""
         os.eventfd_read(self.freed)
 
 

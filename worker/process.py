@@ -1,4 +1,4 @@
-"""A training process as its supervisor holds it: what it says, what it is told, how it ended."""
+"""Training process as its supervisor holds it: its output, its control messages and its exit."""
 
 import json
 import os
@@ -18,32 +18,33 @@ _END_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Exit:
-    """How a training process ended: with an exit code, by a signal, or unseen."""
+    """Exit of a training process: by exit code, by signal, or not observed."""
 
     code: int | None = None
     signal: int | None = None
     launcher_lost: bool = False
-    """The zygote died, and its children with it; nobody saw how this one ended."""
+    """The zygote died, and its children with it, so the exit was not observed."""
     out_of_memory: bool = False
-    """It ended by SIGKILL, not ours, and meanwhile the kernel killed processes for want of memory."""
+    """The process ended by a SIGKILL that this worker did not send, while the kernel killed processes for lack of
+    memory."""
 
 
 class Fate(Protocol):
-    """How the end of a process is learnt."""
+    """Source of a process's exit status."""
 
     launched: Literal["zygote", "cold"]
 
     def fileno(self) -> int:
-        """Readable when the end may be known."""
+        """Return a descriptor that is readable when the exit may be known."""
 
     def look(self) -> Exit | None:
-        """The end, if it has come; never waits."""
+        """Return the exit if it is known; never waits."""
 
     def close(self) -> None: ...
 
 
 class ZygoteFate:
-    """The end of a process that the zygote forked and reaps; it tells it on a status socket."""
+    """Exit status of a process that the zygote forked and reaps, which it reports on a status socket."""
 
     launched: Literal["zygote", "cold"] = "zygote"
 
@@ -67,7 +68,7 @@ class ZygoteFate:
             if packet:
                 end = json.loads(packet)
                 return Exit(code=end.get("code"), signal=end.get("signal"))
-            # The zygote is gone and its children go with it; only their end lets another attempt begin.
+            # The zygote is gone and its children die with it; another attempt may start only after they are dead.
             self._lost = True
             _kill(self._pidfd)
         return Exit(launcher_lost=True) if _ended(self._pidfd) else None
@@ -77,7 +78,7 @@ class ZygoteFate:
 
 
 class ColdFate:
-    """The end of a process that this one started itself."""
+    """Exit status of a process that this one started itself."""
 
     launched: Literal["zygote", "cold"] = "cold"
 
@@ -92,7 +93,7 @@ class ColdFate:
         try:
             end = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
         except ChildProcessError:
-            self._process.returncode = 0  # somebody else has reaped it: Popen has nothing left to do
+            self._process.returncode = 0  # already reaped elsewhere: Popen has nothing left to do
             return Exit(launcher_lost=True)
         if end is None:
             return None
@@ -104,7 +105,7 @@ class ColdFate:
 
 
 class TrainingProcess:
-    """One training process; used by one supervisor thread at a time."""
+    """Training process; used by one supervisor thread at a time."""
 
     def __init__(self, identity: session.Identity, pidfd: int, channel: Channel, fate: Fate) -> None:
         self.identity = identity
@@ -119,19 +120,19 @@ class TrainingProcess:
 
     @property
     def pid(self) -> int:
-        """Process id, and id of the session."""
+        """Process id, which is also the session id."""
         return self.identity.pid
 
     def remember(self, record: Path) -> None:
-        """The file that tells a later worker of this process; `close` removes it."""
+        """Set the file from which a later worker learns of this process; `close` removes it."""
         self._record = record
 
     def send(self, message: dict[str, Any]) -> bool:
-        """Send a renewal, a wish or a stop, as `worker.training.control` takes them; False when the process is gone."""
+        """Send a renewal, an action or a stop request, as `worker.training.control` expects; False if it is gone."""
         return self.channel.send(message)
 
     def poll(self) -> Exit | None:
-        """How the process ended, or None while it runs; what it said before is still in the channel."""
+        """Return the exit of the process, or None while it runs; its earlier output is still in the channel."""
         if self._exit is None:
             end = self._fate.look()
             if end is not None and end.signal == signal.SIGKILL and not self._killed:
@@ -140,7 +141,7 @@ class TrainingProcess:
         return self._exit
 
     def wait(self, timeout: float | None) -> None:
-        """Return when the process has said something or has ended, at the latest after `timeout` seconds."""
+        """Wait until the process has sent something or has ended, for at most `timeout` seconds."""
         waiting = select.poll()
         waiting.register(self.channel, select.POLLIN)
         if self._exit is None:
@@ -148,18 +149,20 @@ class TrainingProcess:
         waiting.poll(None if timeout is None else max(timeout, 0) * 1000)
 
     def kill(self) -> list[int]:
-        """SIGKILL every process of its session, returning when all are gone; returns the process ids hit.
+        """Kill every process of the session with SIGKILL and wait until all are gone; return their process ids.
 
-        Raises StillAliveError when one does not die within seconds.
+        Raises:
+            session.StillAliveError: One does not die within seconds.
         """
         if self._exit is None:
             self._killed = True
         return session.kill_session(self.identity, self._pidfd)
 
     def close(self) -> Exit:
-        """End whatever still runs of the session, and let go of every descriptor; returns the process's end.
+        """Kill what still runs of the session and close every descriptor; return the exit of the process.
 
-        Raises session.StillAliveError when processes do not die; the record for a later sweep then stays.
+        Raises:
+            session.StillAliveError: Processes do not die; the record for a later sweep then stays.
         """
         try:
             self.kill()
@@ -180,7 +183,7 @@ class TrainingProcess:
             waiting.poll(_END_SECONDS * 1000)
             end = self.poll()
         if end is None:
-            raise session.StillAliveError(f"process {self.pid} was killed but its end is not reported")
+            raise session.StillAliveError(f"process {self.pid} was killed but its exit is not reported")
         return end
 
 
@@ -198,7 +201,7 @@ def _kill(pidfd: int) -> None:
 
 
 def _oom_kills() -> int:
-    """Processes that the kernel has killed for want of memory since boot, in every container."""
+    """Return the number of processes that the kernel has killed for lack of memory since boot, in all containers."""
     with open("/proc/vmstat") as lines:  # noqa: PTH123
         for line in lines:
             name, _, count = line.partition(" ")

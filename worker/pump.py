@@ -1,4 +1,4 @@
-"""What a training process says, turned into events and changes of its run, in its order."""
+"""Record handler: turns the output of a training process into events and changes of its run, in order."""
 
 import time
 from collections import deque
@@ -28,33 +28,33 @@ from worker.training.pulse import ALIVE
 from worker.writer import Writer
 
 _TAIL_LINES = 50
-_MOST_STEPS = 2**31 - 1
+_MAX_STEPS = 2**31 - 1
 _PLAIN_EVENTS = {"eval", "progress", "sample"}
 
 
 class Pump:
-    """Takes what comes from the trainer and hands it to the writer; stores nothing itself, waits for nothing."""
+    """Handler of a trainer's output, which it passes to the writer; it stores nothing itself and never waits."""
 
     def __init__(self, host: Host, run: Any, writer: Writer) -> None:
         self.result: dict[str, Any] | None = None
-        """What the trainer said last: outcome, error, output."""
+        """Result record of the trainer: outcome, error, output."""
         self.effective: dict[str, Any] | None = None
-        """The configuration that the trainer really uses, once it has told."""
+        """Configuration that the trainer actually uses, once it has reported it."""
         self.phase = "loading"
         self.has_begun = False
-        """Whether the trainer has reached its first step, so that there is something to save."""
+        """True once the trainer has reached its first step, so that there is something to save."""
         self.heard_at = time.monotonic()
-        """When the trainer last said anything at all."""
+        """Monotonic time of the trainer's last output of any kind."""
         self.step: int | None = None
-        """The last step that it told of."""
+        """Last step that the trainer reported."""
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        """The last lines it printed."""
+        """Last lines of the log."""
         self._host = host
         self._run = run
         self._writer = writer
         self._job: Job | None = None
         self._bests: list[tuple[int, float | None]] = [(0, None)]
-        """Steps at which the loss was the lowest so far, as far back as a checkpoint may still come from."""
+        """Steps at which the loss reached a new minimum, as far back as a checkpoint may still refer to."""
         self._total_steps: int | None = None
         self._redact = Redactor()
         self._lines = LogLines(redact=self._redact)
@@ -62,29 +62,29 @@ class Pump:
         self._stopwatch = Stopwatch(run)
 
     def start_from(self, job: Job) -> None:
-        """Where the attempt takes up the run; what lies beyond rolls back."""
+        """Start from the job's checkpoint; metrics beyond its step are rolled back."""
         self._job, self._bests = job, [(job.start_step, job.best_loss)]
         self._redact.hide(job.secrets.values())
         for remark in job.remarks:
             self.say(remark, "warning")
 
     def take(self, pieces: Sequence[tuple[Source, bytes]]) -> None:
-        """Sort what came from the trainer."""
+        """Dispatch received data to the handlers of records and lines."""
         now = time.time()
         if pieces:
             self.heard_at = time.monotonic()
         for source, data in pieces:
             if source == "report":
-                self._take_record(data, now)
+                self._handle_record(data, now)
             else:
                 self._add_lines(self._lines.feed(source, data, time.monotonic()), now)
 
     def say(self, line: str, level: str = "info") -> None:
-        """A line of our own in the run's log."""
+        """Add a line from the service itself to the run's log."""
         self._add_lines([{"line": line, "stream": "anneal", "level": level}], time.time())
 
     def end_of_output(self) -> None:
-        """Nothing more will come: what is left of a line is a line."""
+        """Handle the end of the output: what is left of a line becomes a line."""
         self._add_lines(self._lines.flush(), time.time())
 
     def _add_lines(self, lines: list[dict[str, Any]], now: float) -> None:
@@ -92,27 +92,27 @@ class Pump:
             self.tail.append(line["line"])
             self._writer.put(NewEvent.of("log", now, line))
 
-    def _take_record(self, data: bytes, now: float) -> None:
+    def _handle_record(self, data: bytes, now: float) -> None:
         if data == ALIVE:
-            return  # to be heard was all that it was for
+            return  # a heartbeat: receiving it was enough
         record = parse_record(data, self._redact)
         try:
             if record is None:
-                raise ValueError("it is no object with a type")
-            self._take_kind(record.pop("type"), record, record.pop("ts", None) or now)
+                raise ValueError("it is not an object with a `type`")
+            self._dispatch(record.pop("type"), record, record.pop("ts", None) or now)
         except (ValueError, KeyError, TypeError, OverflowError, OSError) as error:
             shown = repr(self._redact.cut(data.decode(errors="replace"), 200))
-            self.say(f"the training process sent a record that cannot be read ({error!r}): {shown}", "error")
+            self.say(f"the training process sent an invalid record ({error!r}): {shown}", "error")
 
-    def _take_kind(self, kind: str, record: dict[str, Any], ts: float) -> None:
+    def _dispatch(self, kind: str, record: dict[str, Any], ts: float) -> None:
         take = {
-            "message": self._take_message,
-            "config": self._take_config,
-            "metric": self._take_metric,
-            "phase": self._take_phase,
-            "checkpoint": self._take_checkpoint,
-            "action": self._take_action,
-            "result": self._take_result,
+            "message": self._handle_message,
+            "config": self._handle_config,
+            "metric": self._handle_metric,
+            "phase": self._handle_phase,
+            "checkpoint": self._handle_checkpoint,
+            "action": self._handle_action,
+            "result": self._handle_result,
         }.get(kind)
         if take:
             take(record, ts)
@@ -121,11 +121,11 @@ class Pump:
         else:
             raise ValueError(f"unknown type {kind!r}")
 
-    def _take_message(self, record: dict[str, Any], ts: float) -> None:
+    def _handle_message(self, record: dict[str, Any], ts: float) -> None:
         line = {"line": str(record.get("line", "")), "stream": "anneal", "level": record.get("level", "info")}
         self._writer.put(NewEvent.of("log", ts, line))
 
-    def _take_config(self, record: dict[str, Any], ts: float) -> None:
+    def _handle_config(self, record: dict[str, Any], ts: float) -> None:
         effective = record.get("effective")
         self.effective = effective if isinstance(effective, dict) else None
 
@@ -138,43 +138,43 @@ class Pump:
 
         self._writer.put(Step(keep, NewEvent.of("config", ts, record)))
 
-    def _take_metric(self, record: dict[str, Any], ts: float) -> None:
+    def _handle_metric(self, record: dict[str, Any], ts: float) -> None:
         loss, best = record.get("loss"), self._bests[-1][1]
-        self._take_total(record.pop("total_steps", None))
+        self._set_total(record.pop("total_steps", None))
         event = NewEvent.of("metric", ts, record)
         step = _count(record["step"], "step")
         if isinstance(loss, float | int) and (best is None or loss < best):
             self._bests.append((step, float(loss)))
-        self._reach(step, float(record.get("epoch") or 0))
+        self._set_progress(step, float(record.get("epoch") or 0))
         self._writer.put(event)
         self._stopwatch.step(step)
-        self._note_pace(self._stopwatch.is_due)
+        self._store_timings(self._stopwatch.is_due)
 
-    def _reach(self, step: int, epoch: float) -> None:
+    def _set_progress(self, step: int, epoch: float) -> None:
         self.step = step
         self._writer.progress = Progress(step, epoch, self._total_steps, self._bests[-1][1])
 
     def _best_at(self, step: int) -> float | None:
-        """The lowest loss up to `step`; checkpoints come in their order, so nobody asks for what is before it again."""
+        """Return the lowest loss up to `step`; earlier values are dropped, because checkpoints arrive in order."""
         while len(self._bests) > 1 and self._bests[1][0] <= step:
             self._bests.pop(0)
         return self._bests[0][1]
 
-    def _take_total(self, told: Any) -> None:
-        if told:
-            self._total_steps = _count(told, "total_steps")
+    def _set_total(self, total: Any) -> None:
+        if total:
+            self._total_steps = _count(total, "total_steps")
             self._stopwatch.total(self._total_steps)
 
-    def _take_result(self, record: dict[str, Any], _ts: float) -> None:
+    def _handle_result(self, record: dict[str, Any], _ts: float) -> None:
         self.result = record
         self._stopwatch.end(str(record.get("outcome")))
-        self._note_pace(self._stopwatch.has_begun)
+        self._store_timings(self._stopwatch.has_begun)
 
-    def _note_pace(self, is_due: bool) -> None:
+    def _store_timings(self, is_due: bool) -> None:
         if is_due:
             self._writer.put(Step(self._stopwatch.note()))
 
-    def _take_phase(self, record: dict[str, Any], ts: float) -> None:
+    def _handle_phase(self, record: dict[str, Any], ts: float) -> None:
         self.phase = str(record["name"])
         run_id, epoch = self._run.id, self._run.epoch
         start = (self._job.start_step, self._job.start_epoch) if self._job else (0, 0.0)
@@ -183,32 +183,32 @@ class Pump:
         self._writer.put(NewEvent.of("progress", ts, progress))
         if self.phase == "training" and not self.has_begun:
             self.has_begun = True
-            self._take_total(record.get("total_steps"))
-            self._move(lifecycle.begin(run_id, epoch, *start, self._total_steps, self._bests[-1][1]), "running")
-            self._note_pace(self._stopwatch.is_due)
+            self._set_total(record.get("total_steps"))
+            self._transition(lifecycle.begin(run_id, epoch, *start, self._total_steps, self._bests[-1][1]), "running")
+            self._store_timings(self._stopwatch.is_due)
         elif self.phase == "saving" and self._status == "running":
-            self._move(lifecycle.saving(run_id, epoch), "checkpointing")
+            self._transition(lifecycle.saving(run_id, epoch), "checkpointing")
         elif self.phase != "saving" and self._status == "checkpointing":
-            self._move(lifecycle.saved(run_id, epoch), "running")
+            self._transition(lifecycle.saved(run_id, epoch), "running")
 
-    def _move(self, statement: Executable, target: str) -> None:
+    def _transition(self, statement: Executable, target: str) -> None:
         def apply(connection: Connection) -> None:
             if connection.execute(statement).one_or_none() is None:
                 now = connection.execute(select(Run.epoch, Run.status).where(Run.id == self._run.id)).one_or_none()
-                # The commit of an earlier try may have happened although its answer never came.
+                # An earlier try may have been committed although its response was lost.
                 if now is None or now.epoch != self._run.epoch or now.status != target:
                     raise Fenced(self._run.id)
 
         self._status = target
         self._writer.put(Step(apply))
 
-    def _take_checkpoint(self, record: dict[str, Any], ts: float) -> None:
+    def _handle_checkpoint(self, record: dict[str, Any], ts: float) -> None:
         checkpoint_id = new_id("ckpt")
         run = self._run
         step = _count(record["step"], "step")
-        # Its name leads to a folder that is removed one day.
+        # The name becomes the path of a folder that is removed later.
         if record["name"] != checkpoint_name(step):
-            raise ValueError(f"a checkpoint at step {step} is called {checkpoint_name(step)}")
+            raise ValueError(f"a checkpoint at step {step} must be named {checkpoint_name(step)}")
         metrics = record.get("metrics") or {}
         row = {
             "id": checkpoint_id,
@@ -233,7 +233,7 @@ class Pump:
             if connection.scalar(select(Checkpoint.id).where(Checkpoint.id == checkpoint_id)):
                 return
             connection.execute(Checkpoint.__table__.insert().values(row))  # type: ignore[attr-defined]
-            # A run that gets somewhere between two losses may be lost any number of times.
+            # A run that makes progress between two losses may be lost any number of times.
             connection.execute(
                 update(Run)
                 .where(Run.id == run.id, Run.epoch == run.epoch, Run.status.in_(LIVE))
@@ -247,11 +247,11 @@ class Pump:
                 connection.execute(one.change)
 
         if self._writer.progress is None or self._writer.progress.step < step:
-            # It is told of when it is on the disk, and training may have gone on meanwhile.
-            self._reach(step, float(row["epoch"]))
-        told = {"checkpoint_id": checkpoint_id, "step": row["step"], "kind": row["kind"], "bytes": row["bytes"]}
-        event = NewEvent.of("checkpoint", ts, told)
-        # Of one transaction: an action is done when its checkpoint is there, and the checkpoint is not there without.
+            # It is reported once it is on disk, and training may have continued meanwhile.
+            self._set_progress(step, float(row["epoch"]))
+        data = {"checkpoint_id": checkpoint_id, "step": row["step"], "kind": row["kind"], "bytes": row["bytes"]}
+        event = NewEvent.of("checkpoint", ts, data)
+        # One transaction: an action is done when its checkpoint exists, and the checkpoint does not exist without it.
         found = {"checkpoint_id": checkpoint_id, "pinned": row["pinned"]}
         answered = [
             answer(run, {**asked, "step": step, "status": "done", "result": found}, ts)
@@ -267,11 +267,11 @@ class Pump:
 
         self._writer.put(Step(keep, event, stored, more))
 
-    def _take_action(self, record: dict[str, Any], ts: float) -> None:
+    def _handle_action(self, record: dict[str, Any], ts: float) -> None:
         answered = answer(self._run, record, ts)
         if record.get("total_steps"):
-            self._take_total(record["total_steps"])
-            self._reach(_count(record["step"], "step"), float(record.get("epoch") or 0))
+            self._set_total(record["total_steps"])
+            self._set_progress(_count(record["step"], "step"), float(record.get("epoch") or 0))
 
         def keep(connection: Connection) -> None:
             connection.execute(answered.change)
@@ -280,7 +280,7 @@ class Pump:
 
 
 def _count(value: Any, name: str) -> int:
-    """A number of steps as the database takes it."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST_STEPS:
-        raise ValueError(f"`{name}` is to be a whole number from 0 to {_MOST_STEPS:,}")
+    """Return a number of steps, checked to fit the database."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_STEPS:
+        raise ValueError(f"`{name}` must be a whole number from 0 to {_MAX_STEPS:,}")
     return value

@@ -1,4 +1,4 @@
-"""What nobody may read of what a training process says: the secrets that it was given, and what looks like a key."""
+"""Redaction of a training process's output: masks the secrets it received and text that looks like a key."""
 
 import base64
 import json
@@ -8,7 +8,7 @@ from urllib.parse import quote, quote_plus
 
 MASK = "[redacted]"
 LONGEST = 512
-"""Where a text was cut, so many of its last characters go too: they may be the beginning of a credential."""
+"""Number of characters also removed at the end of a cut text, which may be the beginning of a credential."""
 
 _LOOKS_LIKE_A_KEY = re.compile(
     r"\bhf_[A-Za-z0-9]{20,}"
@@ -19,31 +19,31 @@ _LOOKS_LIKE_A_KEY = re.compile(
 
 
 class Redactor:
-    """Masks credentials in texts; what it looks for grows with `hide`."""
+    """Redactor of credentials in texts; `hide` adds values to look for."""
 
     def __init__(self) -> None:
         self._forms: list[str] = []
         self.longest = LONGEST
-        """How much of the end of a text that was cut may be the beginning of a credential."""
+        """Number of characters at the end of a cut text that may be the beginning of a credential."""
 
     def hide(self, values: Iterable[str]) -> None:
-        """Mask these from now on, in the forms in which programs print them too."""
+        """Mask these values from now on, also in the encodings in which programs print them."""
         forms = {form for value in values for form in _forms(value)}
         self._forms = sorted({*self._forms, *forms}, key=len, reverse=True)
         self.longest = max([LONGEST, *map(len, self._forms)])
 
     def __call__(self, text: str) -> str:
-        """The text without them."""
+        """Return the text with its credentials masked."""
         for form in self._forms:
             if form in text:
                 text = text.replace(form, MASK)
-        # Nearly every line is done with here; the expression takes ten times as long as these searches together.
+        # Nearly every line ends here; the expression takes ten times as long as these searches together.
         if "://" in text or "earer " in text or ("_" in text and ("hf_" in text or "anneal_" in text)):
             text = _LOOKS_LIKE_A_KEY.sub(MASK, text)
         return text
 
     def cut(self, text: str, most: int) -> str:
-        """At most so many characters of a text, without a credential and without the beginning of one."""
+        """Return at most `most` characters of a text, without a credential or the beginning of one."""
         if len(text) <= most + self.longest:
             return self(text)[:most]
         masked = self(text[: most + self.longest])
@@ -51,13 +51,13 @@ class Redactor:
 
 
 def _forms(value: str) -> set[str]:
-    """A secret as it is, quoted for URLs, JSON and Python, in hexadecimal, and inside base64 wherever it begins."""
+    """Return the forms of a secret: plain, quoted for URLs, JSON and Python, hexadecimal, and base64 at any offset."""
     raw = value.encode()
     forms = {value, quote(value, safe=""), quote_plus(value), json.dumps(value)[1:-1], repr(value)[1:-1], raw.hex()}
     for offset in range(3):
         for encode in (base64.b64encode, base64.urlsafe_b64encode):
             encoded = encode(b"\0" * offset + raw).decode().rstrip("=")
-            # The characters at both ends mix with what stands beside the secret.
+            # The characters at both ends mix with the bytes next to the secret.
             first = -(-offset * 8 // 6)
             whole = (offset + len(raw)) * 8 // 6
             forms.add(encoded[first:whole])

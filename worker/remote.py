@@ -1,4 +1,7 @@
-"""Whole checkpoints in a second storage, any that fsspec knows: sent manifest last, fetched as they were written."""
+"""Remote store of whole checkpoints, on any file system that fsspec supports.
+
+A checkpoint is sent with its manifest last, and fetched exactly as it was written.
+"""
 
 import errno
 import hashlib
@@ -24,16 +27,19 @@ from worker.unreachable import meaning
 log = logging.getLogger(__name__)
 
 MARK = ".anneal-checkpoints"
-"""A file in a folder that is meant to hold second copies. The folder below which a share is mounted has none."""
-_PIECE = 4 * 2**20
-_MOST_MANIFEST = 16 * 2**20
-_MOST_LOGGED = 1000
+"""File in a folder that is meant to hold replicas. The mount point of a share that is not mounted has none."""
+_PIECE_BYTES = 4 * 2**20
+_MAX_MANIFEST_BYTES = 16 * 2**20
+_MAX_LOGGED = 1000
 _PART = ".part"
 _SILENCE_SECONDS = 20.0
 
 
 def _socket(address: tuple[Any, ...]) -> socket.socket:
-    """Time-outs of libraries concern reading: a store that takes no more of what is sent must not be waited for."""
+    """Create a socket whose sends time out too.
+
+    The timeouts of libraries concern reading only, but a store that accepts no more data must not block the sender.
+    """
     made = socket.socket(*address[:3])
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(_SILENCE_SECONDS * 1000))
     return made
@@ -42,7 +48,7 @@ def _socket(address: tuple[Any, ...]) -> socket.socket:
 def _options(protocol: str) -> dict[str, Any]:
     if protocol != "s3":
         return {}
-    # We have pauses of our own, and say so: a request to a store that is silent ends soon.
+    # The callers have their own pauses and report them: a request to a silent store ends soon.
     config = {
         "connect_timeout": 5,
         "read_timeout": _SILENCE_SECONDS,
@@ -53,51 +59,51 @@ def _options(protocol: str) -> dict[str, Any]:
     from botocore.handlers import add_expect_header
 
     session = AioSession()
-    # To send a body only once the store says so has no time-out there: a silent one would be waited for for ever.
+    # Waiting for the store's permission to send a body has no timeout there: a silent store would block it forever.
     session.unregister("before-call.s3", add_expect_header)
     return {"use_listings_cache": False, "config_kwargs": config, "session": session}
 
 
 class Stopped(Exception):
-    """Whoever sends or fetches has been told to end."""
+    """The sender or fetcher was asked to end."""
 
 
 class Unreachable(Exception):
-    """The second storage does not answer, or not to us; what is there may be as good as ever.
+    """The remote store does not answer, or refuses this worker; its contents may be intact.
 
-    Its text is a clause that anybody may read.
+    The text is a clause that is safe to show to any user.
     """
 
     def __init__(self, clause: str, is_silent: bool = False) -> None:
         super().__init__(clause)
         self.is_silent = is_silent
-        """Whether nothing at all answers, so that the next request need not be tried."""
+        """True if nothing answers at all, so that the next request need not be tried."""
 
 
 class NotThere(Exception):
-    """The second storage has no such checkpoint."""
+    """The remote store has no such checkpoint."""
 
 
 class BadCopy(Exception):
-    """What the second storage has is not what was written."""
+    """The replica in the remote store differs from what was written."""
 
 
 class Gone(Exception):
-    """What is to be sent is not here any more."""
+    """The checkpoint to send no longer exists here."""
 
 
 class NotAsWritten(Exception):
-    """What is to be sent is not as it was written: of no use as a copy."""
+    """The checkpoint to send differs from what was written, so a replica of it would be useless."""
 
 
 class Remote:
-    """The second storage. Paths below it are those below the first, made from ids by `Storage` alone."""
+    """Remote store; its paths are those below the storage root, made from ids by `Storage` alone."""
 
     def __init__(self, url: str, storage: Storage) -> None:
-        """Connects to nothing yet.
+        """Set up the client; nothing is connected yet.
 
         Raises:
-            HomeError: nothing here knows such URLs.
+            HomeError: No installed library supports the URL.
         """
         self.url = url
         protocol = url.partition("://")[0]
@@ -107,63 +113,64 @@ class Remote:
             more = " (for S3: pip install 'anneal[s3]')" if protocol.startswith("s3") else ""
             raise HomeError(f"ANNEAL_CHECKPOINT_URL={url} cannot be used: {error}{more}") from error
         if protocol == "s3":
-            self._files.retries = 1  # its own, each of which is all the tries of the library below it
+            self._files.retries = 1  # its own retries, each of which includes all tries of the library below it
         self._root = str(root).rstrip("/")
         self._is_local = "file" in self._protocols()
         self._storage = storage
 
     def settle_in(self, is_first: Callable[[], bool]) -> None:
-        """Leave the mark in a folder that has none, where `is_first()` says that no copy was ever made.
+        """Create the marker in a folder that has none, if `is_first()` says that no replica was ever made.
 
         Raises:
-            Unreachable: the folder is not there, or it is not the one that has the copies.
+            Unreachable: The folder does not exist, or it is not the one that holds the replicas.
         """
         if self._is_local and not Path(self._root, MARK).exists() and Path(self._root).is_dir() and is_first():
-            with self._answering():
+            with self._store_errors():
                 Path(self._root, MARK).touch()
                 fsync(Path(self._root))
         self._check_root()
 
     def send(self, folder: Path, sha256: str, on_piece: Callable[[], None]) -> None:
-        """Copy a checkpoint, its manifest last: before that, nothing takes what is there for a checkpoint.
+        """Send a checkpoint, its manifest last: before that, no reader takes the files for a checkpoint.
 
-        Each byte is hashed on its way, and none is read through a link: the folder is its trainer's own. `on_piece` is
-        called often; what it raises ends the sending, and of the file that is on its way nothing arrives.
+        Each byte is hashed on its way, and none is read through a link, because the folder belongs to its trainer.
+        `on_piece` is called often; an exception that it raises ends the transfer, and nothing of the current file
+        arrives.
 
         Raises:
-            Gone: the folder is not here.
-            NotAsWritten: it is damaged.
-            OSError: it cannot be read here and now, which says nothing about it.
-            Unreachable: the second storage took no more.
+            Gone: The folder does not exist here.
+            NotAsWritten: The checkpoint is corrupt.
+            OSError: It cannot be read here and now, which says nothing about its state.
+            Unreachable: The remote store accepts no more.
         """
         text = b"".join(_local_pieces(folder, manifest.MANIFEST))
         if hashlib.sha256(text).hexdigest() != sha256:
             raise NotAsWritten(f"{folder.name}: {manifest.MANIFEST} is not the one that was written with it")
         target = self._place(folder)
         self._check_root()
-        with _as_written(folder):
+        with _local_errors(folder):
             listed = _listed(text, folder)
         if self._is_local:
-            with self._answering():
+            with self._store_errors():
                 for left in Path(target).rglob(f".*{_PART}"):
-                    left.unlink()  # of one that was killed
+                    left.unlink()  # left by a killed process
         for name, size, digest in listed:
             self._put(f"{target}/{name}", _hashed(folder, name, (size, digest), on_piece))
         self._put(f"{target}/{manifest.MANIFEST}", iter([text]))
 
     def fetch(self, folder: Path, sha256: str, own_name: str, on_piece: Callable[[], None]) -> None:
-        """Make `folder` what it was when it was written: beside it first, verified to the last byte, then renamed.
+        """Restore `folder` as it was written: staged next to it, verified to the last byte, then renamed.
 
-        `own_name` is the fetching worker's, for a place that no other one uses.
+        `own_name` identifies the fetch, so that no other one uses the same staging folder.
 
         Raises:
-            NotThere, BadCopy, Unreachable: as they say; nothing is left here of what came.
-            OSError: this worker's own storage cannot take it.
+            NotThere, BadCopy, Unreachable: See these; nothing that was fetched is left here.
+            OSError: This worker's own storage cannot take it.
         """
         source = self._place(folder)
-        text = b"".join(self._get(f"{source}/{manifest.MANIFEST}", _MOST_MANIFEST))
+        text = b"".join(self._get(f"{source}/{manifest.MANIFEST}", _MAX_MANIFEST_BYTES))
         if hashlib.sha256(text).hexdigest() != sha256:
-            raise BadCopy(f"{manifest.MANIFEST} of the copy is not the one that was written with the checkpoint")
+            raise BadCopy(f"{manifest.MANIFEST} of the replica is not the one that was written with the checkpoint")
         staging = folder.with_name(f".{folder.name}.{own_name}")
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
@@ -177,23 +184,23 @@ class Remote:
             (staging / manifest.MANIFEST).write_bytes(text)
             wrong = manifest.verify(staging, sha256, on_piece)
             if wrong:
-                raise BadCopy(f"of the copy, {'; '.join(wrong[:3])}")
+                raise BadCopy(f"the replica is corrupt: {'; '.join(wrong[:3])}")
             manifest.commit(staging, folder, on_piece)
         except NotThere as error:
-            raise BadCopy(f"of the copy, {error} is missing") from error
+            raise BadCopy(f"the replica is corrupt: {error} is missing") from error
         except ValueError as error:
-            raise BadCopy(f"of the copy, {error}") from error
+            raise BadCopy(f"the replica is corrupt: {error}") from error
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
     def remove(self, folder: Path) -> None:
-        """Remove the copy of a checkpoint, or of everything of a run; no error where there is none.
+        """Remove the replica of a checkpoint, or of everything of a run; no error if there is none.
 
         Raises:
-            Unreachable: something may be left.
+            Unreachable: Something may be left.
         """
         self._check_root()
-        with self._answering(), suppress(FileNotFoundError):
+        with self._store_errors(), suppress(FileNotFoundError):
             self._files.rm(self._place(folder), recursive=True)
 
     def _place(self, folder: Path) -> str:
@@ -202,33 +209,33 @@ class Remote:
     def _put(self, path: str, pieces: Iterator[bytes]) -> None:
         if self._is_local:
             return self._put_durably(Path(path), pieces)
-        with self._answering():
+        with self._store_errors():
             file = self._files.open(path, "wb")
         try:
             for piece in pieces:
-                with self._answering():
+                with self._store_errors():
                     file.write(piece)
-            with self._answering():
+            with self._store_errors():
                 file.close()
         except BaseException:
             _discard(file)
             raise
 
     def _put_durably(self, path: Path, pieces: Iterator[bytes]) -> None:
-        """Into a folder: under its name a file is whole and on the disk, or not there."""
+        """Write into a local folder: a file appears under its name only when it is complete and on disk."""
         part = path.with_name(f".{path.name}.{uuid4().hex}{_PART}")
-        with self._answering():
+        with self._store_errors():
             path.parent.mkdir(parents=True, exist_ok=True)
             file = part.open("xb")
         try:
             with file:
                 for piece in pieces:
-                    with self._answering():
+                    with self._store_errors():
                         file.write(piece)
-                with self._answering():
+                with self._store_errors():
                     file.flush()
                     os.fsync(file.fileno())
-            with self._answering():
+            with self._store_errors():
                 part.replace(path)
                 for folder in path.parents:
                     _fsync_folder(folder)
@@ -240,19 +247,19 @@ class Remote:
             raise
 
     def _get(self, path: str, most: int) -> Iterator[bytes]:
-        """The pieces of a file, no more of it than `most` and one more: what is too long need not be fetched."""
+        """Yield a file in pieces, ending with the first piece beyond `most` bytes: the rest need not be fetched."""
         self._check_root()
-        with self._answering():
+        with self._store_errors():
             try:
-                file = self._files.open(path, "rb", block_size=_PIECE)
+                file = self._files.open(path, "rb", block_size=_PIECE_BYTES)
             except FileNotFoundError as error:
                 raise NotThere(path.rpartition("/")[2]) from error
         with file:
             taken = 0
             while taken <= most:
-                with self._answering():
+                with self._store_errors():
                     try:
-                        piece: bytes = file.read(_PIECE)
+                        piece: bytes = file.read(_PIECE_BYTES)
                     except FileNotFoundError as error:
                         raise NotThere(path.rpartition("/")[2]) from error
                 if not piece:
@@ -265,11 +272,11 @@ class Remote:
         if not self._is_local:
             return
         if not Path(self._root).is_dir():
-            raise Unreachable(f"the folder {self._root} is not there: mount it, or make it", is_silent=True)
+            raise Unreachable(f"the folder {self._root} does not exist: mount it or create it", is_silent=True)
         if not Path(self._root, MARK).exists():
             raise Unreachable(
-                f"the folder {self._root} has no file {MARK}: mount what belongs there, or make that file if this is "
-                "the place for copies",
+                f"the folder {self._root} has no file {MARK}: mount the share that belongs there, or create that file "
+                "if replicas are to be stored there",
                 is_silent=True,
             )
 
@@ -278,28 +285,28 @@ class Remote:
         return (protocol,) if isinstance(protocol, str) else tuple(protocol)
 
     @contextmanager
-    def _answering(self) -> Iterator[None]:
-        """For calls of a library alone: whatever it raises means that the store cannot be used now."""
+    def _store_errors(self) -> Iterator[None]:
+        """Convert any exception into `Unreachable`: the store cannot be used now. For calls of libraries only."""
         try:
             yield
         except NotThere:
             raise
         except Exception as error:
-            log.warning("%s: %s", self.url, f"{type(error).__name__}: {error}"[:_MOST_LOGGED])
+            log.warning("%s: %s", self.url, f"{type(error).__name__}: {error}"[:_MAX_LOGGED])
             raise Unreachable(*meaning(error)) from error
 
 
 def _listed(text: bytes, folder: Path) -> list[tuple[str, int, str]]:
-    """Names, sizes and hashes in a manifest; ValueError (`OutsideStorage` is one) for what no manifest of ours says.
+    """Return names, sizes and hashes from a manifest; raise ValueError (`OutsideStorage` is one) if it is invalid.
 
-    A trainer has written it, and a name in it becomes a path, here and in the second storage.
+    A trainer has written the manifest, and a name in it becomes a path here and in the remote store.
     """
     try:
         listed = [
             (name, int(facts["bytes"]), str(facts["sha256"])) for name, facts in json.loads(text)["files"].items()
         ]
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{manifest.MANIFEST} is none of ours: {error!r}") from error
+        raise ValueError(f"{manifest.MANIFEST} is invalid: {error!r}") from error
     for name, _, _ in listed:
         Storage.resolve_below(folder, name)
     return listed
@@ -317,34 +324,34 @@ def _hashed(folder: Path, name: str, wanted: tuple[int, str], on_piece: Callable
 
 
 def _local_pieces(folder: Path, name: str) -> Iterator[bytes]:
-    with _as_written(folder):
+    with _local_errors(folder):
         file = os.fdopen(Storage.open_below(folder, name), "rb")
     with file:
-        while piece := file.read(_PIECE):
+        while piece := file.read(_PIECE_BYTES):
             yield piece
 
 
 @contextmanager
-def _as_written(folder: Path) -> Iterator[None]:
+def _local_errors(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (FileNotFoundError, NotADirectoryError, ValueError) as error:  # `OutsideStorage` is one
+    except (FileNotFoundError, NotADirectoryError, ValueError) as error:  # `OutsideStorage` is a ValueError
         if not folder.exists():
             raise Gone(folder.name) from error
         raise NotAsWritten(f"{folder.name}: {error}") from error
     except OSError as error:
-        if error.errno != errno.ELOOP:  # which is a link
+        if error.errno != errno.ELOOP:  # ELOOP: it is a link
             raise
         raise NotAsWritten(f"{folder.name}: {error}") from error
 
 
 def _discard(file: Any) -> None:
-    """Let nothing of a file arrive that was to be written to a store."""
-    with suppress(Exception):  # what is left of it, the store ends by itself
+    """Discard a partly written file, so that nothing of it arrives in the store."""
+    with suppress(Exception):  # the store removes the rest by itself
         if hasattr(file, "discard"):
             file.discard()
     if isinstance(file, AbstractBufferedFile):
-        file.closed = True  # to close it would be to finish it
+        file.closed = True  # closing it would complete the upload
     else:
         file.close()
 
@@ -353,5 +360,5 @@ def _fsync_folder(folder: Path) -> None:
     try:
         fsync(folder)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that knows no such thing
+        if error.errno != errno.EINVAL:  # the file system does not support it
             raise

@@ -1,4 +1,4 @@
-"""Processes of a training run as the kernel shows them: its session, its end, and what a dead worker left."""
+"""Processes of a training run as the kernel shows them: its session, its end, and leftovers of dead workers."""
 
 import json
 import logging
@@ -17,12 +17,12 @@ _PATIENCE_SECONDS = 5.0
 
 
 class StillAliveError(TimeoutError):
-    """A process was killed and does not die, as one in uninterruptible sleep does: it may still hold its device."""
+    """A killed process does not die, as in uninterruptible sleep; it may still hold its device."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A process for all time: ids are reused, an id with its start time, boot and pid namespace is not."""
+    """Permanent identity of a process: ids are reused, an id with its start time, boot and pid namespace is not."""
 
     pid: int
     start_time: int
@@ -32,12 +32,12 @@ class Identity:
 
     @classmethod
     def of(cls, pid: int, start_time: int) -> "Identity":
-        """The identity of a process of this boot and namespace."""
+        """Return the identity of a process of this boot and namespace."""
         return cls(pid, start_time, boot_id(), _namespace())
 
     @property
     def exists(self) -> bool:
-        """Whether this very process is still there (on this boot, in this namespace) and not a zombie."""
+        """True if this very process still exists (on this boot, in this namespace) and is not a zombie."""
         stat = _stat(self.pid) if self.boot_id == boot_id() else None
         return stat is not None and stat.start_time == self.start_time and stat.state not in "ZX"
 
@@ -50,7 +50,7 @@ class _Stat:
 
 
 def start_time(pid: int) -> int:
-    """Start time of an existing process (or zombie) in clock ticks since boot; raises ProcessLookupError."""
+    """Return the start time of a process (or zombie) in clock ticks since boot; raises ProcessLookupError."""
     stat = _stat(pid)
     if stat is None:
         raise ProcessLookupError(pid)
@@ -58,10 +58,12 @@ def start_time(pid: int) -> int:
 
 
 def kill_session(leader: Identity, pidfd: int | None = None) -> list[int]:
-    """SIGKILL every process of the session that `leader` leads or led, until none is left.
+    """Send SIGKILL to every process of the session that `leader` leads or led, until none is left.
 
-    `pidfd` reaches the leader even before it has become the leader. Returns the process ids hit. Raises
-    StillAliveError when processes survive for seconds, as one in uninterruptible sleep does.
+    `pidfd` reaches the leader even before it has become the leader. Returns the ids of the processes killed.
+
+    Raises:
+        StillAliveError: Processes survive for seconds, as one in uninterruptible sleep does.
     """
     hit: set[int] = set()
     if pidfd is not None and _signal(pidfd):
@@ -74,13 +76,13 @@ def kill_session(leader: Identity, pidfd: int | None = None) -> list[int]:
         for pid in members:
             if _kill_member(pid, leader):
                 hit.add(pid)
-        time.sleep(pause)  # they die on their own time; look again until they are gone
+        time.sleep(pause)  # they die asynchronously; check again until they are gone
         pause = min(pause * 2, 0.05)
     return sorted(hit)
 
 
 def record(folder: Path, trainer: Identity) -> Path:
-    """Write down that this process has started `trainer`, for `sweep` after a crash; returns the file."""
+    """Record that this process has started `trainer`, for `sweep` after a crash; return the file."""
     folder.mkdir(parents=True, exist_ok=True)
     worker = Identity.of(os.getpid(), start_time(os.getpid()))
     path = folder / f"{trainer.pid}-{trainer.start_time}.json"
@@ -92,9 +94,9 @@ def record(folder: Path, trainer: Identity) -> Path:
 
 
 def sweep(folder: Path) -> list[int]:
-    """End what trainers of dead workers left running (loader processes, say); returns the process ids hit.
+    """Kill what trainers of dead workers left running (such as loader processes); return the process ids.
 
-    Files of an earlier boot are dropped; those of another pid namespace are its own worker's business.
+    Records of an earlier boot are removed; those of another pid namespace are left to its own worker.
     """
     hit: list[int] = []
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
@@ -112,16 +114,16 @@ def sweep(folder: Path) -> list[int]:
             try:
                 hit += kill_session(trainer)
             except StillAliveError as error:
-                # One in an uninterruptible sleep (a driver or a file system that hangs) holds the lock of its device;
-                # the other devices can be used. Its record stays for the next worker.
-                log.error("what a dead worker's trainer left running does not die: %s", error)
+                # A process in uninterruptible sleep (a driver or a file system that hangs) holds the lock of its
+                # device; the other devices can be used. Its record stays for the next worker.
+                log.error("processes left running by a dead worker's trainer do not die: %s", error)
                 continue
         path.unlink(missing_ok=True)
     return hit
 
 
 def resident_bytes(leader: Identity) -> int:
-    """Memory that the processes of the leader's session hold; what two of them share counts twice."""
+    """Return the memory of the processes of the leader's session in bytes; shared memory counts for each of them."""
     held = 0
     for pid in _members(leader):
         try:
@@ -132,12 +134,12 @@ def resident_bytes(leader: Identity) -> int:
 
 
 def _members(leader: Identity) -> Iterator[int]:
-    """Living processes of the leader's session; none once its id belongs to somebody else."""
+    """Yield the living processes of the leader's session; none once its id belongs to another process."""
     if leader.boot_id != boot_id():
         return
     now = _stat(leader.pid)
     if now is not None and now.start_time != leader.start_time:
-        return  # an id is given out again only after its session has no member left
+        return  # an id is reused only after its session has no member left
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
             stat = _stat(int(entry.name))
@@ -155,7 +157,7 @@ def _kill_member(pid: int, leader: Identity) -> bool:
     except ProcessLookupError:
         return False
     try:
-        # Looked at again through the open descriptor: now the id cannot pass to another process unnoticed.
+        # Checked again through the open descriptor: now the id cannot pass to another process unnoticed.
         stat = _stat(pid)
         return stat is not None and _belongs(stat, leader) and _signal(pidfd)
     finally:
@@ -175,7 +177,7 @@ def _stat(pid: int) -> _Stat | None:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = text[text.rindex(")") + 2 :].split()  # the name in parentheses may hold anything
+    fields = text[text.rindex(")") + 2 :].split()  # the name in parentheses may contain anything
     return _Stat(state=fields[0], session=int(fields[3]), start_time=int(fields[19]))
 
 

@@ -1,4 +1,4 @@
-"""The two ways in which a training process comes to be: forked by the zygote, or a new interpreter."""
+"""The two ways to start a training process: a fork of the zygote, or a new interpreter."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from worker.process import ColdFate, TrainingProcess, ZygoteFate
 
 FORK_SECONDS = 20.0
 LOOK_SECONDS = 0.1
-"""How often a caller who waits is asked whether it still wants the process."""
+"""Seconds between checks that a waiting caller still wants the process."""
 CODE_ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -28,11 +28,11 @@ class LaunchError(RuntimeError):
 
 
 class LaunchAbandoned(LaunchError):
-    """`should_end` said yes before there was a process; none is left behind."""
+    """`should_end` returned True before there was a process; none is left behind."""
 
 
 class Wanted:
-    """The process that a caller waits for."""
+    """Request for a training process that a caller waits for."""
 
     def __init__(
         self,
@@ -47,25 +47,25 @@ class Wanted:
         self._should_end = should_end
 
     def start(self) -> Start:
-        """What to start now, with the deadline as it stands now."""
+        """Return the launch parameters, with the deadline as of now."""
         return self._start if self._renew_until is None else replace(self._start, deadline=self._renew_until())
 
     def open_channel(self) -> Channel:
-        """A channel to it, the secrets waiting in it to be read by nobody else."""
+        """Open a channel in which the secrets are already queued, so that only the new process reads them."""
         channel = Channel()
         if self._secrets and not channel.send({"secrets": self._secrets}):
             channel.close()
-            raise OSError("the secrets could not be handed over")
+            raise OSError("the secrets could not be sent")
         return channel
 
     def check(self) -> None:
-        """Raise LaunchAbandoned when the caller does not want it any more."""
+        """Raise LaunchAbandoned if the caller no longer wants the process."""
         if self._should_end is not None and self._should_end():
-            raise LaunchAbandoned("the process is not wanted any more")
+            raise LaunchAbandoned("the process is no longer wanted")
 
 
 class ColdStart:
-    """A cold start that the launcher's keeper is asked for, and what came of it."""
+    """Cold start requested from the launcher's keeper thread, and its outcome."""
 
     def __init__(self, wanted: Wanted) -> None:
         self.wanted = wanted
@@ -74,16 +74,17 @@ class ColdStart:
 
 
 def forked(wanted: Wanted, zygote: socket.socket) -> TrainingProcess:
-    """The process that the zygote forks.
+    """Have the zygote fork a process.
 
-    A child that exists all the same after one of these, or that comes late, ends by itself: its parent or its
-    control socket is gone.
+    A child that exists in spite of one of these errors, or that starts late, ends by itself: its parent or its control
+    socket is gone.
 
     Raises:
-        ConnectionError: the zygote is gone.
-        TimeoutError: it is frozen.
-        LaunchAbandoned, LaunchError: nobody wants the process any more; the zygote cannot fork it.
-        OSError: no memory or descriptors here.
+        ConnectionError: The zygote is gone.
+        TimeoutError: The zygote is frozen.
+        LaunchAbandoned: The caller no longer wants the process.
+        LaunchError: The zygote cannot fork it.
+        OSError: This process is out of memory or descriptors.
     """
     with ExitStack() as undo:
         channel = wanted.open_channel()
@@ -91,7 +92,7 @@ def forked(wanted: Wanted, zygote: socket.socket) -> TrainingProcess:
         status, zygote_status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         undo.callback(status.close)
         with zygote_status:
-            # Its status first: when the zygote is out of descriptors, the kernel cuts off the last ones.
+            # The status socket comes first: when the zygote is out of descriptors, the kernel cuts off the last ones.
             fds = [zygote_status.fileno(), *channel.trainer_fds]
             socket.send_fds(zygote, [wanted.start().to_json().encode()], fds)
         channel.release()
@@ -122,7 +123,7 @@ def _await_answer(status: socket.socket, wanted: Wanted) -> None:
 
 
 def cold(wanted: Wanted, environment: Mapping[str, str]) -> TrainingProcess:
-    """A new interpreter, child of the calling thread; raises OSError when there is no room for one."""
+    """Start a new interpreter as a child of the calling thread; raise OSError if the system has no resources for it."""
     with ExitStack() as undo:
         channel = wanted.open_channel()
         undo.callback(channel.close)

@@ -1,4 +1,4 @@
-"""How long the parts of an attempt take, by the worker's monotonic clock: what later predictions rest on."""
+"""Timings of the phases of an attempt by the worker's monotonic clock, on which later predictions are based."""
 
 import logging
 import time
@@ -18,76 +18,76 @@ from app.workers.models import Device
 log = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_WRITES = 0.5
-_MOST_WINDOWS = 64
+_MAX_WINDOWS = 64
 
 
 class Stopwatch:
-    """Told of each phase and metric of one attempt as they come; `due` says when there is something to store."""
+    """Timer that receives each phase and metric of one attempt; `is_due` says when there is something to store."""
 
     def __init__(self, run: Any) -> None:
         self._run = run
-        self._claimed = self._turned = self._reached = time.monotonic()
+        self._claimed = self._added_at = self._reached = time.monotonic()
         self._phase = ""
-        self._in: dict[str, float] = {"training": 0.0, "evaluating": 0.0, "saving": 0.0}
-        self._times: dict[str, int] = {"evaluating": 0, "saving": 0}
-        self._windows: deque[tuple[int, float]] = deque(maxlen=_MOST_WINDOWS)
+        self._seconds_in: dict[str, float] = {"training": 0.0, "evaluating": 0.0, "saving": 0.0}
+        self._counts: dict[str, int] = {"evaluating": 0, "saving": 0}
+        self._windows: deque[tuple[int, float]] = deque(maxlen=_MAX_WINDOWS)
         self._written: float | None = None
         self._timings = Timings()
         self._is_broken = False
         try:
             task = prediction.task(run.backend, run.config, run.given, None, (run.dataset_id, run.eval_dataset_id))
             self._timings = Timings(twin=task.twin, work=task.work)
-        except Exception:  # whatever it is: no attempt is to fail for want of a prediction
-            log.exception("nothing is measured for predictions: what %s asks for cannot be read", run.id)
+        except Exception:  # any error: no attempt may fail for lack of a prediction
+            log.exception("no timings are recorded for predictions: the configuration of %s cannot be read", run.id)
             self._is_broken = True
         self.has_begun = False
-        """Whether the first step is reached, so that there is something to store."""
+        """True once the first step is reached, so that there is something to store."""
 
     def enter(self, phase: str, start_step: int = 0) -> None:
-        """A phase begins, and the one before it ends; the first `training` at `start_step`."""
-        self._turn()
-        if phase in self._times and phase != self._phase:
-            self._times[phase] += 1
+        """Start a phase, which ends the one before it; the first `training` starts at `start_step`."""
+        self._add_elapsed()
+        if phase in self._counts and phase != self._phase:
+            self._counts[phase] += 1
         self._phase = phase
         if phase == "training" and not self.has_begun and not self._is_broken:
             self.has_begun = True
-            self._reached = self._turned
-            loading = self._turned - self._claimed
+            self._reached = self._added_at
+            loading = self._added_at - self._claimed
             self._timings = replace(self._timings, start_step=start_step, step=start_step, loading=loading)
 
     def total(self, steps: int) -> None:
-        """So many steps there are to be: told at first, and again when the run is extended."""
+        """Set the total number of steps: initially, and again when the run is extended."""
         self._timings = replace(self._timings, total_steps=steps)
 
     def step(self, step: int) -> None:
-        """A metric tells that this step is done."""
-        self._turn()
-        steps, seconds = step - self._timings.step, self._in["training"] - self._timings.training
+        """Record that a metric reports this step as done."""
+        self._add_elapsed()
+        steps, seconds = step - self._timings.step, self._seconds_in["training"] - self._timings.training
         if not self.has_begun or steps <= 0:
             return
         self._windows.append((steps, seconds))
-        self._reached = self._turned
+        self._reached = self._added_at
         self._timings = replace(
             self._timings,
             step=step,
-            training=self._in["training"],
+            training=self._seconds_in["training"],
             step_seconds=prediction.step_seconds(list(self._windows)),
-            evaluations=self._times["evaluating"],
-            evaluating=self._in["evaluating"],
-            saves=self._times["saving"],
-            saving=self._in["saving"],
+            evaluations=self._counts["evaluating"],
+            evaluating=self._seconds_in["evaluating"],
+            saves=self._counts["saving"],
+            saving=self._seconds_in["saving"],
         )
 
     def end(self, outcome: str) -> None:
-        """The trainer has said its last word."""
-        self._turn()
-        # One that fails behind its last step has not done what comes after it.
+        """Record the outcome with which the trainer ended."""
+        self._add_elapsed()
+        # A trainer that fails after its last step has not done what follows it.
         if self.has_begun and outcome == "completed" and self._timings.step == self._timings.total_steps:
-            self._timings = replace(self._timings, finishing=self._turned - self._reached)
+            self._timings = replace(self._timings, finishing=self._added_at - self._reached)
 
     @property
     def is_due(self) -> bool:
-        """Whether what was measured is to be stored now: at once, and then not all the time."""
+        """True if the measurements are to be stored now: the first time at once, later at intervals."""
         now = time.monotonic()
         if not self.has_begun or (self._written is not None and now - self._written < _SECONDS_BETWEEN_WRITES):
             return False
@@ -95,20 +95,20 @@ class Stopwatch:
         return True
 
     def note(self) -> Callable[[Connection], None]:
-        """What stores all that was measured up to now, unless the run is somebody else's by then."""
+        """Return a function that stores what was measured so far, unless another worker owns the run by then."""
         timings, reached = asdict(self._timings), self._reached
 
         def apply(connection: Connection) -> None:
-            # Of clocks only that of the database tells a time: how long ago the step was reached is what we know.
+            # Only the database's clock gives timestamps; this process only knows how long ago the step was reached.
             connection.execute(_statement(self._run, timings, time.monotonic() - reached))
 
         return apply
 
-    def _turn(self) -> None:
+    def _add_elapsed(self) -> None:
         now = time.monotonic()
-        if self._phase in self._in:
-            self._in[self._phase] += now - self._turned
-        self._turned = now
+        if self._phase in self._seconds_in:
+            self._seconds_in[self._phase] += now - self._added_at
+        self._added_at = now
 
 
 def _statement(run: Any, timings: dict[str, Any], behind: float) -> Executable:

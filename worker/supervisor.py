@@ -1,4 +1,4 @@
-"""The life of a run on a worker: claim → prepare → launch → pump → conclude."""
+"""Life of a run on a worker: claim → prepare → launch → monitor → conclude."""
 
 import logging
 import signal
@@ -34,15 +34,15 @@ log = logging.getLogger(__name__)
 
 ENTRIES = {"celery": "worker.training.__main__:main", "fake": "worker.fake:main"}
 _RETRY_SECONDS = 2.0
-_HEAR_OF_SHUTDOWN_SECONDS = 1.0
-_REQUESTS_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_SHUTDOWN_NOTICE_SECONDS = 1.0
+_TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 Ending = Callable[[], Executable]
-"""The transition that ends an attempt, made when it is stored."""
+"""Transition that ends an attempt, created when it is stored."""
 
 
 def work(host: Host) -> None:
-    """Train what waits and fits, the most urgent first, until there is nothing left."""
+    """Train pending runs that fit, the most urgent first, until none is left."""
     while not host.closing.is_set():
         if host.fitness.trouble():
             return
@@ -55,12 +55,12 @@ def work(host: Host) -> None:
 
 @cache
 def _claim(worker_id: str, backends: tuple[str, ...], lease_seconds: float, kind: str, memory_mb: int) -> Executable:
-    # The same for every claim of a worker, and to put it together takes longer than to execute it.
+    # It is the same for every claim of a worker, and building it takes longer than executing it.
     return lifecycle.claim(worker_id, list(backends), lease_seconds, kind, memory_mb)
 
 
 def claim(host: Host) -> Any:
-    """Take a run and devices for it, or None."""
+    """Claim a run and its devices; None if there is none or the database is unavailable."""
     memory = max(device.memory_bytes // 2**20 for device in host.machine.devices)
     statement = _claim(host.id, tuple(host.backends), host.settings.lease_seconds, host.kind, memory)
     try:
@@ -69,16 +69,16 @@ def claim(host: Host) -> Any:
     except SQLAlchemyError as error:
         if not is_away(error):
             raise
-        log.warning("nothing claimed, the database is away: %s", error)
+        log.warning("no run is claimed, the database is unavailable: %s", error)
         return None
     if run is not None:
-        log.info("%s: attempt %d begins", run.id, run.attempt, extra={"run_id": run.id, "attempt": run.attempt})
+        log.info("%s: attempt %d starts", run.id, run.attempt, extra={"run_id": run.id, "attempt": run.attempt})
         host.wake(run.id)
     return run
 
 
 def supervise(host: Host, run: Any, claimed_at: float) -> None:
-    """See a claimed run through to its end, or give it back; whatever happens, no process of it is left."""
+    """Run a claimed run to its end, or release it; in every case no process of it is left."""
     with (
         bound_contextvars(run_id=run.id, attempt=run.attempt),
         Lease(host, run.id, run.epoch, claimed_at) as lease,
@@ -89,27 +89,29 @@ def supervise(host: Host, run: Any, claimed_at: float) -> None:
             ending = see_through(host, run, lease, writer)
             finish(host, writer, ending)
         except Fenced:
-            log.warning("%s: fenced, its trainer is gone, nothing more is written", run.id)
+            log.warning("%s: fenced, its trainer has ended, nothing more is written", run.id)
         except LeaseLost:
-            log.warning("%s: nothing heard from the database; the run will be taken back and go on", run.id)
+            log.warning("%s: no answer from the database; the run will be reaped and continue", run.id)
     host.wake(run.id)
 
 
 def see_through(host: Host, run: Any, lease: Lease, writer: Writer) -> Ending:
-    """One attempt, and all that was said in it stored; answers the transition to end it with.
+    """Run one attempt and store everything it reported; return the transition that ends it.
 
-    The lease binds only the trainer. Once that is gone, to wait for the database endangers nothing: either the run
-    is still ours when it answers (after an absence leases have a time of grace), or its epoch tells that it is not.
+    The lease binds only the trainer. Once the trainer has ended, it is safe to wait for the database: either this
+    worker still owns the run when the database answers (after an outage leases have a grace period), or the lease epoch
+    shows that it does not.
 
     Raises:
-        Fenced, LeaseLost: the run is not ours any more; the worker is to end and the database is silent.
+        Fenced: This worker no longer owns the run.
+        LeaseLost: The worker is to end and the database does not answer.
     """
     try:
         try:
             transition = attempt(host, run, lease, writer)
             ending: Ending = lambda: transition  # noqa: E731
         except LeaseLost:
-            log.warning("%s: its lease ran out unrenewed, its trainer is gone; waiting for the database", run.id)
+            log.warning("%s: its lease ran out and its trainer has ended; waiting for the database", run.id)
             ending = partial(out_of_reach, run, lease)
         writer.outlive_lease()
         writer.drain()
@@ -117,18 +119,18 @@ def see_through(host: Host, run: Any, lease: Lease, writer: Writer) -> Ending:
     except (Fenced, LeaseLost):
         raise
     except Exception as error:
-        # A mistake of ours must neither look like a lost worker nor be repeated attempt after attempt.
+        # A bug in the worker must neither look like a lost worker nor be repeated attempt after attempt.
         log.exception("%s: attempt %d", run.id, run.attempt)
         writer.outlive_lease()
-        return partial(lifecycle.fail, run.id, run.epoch, "internal", f"{error!r}; the worker's log has more")
+        return partial(lifecycle.fail, run.id, run.epoch, "internal", f"{error!r}; see the worker's log")
 
 
 def attempt(host: Host, run: Any, lease: Lease, writer: Writer) -> Executable:
-    """One try: prepare, launch, follow; answers the transition to end it with.
+    """Prepare, launch and monitor one training process; return the transition that ends the attempt.
 
     Raises:
-        LeaseLost: the lease ran out; there is no trainer, or no more.
-        Fenced: the run is not ours any more; the same holds.
+        LeaseLost: The lease expired; there is no trainer, or it has ended.
+        Fenced: This worker no longer owns the run; there is no trainer, or it has ended.
     """
     device = next(one for one in host.machine.devices if one.index == run.device_indexes[0])
     pump = Pump(host, run, writer)
@@ -141,7 +143,7 @@ def attempt(host: Host, run: Any, lease: Lease, writer: Writer) -> Executable:
         return given_up(host, run, lease)
     except JobError as error:
         if error.pause_seconds is not None:
-            return lifecycle.hand_back(run.id, run.epoch, f"handed back: {error.message}", error.pause_seconds)
+            return lifecycle.hand_back(run.id, run.epoch, f"released: {error.message}", error.pause_seconds)
         if error.is_passing:
             return not_here(host, run, error.message)
         return lifecycle.fail(run.id, run.epoch, error.code, error.message)
@@ -160,7 +162,7 @@ def attempt(host: Host, run: Any, lease: Lease, writer: Writer) -> Executable:
     repair = repair_of(job, device, pump, end, killed_for)
     if repair:
         writer.outlive_lease()
-        writer.drain()  # its last checkpoint may be among what is not stored yet
+        writer.drain()  # its last checkpoint may not be stored yet
         repair = writer.persist(partial(plan, host, run, repair))
     if repair or went_wrong(pump, killed_for):
         report = last_words.report(pump, vitals, end, killed_for, repair)
@@ -173,13 +175,14 @@ def attempt(host: Host, run: Any, lease: Lease, writer: Writer) -> Executable:
 
 
 def settle(host: Host, lease: Lease, writer: Writer) -> None:
-    """Wait for the copies of what the attempt has saved, unless nothing of it is wanted.
+    """Wait for the replicas of the checkpoints that the attempt has saved, unless none of them is wanted.
 
-    After a repair nobody waits: the device would stand still each time, and the run most probably goes on right here.
+    After a repair nothing waits: the device would be idle each time, and the run most probably continues on this
+    worker.
     """
     if host.copies and (lease.stop is None or lease.stop.save or lease.stop.finish):
         writer.outlive_lease()
-        writer.drain()  # whatever was saved waits for its copy now
+        writer.drain()  # every saved checkpoint is queued for replication now
         host.copies.settle(lease, writer, min(host.drained_at, time.monotonic()) + host.settings.save_grace_seconds)
 
 
@@ -187,15 +190,15 @@ def launch(host: Host, run: Any, lease: Lease, job: Job, device: Device) -> Trai
     """Start the training process, with its deadline in force before it does anything.
 
     Raises:
-        LaunchAbandoned: meanwhile the run was to end, or to be given back.
+        LaunchAbandoned: The run was to end or to be released meanwhile.
     """
     if is_unwanted(host, lease):
-        raise LaunchAbandoned("not wanted any more")
-    # A GPU is one device for every worker of the machine; a share of the CPU is the worker's own.
+        raise LaunchAbandoned("no longer wanted")
+    # All workers of the machine share a GPU as one device; a share of the CPU is the worker's own.
     owner = device.id if device.kind == "cuda" else f"{host.id}-{device.id}"
     device_lock = host.settings.home / "run" / "devices" / owner
     device_lock.parent.mkdir(parents=True, exist_ok=True)
-    # Two trainers of one run on one machine are ruled out by the kernel too, not only by leases.
+    # A kernel lock also rules out two trainers of one run on one machine, not only the lease.
     run_lock = host.storage.run_dir(run.id) / "trainer.lock"
     process = host.launcher.launch(
         ENTRIES[run.backend],
@@ -211,39 +214,39 @@ def launch(host: Host, run: Any, lease: Lease, job: Job, device: Device) -> Trai
 
 
 def is_unwanted(host: Host, lease: Lease) -> bool:
-    """Whether no trainer is to begin any more: the run is to end, to be given back, or somebody else's."""
+    """Return True if no trainer may start any more: the run is to end, to be released, or has another owner."""
     return bool(lease.stop) or lease.fenced or host.draining.is_set()
 
 
 def went_wrong(pump: Pump, killed_for: KilledFor | None) -> bool:
-    """Whether somebody may ask why the attempt ended."""
+    """Return True if the end of the attempt needs a failure report."""
     outcome = (pump.result or {}).get("outcome")
     return outcome == "failed" or (outcome is None and killed_for not in ("stop", "drain"))
 
 
 def repair_of(job: Job, device: Device, pump: Pump, end: Exit, killed_for: KilledFor | None) -> Repair | None:
-    """What another attempt can do otherwise, so that the run goes on by itself; None: nothing is known, or wanted."""
+    """Return a repair with which another attempt continues the run; None if none is known or wanted."""
     result, config = pump.result or {}, pump.effective or job.config
     if result.get("outcome") == "failed":
         code = (result.get("error") or {}).get("code", "internal")
         return repairs.repair_for(config, pump.phase, code, result.get("repair"))
-    # On a GPU it was the memory of the machine, which a smaller batch does not need less of.
+    # On a GPU it was the machine's memory that ran out, and a smaller batch does not need less of it.
     if not result and end.out_of_memory and not killed_for and device.kind == "cpu":
         return repairs.repair_for(config, pump.phase, repairs.OUT_OF_MEMORY, None)
     return None
 
 
 def plan(host: Host, run: Any, repair: Repair) -> Repair:
-    """The repair, with where it leads."""
+    """Return the repair, completed with the checkpoint that it goes back to."""
     with host.engine.connect() as connection:
         return repairs.planned(connection, run, repair)
 
 
 def conclude(host: Host, run: Any, lease: Lease, pump: Pump, end: Exit, killed_for: KilledFor | None) -> Executable:
-    """The transition that follows from what the trainer said last and how it ended.
+    """Return the transition that follows from the trainer's result and the exit of its process.
 
     Raises:
-        LeaseLost: the lease ran out first.
+        LeaseLost: The lease expired first.
     """
     result = pump.result or {}
     outcome = result.get("outcome")
@@ -255,7 +258,7 @@ def conclude(host: Host, run: Any, lease: Lease, pump: Pump, end: Exit, killed_f
         return lifecycle.complete(run.id, run.epoch, output(run, result), reason)
     if outcome == "stopped" and result.get("why") == "time_limit":
         step = result.get("step")
-        message = f"the time limit of the configuration was reached at step {step}; resume the run to go on"
+        message = f"the time limit of the configuration was reached at step {step}; resume the run to continue"
         return lifecycle.fail(run.id, run.epoch, "time_limit", message, output(run, result))
     if outcome == "stopped" and result.get("why") == "stop_at_step":
         return lifecycle.complete(run.id, run.epoch, output(run, result), "stop_at_step was reached")
@@ -265,60 +268,63 @@ def conclude(host: Host, run: Any, lease: Lease, pump: Pump, end: Exit, killed_f
         error = result.get("error") or {}
         return lifecycle.fail(run.id, run.epoch, error.get("code", "internal"), error.get("message", ""))
     if killed_for == "lease" or (end.signal == signal.SIGALRM and not outcome):
-        raise LeaseLost(run.id)  # noticed by us, or by the trainer's own timer
+        raise LeaseLost(run.id)  # noticed by this worker, or by the trainer's own timer
     if killed_for == "hang":
         return hung(host, run, pump)
-    if outcome == "stopped" or killed_for or end.signal in _REQUESTS_TO_END:
+    if outcome == "stopped" or killed_for or end.signal in _TERMINATION_SIGNALS:
         return given_up(host, run, lease)
     return crashed(run, pump, end)
 
 
 def given_up(host: Host, run: Any, lease: Lease) -> Executable:
-    """The transition of a run whose trainer ended because somebody wanted it to."""
-    # A service manager signals worker and trainer at once: the trainer may be gone before the worker knows why.
-    if not lease.stop and not host.draining.wait(_HEAR_OF_SHUTDOWN_SECONDS):
-        reason = "the training process was told to end from outside"
+    """Return the transition of a run whose trainer ended on request."""
+    # A service manager signals worker and trainer at once: the trainer may be gone before the worker handles the
+    # signal.
+    if not lease.stop and not host.draining.wait(_SHUTDOWN_NOTICE_SECONDS):
+        reason = "the training process was asked to end from outside"
         return lifecycle.retry(run.id, run.epoch, reason, _RETRY_SECONDS)
     if lease.stop:
         return lifecycle.cancel(run.id, run.epoch)
-    return lifecycle.hand_back(run.id, run.epoch, "handed back: the worker is shutting down")
+    return lifecycle.hand_back(run.id, run.epoch, "released: the worker is shutting down")
 
 
 def not_here(host: Host, run: Any, why: str) -> Executable:
-    """The transition of a run that could not even be started: whether the cause lies in it or here, nobody knows.
+    """Return the transition of a run that could not be started, where the run or this worker may be the cause.
 
-    So it is tried again, so many times; and for a while rather by another worker.
+    So it is tried again a limited number of times, for a while preferably by another worker.
     """
     host.fitness.failed(why)
     return lifecycle.retry(run.id, run.epoch, why, _RETRY_SECONDS)
 
 
 def out_of_reach(run: Any, lease: Lease) -> Executable:
-    """The transition of a run whose lease ran out; it counts as a loss, but any newer checkpoint undoes that."""
+    """Return the transition of a run whose lease expired; it counts as a loss, which any newer checkpoint clears."""
     if lease.stop:
         return lifecycle.cancel(run.id, run.epoch)
     if lease.was_always_renewed:
-        what = "the training process heard of no renewal of its lease in time, though there was one: the machine is "
-        what += "overloaded, or the process was held up"
+        what = "the training process received no renewal of its lease in time, though one was sent: the machine is "
+        what += "overloaded, or the process was suspended"
     else:
-        what = f"the database was out of reach for {lease.longest_silence:.0f} s, or the worker stood still as long"
-    return lifecycle.retry(run.id, run.epoch, f"{what}; the run goes on from its last checkpoint", _RETRY_SECONDS)
+        what = (
+            f"the database was unreachable for {lease.longest_silence:.0f} s, or the worker was suspended for as long"
+        )
+    return lifecycle.retry(run.id, run.epoch, f"{what}; the run continues from its last checkpoint", _RETRY_SECONDS)
 
 
 def hung(host: Host, run: Any, pump: Pump) -> Executable:
-    """The transition of a run whose trainer was killed because it was silent for too long."""
+    """Return the transition of a run whose trainer was killed because it was silent for too long."""
     silence = f"it had neither reported nor printed anything for {host.settings.hang_seconds:.0f} s"
     reason = f"the training process hung during {pump.phase} and was killed: {silence}"
     return lifecycle.retry(run.id, run.epoch, reason, _RETRY_SECONDS)
 
 
 def output(run: Any, result: dict[str, Any]) -> int | None:
-    """The attempt whose folder holds the fine-tuned model, if the trainer exported one."""
+    """Return the attempt whose folder holds the fine-tuned model, if the trainer exported one."""
     return run.attempt if result.get("output") else None
 
 
 def crashed(run: Any, pump: Pump, end: Exit) -> Executable:
-    """No last word: classified by how the process ended, with its last lines."""
+    """Return the transition of a run whose trainer ended without a result, by its exit and with its last lines."""
     if end.launcher_lost:
         reason = "the process that training processes are forked from was lost"
         return lifecycle.retry(run.id, run.epoch, reason, _RETRY_SECONDS)
@@ -328,19 +334,19 @@ def crashed(run: Any, pump: Pump, end: Exit) -> Executable:
     else:
         code = "trainer_crashed"
         how = f"signal {end.signal}" if end.signal else f"exit code {end.code}"
-        what = f"the training process ended with {how} during {pump.phase} without saying why"
+        what = f"the training process ended with {how} during {pump.phase} without reporting why"
     return lifecycle.fail(run.id, run.epoch, code, f"{what}. Its last lines:\n{last}")
 
 
 def finish(host: Host, writer: Writer, ending: Ending) -> None:
-    """Store the end of the attempt; it is the last thing written of it."""
+    """Store the end of the attempt, which is its last write."""
 
     def write() -> None:
         with host.engine.begin() as connection:
             row = connection.execute(ending()).one_or_none()
         if row is not None:
             log.info("%s: %s", row.id, row.status)
-        else:  # or the commit of an earlier try has happened, and only its answer got lost
-            log.warning("nothing written at the end: fenced, the run is somebody else's")
+        else:  # or an earlier try was committed, and only its response was lost
+            log.warning("nothing written at the end: fenced, another worker owns the run")
 
     writer.persist(write)

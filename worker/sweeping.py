@@ -1,4 +1,4 @@
-"""What of checkpoints has no use any more in a worker's storage, removed: leftovers of kills, and what was let go."""
+"""Removes unused checkpoint data from a worker's storage: leftovers of killed processes, and retired checkpoints."""
 
 import logging
 import shutil
@@ -19,9 +19,9 @@ _FETCHED = "a*/.checkpoint-*.wrk_*.run_*"
 
 
 def before_attempt(host: Host, run: Any) -> None:
-    """Remove what a kill left half written or half removed; no trainer of an earlier attempt lives any more.
+    """Remove what a kill left half written or half removed; no trainer of an earlier attempt is alive.
 
-    Of a later one it may: this worker may have stood still since its claim, and the run be somebody else's.
+    A trainer of a later attempt may be: this worker may have been suspended since its claim and have lost the run.
     """
     for attempt in range(1, run.attempt):
         after_attempt(host, run.id, attempt)
@@ -34,14 +34,14 @@ def before_attempt(host: Host, run: Any) -> None:
 
 
 def after_attempt(host: Host, run_id: str, attempt: int) -> None:
-    """Remove what a trainer that is gone has left half written: a run that is cancelled has no later attempt."""
+    """Remove what an ended trainer left half written: a cancelled run has no later attempt that would do it."""
     for pattern in _LEFTOVERS:
         for leftover in host.storage.attempt_dir(run_id, attempt).glob(pattern):
             shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _half_fetched(host: Host, connection: Connection, run: Any) -> list[Path]:
-    """What dead workers left in the folders of the runs that this one goes on from, for whichever run they fetched."""
+    """Return what dead workers left half fetched, for any run, in the folders of this run's ancestors."""
     found: list[Path] = []
     parent = run.parent_run_id
     while parent:
@@ -57,7 +57,7 @@ def remove_folders(host: Host, run_id: str, retired: list[tuple[int, str]]) -> N
     """Remove the folders of checkpoints whose rows are marked as deleted."""
     for attempt, name in retired:
         folder = host.storage.named_checkpoint(run_id, attempt, name)
-        # Renamed first: a kill in the middle of the removal must not leave half a checkpoint under its name.
+        # Renamed first: a kill during the removal must not leave half a checkpoint under its name.
         going = folder.with_name(f".deleted-{name}")
         try:
             folder.rename(going)

@@ -1,4 +1,4 @@
-"""The one task: a hint that work may wait."""
+"""The only Celery task: a hint that runs may be pending."""
 
 import logging
 
@@ -10,14 +10,13 @@ from worker.host import Host
 
 log = logging.getLogger(__name__)
 
-_PASS_ON_SECONDS = 1.0
-"""How long a worker that takes no runs keeps a hint, so that it does not hear of it again at once."""
+_HINT_HOLD_SECONDS = 1.0
+"""Seconds for which a worker that takes no runs keeps a hint, so that it does not receive it again at once."""
 
 
 def register(app: Celery, host: Host) -> None:
-    """Register `anneal.run_next`, which looks what is the most urgent and trains it."""
-
-    told: str | None = None
+    """Register `anneal.run_next`, which claims pending runs, the most urgent first, and trains them."""
+    reported: str | None = None
 
     # Not shared: Celery would give the task of this host to every other app in the process.
     @app.task(name=TASK, ignore_result=True, shared=False)  # type: ignore[untyped-decorator]
@@ -26,14 +25,14 @@ def register(app: Celery, host: Host) -> None:
             if is_fit():
                 supervisor.work(host)
                 return
-            host.closing.wait(_PASS_ON_SECONDS)
-        # Somebody else should hear of it now, not with the next round of hints.
+            host.closing.wait(_HINT_HOLD_SECONDS)
+        # Another worker should get the hint now, not with the next round of hints.
         app.send_task(TASK, ignore_result=True, retry=False)
 
     def is_fit() -> bool:
-        nonlocal told
+        nonlocal reported
         trouble = host.fitness.trouble()
-        if trouble != told:
+        if trouble != reported:
             log.warning("no run is taken: %s", trouble) if trouble else log.info("runs are taken again")
-            told = trouble
+            reported = trouble
         return trouble is None

@@ -1,4 +1,4 @@
-"""The memory of a training process, looked at from outside, so that something is known of one that died."""
+"""Memory of a training process, sampled from outside, so that it is known even if the process dies."""
 
 import time
 from collections import deque
@@ -14,13 +14,13 @@ _LATEST, _MOST = 60, 200
 
 
 class Vitals:
-    """A timeline of an attempt: its last two minutes, and what was before at an even spacing, of a bounded length."""
+    """Memory timeline of an attempt: its last two minutes, and before that evenly spaced samples, bounded in length."""
 
     def __init__(self, trainer: session.Identity, device: Device) -> None:
         self.peaks: dict[str, int] = {}
-        """The highest of what was seen: `host_mb`, and on a GPU `device_mb`."""
+        """Highest values seen: `host_mb`, and on a GPU `device_mb`."""
         self._latest: deque[dict[str, Any]] = deque(maxlen=_LATEST)
-        """As close together as they were looked at: the climb before an end takes seconds."""
+        """Latest samples, as close together as they were taken: the rise before an end takes seconds."""
         self._before: list[dict[str, Any]] = []
         self._trainer = trainer
         self._device = device
@@ -30,12 +30,15 @@ class Vitals:
 
     @property
     def timeline(self) -> list[dict[str, Any]]:
-        """Of each look: `seconds` since the start, `phase`, `host_mb` of the process and all that it started,
-        `host_free_mb`, and on a GPU `device_mb` and `device_free_mb` of all that is on it."""
+        """Samples of the timeline, oldest first.
+
+        Each has `seconds` since the start, `phase`, `host_mb` of the process and everything it started, `host_free_mb`,
+        and on a GPU `device_mb` and `device_free_mb` over everything on it.
+        """
         return [*self._before, *self._latest]
 
     def look(self, phase: str) -> None:
-        """Note how things stand, if it is time to; call as often as you like."""
+        """Take a sample if one is due; may be called at any rate."""
         now = time.monotonic()
         if now < self._next:
             return

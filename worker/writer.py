@@ -1,4 +1,4 @@
-"""Stores what a pump has taken, from a thread of its own: a slow or absent database never makes the trainer wait."""
+"""Event writer: stores events from its own thread, so that a slow or absent database never blocks the trainer."""
 
 import logging
 import threading
@@ -22,34 +22,34 @@ log = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 0.1
 _PAUSE_SECONDS = 0.5
-_MOST_AT_ONCE = 2000
+_MAX_BATCH = 2000
 _JOIN_SECONDS = 1.0
 
 T = TypeVar("T")
 
 
 class LeaseLost(Exception):
-    """Postgres was not reached in time: the run is to be taken for somebody else's, and no trainer of it may live."""
+    """Postgres was not reached in time: the run may have another owner by now, and no trainer of it may live."""
 
 
 class Writer:
-    """A queue of events and changes of one attempt, stored in this order in transactions of up to 100 ms each."""
+    """Queue of events and changes of one attempt, stored in this order in transactions of up to 100 ms each."""
 
     def __init__(self, host: Host, run: Any, lease: Lease) -> None:
         self.progress: Progress | None = None
-        """How far the trainer is; stored with the next events."""
+        """Progress of the trainer; stored with the next events."""
         self._host = host
         self._run = run
         self._lease = lease
         self._waiting = Spool(run.id, host.settings.home / "spool")
         self._stored = 0
         self._tried = 0
-        """How many events the last transaction had, if it failed."""
+        """Number of events in the last transaction, if it failed."""
         self._rollups = Rollups(run.id, run.attempt)
         self._failure: Exception | None = None
         self._changed = threading.Condition()
         self._over = False
-        self._is_patient = False
+        self._waits_past_lease = False
         self._thread = threading.Thread(target=in_this_context(self._write), name=f"writer {run.id}", daemon=True)
 
     def __enter__(self) -> "Writer":
@@ -61,29 +61,29 @@ class Writer:
             self._over = True
             self._waiting.close()
             self._changed.notify_all()
-        # One that hangs in a statement of a frozen server must not keep the worker from ending.
+        # A thread blocked in a statement of a frozen server must not keep the worker from ending.
         self._thread.join(_JOIN_SECONDS)
 
     @property
     def is_full(self) -> bool:
-        """Whether so much waits for Postgres that the trainer has to wait too."""
+        """True if so much waits for Postgres that the trainer has to wait too."""
         return self._waiting.is_full
 
     def outlive_lease(self) -> None:
-        """From now on wait for the database as long as it takes: no trainer is left that the lease would bind.
+        """Wait for the database without limit from now on: no trainer is left that the lease would bind.
 
-        The epoch still decides: whatever is stored late is stored for the run's present owner, or not at all.
+        The lease epoch still decides: what is stored late is stored for the run's current owner, or not at all.
         """
-        self._is_patient = True
+        self._waits_past_lease = True
 
     def put(self, item: NewEvent | Step) -> None:
-        """Store this behind everything that was put before."""
+        """Append an item, stored after everything that was put before it."""
         with self._changed:
             self._waiting.put(item)
             self._changed.notify_all()
 
     def check(self) -> None:
-        """Raise what the thread cannot mend: `Fenced`, or an error that trying again does not cure."""
+        """Raise an error that the thread cannot recover from: `Fenced`, or one that a retry does not fix."""
         if self._failure is not None:
             raise self._failure
 
@@ -91,8 +91,8 @@ class Writer:
         """Wait until everything is stored, for as long as the lease allows or, with no trainer left, beyond it.
 
         Raises:
-            LeaseLost: it took too long, or the worker is to end and nothing is heard from the database.
-            Fenced: nothing more may be written.
+            LeaseLost: It took too long, or the worker is to end and the database does not answer.
+            Fenced: Nothing more may be written.
         """
         with self._changed:
             while self._waiting:
@@ -102,7 +102,7 @@ class Writer:
         self.check()
 
     def persist(self, work: Callable[[], T]) -> T:
-        """Do what needs the database until it is reached, for as long as `drain` would wait; raises the same."""
+        """Run `work`, and retry while the database is unavailable, as long as `drain` would wait; raises the same."""
         while True:
             try:
                 return work()
@@ -110,13 +110,13 @@ class Writer:
                 if not is_away(error):
                     raise
                 self._check_lease()
-                log.info("%s: the database is away, trying again: %s", self._run.id, error)
+                log.info("%s: the database is unavailable, trying again: %s", self._run.id, error)
                 time.sleep(FLUSH_SECONDS * 2)
 
     def _check_lease(self) -> None:
         if self._lease.fenced:
             raise Fenced(self._run.id)
-        if self._lease.expired and (not self._is_patient or self._host.draining.is_set()):
+        if self._lease.expired and (not self._waits_past_lease or self._host.draining.is_set()):
             raise LeaseLost(self._run.id)
 
     def _write(self) -> None:
@@ -137,7 +137,7 @@ class Writer:
             except Exception as error:
                 self._fail(error)
                 return
-            # A little patience makes one transaction of what a step says in many pieces.
+            # A short pause makes one transaction of what a step reports in many pieces.
             with self._changed:
                 self._changed.wait_for(lambda: self._over, pause)
 
@@ -147,7 +147,7 @@ class Writer:
             self._changed.notify_all()
 
     def _flush(self) -> None:
-        """Store what waits: events in batches, each change of the run in a transaction of its own."""
+        """Store what waits: events in batches, each change of the run in its own transaction."""
         while batch := self._next():
             first = batch[0]
             if isinstance(first, Step):
@@ -158,7 +158,7 @@ class Writer:
                 self._append_or_bisect([event for event in batch if isinstance(event, NewEvent)])
 
     def _drop(self, count: int) -> None:
-        """So many of the first that waited are stored, and whoever reads may look."""
+        """Remove the first items, which are stored, and notify readers."""
         with self._changed:
             if not self._over:
                 self._waiting.drop(count)
@@ -166,15 +166,15 @@ class Writer:
         self._host.wake(self._run.id)
 
     def _next(self) -> list[NewEvent | Step]:
-        """The first events that wait, up to the next change; or one change; or nothing."""
+        """Return the first events that wait, up to the next change; or one change; or nothing."""
         with self._changed:
-            # What was tried already is tried as it was: a commit that only seemed to fail has its curves with it.
-            head = self._waiting.head(self._tried or _MOST_AT_ONCE)
+            # A failed batch is retried unchanged: if its commit only seemed to fail, its rollups are stored with it.
+            head = self._waiting.head(self._tried or _MAX_BATCH)
         changes = [place for place, item in enumerate(head) if isinstance(item, Step)]
         return head[: max(changes[0], 1)] if changes else head
 
     def _append_or_bisect(self, batch: list[NewEvent]) -> None:
-        """Store a batch; if Postgres refuses it, halve it until the refused event is alone, and say so in its place."""
+        """Store a batch; if Postgres refuses it, halve it down to the refused event, and log that in its place."""
         try:
             self._append(batch)
             return self._drop(len(batch))

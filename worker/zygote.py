@@ -1,13 +1,13 @@
-"""The process that training processes fork from: everything imported, nothing touched.
+"""Zygote: the process that training processes fork from, with everything imported and no device opened.
 
-It runs no thread, opens no device and does no arithmetic, since a fork of any of these is broken. It learns
-what to start from a packet with the new process's descriptors, forks, and tells the fate of each child on
-that child's own status socket, so that the threads waiting for them never meet. It ends with its worker, and
-its children end with it.
+It runs no thread, opens no device and does no arithmetic, since a fork after any of these is broken. It receives a
+request to start a process in a packet with that process's descriptors, forks, and reports the exit of each child on
+that child's own status socket, so that the threads waiting for them share nothing. It ends with its worker, and its
+children end with it.
 
-Talks over a SOCK_SEQPACKET pair: it sends `{"ready": true}` or `{"failed": reason}` once, then receives one
-`worker.child.Start` a packet with five descriptors (status, report, stdout, stderr, control). On the status
-socket it answers `{"pid", "start_time"}` with a pidfd and later the end, or `{"failed": reason}` once.
+Protocol: over a SOCK_SEQPACKET pair it sends `{"ready": true}` or `{"failed": reason}` once, then receives one
+`worker.child.Start` per packet with five descriptors (status, report, stdout, stderr, control). On the status socket it
+sends `{"pid", "start_time"}` with a pidfd and later the exit, or `{"failed": reason}` once.
 """
 
 import argparse
@@ -33,16 +33,16 @@ _FDS_PER_REQUEST = 5
 
 
 def main(arguments: Sequence[str]) -> None:
-    """`python -m worker.zygote --fd N --parent PID [module …]`: preload the modules, then serve for life."""
+    """Preload the modules, then serve: `python -m worker.zygote --fd N --parent PID [module …]`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("modules", nargs="*")
     given = parser.parse_args(list(arguments))
     child.die_with_parent(given.parent)
-    # A service manager signals every process of the service: the trainers then save, and must not lose their
-    # parent meanwhile. The zygote ends when its worker does. Blocked and not ignored, since a child inherits it,
-    # and what is sent to a child must wait until the child can heed it.
+    # A service manager signals every process of the service: the trainers then save, and must not lose their parent
+    # meanwhile. The zygote ends when its worker does. The signals are blocked and not ignored, since a child inherits
+    # the mask, and signals to a child must stay pending until the child can handle them.
     signal.pthread_sigmask(signal.SIG_BLOCK, child.ENDINGS)
     worker = socket.socket(fileno=given.fd)
     try:
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def preload(modules: Sequence[str]) -> None:
-    """Import `modules`; raises when one of them started a thread or touched the GPU."""
+    """Import `modules`; raise RuntimeError if one of them started a thread or touched the GPU."""
     with capability_from_nvml():
         for module in modules:
             importlib.import_module(module)
@@ -67,11 +67,11 @@ def preload(modules: Sequence[str]) -> None:
         raise RuntimeError(f"the imports started threads, which no fork would have: {threads}")
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        raise RuntimeError("the imports initialised CUDA, which no fork of this process could use")
+        raise RuntimeError("the imports initialized CUDA, which no fork of this process could use")
 
 
 def _threads() -> list[str]:
-    """Names of this process's threads, of Python and of C; jemalloc (in pyarrow) renews its own after a fork."""
+    """Return the names of all Python and C threads but jemalloc's (in pyarrow), which it recreates after a fork."""
     names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
     return [name for name in names if name != "jemalloc_bg_thd"]
 
@@ -104,7 +104,7 @@ def _index(device: Any) -> int:
 
 
 def probe_gpu() -> None:
-    """Have a child really use the GPU, on a machine that has one; raises when it cannot."""
+    """Use the GPU in a child, on a machine that has one; raise RuntimeError if that fails."""
     if "torch" not in sys.modules or not devices.has_gpu():
         return
     reading, writing = os.pipe()
@@ -117,7 +117,7 @@ def probe_gpu() -> None:
     _, status = os.waitpid(pid, 0)
     if status != 0:
         code = os.waitstatus_to_exitcode(status)
-        raise RuntimeError(f"a forked process cannot use the GPU (exit {code}): {said or 'it said nothing'}")
+        raise RuntimeError(f"a forked process cannot use the GPU (exit {code}): {said or 'no output'}")
 
 
 def _probe_in_child(writing: int) -> None:
@@ -140,7 +140,7 @@ def _probe_in_child(writing: int) -> None:
 
 
 def serve(worker: socket.socket) -> None:
-    """Fork on request and tell how each child ended, until the worker is gone."""
+    """Fork on request and report the exit of each child, until the worker is gone."""
     children: dict[int, tuple[int, socket.socket]] = {}  # pidfd → process id, status socket
     waiting = select.poll()
     waiting.register(worker, select.POLLIN)
@@ -150,23 +150,23 @@ def serve(worker: socket.socket) -> None:
                 packet, fds, _flags, _address = socket.recv_fds(worker, _LARGEST_REQUEST, _FDS_PER_REQUEST)
                 if not packet:
                     return
-                born = _fork(child.Start.from_json(packet), fds)
-                if born is not None:
-                    pidfd, pid, status = born
+                started = _fork(child.Start.from_json(packet), fds)
+                if started is not None:
+                    pidfd, pid, status = started
                     children[pidfd] = (pid, status)
                     waiting.register(pidfd, select.POLLIN)
             else:
                 waiting.unregister(descriptor)
-                _tell_end(descriptor, *children.pop(descriptor))
+                _report_exit(descriptor, *children.pop(descriptor))
 
 
 def _fork(start: child.Start, fds: list[int]) -> tuple[int, int, socket.socket] | None:
-    """Pidfd, process id and status socket of a new child; None when there was no room for one, which is told.
+    """Fork a child; return its pidfd, process id and status socket, or None after reporting a lack of resources.
 
-    That must not end this process: every run of the machine would end with it.
+    A failure must not end this process: every run of the machine would end with it.
     """
     if not fds:
-        return None  # not one descriptor was left: the launcher sees its status socket closed
+        return None  # no descriptor was left: the launcher sees its status socket closed
     status_fd, *trainer_fds = fds
     status = socket.socket(fileno=status_fd)
     parent = os.getpid()
@@ -178,37 +178,37 @@ def _fork(start: child.Start, fds: list[int]) -> tuple[int, int, socket.socket] 
         if pid == 0:
             child.run(start, trainer_fds, parent)
         pidfd = os.pidfd_open(pid)
-        # Taken before the child can be reaped, these mean that child and no other, for ever.
-        born = {"pid": pid, "start_time": session.start_time(pid)}
+        # Read before the child can be reaped, these identify that child and no other, permanently.
+        started = {"pid": pid, "start_time": session.start_time(pid)}
     except OSError as problem:
         if pid is not None:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         failed = json.dumps({"failed": str(problem)}).encode()
-        _tell(lambda: status.send(failed))
+        _try_send(lambda: status.send(failed))
         status.close()
         return None
     finally:
         for descriptor in trainer_fds:
             os.close(descriptor)
-    _tell(lambda: socket.send_fds(status, [json.dumps(born).encode()], [pidfd]))
+    _try_send(lambda: socket.send_fds(status, [json.dumps(started).encode()], [pidfd]))
     return pidfd, pid, status
 
 
-def _tell_end(pidfd: int, pid: int, status: socket.socket) -> None:
+def _report_exit(pidfd: int, pid: int, status: socket.socket) -> None:
     _, raw = os.waitpid(pid, 0)
     code = os.waitstatus_to_exitcode(raw)
     end = {"code": code} if code >= 0 else {"signal": -code}
-    _tell(lambda: status.send(json.dumps(end).encode()))
+    _try_send(lambda: status.send(json.dumps(end).encode()))
     status.close()
     os.close(pidfd)
 
 
-def _tell(send: Callable[[], object]) -> None:
+def _try_send(send: Callable[[], object]) -> None:
     try:
         send()
     except OSError:
-        pass  # whoever launched it no longer listens, and the child's own control socket has ended it
+        pass  # the launcher no longer listens, and the child's own control socket has ended it
 
 
 if __name__ == "__main__":

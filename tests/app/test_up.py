@@ -161,7 +161,7 @@ class TestEnd:
         assert first.process.wait(60) == 0
         assert not [process for process in family if process.is_running()]
         assert first.connection["pids"] == {}
-        assert "runs are handed back" in (first.home / "logs" / "worker.log").read_text()
+        assert "runs are released" in (first.home / "logs" / "worker.log").read_text()
         assert "killed" not in first.said
         second = start().until_ready()
         assert second.connection["api_key"] == key

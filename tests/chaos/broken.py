@@ -308,7 +308,7 @@ BROKEN: list[tuple[int, str, Spoil]] = [
     (17, "a reader is held up", reader(ended=False, connections=1, received=())),
     (18, "a reader that was cut off is not taken up again", reader(ended=False, connections=2, received=())),
     (18, "a run is handed back for nothing",
-     run_added(training().requeued("handed_back", "handed back: …").claimed().begins().completes())),
+     run_added(training().requeued("handed_back", "released: …").claimed().begins().completes())),
     (19, "a run is lost for nothing", run_added(training().lost().claimed().begins().completes())),
     (19, "a stopped run is lost for nothing", run_added(training().stop_accepted().lost("cancelled"))),
     (19, "a run is lost because of a fault of the other worker",

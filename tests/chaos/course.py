@@ -16,7 +16,7 @@ TOLD_BY_LIFECYCLE = ("status", "error", "end")
 REQUEUES = ("lost", "handed_back", "retried")
 REPAIRED = "repaired"
 """What became of an attempt after which the run goes on by itself, with something changed: nobody has lost it."""
-_REPAIRS = ("out of memory while", "loss or gradients were no number")
+_REPAIRS = ("out of memory while", "loss or gradients were non-finite")
 """How the reasons of such moves begin."""
 COUNTED = ("lost", "retried")
 """Requeues that raise `lost_count`."""
@@ -216,7 +216,7 @@ class Course:
             rows = (row["outcome"] for row in self.attempts if row["attempt"] == move.attempt)
             return next((outcome for outcome in rows if outcome in REQUEUES), None)
         if move.target == "cancelled" and move.reason != "stopped on request":
-            return "handed_back" if move.reason.startswith("handed back") else "lost"
+            return "handed_back" if move.reason.startswith("released") else "lost"
         if move.target == "failed" and self.row["error_code"] == "worker_lost":
             return "lost" if move.reason.startswith("worker lost") else "retried"
         return None

@@ -98,7 +98,7 @@ def ended_in_good_order(course: Course, attempt: int) -> bool:
     if end is None or course.outcome_of(attempt) not in ("stopped", "completed"):
         return False
     by_its_worker = end.target in ("completed", "cancelled", "pending") and "lost" not in end.reason
-    return by_its_worker and (end.target != "pending" or end.reason.startswith("handed back"))
+    return by_its_worker and (end.target != "pending" or end.reason.startswith("released"))
 
 
 def _end_of_run(course: Course) -> float:

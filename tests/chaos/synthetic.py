@@ -250,7 +250,7 @@ def correct() -> History:
 def _handed_back() -> Story:
     story = Story("handed", began=1_000_300.0).claimed().begins().trains(5).saves("stop")
     story._write(event="stop", outcome="stopped")
-    return story.requeued("handed_back", "handed back: the worker is shutting down").claimed().begins(5).completes()
+    return story.requeued("handed_back", "released: the worker is shutting down").claimed().begins(5).completes()
 
 
 def _history(stories: list[Story]) -> History:
@@ -305,5 +305,5 @@ def _moves_that_requeue(story: Story) -> list[float]:
     return [
         event.ts.timestamp()
         for event in story.events
-        if event.type == "status" and str(event.data["reason"]).startswith(("worker lost", "handed back"))
+        if event.type == "status" and str(event.data["reason"]).startswith(("worker lost", "released"))
     ]

@@ -138,7 +138,7 @@ class TestAWorkerThatEnds:
         assert losses(stack, run_id) == undisturbed
         assert_trained_once(stack, run_id)
         reasons = [event["reason"] for event in stack.events(run_id) if event["type"] == "status"]
-        assert sum(reason.startswith("handed back: ") for reason in reasons) == 3
+        assert sum(reason.startswith("released: ") for reason in reasons) == 3
         saved = [event["step"] for event in stack.events(run_id) if event["type"] == "checkpoint"]
         assert len(saved) >= 3 and all(any(step <= one for one in saved) for step in told)
 

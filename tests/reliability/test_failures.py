@@ -105,7 +105,7 @@ def test_a_worker_that_does_not_see_the_storage_costs_a_run_nothing(stack: Stack
     datasets = stack.settings.storage_root / "datasets"
     datasets.rename(datasets.with_name("not-mounted"))
     worker = stack.add_worker()
-    eventually(lambda: "holds no data sets" in worker.log.read_text(), timeout=30)
+    eventually(lambda: "holds no datasets" in worker.log.read_text(), timeout=30)
     shown = stack.run(run_id)
     assert (shown["status"], shown["attempt"]) == ("pending", 0)
     datasets.with_name("not-mounted").rename(datasets)

@@ -191,7 +191,7 @@ class TestPostmortem:
 
     @pytest.mark.parametrize(("message", "says"), [
         ("worker lost: its lease ran out (4 times …)", "The worker was lost"),
-        ("the file of data set ds_1 is not in this worker's storage (1 times …)", "The file of data set ds_1"),
+        ("the file of dataset ds_1 is not in this worker's storage (1 times …)", "The file of dataset ds_1"),
     ])  # fmt: skip
     def test_a_run_that_was_given_up_too_often_is_told_why(self, message: str, says: str) -> None:
         assert explain("worker_lost", message, {}, {}, "failed").sentence.startswith(says)
@@ -219,7 +219,7 @@ class TestPostmortem:
         ({"exit_signal": signal.SIGALRM}, "The training process ended by its own timer"),
     ])  # fmt: skip
     def test_a_run_that_was_cut_off_too_often_can_be_resumed(self, report: dict[str, Any], says: str) -> None:
-        message = "the database was out of reach for 40 s; the run goes on from its last checkpoint (4 times …)"
+        message = "the database was unreachable for 40 s; the run continues from its last checkpoint (4 times …)"
         cause = explain("worker_lost", message, {**report, "phase": "training"}, {}, "failed")
         assert cause.sentence.startswith(says) and "goes on" not in cause.sentence
         assert cause.advice is not None and "resume" in cause.advice

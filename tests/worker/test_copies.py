@@ -224,7 +224,7 @@ class TestTheNextAttempt:
         flip(next((tmp_path / "shared").rglob("checkpoint-20")))
         worker.moves(tmp_path / "the first machine")
         job, _ = worker.lab.next_attempt()
-        assert job.start_step == 10 and "of the copy" in job.remarks[0]
+        assert job.start_step == 10 and "the replica is corrupt" in job.remarks[0]
 
     def test_waits_for_a_store_that_is_away_rather_than_begin_anew(
         self, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -134,7 +134,7 @@ class TestOnItsWay:
             raise OperationalError("UPDATE checkpoints", {}, Exception("connection to server at 10.1.2.3 failed"))
 
         while_it_is_sent(worker, monkeypatch, goes_away)
-        monkeypatch.setattr(worker.copies, "_is_away", pytest.fail)
+        monkeypatch.setattr(worker.copies, "_store_unavailable", pytest.fail)
         worker.save(10)
         worker.copies.start()
         worker.until_copied(1)
@@ -203,7 +203,7 @@ class TestRounds:
         monkeypatch.setattr(worker.copies.remote, "remove", refuses)
         worker.copies.sweep()
         assert [row.copy_begun_at is None for row in worker.rows()] == [False, True, True]
-        assert [message for message in caplog.messages if "stay at" in message and "it refuses" in message]
+        assert [message for message in caplog.messages if "remain at" in message and "it refuses" in message]
 
     def test_what_only_a_lost_machine_has_hides_nothing(self, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
         worker.lab.save(10)

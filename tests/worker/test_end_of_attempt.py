@@ -99,7 +99,7 @@ def test_a_completed_run_tells_where_its_output_was_pushed(hub: Any, told: str, 
 
 @pytest.mark.parametrize(
     ("silence", "says"),
-    [(59.0, "the database was out of reach for 59 s"), (1.0, "the training process heard of no renewal")],
+    [(59.0, "the database was unreachable for 59 s"), (1.0, "the training process received no renewal")],
 )
 def test_a_trainer_that_ended_by_its_timer_is_blamed_on_the_database_only_where_that_was_silent(
     silence: float, says: str, settings: Settings, engine: Engine
@@ -111,7 +111,7 @@ def test_a_trainer_that_ended_by_its_timer_is_blamed_on_the_database_only_where_
     with engine.begin() as connection:
         connection.execute(supervisor.out_of_reach(run, lease))
     told_last = [event.data for event in events_of(engine, run.id) if event.type == "status"][-1]
-    assert told_last["reason"].startswith(says) and told_last["reason"].endswith("goes on from its last checkpoint")
+    assert told_last["reason"].startswith(says) and told_last["reason"].endswith("continues from its last checkpoint")
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ class TestABadCopy:
         flip(flipped)
         flip(next((tmp_path / "shared").rglob("checkpoint-10")))
         assert worker.lab.next_attempt()[0].start_step == 0
-        assert "of the copy" in (worker.lab.bad_reasons()[10] or "")
+        assert "the replica is corrupt" in (worker.lab.bad_reasons()[10] or "")
 
 
 class TestOnTheWay:
@@ -111,7 +111,7 @@ class TestAStoreThatIsAway:
 
         # The first attempt of this run never told that it began.
         assert [pause() for _ in range(2)] == [60.0, 90.0]
-        monkeypatch.setattr(job, "_MOST_WAITS", 3)
+        monkeypatch.setattr(job, "_MAX_WAITS", 3)
         assert pause() is None
 
 

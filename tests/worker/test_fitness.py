@@ -25,7 +25,7 @@ def test_a_full_storage_takes_no_run_until_there_is_room(storage: Path, monkeypa
     with monkeypatch.context() as patched:
         full = SimpleNamespace(f_blocks=10**6, f_bavail=fitness.ROOM_BYTES // 4096 - 1, f_frsize=4096)
         patched.setattr(os, "statvfs", lambda _: full)
-        assert "full: make room" in (Fitness(storage).trouble() or "")
+        assert "full: free some space" in (Fitness(storage).trouble() or "")
     assert Fitness(storage).trouble() is None
 
 
@@ -36,8 +36,8 @@ def test_a_file_system_that_counts_no_blocks_is_not_full(storage: Path, monkeypa
 
 
 def test_a_storage_that_is_not_there_or_not_mounted_is_named(tmp_path: Path) -> None:
-    assert f"{tmp_path / 'elsewhere'} is not there" in (Fitness(tmp_path / "elsewhere").trouble() or "")
-    assert f"{tmp_path} holds no data sets" in (Fitness(tmp_path).trouble() or "")
+    assert f"{tmp_path / 'elsewhere'} is not available" in (Fitness(tmp_path / "elsewhere").trouble() or "")
+    assert f"{tmp_path} holds no datasets" in (Fitness(tmp_path).trouble() or "")
 
 
 def test_it_pauses_for_longer_each_time_a_run_cannot_be_started(storage: Path, monkeypatch: pytest.MonkeyPatch) -> None:

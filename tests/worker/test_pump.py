@@ -183,7 +183,7 @@ def test_a_checkpoint_that_is_not_called_as_it_has_to_be_is_none(lab: Lab, name:
     lab.writer.drain()
     kept = [data for kind, data in lab.events() if kind == "checkpoint"]
     assert [data["step"] for data in kept] == [3]
-    assert any("is called checkpoint-1" in data.get("line", "") for _, data in lab.events())
+    assert any("must be named checkpoint-1" in data.get("line", "") for _, data in lab.events())
     with lab.engine.connect() as connection:
         assert connection.scalar(select(Checkpoint.metrics)) == {"loss": 2.0, "best_loss": None}
 

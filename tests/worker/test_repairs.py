@@ -32,7 +32,7 @@ class Lab:
     def trouble(self, step: int, singled_out: list[int]) -> Repair:
         """What is planned for the step at which it was met; it is stored, and the next attempt claimed."""
         run = run_row(self.engine, self.trainer.run_id)
-        found = Repair("loss_spike", f"the loss leapt at step {step}", step, [7, 8], singled_out)
+        found = Repair("loss_spike", f"the loss spiked at step {step}", step, [7, 8], singled_out)
         with self.engine.begin() as connection:
             told = repairs.planned(connection, run, found)
             last_words.kept(run, {"repair": told.stored()}, 0.0).apply(connection)
@@ -54,9 +54,9 @@ def lab(settings: Settings) -> Iterator[Lab]:
 
 
 def test_the_reason_names_the_checkpoint_or_the_start(lab: Lab) -> None:
-    assert "at step 5: back to the start, and past" in lab.trouble(5, []).reason
+    assert "at step 5: back to the start, skipping" in lab.trouble(5, []).reason
     lab.trainer.checkpoint(100)
-    assert "at step 105: back to the checkpoint of step 100, and past" in lab.trouble(105, [7]).reason
+    assert "at step 105: back to the checkpoint of step 100, skipping" in lab.trouble(105, [7]).reason
     assert "back to the start" in lab.trouble(60, []).reason, "of what it could not reach it does not speak"
 
 

@@ -264,7 +264,7 @@ class TestGpu:
 
     def test_imports_that_initialise_cuda_are_refused(self, gpu: Any) -> None:
         gpu.touched.append("something")
-        with pytest.raises(RuntimeError, match="initialised CUDA"):
+        with pytest.raises(RuntimeError, match="initialized CUDA"):
             zygote.preload(["tests.worker.preloads.asks_capability"])
 
     @pytest.mark.parametrize("device", [None, 0, "cuda", "cuda:0", types.SimpleNamespace(index=0)])

@@ -120,8 +120,8 @@ MUTANTS = (
         changes=(
             Change(
                 "worker/fitness.py",
-                'return f"the storage {self._storage} holds no data sets',
-                'return None and f"the storage {self._storage} holds no data sets',
+                'return f"the storage {self._storage} holds no datasets',
+                'return None and f"the storage {self._storage} holds no datasets',
             ),
         ),
         test="tests/reliability/test_failures.py::test_a_worker_that_does_not_see_the_storage_costs_a_run_nothing",
@@ -130,7 +130,7 @@ MUTANTS = (
         name="spool-overtakes",
         promises=(5, 19),
         about="What is said while older events wait on the worker's disk is stored before them.",
-        changes=(Change("worker/spool.py", "if not self._behind and self._head_has_room:", "if self._head_has_room:"),),
+        changes=(Change("worker/spool.py", "if not self._rest and self._head_has_room:", "if self._head_has_room:"),),
         test="tests/worker/test_spool.py::test_order_and_content_are_kept_whatever_waits_where",
     ),
 )
