@@ -119,8 +119,8 @@ def conflicts(
 def _lacking(folder: Path, from_scratch: bool) -> str | None:
     """Return what is wrong with the weights in a model's folder, as far as can be seen without reading them."""
     if not any(folder.glob("*.safetensors")):
-        told = "The folder contains no safetensors weights; add them, or train from scratch with method `full`."
-        return None if from_scratch else told
+        message = "The folder contains no safetensors weights; add them, or train from scratch with method `full`."
+        return None if from_scratch else message
     whole = folder / _WEIGHTS
     if whole.is_file() and whole.stat().st_size == 0:
         return f"{_WEIGHTS} in the folder is empty; replace it with the model's weights."
@@ -130,9 +130,9 @@ def _lacking(folder: Path, from_scratch: bool) -> str | None:
 def is_reward_model(folder: Path) -> bool | None:
     """Return True if a local model outputs one score instead of tokens; None if its files do not say."""
     if (folder / "adapter_config.json").is_file():
-        task = _told(folder, "adapter_config.json").get("task_type")
+        task = _read_json(folder, "adapter_config.json").get("task_type")
         return task == "SEQ_CLS" if isinstance(task, str) else None
-    names = _told(folder, "config.json").get("architectures")
+    names = _read_json(folder, "config.json").get("architectures")
     if not isinstance(names, list) or not names:
         return None
     return any(isinstance(name, str) and name.endswith("ForSequenceClassification") for name in names)
@@ -140,17 +140,17 @@ def is_reward_model(folder: Path) -> bool | None:
 
 def _of_architecture(folder: Path, config: Mapping[str, Any]) -> list[BaseModelError]:
     """Return settings that are impossible for a model of a known family; nothing if a plugin creates the model."""
-    told, extra = _told(folder, "config.json"), config.get("extra")
+    model_config, extra = _read_json(folder, "config.json"), config.get("extra")
     is_adapter = (folder / "adapter_config.json").is_file()
     if is_adapter or (isinstance(extra, Mapping) and (extra.get("model_factory") or extra.get("recipe"))):
         return []
-    if wrong := impossible_size(told):
+    if wrong := impossible_size(model_config):
         return [BaseModelError("base_model", f"The model's config.json is invalid: {wrong}; correct it there.")]
     names = config.get("target_modules")
     if config.get("method") == "full" or config.get("lora_r", 1) is None or not isinstance(names, list):
         return []
     try:
-        there = modules(read(told))
+        there = modules(read(model_config))
     except UnknownArchitecture:
         return []
     if there is None:
@@ -172,22 +172,22 @@ def _is_among(name: str, modules: Set[str]) -> bool:
 
 def _longest(folder: Path) -> int | None:
     """Return the model's maximum number of positions, if its configuration gives it."""
-    told = _told(folder, "config.json")
-    told = told.get("text_config", told)
-    longest = told.get("max_position_embeddings") if isinstance(told, dict) else None
+    model_config = _read_json(folder, "config.json")
+    model_config = model_config.get("text_config", model_config)
+    longest = model_config.get("max_position_embeddings") if isinstance(model_config, dict) else None
     return longest if isinstance(longest, int) else None
 
 
-def _told(folder: Path, name: str) -> dict[str, Any]:
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
     """Read a JSON object from a file of the model; return an empty one if that fails."""
     try:
         file = folder / name
         if not file.is_file() or file.stat().st_size > _MOST_CONFIG_BYTES:
             return {}
-        told = json.loads(file.read_text())
+        content = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError):
         return {}
-    return told if isinstance(told, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _check_allowed(settings: Settings, name: str) -> None:

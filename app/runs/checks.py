@@ -93,11 +93,11 @@ async def examine(
     wrong, machine = await asyncio.to_thread(
         config_problems, rules, request.config, request.eval_dataset_id is not None, data_format, machines
     )
-    told = {problem.field for problem in wrong}
-    wrong += [one for one in await destination_problems(session, settings, request.config) if one.field not in told]
+    reported = {problem.field for problem in wrong}
+    wrong += [one for one in await destination_problems(session, settings, request.config) if one.field not in reported]
     if rules is not None and rules.options is None:
         refused, warned = await plugin_problems(session, _online(settings, request.backend), request.config)
-        wrong += [one for one in refused if one.field not in told]
+        wrong += [one for one in refused if one.field not in reported]
         found.warnings += [_about_config(problem) for problem in warned]
     found.errors += [_about_config(problem) for problem in wrong]
     loads_model = rules is None or rules.loads_model

@@ -179,8 +179,8 @@ def resolve(config: TrainingConfig, given: Iterable[str], machine: Machine | Non
     replaced: list[Replacement] = []
     if machine is not None:
         found += machine_conflicts(config, given, machine)
-        quantised = update.get("load_in_4bit", config.load_in_4bit)
-        replaced = _replacements(config, given, machine, quantised)
+        quantized = update.get("load_in_4bit", config.load_in_4bit)
+        replaced = _replacements(config, given, machine, quantized)
         update |= {replacement.field: replacement.used for replacement in replaced}
     return Effective(config.model_copy(update=update), replaced, found)
 

@@ -68,8 +68,8 @@ def method_conflicts(config: TrainingConfig, given: set[str]) -> list[Problem]:
         found.append(
             problem("lora_r", "conflict", f"cannot be null with method `{method}`; use method `full` or `sft`")
         )
-    unquantised = "load_in_4bit" in given and not config.load_in_4bit and not config.load_in_8bit
-    if method is TrainingMethod.qlora and unquantised:
+    unquantized = "load_in_4bit" in given and not config.load_in_4bit and not config.load_in_8bit
+    if method is TrainingMethod.qlora and unquantized:
         found.append(
             problem(
                 "load_in_4bit", "conflict", "is false, but method `qlora` needs a 4-bit or 8-bit base model; use `lora`"

@@ -114,9 +114,9 @@ class Dispatcher:
     async def _reap(self, connection: AsyncConnection) -> list[str]:
         rows = (await connection.execute(lifecycle.reap(self._lease))).mappings().all()
         await connection.execute(silent_workers(self._lease))
-        return [self._told(row) for row in rows]
+        return [self._report_loss(row) for row in rows]
 
-    def _told(self, row: Any) -> str:
+    def _report_loss(self, row: Any) -> str:
         run_id, worker_id, status = row["id"], row["worker_id"], row["status"]
         log.warning("run %s: worker %s is lost, the run is now %s", run_id, worker_id, status, extra={"run_id": run_id})
         self.losses.labels(status).inc()

@@ -68,7 +68,7 @@ _PENDING = text(f"""
     ) AS runs {_WITH}
     ORDER BY runs.priority DESC, runs.id LIMIT {_MOST_RUNS}
 """)
-_SEATS = text("""
+_WORKERS = text("""
     SELECT workers.id, workers.backends, min(devices.kind) AS kind, min(devices.name) AS device,
         coalesce(max(devices.memory_mb), 0) AS memory_mb, array_agg(devices.run_id ORDER BY devices.index) AS runs
     FROM workers JOIN devices ON devices.worker_id = workers.id
@@ -100,7 +100,7 @@ class Forecasts:
         self._found: Mapping[str, tuple[bool, Prediction | None]] = {}
         self._is_making = False
         self._has_failed = False
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         """Runs whose failed prediction has been logged."""
 
     async def of(self, runs: Mapping[str, str]) -> dict[str, Prediction | None]:
@@ -113,7 +113,7 @@ class Forecasts:
         """Return the same as `of`, without making new predictions."""
         waits = {id: status == "pending" for id, status in runs.items() if status not in TERMINAL}
         known = {id: self._found.get(id, (not is_pending, None)) for id, is_pending in waits.items()}
-        return {id: told for id, (was_pending, told) in known.items() if was_pending == waits[id]}
+        return {id: found for id, (was_pending, found) in known.items() if was_pending == waits[id]}
 
     async def renew(self) -> None:
         """Make new predictions if it is time for that; after an error there are none until it works again."""
@@ -133,9 +133,9 @@ class Forecasts:
             self._has_failed = True
         else:
             self._has_failed = False
-            for id in unreadable.keys() - self._told:
+            for id in unreadable.keys() - self._logged:
                 log.error("cannot predict %s", id, exc_info=unreadable[id])
-            self._told = set(unreadable)
+            self._logged = set(unreadable)
         finally:
             self._made_at = time.monotonic()
             self._took = self._made_at - began
@@ -152,12 +152,12 @@ async def _forecast(
         pending = (await session.execute(_PENDING, {"backends": list(backends)})).all()
         if not live and not pending:
             return {}, {}
-        seats = (await session.execute(_SEATS, {"fresh": settings.lease_seconds * FRESH_LEASES})).all()
+        workers = (await session.execute(_WORKERS, {"fresh": settings.lease_seconds * FRESH_LEASES})).all()
         wanted = {prediction.likeness(run.backend, run.config) for run in (*live, *pending)}
         past = (await session.execute(_PAST, {"likenesses": sorted(wanted)})).all()
     # In a thread: a thousand pending runs take some tenths of a second, which must not block other requests.
     forecast = _Forecast(now, past, settings.save_grace_seconds)
-    return await asyncio.to_thread(forecast.of, live, pending, seats), forecast.unreadable
+    return await asyncio.to_thread(forecast.of, live, pending, workers), forecast.unreadable
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class _Forecast:
         """Errors, by the id of the run."""
 
     def of(
-        self, live: Sequence[Any], pending: Sequence[Any], seats: Sequence[Any]
+        self, live: Sequence[Any], pending: Sequence[Any], workers: Sequence[Any]
     ) -> dict[str, tuple[bool, Prediction | None]]:
         found: dict[str, tuple[bool, Prediction | None]] = {}
         ends: dict[str, float] = {}
@@ -202,24 +202,24 @@ class _Forecast:
                 ends[run.id] = self._stopping(run)
                 found[run.id] = (False, None)
                 continue
-            told = self._guarded(run, partial(self._running, run))
-            if told is not None:
-                ends[run.id] = told.seconds
-            found[run.id] = (False, self._told(run.started_at, told))
+            estimate = self._guarded(run, partial(self._running, run))
+            if estimate is not None:
+                ends[run.id] = estimate.seconds
+            found[run.id] = (False, self._predicted(run.started_at, estimate))
         places = [
             Seat(
                 one.id, frozenset(one.backends), one.kind, one.device, one.memory_mb,
                 tuple(0.0 if run is None else ends.get(run, math.inf) for run in one.runs),
             )
-            for one in seats
+            for one in workers
         ]  # fmt: skip
         rows = {run.id: run for run in pending}
         times: dict[str, Estimate | None] = {}
 
-        def seconds(one: Waiting, seat: Seat) -> float:
+        def seconds(one: Waiting, worker: Seat) -> float:
             run = rows[one.run_id]
-            told = times[run.id] = self._guarded(run, partial(self._whole, run, seat.device))
-            return told.seconds if told else math.inf
+            estimate = times[run.id] = self._guarded(run, partial(self._whole, run, worker.device))
+            return estimate.seconds if estimate else math.inf
 
         queue = [_waiting(run) for run in pending]
         starts = turns(places, queue, seconds)
@@ -227,10 +227,10 @@ class _Forecast:
             found[one.run_id] = (True, self._waits(one, starts[one.run_id], times.get(one.run_id)))
         return found
 
-    def _guarded(self, run: Any, tell: Callable[[], Estimate | None]) -> Estimate | None:
+    def _guarded(self, run: Any, make: Callable[[], Estimate | None]) -> Estimate | None:
         """Return the estimate of a run; on any error, record it and return None."""
         try:
-            return tell()
+            return make()
         except Exception as error:
             self.unreadable[run.id] = error
             return None
@@ -238,15 +238,15 @@ class _Forecast:
     def _running(self, run: Any) -> Estimate | None:
         """Estimate the seconds from now to the end of a run."""
         if run.timings is None:  # no step yet
-            told, ago = self._whole(run, None), run.claimed_ago or 0.0
+            estimate, ago = self._whole(run, None), run.claimed_ago or 0.0
         else:
             timings = _timings(run.timings)
             wanted = _Task.of(run, timings.step)
-            told = prediction.remaining(wanted.task, timings, self._habit(wanted, run.device, run.id))
+            estimate = prediction.remaining(wanted.task, timings, self._habit(wanted, run.device, run.id))
             ago = run.ago
-        if told is None:
+        if estimate is None:
             return None
-        return Estimate(max(told.seconds - ago, 0.0), told.confidence, told.basis)
+        return Estimate(max(estimate.seconds - ago, 0.0), estimate.confidence, estimate.basis)
 
     def _stopping(self, run: Any) -> float:
         """Return the most seconds until the end of a run with a request to stop at once."""
@@ -258,26 +258,28 @@ class _Forecast:
         wanted = _Task.of(run)
         return prediction.whole(wanted.task, self._habit(wanted, device, run.id))
 
-    def _waits(self, one: Waiting, turn: Turn, told: Estimate | None) -> Prediction | None:
+    def _waits(self, one: Waiting, turn: Turn, estimate: Estimate | None) -> Prediction | None:
         if turn.seat is None:
-            return Prediction(start_at=None, finish_at=None, confidence="low", basis=_nobody(one))
+            return Prediction(start_at=None, finish_at=None, confidence="low", basis=_no_worker(one))
         if one.run_id in self.unreadable:
             return None
         before = f"{turn.before} {'run is' if turn.before == 1 else 'runs are'} before it"
         ahead = before if turn.before else "it is next"
         if math.isinf(turn.start):
-            why = f"{ahead}, and the time when a device is free is unknown, as is how long a run before it takes"
+            why = (
+                f"{ahead}, and it is unknown when a device is free, because the duration of a run before it is unknown"
+            )
             return Prediction(start_at=None, finish_at=None, confidence="low", basis=_sentence(why))
-        if told is None:
+        if estimate is None:
             why = f"{ahead}; no similar run has trained yet, so its duration is unknown"
             return Prediction(start_at=self._at(turn.start), finish_at=None, confidence="low", basis=_sentence(why))
         # The durations of the runs before it are less certain than its own.
-        confidence = told.confidence if turn.start == 0 else "low"
+        confidence = estimate.confidence if turn.start == 0 else "low"
         return Prediction(
             start_at=self._at(turn.start),
-            finish_at=self._at(turn.start + told.seconds),
+            finish_at=self._at(turn.start + estimate.seconds),
             confidence=confidence,
-            basis=_sentence(f"{ahead}; {told.basis}"),
+            basis=_sentence(f"{ahead}; {estimate.basis}"),
         )
 
     def _habit(self, wanted: _Task, device: str | None, run_id: str) -> Habit | None:
@@ -289,14 +291,14 @@ class _Forecast:
             self._habits[key] = prediction.habit([one for _, one in past], wanted.task, device)
         return self._habits[key]
 
-    def _told(self, started_at: datetime, told: Estimate | None) -> Prediction | None:
-        if told is None:
+    def _predicted(self, started_at: datetime, estimate: Estimate | None) -> Prediction | None:
+        if estimate is None:
             return None
         return Prediction(
             start_at=started_at,
-            finish_at=self._at(told.seconds),
-            confidence=told.confidence,
-            basis=_sentence(told.basis),
+            finish_at=self._at(estimate.seconds),
+            confidence=estimate.confidence,
+            basis=_sentence(estimate.basis),
         )
 
     def _at(self, seconds: float) -> datetime:
@@ -316,7 +318,7 @@ def _waiting(run: Any) -> Waiting:
     )
 
 
-def _nobody(one: Waiting) -> str:
+def _no_worker(one: Waiting) -> str:
     wants = f"{one.devices} free device{'s' if one.devices > 1 else ''}"
     kind = f" of kind `{one.kind}`" if one.kind else ""
     memory = f" with {one.memory_mb:,} MB" if one.memory_mb else ""

@@ -254,12 +254,12 @@ def request_stop_at_epoch_end(run_id: str) -> Executable:
     `cancelled` by the worker that reaches the end of the epoch.
     """
     unfinished = and_(runs.c.id == run_id, runs.c.status.not_in(TERMINAL))
-    never_begun = and_(runs.c.status == "pending", runs.c.attempt == 0)
+    never_claimed = and_(runs.c.status == "pending", runs.c.attempt == 0)
     return statement(
         _pick(unfinished),
-        case((never_begun, "cancelled"), else_=runs.c.status),
+        case((never_claimed, "cancelled"), else_=runs.c.status),
         "stopped on request",
-        stop_requested_at=case((never_begun, func.now()), else_=runs.c.stop_requested_at),
+        stop_requested_at=case((never_claimed, func.now()), else_=runs.c.stop_requested_at),
         stop_mode=case((runs.c.stop_requested_at.is_(None), "epoch_end"), else_=runs.c.stop_mode),
     )
 

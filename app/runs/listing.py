@@ -158,9 +158,9 @@ def _with_loss(
 ) -> Select[*tuple[Any, ...]]:
     """Order runs by loss: ended runs by an index; the others are sorted, since they are few and their losses change."""
     ended = (Run.final_loss, [Run.final_loss.is_not(None)])
-    begun = (Run.best_loss, [Run.best_loss.is_not(None), Run.attempt > 0, Run.status.not_in(TERMINAL)])
+    unfinished = (Run.best_loss, [Run.best_loss.is_not(None), Run.attempt > 0, Run.status.not_in(TERMINAL)])
     parts = []
-    for loss, where in (ended, begun):
+    for loss, where in (ended, unfinished):
         part = select(Run.id, loss.label("loss")).where(*conditions, *where)
         if after is not None:
             part = part.where(tuple_(loss, Run.id) > tuple_(*after))

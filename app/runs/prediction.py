@@ -289,7 +289,7 @@ def whole(wanted: Task, like: Habit | None) -> Estimate | None:
     asides = _asides(wanted, wanted.next_step, on_the_way[0], like.evaluation or 0.0, like.save or 0.0)
     seconds = like.loading + on_the_way[1] + asides + (like.finishing or 0.0)
     sure = like.are_twins and like.runs >= _ENOUGH_RUNS and like.spread <= _STEADY
-    return _told(seconds, 1 if sure else 0, wanted, f"its {total:,} steps at the speed of {like}")
+    return _estimate(seconds, 1 if sure else 0, wanted, f"its {total:,} steps at the speed of {like}")
 
 
 def remaining(wanted: Task, so_far: Timings, like: Habit | None) -> Estimate | None:
@@ -318,7 +318,7 @@ def remaining(wanted: Task, so_far: Timings, like: Habit | None) -> Estimate | N
     by = f"its own speed, {each:.3g} s per step" if part == 1 else f"{like}"
     if 0 < part < 1:
         by = f"its own speed and {like}"
-    return _told(
+    return _estimate(
         training + asides + (finishing or 0.0), level, wanted, f"{left:,} of {total:,} steps left, based on {by}"
     )
 
@@ -348,7 +348,7 @@ def _asides(wanted: Task, first: int, steps: int, evaluation: float, save: float
     return times(wanted.evaluate_every) * evaluation + times(wanted.save_every) * save
 
 
-def _told(seconds: float, level: int, wanted: Task, basis: str) -> Estimate:
+def _estimate(seconds: float, level: int, wanted: Task, basis: str) -> Estimate:
     if wanted.ends_with_epoch:
         basis = f"{basis}; it stops at the end of its epoch"
     if not wanted.may_end_early:

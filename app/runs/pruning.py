@@ -128,12 +128,12 @@ class Pruning:
             async with self._sessions() as session, session.begin():
                 other = aliased(Run)
                 needed = select(other.id).where((other.parent_run_id == Run.id) | (other.base_run_id == Run.id))
-                imagined = all_(literal(sorted(gone), ARRAY(Text)))  # what a dry run would have deleted
-                needed = needed.where(other.id != imagined)
-                judges = select(RunRewardModel.run_id).where(RunRewardModel.reward_run_id == Run.id)
-                judges = judges.where(RunRewardModel.run_id != imagined)
-                free = [~Run.pinned, ~needed.exists(), ~judges.exists()]
-                query = select(Run.id).where(*_ended(before), *free, Run.id != imagined)
+                deleted = all_(literal(sorted(gone), ARRAY(Text)))  # what a dry run would have deleted
+                needed = needed.where(other.id != deleted)
+                reward_users = select(RunRewardModel.run_id).where(RunRewardModel.reward_run_id == Run.id)
+                reward_users = reward_users.where(RunRewardModel.run_id != deleted)
+                free = [~Run.pinned, ~needed.exists(), ~reward_users.exists()]
+                query = select(Run.id).where(*_ended(before), *free, Run.id != deleted)
                 found = (await session.scalars(query.limit(_RUNS_AT_ONCE).with_for_update(skip_locked=True))).all()
                 if not found:
                     break

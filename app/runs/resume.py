@@ -71,8 +71,8 @@ async def resume(
     }
     reason = f"resumes {parent.id} " + (f"from step {checkpoint.step}" if checkpoint else "from the start")
     # The parent is locked, which also keeps its reward models.
-    judges = await service.reward_run_ids(session, parent)
-    return await service.insert(session, values, created_by, idempotency, reason, judges)
+    reward_runs = await service.reward_run_ids(session, parent)
+    return await service.insert(session, values, created_by, idempotency, reason, reward_runs)
 
 
 async def _ended(session: AsyncSession, run_id: str) -> Run:
@@ -98,8 +98,8 @@ def _configuration(
     given = set(parent.given) | given_fields(changed) | given_fields(request.config)
     asked = as_asked(merged, given)
     wrong, _ = config_problems(around.rules.get(parent.backend), asked, parent.eval_dataset_id is not None)
-    told = {problem.field for problem in refused}
-    problems = refused + [problem for problem in wrong if problem.field.split(".")[0] not in told]
+    reported = {problem.field for problem in refused}
+    problems = refused + [problem for problem in wrong if problem.field.split(".")[0] not in reported]
     if problems:
         raise refusal(
             [

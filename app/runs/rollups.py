@@ -135,7 +135,7 @@ class _Points:
         self.number = number
         self._kind = kind
         self._steps: list[int] = []
-        self._told: list[dict[str, Any]] = []
+        self._data: list[dict[str, Any]] = []
         self._first = _Place(0)
         self._last_number = 0
 
@@ -147,31 +147,31 @@ class _Points:
         if not self._steps:
             self._first = _Place(number)
         self._steps.append(step)
-        self._told.append(data)
+        self._data.append(data)
         self._last_number = number
 
     def row(self) -> _Row:
         """Return the row in its current state."""
         steps = self._steps
         series: Series = {}
-        for name, at, found in _columns(self._kind, steps, self._told):
+        for name, at, found in _columns(self._kind, steps, self._data):
             _join(series, {_storable(name): _extent(at, found)})
         return _Row(self.number, self._first, self._last_number, steps[0], steps[-1], len(steps), 0, series)
 
 
 def _columns(
-    kind: str, steps: list[int], told: list[dict[str, Any]]
+    kind: str, steps: list[int], events: list[dict[str, Any]]
 ) -> Iterator[tuple[str, list[int], list[float | None]]]:
     """Yield what `values` finds in events, by series, with the steps.
 
     A series with a finite number in each event, the usual case, is taken as a whole, in a fifth of the time.
     """
     prefix, holder = ("eval.", "metrics") if kind == "eval" else ("extra.", "extra")
-    inner = [found if isinstance(found := data.get(holder), dict) else {} for data in told]
+    inner = [found if isinstance(found := data.get(holder), dict) else {} for data in events]
     parts: list[tuple[str, Iterable[str], list[dict[str, Any]]]] = [(prefix, dict.fromkeys(chain(*inner)), inner)]
     if kind != "eval":
-        parts.append(("", NAMED, told))
-    has_gaps = any("non_finite" in data for data in told)
+        parts.append(("", NAMED, events))
+    has_gaps = any("non_finite" in data for data in events)
     singly: list[dict[str, float | None]] = []
     for prefix, names, found in parts:
         for name in names:
@@ -181,7 +181,7 @@ def _columns(
             if types == _FLOATS and math.isfinite(sum(column)):
                 yield prefix + name, steps, column
             elif types != _NOTHING or has_gaps:
-                singly = singly or [dict(values(kind, data)) for data in told]
+                singly = singly or [dict(values(kind, data)) for data in events]
                 full = prefix + name
                 kept = [(step, data[full]) for step, data in zip(steps, singly, strict=True) if full in data]
                 if kept:
@@ -322,8 +322,8 @@ class Rollups:
             )
             for pass_, kind, level, row in rows
         ]  # fmt: skip
-        told = {name: column(values) for name, values in zip(_COLUMNS, zip(*found, strict=True), strict=True)}
-        connection.execute(_UPSERT, {"run_id": self._run_id, "attempt": self._attempt, **told})
+        columns = {name: column(values) for name, values in zip(_COLUMNS, zip(*found, strict=True), strict=True)}
+        connection.execute(_UPSERT, {"run_id": self._run_id, "attempt": self._attempt, **columns})
 
 
 def _storable(name: str) -> str:

@@ -315,8 +315,8 @@ class StopOutlook(BaseModel):
 
 _OUTLOOK: JsonDict = {
     "mode": "checkpoint", "save_seconds": 1.8, "grace_seconds": 120.0, "grace_suffices": True,
-    "message": "It saves a checkpoint and ends. Its saves took up to 1.8 s; with the current step, and a save that may "
-    "be in progress, 4.0 of 120 s.",
+    "message": "It saves a checkpoint and ends. Its saves took up to 1.8 s; with the current step and a save in "
+    "progress, the stop takes 4.0 of 120 s.",
 }  # fmt: skip
 
 

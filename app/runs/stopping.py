@@ -81,20 +81,19 @@ async def _how_long(
     grace_seconds: float,
 ) -> str:
     if seconds is None or needed is None:
-        return f"How long a save takes is not known yet; it has {grace_seconds:g} s."
-    told = f"Its saves took up to {seconds:.1f} s"
+        return f"How long a save takes is not known yet; the grace period is {grace_seconds:g} s."
+    took = f"Its saves took up to {seconds:.1f} s"
     if mode == "epoch_end":
         # The trainer is not killed while it trains on: the grace period starts with an immediate stop.
-        return f"{told}."
+        return f"{took}."
     if needed <= grace_seconds:
         return (
-            f"{told}; with the current step, and a save that may be in progress, {needed:.1f} of {grace_seconds:g} s."
+            f"{took}; with the current step and a save in progress, the stop takes {needed:.1f} of {grace_seconds:g} s."
         )
     last = await furthest_good(session, run.id)
     step = f"step {last.step}, its last checkpoint" if last else "the start"
     return (
-        f"{told}: with the current step, and a save that may be in progress, that is {needed:.1f} s, and after "
-        f"{grace_seconds:g} s the trainer is killed. This save may fail, and the progress since {step} may be lost. "
-        "Next time, raise "
-        "ANNEAL_LEASE_SECONDS (the grace period is twice the lease) or use mode `epoch_end`."
+        f"{took}; with the current step and a save in progress, the stop may take {needed:.1f} s, but the trainer is "
+        f"killed after {grace_seconds:g} s. This save may fail, and the progress since {step} may be lost. "
+        "Next time, raise ANNEAL_LEASE_SECONDS (the grace period is twice the lease) or use mode `epoch_end`."
     )

@@ -86,7 +86,7 @@ def _logged(moved: CTE, reason: Any) -> CTE:
     has_ended = and_(has_moved, row.status.in_(TERMINAL))
     status = {"from": row.from_status, "to": row.status, "reason": reason, "attempt": row.attempt}
     error = {"code": row.error_code, "message": row.error_message}
-    told = union_all(
+    new_events = union_all(
         select(row.id, row.event_seq - 2, literal("error"), row.attempt, now, as_json(**error)).where(
             has_moved, row.status == "failed"
         ),
@@ -100,7 +100,7 @@ def _logged(moved: CTE, reason: Any) -> CTE:
         ).where(has_moved),
         select(row.id, row.event_seq, literal("end"), row.attempt, now, as_json(status=row.status)).where(has_ended),
     )
-    return insert(events).from_select(EVENT_COLUMNS, told).returning(events.c.seq).cte("logged")
+    return insert(events).from_select(EVENT_COLUMNS, new_events).returning(events.c.seq).cte("logged")
 
 
 def _closed(moved: CTE, outcome: str | None) -> CTE:

@@ -39,13 +39,13 @@ class Waiting:
     not_before: float
     """Seconds from now."""
 
-    def fits(self, seat: Seat) -> bool:
+    def fits(self, worker: Seat) -> bool:
         """Return True if a worker could ever take it, by the same conditions as a claim."""
         return (
-            self.backend in seat.backends
-            and self.kind in (None, seat.kind)
-            and self.memory_mb <= seat.memory_mb
-            and self.devices <= len(seat.free)
+            self.backend in worker.backends
+            and self.kind in (None, worker.kind)
+            and self.memory_mb <= worker.memory_mb
+            and self.devices <= len(worker.free)
         )
 
 
@@ -85,17 +85,19 @@ def turns(
 class _Play:
     """Simulation of events `(when, worker)`: a device of that worker becomes free, or a delay ends."""
 
-    def __init__(self, seats: list[Seat], queue: Sequence[Waiting], seconds: Callable[[Waiting, Seat], float]) -> None:
-        self._seats, self._queue, self._seconds = seats, queue, seconds
-        self._free = [list(seat.free) for seat in seats]
-        self._events = [(when, at) for at, seat in enumerate(seats) for when in seat.free if when < math.inf]
+    def __init__(
+        self, workers: list[Seat], queue: Sequence[Waiting], seconds: Callable[[Waiting, Seat], float]
+    ) -> None:
+        self._workers, self._queue, self._seconds = workers, queue, seconds
+        self._free = [list(worker.free) for worker in workers]
+        self._events = [(when, at) for at, worker in enumerate(workers) for when in worker.free if when < math.inf]
         self._pauses: list[tuple[float, int]] = []
         lines: dict[tuple[object, ...], _Line] = {}
         self._line_of: list[_Line] = []
         for place, one in enumerate(queue):
             asked = (one.backend, one.kind, one.memory_mb, one.devices)
             if asked not in lines:
-                lines[asked] = _Line(one, frozenset(at for at, seat in enumerate(seats) if one.fits(seat)))
+                lines[asked] = _Line(one, frozenset(at for at, worker in enumerate(workers) if one.fits(worker)))
             line = lines[asked]
             self._line_of.append(line)
             if one.not_before <= 0:
@@ -103,7 +105,7 @@ class _Play:
             else:
                 self._pauses.append((one.not_before, place))
                 self._events.append((one.not_before, _ANY))
-        self._fitting = [[line for line in lines.values() if at in line.fitting] for at in range(len(seats))]
+        self._fitting = [[line for line in lines.values() if at in line.fitting] for at in range(len(workers))]
         heapq.heapify(self._events)
         heapq.heapify(self._pauses)
         self.found: dict[str, Turn] = {}
@@ -117,19 +119,19 @@ class _Play:
             while self._pauses and self._pauses[0][0] <= now:
                 _, place = heapq.heappop(self._pauses)
                 heapq.heappush(self._line_of[place].ready, place)
-            for seat in range(len(self._seats)) if at == _ANY else (at,):
-                self._claim(now, seat)
+            for worker in range(len(self._workers)) if at == _ANY else (at,):
+                self._claim(now, worker)
 
     def _claim(self, now: float, at: int) -> None:
         """Claim runs for a worker as long as one fits its free devices."""
-        seat, free = self._seats[at], self._free[at]
+        worker, free = self._workers[at], self._free[at]
         while idle := [device for device, when in enumerate(free) if when <= now]:
             lines = [line for line in self._fitting[at] if line.ready and line.one.devices <= len(idle)]
             if not lines:
                 return
             one = self._queue[heapq.heappop(min(lines, key=lambda line: line.ready[0]).ready)]
-            self.found[one.run_id] = Turn(seat, now)
-            until = now + self._seconds(one, seat)
+            self.found[one.run_id] = Turn(worker, now)
+            until = now + self._seconds(one, worker)
             for device in idle[: one.devices]:
                 free[device] = until
             if until < math.inf:
@@ -139,7 +141,7 @@ class _Play:
         """Add the runs that do not start: no worker fits, or it is unknown when one is free."""
         for one, line in zip(self._queue, self._line_of, strict=True):
             if one.run_id not in self.found:
-                self.found[one.run_id] = Turn(self._seats[min(line.fitting)] if line.fitting else None, math.inf)
+                self.found[one.run_id] = Turn(self._workers[min(line.fitting)] if line.fitting else None, math.inf)
 
     def _count(self) -> None:
         """Count the runs before each run."""

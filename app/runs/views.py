@@ -44,19 +44,19 @@ async def _fields(session: AsyncSession, storage: Storage, run: Run) -> dict[str
     # A run that was never claimed has neither checkpoints nor metrics, so its creation does not wait for them.
     saved = await preferred(session, run) if run.attempt else None
     derived = _derived(storage, run, [saved.step, saved.attempt] if saved else None)
-    judges = await service.reward_run_ids(session, run)
+    reward_runs = await service.reward_run_ids(session, run)
     expected, real = await compared(session, run, probing.seconds_of_step(history))
-    told = await probing.told(session, run, expected, real)
-    taken = {"estimate": expected, "measured": real, "probe": told}
-    return {**same, **derived, **taken, "reward_run_ids": list(judges), "metrics_history": history}
+    result = await probing.told(session, run, expected, real)
+    taken = {"estimate": expected, "measured": real, "probe": result}
+    return {**same, **derived, **taken, "reward_run_ids": list(reward_runs), "metrics_history": history}
 
 
 def page(storage: Storage, rows: Sequence[Any], has_more: bool, predictions: Mapping[str, Prediction | None]) -> bytes:
     """Return a `Page[RunSummary]` as JSON, from the rows of `app.runs.listing`."""
     items = []
     for row in rows:
-        told = predictions.get(row.id)
-        more = {"prediction": told.model_dump(mode="json") if told else None}
+        prediction = predictions.get(row.id)
+        more = {"prediction": prediction.model_dump(mode="json") if prediction else None}
         head = to_json(_derived(storage, row, row.furthest) | more).decode()
         items.append(f"{head[:-1]},{row.shown[1:]}")
     return f'{{"data":[{",".join(items)}],"has_more":{"true" if has_more else "false"}}}'.encode()
