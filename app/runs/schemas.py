@@ -82,7 +82,7 @@ class RunCreate(_Body):
 class RunToEstimate(RunCreate):
     """Request to estimate a run."""
 
-    probe: bool = Field(default=False, description="Also measure it: two steps on its longest rows, on a worker.")
+    probe: bool = Field(default=False, description="Also measure two steps on its longest rows, on a worker.")
 
 
 class RunEdit(_Body):
@@ -163,9 +163,7 @@ class RunCheck(BaseModel):
     valid: bool
     errors: list[FieldError]
     warnings: list[FieldError]
-    effective_config: Config | None = Field(
-        description="Configuration that the trainer would use; null if there are errors."
-    )
+    effective_config: Config | None = Field(description="Effective configuration; null if there are errors.")
 
 
 class TrainingMetrics(BaseModel):
@@ -227,9 +225,7 @@ class RunSummary(TrainingRun):
     backend: str
     dataset_id: str
     eval_dataset_id: str | None
-    effective_config: dict[str, Any] | None = Field(
-        description="Configuration that the trainer uses, as it reported at its start."
-    )
+    effective_config: dict[str, Any] | None = Field(description="Configuration that the trainer reported at its start.")
     priority: int
     max_restarts: int
     pinned: bool = Field(description="Protected from deletion and from retention.")
