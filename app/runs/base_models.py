@@ -1,4 +1,4 @@
-"""Which model a name means. Free of FastAPI: the API checks a name with it, the worker finds the files."""
+"""Resolution of base model names. Free of FastAPI: the API validates names with it, the worker locates the files."""
 
 import json
 import re
@@ -20,7 +20,7 @@ _MODEL_FILES = ("config.json", "adapter_config.json")
 
 
 class BaseModelError(ValueError):
-    """A name that leads to no model: a stable code, and a sentence that says what to do."""
+    """A name that does not resolve to a model, with a stable code and a message that says what to do."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -29,7 +29,7 @@ class BaseModelError(ValueError):
 
 
 class Located(TypedDict):
-    """A base model: its name as the user wrote it, and either a local folder or a hub name with a revision."""
+    """Location of a base model: its name as the user wrote it, and either a folder or a hub name with a revision."""
 
     name: str
     path: str | None
@@ -38,12 +38,12 @@ class Located(TypedDict):
 
 
 def is_run(name: str) -> bool:
-    """Whether the name means the output of a run."""
+    """Return True if the name refers to the output of a run."""
     return name.startswith("run_") and is_id(name, "run")
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether the name could be one of the hub."""
+    """Return True if the name has the form of a hub name."""
     return _HUB_NAME.fullmatch(name) is not None
 
 
@@ -54,21 +54,21 @@ def locate(
     output_attempt_of_base_run: int | None,
     revision: str | None = None,
 ) -> Located:
-    """Where the model lies: a run's output, else a folder below the models root, else a model of the hub.
+    """Locate the model: the output of a run, else a folder below the models root, else a hub model.
 
-    `output_attempt_of_base_run` is the `output_attempt` of the run that `name` means, None for other names.
-    Whether a hub model exists is seen when it is loaded. Raises `BaseModelError`.
+    `output_attempt_of_base_run` is the `output_attempt` of the run that `name` refers to, None for other names.
+    The existence of a hub model is checked only when it is loaded. Raises `BaseModelError`.
     """
     if is_run(name):
         if output_attempt_of_base_run is None:
             raise BaseModelError(
-                "base_run_without_output", f"Run {name} has no output to build on; wait until it is completed."
+                "base_run_without_output", f"Run {name} has no output to use as a model; wait until it is completed."
             )
         folder = storage.output_dir(name, output_attempt_of_base_run)
         if folder.is_symlink() or not _holds_model(folder):
             raise BaseModelError(
                 "model_not_found",
-                f"The output of run {name} is gone from the storage; resume that run to make it again.",
+                f"The output of run {name} is missing from the storage; resume that run to create it again.",
             )
         return Located(name=name, path=str(folder), hub=None, revision=None)
     _check_allowed(settings, name)
@@ -77,7 +77,7 @@ def locate(
         if not _holds_model(folder):
             raise BaseModelError(
                 "not_a_model",
-                f"The folder {name!r} below the models root holds neither config.json nor "
+                f"The folder {name!r} below the models root contains neither config.json nor "
                 "adapter_config.json; put a model in Hugging Face format there.",
             )
         return Located(name=name, path=str(folder), hub=None, revision=None)
@@ -87,9 +87,9 @@ def locate(
 def conflicts(
     folder: Path, config: Mapping[str, Any], given: Set[str], *, needs_weights: bool = True
 ) -> list[BaseModelError]:
-    """What of a configuration a local model cannot do: seen from its files, before anything is started.
+    """Return settings that a local model does not support, judged by its files before anything is started.
 
-    Without `needs_weights` they may still be missing. The errors' codes are fields of the configuration.
+    Without `needs_weights`, the weights may still be missing. The errors' codes are fields of the configuration.
     """
     found = []
     if config.get("revision") is not None:
@@ -102,7 +102,7 @@ def conflicts(
     method = config.get("method", "qlora")
     if is_reward_model(folder) and (is_adapter or method != "reward"):
         what = "an adapter of a reward model" if is_adapter else "a reward model"
-        message = f"This is {what}: it scores answers and writes none; name it in `rlhf.rewards`, with type `model`."
+        message = f"This is {what}: it scores text and generates none; use it in `rlhf.rewards`, with type `model`."
         found.append(BaseModelError("base_model", message))
     if needs_weights and not is_adapter and (lacking := _lacking(folder, method == "full")):
         found.append(BaseModelError("base_model", lacking))
@@ -117,40 +117,40 @@ def conflicts(
 
 
 def _lacking(folder: Path, from_scratch: bool) -> str | None:
-    """What is wrong with the weights of a model's folder, as far as it is seen without reading them."""
+    """Return what is wrong with the weights in a model's folder, as far as can be seen without reading them."""
     if not any(folder.glob("*.safetensors")):
-        told = "The folder has no safetensors weights; put them there, or train it from scratch with method `full`."
-        return None if from_scratch else told
+        message = "The folder contains no safetensors weights; add them, or train from scratch with method `full`."
+        return None if from_scratch else message
     whole = folder / _WEIGHTS
     if whole.is_file() and whole.stat().st_size == 0:
-        return f"{_WEIGHTS} in the folder is empty; put the model's weights there again."
+        return f"{_WEIGHTS} in the folder is empty; replace it with the model's weights."
     return None
 
 
 def is_reward_model(folder: Path) -> bool | None:
-    """Whether a local model gives one score in place of tokens; None where its files do not tell."""
+    """Return True if a local model outputs one score instead of tokens; None if its files do not say."""
     if (folder / "adapter_config.json").is_file():
-        task = _told(folder, "adapter_config.json").get("task_type")
+        task = _read_json(folder, "adapter_config.json").get("task_type")
         return task == "SEQ_CLS" if isinstance(task, str) else None
-    names = _told(folder, "config.json").get("architectures")
+    names = _read_json(folder, "config.json").get("architectures")
     if not isinstance(names, list) or not names:
         return None
     return any(isinstance(name, str) and name.endswith("ForSequenceClassification") for name in names)
 
 
 def _of_architecture(folder: Path, config: Mapping[str, Any]) -> list[BaseModelError]:
-    """What a known family's configuration makes impossible for certain; nothing where another part makes the model."""
-    told, extra = _told(folder, "config.json"), config.get("extra")
+    """Return settings that are impossible for a model of a known family; nothing if a plugin creates the model."""
+    model_config, extra = _read_json(folder, "config.json"), config.get("extra")
     is_adapter = (folder / "adapter_config.json").is_file()
     if is_adapter or (isinstance(extra, Mapping) and (extra.get("model_factory") or extra.get("recipe"))):
         return []
-    if wrong := impossible_size(told):
-        return [BaseModelError("base_model", f"The model's config.json cannot be: {wrong}; correct it there.")]
+    if wrong := impossible_size(model_config):
+        return [BaseModelError("base_model", f"The model's config.json is invalid: {wrong}; correct it there.")]
     names = config.get("target_modules")
     if config.get("method") == "full" or config.get("lora_r", 1) is None or not isinstance(names, list):
         return []
     try:
-        there = modules(read(told))
+        there = modules(read(model_config))
     except UnknownArchitecture:
         return []
     if there is None:
@@ -159,45 +159,46 @@ def _of_architecture(folder: Path, config: Mapping[str, Any]) -> list[BaseModelE
     if not missing:
         return []
     message = (
-        f"`target_modules`: this model has no module {', '.join(missing)[:200]}; leave it out for all linear ones."
+        f"`target_modules`: this model has no module {', '.join(missing)[:200]}; leave the field out for all linear "
+        "layers."
     )
     return [BaseModelError("target_modules", message)]
 
 
 def _is_among(name: str, modules: Set[str]) -> bool:
-    """Whether a name of the configuration is that of a module, or the end of it, as peft understands it."""
+    """Return True if a configured name is a module's name or the end of one, as peft matches it."""
     return any(module == name or module.endswith(f".{name}") for module in modules)
 
 
 def _longest(folder: Path) -> int | None:
-    """Positions that the model has, where its configuration tells."""
-    told = _told(folder, "config.json")
-    told = told.get("text_config", told)
-    longest = told.get("max_position_embeddings") if isinstance(told, dict) else None
+    """Return the model's maximum number of positions, if its configuration gives it."""
+    model_config = _read_json(folder, "config.json")
+    model_config = model_config.get("text_config", model_config)
+    longest = model_config.get("max_position_embeddings") if isinstance(model_config, dict) else None
     return longest if isinstance(longest, int) else None
 
 
-def _told(folder: Path, name: str) -> dict[str, Any]:
-    """What a file of the model's says; nothing where it cannot be read."""
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    """Read a JSON object from a file of the model; return an empty one if that fails."""
     try:
         file = folder / name
         if not file.is_file() or file.stat().st_size > _MOST_CONFIG_BYTES:
             return {}
-        told = json.loads(file.read_text())
+        content = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError):
         return {}
-    return told if isinstance(told, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _check_allowed(settings: Settings, name: str) -> None:
-    """Of a run's output it was asked when that run was made."""
+    """Raise unless the operator allows this model; for a run's output this was checked when that run was created."""
     patterns = [pattern for part in settings.allowed_models.split(",") if (pattern := part.strip())]
     if not patterns or any(fnmatchcase(name, pattern) for pattern in patterns):
         return
     allowed = ", ".join(f"`{pattern}`" for pattern in patterns)
     raise BaseModelError(
         "model_not_allowed",
-        f"This server does not train on {name[:100]!r}; its operator allows {allowed[:300]} (ANNEAL_ALLOWED_MODELS).",
+        f"This server does not allow the model {name[:100]!r}; use one of {allowed[:300]} (ANNEAL_ALLOWED_MODELS).",
     )
 
 
@@ -207,7 +208,7 @@ def _below(root: Path, name: str) -> Path:
     except OutsideStorage:
         raise BaseModelError(
             "outside_models_root",
-            f"{name[:100]!r} leads out of the models root; name a folder below it, without '..', a leading "
+            f"{name[:100]!r} points outside the models root; use a folder below it, without '..', a leading "
             "'/' or symbolic links.",
         ) from None
 
@@ -223,7 +224,7 @@ def _hub_name(settings: Settings, name: str) -> str:
     if not settings.allow_hub:
         raise BaseModelError(
             "hub_not_allowed",
-            f"{here}, and this server does not load from the hub; put the model there, or let the operator "
+            f"{here}, and this server does not load from the hub; put the model there, or ask the operator to "
             "set ANNEAL_ALLOW_HUB=true.",
         )
     return name

@@ -1,4 +1,4 @@
-"""What is wrong with a request for a run: all of it at once, before anything is written."""
+"""Validation of a request for a run: reports all errors at once, before anything is written."""
 
 import asyncio
 from collections.abc import Iterable, Mapping
@@ -39,7 +39,7 @@ from app.workers.service import FRESH_LEASES
 
 @dataclass
 class Examined:
-    """A request with everything that was found out about it; `config` is there when it has no errors."""
+    """Result of validating a request; `config` is set if there are no errors."""
 
     errors: list[FieldError] = field(default_factory=list)
     warnings: list[FieldError] = field(default_factory=list)
@@ -50,12 +50,12 @@ class Examined:
     reward_run_ids: list[str] = field(default_factory=list)
 
     def refuse(self, name: str, code: str, message: str) -> None:
-        """One more thing that is wrong."""
+        """Add an error."""
         self.errors.append(FieldError(field=name, code=code, message=message))
 
 
 def refusal(errors: list[FieldError]) -> ApiError:
-    """422 with every error; its code is theirs when they all have the same."""
+    """Build a 422 with all errors; its code is that of the errors if they all have the same."""
     codes = {error.code for error in errors}
     return invalid(errors, code=codes.pop() if len(codes) == 1 else "invalid_request")
 
@@ -69,15 +69,15 @@ async def examine(
     *,
     needs_weights: bool = True,
 ) -> Examined:
-    """Check a request as a whole; rows that it refers to stay locked against deletion until the commit.
+    """Validate a whole request; the rows that it refers to stay locked against deletion until the commit.
 
-    Without `needs_weights` those of the base model may be missing.
+    Without `needs_weights`, the weights of the base model may be missing.
     """
     found = Examined()
     rules = known.get(request.backend)
     if rules is None:
         names = ", ".join(f"`{name}`" for name in sorted(known))
-        found.refuse("backend", "unknown_backend", f"there is no such backend; there are {names}")
+        found.refuse("backend", "unknown_backend", f"unknown backend; choose one of {names}")
     if request.experiment_id is not None:
         await _check_experiment(session, request.experiment_id, found)
     dataset = await _dataset(session, "dataset_id", request.dataset_id, found)
@@ -89,15 +89,15 @@ async def examine(
         found.errors += data_problems(request.config, name, item, splits=rules is None or rules.loads_model)
     machines = await online_machines(session, settings, request.backend, rules)
     data_format = dataset.format if dataset else None
-    # In a thread, here and below: long schemas take a second, in which others are to be served.
+    # In a thread, here and below: a long schema takes a second, which must not block other requests.
     wrong, machine = await asyncio.to_thread(
         config_problems, rules, request.config, request.eval_dataset_id is not None, data_format, machines
     )
-    told = {problem.field for problem in wrong}
-    wrong += [one for one in await destination_problems(session, settings, request.config) if one.field not in told]
+    reported = {problem.field for problem in wrong}
+    wrong += [one for one in await destination_problems(session, settings, request.config) if one.field not in reported]
     if rules is not None and rules.options is None:
         refused, warned = await plugin_problems(session, _online(settings, request.backend), request.config)
-        wrong += [one for one in refused if one.field not in told]
+        wrong += [one for one in refused if one.field not in reported]
         found.warnings += [_about_config(problem) for problem in warned]
     found.errors += [_about_config(problem) for problem in wrong]
     loads_model = rules is None or rules.loads_model
@@ -110,7 +110,7 @@ async def examine(
                 field="backend",
                 code="no_worker_online",
                 message=f"No worker of backend `{request.backend}` is online: the run waits until one starts, "
-                "and what depends on its device is checked then.",
+                "and settings that depend on its device are checked then.",
             )
         )
     if not found.errors:
@@ -125,7 +125,7 @@ def config_problems(
     dataset_format: str | None = None,
     machines: Iterable[Machine] = (),
 ) -> tuple[list[Problem], Machine | None]:
-    """What a backend finds wrong with a configuration, and the first machine that can honour it."""
+    """Return a backend's errors for a configuration, and the first machine that supports it."""
 
     def judge(machine: Machine | None) -> list[Problem]:
         return problems(plain, has_eval_dataset=has_eval_dataset, dataset_format=dataset_format, machine=machine)
@@ -158,7 +158,7 @@ def _option_problems(options: Any, extra: Any) -> list[Problem]:
         for item in error.errors(include_url=False, include_input=False):
             name = ".".join(["extra", *(str(part) for part in item["loc"])])[:200]
             unknown = item["type"] == "extra_forbidden"
-            reason = f"is not an option of this backend; it knows {known}" if unknown else item["msg"]
+            reason = f"is not an option of this backend; its options are {known}" if unknown else item["msg"]
             code = "unknown_field" if unknown else "invalid"
             found.append(Problem(field=name, code=code, message=f"`{name}`: {reason}."))
         return found
@@ -175,14 +175,14 @@ def _capability_problems(rules: Rules, config: Mapping[str, Any]) -> list[Proble
             Problem(
                 field="method",
                 code="not_supported_by_backend",
-                message=f"Backend `{can.name}` does not train with `{method}`; it has {methods}.",
+                message=f"Backend `{can.name}` does not support method `{method}`; use one of {methods}.",
             )
         )
     return found
 
 
 def requirements(rules: Rules, config: TrainingConfig, given: Iterable[str]) -> dict[str, Any]:
-    """What a worker must offer, as far as the configuration itself says so."""
+    """Return the requirements on a worker that follow from the configuration alone."""
     wanted = set(given)
     needs_gpu = (
         ("optim" in wanted and config.optim.startswith("paged_"))
@@ -198,8 +198,8 @@ async def _check_experiment(session: AsyncSession, experiment_id: str, found: Ex
         found.refuse(
             "experiment_id",
             "experiment_not_found",
-            "there is no such experiment; POST /v1/experiments makes one, and without the field the default "
-            "one is used",
+            "there is no such experiment; create one with POST /v1/experiments, or leave the field out to use the "
+            "default one",
         )
 
 
@@ -210,7 +210,7 @@ async def _dataset(session: AsyncSession, name: str, dataset_id: str, found: Exa
         found.refuse(
             name,
             "dataset_not_found",
-            f"there is no data set {dataset_id[:60]!r}; upload one with POST /v1/datasets",
+            f"there is no dataset {dataset_id[:60]!r}; upload one with POST /v1/datasets",
         )
     return dataset
 
@@ -232,7 +232,7 @@ async def _check_base_model(
         return
     try:
         output_attempt = await _output_attempt(session, name, "base") if base_models.is_run(name) else None
-        # In a thread: a storage that hangs must not keep every stream waiting.
+        # In a thread: a storage that hangs must not block the event loop.
         located = await asyncio.to_thread(base_models.locate, settings, storage, name, output_attempt)
     except base_models.BaseModelError as error:
         found.refuse("config.base_model", error.code, error.message)
@@ -273,7 +273,7 @@ async def _check_reward_models(
             found.refuse(
                 place,
                 "not_a_reward_model",
-                f"{name[:100]!r} writes text and gives no score; name a run of method `reward`, or a model for "
+                f"{name[:100]!r} generates text and returns no score; use a run of method `reward`, or a model for "
                 "sequence classification",
             )
         elif is_run and name not in found.reward_run_ids:
@@ -285,19 +285,19 @@ async def _output_attempt(session: AsyncSession, run_id: str, role: Literal["bas
     run = (await session.execute(query.with_for_update(read=True, key_share=True))).one_or_none()
     if run is None:
         raise base_models.BaseModelError(
-            f"{role}_run_not_found", f"There is no run {run_id}; GET /v1/runs?status=completed lists those to name."
+            f"{role}_run_not_found", f"There is no run {run_id}; GET /v1/runs?status=completed lists usable runs."
         )
     if run.status != "completed":
         raise base_models.BaseModelError(
             f"{role}_run_not_completed",
             f"Run {run_id} is {run.status}, not completed; "
             + ("resume it, or" if run.status in ("failed", "cancelled") else "wait until it is, or")
-            + " name another model.",
+            + " use another model.",
         )
     if role == "reward" and run.method != TrainingMethod.reward:
         raise base_models.BaseModelError(
             "not_a_reward_model",
-            f"Run {run_id} was trained with method `{run.method}`; name a run of method `reward`.",
+            f"Run {run_id} was trained with method `{run.method}`; use a run of method `reward`.",
         )
     attempt: int | None = run.output_attempt
     return attempt
@@ -306,12 +306,12 @@ async def _output_attempt(session: AsyncSession, run_id: str, role: Literal["bas
 async def online_machines(
     session: AsyncSession, settings: Settings, backend: str, rules: Rules | None
 ) -> list[Machine]:
-    """The kinds of devices that workers of a backend offer now, best first; none where they do not matter."""
+    """Return the kinds of devices of a backend's online workers, best first; none if devices do not matter."""
     if rules is None or not rules.machine_matters:
         return []
     query = select(Device.kind).distinct().join(Worker, Worker.id == Device.worker_id)
     kinds = (await session.scalars(query.where(*_online(settings, backend)))).all()
-    # What a GPU can do beyond being one is seen on its worker: here it gets the benefit of the doubt.
+    # The features of a GPU are known only on its worker; here all are assumed to be present.
     return [
         Machine(kind="cuda", bf16=True, flash_attention=True, flash_attention_3=True)
         if kind == "cuda"
@@ -339,7 +339,7 @@ def _resolve(config: Mapping[str, Any], machine: Machine | None, found: Examined
         FieldError(
             field=f"config.{item.field}",
             code="replaced",
-            message=f"`{item.field}` will be {_shown(item.used)} in place of {_shown(item.requested)}: {item.reason}",
+            message=f"`{item.field}` will be {_shown(item.used)} instead of {_shown(item.requested)}: {item.reason}",
         )
         for item in effective.replaced
     ]

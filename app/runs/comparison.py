@@ -1,4 +1,4 @@
-"""Runs side by side."""
+"""Comparison of runs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,10 +18,10 @@ _COMPARED = ("backend", "dataset_id", "eval_dataset_id", "parent_run_id", "base_
 
 
 async def compare(session: AsyncSession, ids: Sequence[str]) -> RunComparison:
-    """Compare runs by what was asked of them and what came of it; the session has to be a snapshot."""
+    """Compare runs by their configurations and results; the session must be a snapshot."""
     wanted = list(dict.fromkeys(ids))
     if not 2 <= len(wanted) <= _MOST:
-        message = f"name 2 to {_MOST} different runs, with commas between them"
+        message = f"name 2 to {_MOST} different runs, separated by commas"
         raise invalid([FieldError(field="ids", code="wrong_number", message=message)])
     found = {run.id: run for run in (await session.scalars(select(Run).where(Run.id.in_(wanted)))).all()}
     for id in wanted:

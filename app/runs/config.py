@@ -1,7 +1,7 @@
-"""Training configuration: what a user may ask for, what is wrong with it, and what a machine makes of it.
+"""Validation of a training configuration, and resolution of its defaults for a machine.
 
-Pure pydantic, no torch: the API checks with it, and the training process resolves with it.
-Fields, bounds and defaults: `fields.py`; what contradicts what: `conflicts.py`.
+Pure pydantic, no torch: the API validates with it, and the training process resolves with it.
+Fields, bounds and defaults: `fields.py`; conflicts between fields: `conflicts.py`.
 """
 
 import difflib
@@ -46,13 +46,13 @@ CHANGEABLE_ON_RESUME = frozenset({
     "time_limit_seconds", "stop_at_step", "early_stopping_patience", "learning_rate", "weight_decay",
     "report_to", "push_to_hub", "on_non_finite", "on_spike", "on_out_of_memory",
 })  # fmt: skip
-"""Fields that a resumed run may change; any other would silently train something else than it continues."""
+"""Fields that a resumed run may change; changing any other would silently train something else."""
 
 _GROUPS = ("dpo", "rlhf", "extra")
 
 
 class Replacement(BaseModel):
-    """A default that this machine cannot honour, and what is used in its place."""
+    """A default that this machine does not support, and the value used instead."""
 
     field: str
     requested: Any
@@ -62,7 +62,7 @@ class Replacement(BaseModel):
 
 @dataclass(frozen=True)
 class Effective:
-    """A configuration with every choice made."""
+    """A configuration with all defaults resolved."""
 
     config: TrainingConfig
     replaced: list[Replacement]
@@ -70,7 +70,7 @@ class Effective:
 
 
 def given_fields(config_input: Mapping[str, Any]) -> set[str]:
-    """Names of the fields that the user set, dotted within a group (`dpo.beta`)."""
+    """Return the names of the fields that the user set, dotted within a group (`dpo.beta`)."""
     names = {name for name in config_input if name not in _GROUPS}
     for group in _GROUPS:
         members = config_input.get(group)
@@ -82,9 +82,9 @@ def given_fields(config_input: Mapping[str, Any]) -> set[str]:
 
 
 def understood(stored: Mapping[str, Any], given: Iterable[str]) -> dict[str, Any]:
-    """A stored configuration without defaults of fields that this version does not have.
+    """Drop the defaults of fields that this version does not have from a stored configuration.
 
-    While a service is updated, a newer API writes for older workers. What the user set stays, and is refused.
+    During an upgrade, a newer API writes for older workers. Fields that the user set stay, and are rejected.
     """
     given = set(given)
     kept = {name: value for name, value in stored.items() if name in TrainingConfig.model_fields or name in given}
@@ -96,7 +96,7 @@ def understood(stored: Mapping[str, Any], given: Iterable[str]) -> dict[str, Any
 
 
 def in_numbers(config_input: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with `"10k"` as 10000, wherever a field takes that; what cannot be read stays as it is."""
+    """Convert text such as `"10k"` to numbers where a field accepts it; what cannot be parsed stays unchanged."""
     return {name: _FRIENDLY[name].number(value) if name in _FRIENDLY else value for name, value in config_input.items()}
 
 
@@ -107,7 +107,7 @@ def _friendly(annotations: Iterable[Any]) -> Friendly | None:
 _FRIENDLY: dict[str, Friendly] = {
     name: friendly
     for name, field in TrainingConfig.model_fields.items()
-    # A field that may be null has its annotations one level down.
+    # A nullable field has its annotations one level down.
     for friendly in [
         _friendly([*field.metadata, *(one for arg in get_args(field.annotation) for one in get_args(arg)[1:])])
     ]
@@ -122,13 +122,13 @@ def problems(
     dataset_format: str | None = None,
     machine: Machine | None = None,
 ) -> list[Problem]:
-    """Everything wrong with a configuration as the user wrote it, all at once; empty: it can run.
+    """Return all errors in a configuration as the user wrote it; if there are none, it can run.
 
-    `dataset_format` is one of `app.datasets.formats` or None (not known yet); `machine` None: any.
+    `dataset_format` is one of `app.datasets.formats`, or None if not known yet; `machine` None: any machine.
     """
     if not isinstance(config_input, Mapping):
-        return [problem("config", "wrong_type", "must be an object of fields and values")]
-    # A name may hold lone surrogates, which neither pydantic nor a JSON answer can carry.
+        return [problem("config", "wrong_type", "must be an object with fields and values")]
+    # A name may contain lone surrogates, which neither pydantic nor a JSON response can encode.
     config_input = {_printable(str(name)): value for name, value in config_input.items()}
     found: list[Problem] = []
     bad: set[int | str] = set()
@@ -137,7 +137,7 @@ def problems(
     except ValidationError as error:
         errors = error.errors(include_url=False)
         found = _from_pydantic(errors, TrainingConfig)
-        # From the raw errors: what is shown is cut, and a name may hold dots or be empty.
+        # From the raw errors: the names shown are truncated, and a name may contain dots or be empty.
         bad = {error["loc"][0] for error in errors if error["loc"]}
         sound = {name: value for name, value in config_input.items() if name not in bad}
         config = TrainingConfig.model_validate({"base_model": "unknown", **sound})
@@ -154,15 +154,15 @@ def problems(
     together += [problem(name, "conflict", why) for name, why in doubled(config_input, given)]
     if machine is not None:
         together += machine_conflicts(config, given, machine)
-    # Of a field that was refused by itself the default was looked at here.
+    # These checks saw the default of a field that was rejected above: drop their errors for it.
     return found + [one for one in together if one.field.split(".")[0] not in bad]
 
 
 def resolve(config: TrainingConfig, given: Iterable[str], machine: Machine | None) -> Effective:
-    """Make every choice that is open; a value that was *given* and cannot be honoured is a problem.
+    """Resolve all defaults; a value that was *given* and is not supported is an error.
 
-    Defaults that follow from the method resolve in silence, as documented with the fields; one that the
-    machine cannot honour is replaced by the nearest that works, and told. `machine` None leaves those be.
+    Defaults that follow from the method are resolved silently, as documented with the fields. A default that
+    the machine does not support is replaced by the nearest that works, and reported; `machine` None keeps those.
     """
     given = set(given)
     update: dict[str, Any] = {}
@@ -179,14 +179,14 @@ def resolve(config: TrainingConfig, given: Iterable[str], machine: Machine | Non
     replaced: list[Replacement] = []
     if machine is not None:
         found += machine_conflicts(config, given, machine)
-        quantised = update.get("load_in_4bit", config.load_in_4bit)
-        replaced = _replacements(config, given, machine, quantised)
+        quantized = update.get("load_in_4bit", config.load_in_4bit)
+        replaced = _replacements(config, given, machine, quantized)
         update |= {replacement.field: replacement.used for replacement in replaced}
     return Effective(config.model_copy(update=update), replaced, found)
 
 
 def resume_problems(parent_config: Mapping[str, Any], overrides: Mapping[str, Any]) -> list[Problem]:
-    """The overrides that a resumed run may not make: what it learned so far depends on the old value."""
+    """Return errors for overrides that a resumed run may not make: its progress depends on the old values."""
     return [
         problem(
             name,
@@ -204,7 +204,11 @@ def _not_available_yet(config: TrainingConfig) -> list[Problem]:
         "torch_compile": config.torch_compile,
     }
     return [
-        problem(name, "not_available_yet", f"cannot be {str(value).lower()} yet: this version has no such feature")
+        problem(
+            name,
+            "not_available_yet",
+            f"cannot be {str(value).lower()} yet: this version does not support it; leave the field out",
+        )
         for name, value in wanted.items()
         if value
     ]
@@ -222,19 +226,21 @@ def _replacements(config: TrainingConfig, given: set[str], machine: Machine, fou
         if config.optim.startswith("paged_") and config.extra.get("optimizer") is None:
             replace("optim", config.optim.removeprefix("paged_"), "Paging optimizer state needs a GPU.")
         if config.gradient_checkpointing:
-            replace("gradient_checkpointing", False, "On a CPU it costs time and saves memory that is not scarce.")
+            replace(
+                "gradient_checkpointing", False, "On a CPU it costs time, and the memory that it saves is not scarce."
+            )
         if four_bit and config.bnb_4bit_compute_dtype != "float32":
-            replace("bnb_4bit_compute_dtype", "float32", "This CPU computes in 32 bits faster and more exactly.")
+            replace("bnb_4bit_compute_dtype", "float32", "On this CPU, float32 is faster and more precise.")
     elif four_bit and config.bnb_4bit_compute_dtype == "bfloat16" and not machine.bf16:
-        replace("bnb_4bit_compute_dtype", "float16", "This GPU has no bfloat16.")
+        replace("bnb_4bit_compute_dtype", "float16", "This GPU does not support bfloat16.")
     return replaced
 
 
 _CHOICES = {"gradient_checkpointing": '"selective" or "auto"', "memory_profile": '"steps"'}
-"""Fields that are true, false, or this."""
+"""Fields that accept true, false, or these values."""
 _NO_TYPE = {"union_tag_invalid": "unknown_value", "union_tag_not_found": "missing"}
 _OWN_CODES = ("bad_pattern", "bad_schema", "bad_bounds", "bad_count", "out_of_range")
-"""Of checks of our own, whose message is the whole sentence."""
+"""Error codes of our own validators, whose messages are complete."""
 _CODES = {
     "missing": "missing", "extra_forbidden": "unknown_field", "literal_error": "unknown_value",
     "enum": "unknown_value", "finite_number": "not_finite", "greater_than": "out_of_range",
@@ -251,13 +257,13 @@ def _from_pydantic(errors: list[ErrorDetails], model: type[BaseModel], *prefix: 
     for error in errors[:200]:
         parts = [str(part) or '""' for part in error["loc"]]
         if parts and parts[0] in _CHOICES:
-            parts = parts[:1]  # one problem for a field, not one for each type that it might have been
+            parts = parts[:1]  # one error per field, not one per member of its union
         if parts[:2] == ["rlhf", "rewards"]:
-            del parts[3:4]  # the type, by which pydantic tells them apart
+            del parts[3:4]  # the discriminator that pydantic adds
             parts += ["type"] if error["type"] in _NO_TYPE else []
         name = _printable(".".join([*prefix, *parts]) or "config")[:200]
         if error["type"] == "float_type" and type(error["input"]) is int:
-            error = {**error, "type": "too_large", "msg": "Input should be smaller"}  # than any float
+            error = {**error, "type": "too_large", "msg": "Input should be smaller"}  # larger than any float
         code = _CODES.get(error["type"], "wrong_type" if error["type"].endswith("_type") else "invalid")
         found.setdefault(name, problem(name, code, _sentence(error, parts, model)))
     return list(found.values())
@@ -278,8 +284,8 @@ def _sentence(error: ErrorDetails, parts: list[str], model: type[BaseModel]) -> 
         return f"must be true, false or {_CHOICES[parts[0]]}"
     if error["type"] == "string_pattern_mismatch":
         if parts[-1] in ("base_model", "model"):
-            return "must be a name such as `folder`, `owner/model` or `run_…`, not a path elsewhere"
-        return "holds characters that a name cannot have"
+            return "must be a name such as `folder`, `owner/model` or `run_…`, not a path outside the models root"
+        return "contains characters that are not allowed in a name"
     got = _shown(error["input"])
     sentence = error["msg"].replace("Input should", "must", 1).removesuffix(".")
     return _printable(f"{sentence}, not {got}")
@@ -287,8 +293,8 @@ def _sentence(error: ErrorDetails, parts: list[str], model: type[BaseModel]) -> 
 
 def _shown(value: Any) -> str:
     if isinstance(value, int) and abs(value) >= 10**60:
-        return "a number of that size"  # Python refuses to write out very long ones
-    return repr(value)[:60] if isinstance(value, str | int | float | None) else "that"
+        return "a number of that size"  # Python refuses to format very long ones
+    return repr(value)[:60] if isinstance(value, str | int | float | None) else "this value"
 
 
 def _printable(text: str) -> str:

@@ -1,6 +1,6 @@
-"""Numbers as people write them where a count is expected: `"10k"`, `"1.5M"`, `"2**15"`, `"1e4"`, `"10_000"`, `"2h"`.
+"""Human-readable numbers: `"10k"`, `"1.5M"`, `"2**15"`, `"1e4"`, `"10_000"`, `"2h"`.
 
-They become plain numbers before anything else looks at them, so that what is stored and compared holds numbers.
+They are converted before any other check, so that only plain numbers are stored and compared.
 """
 
 import json
@@ -13,7 +13,7 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-# Each is bounded, so that nothing that is read takes long or becomes huge.
+# Each pattern is bounded, so that parsing is fast and numbers stay small.
 _WHOLE = r"[0-9]{1,15}|[0-9]{1,3}(?:_[0-9]{3}){1,4}"
 _SCALED = r"[0-9]{1,12}(?:\.[0-9]{1,9})?(?:[kKM]|[eE]\+?[0-9]{1,2})"
 _POWER = r"[0-9]{1,4}\*\*[0-9]{1,2}"
@@ -25,7 +25,7 @@ _UNITS = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
 
 
 class Friendly:
-    """Marks a number that may also come as a text; the last annotation of its type, behind the bounds."""
+    """Annotation of a number that may also be given as text; must be the last one of its type, after the bounds."""
 
     def __init__(self, read: Callable[[str], int], pattern: str, examples: list[str]) -> None:
         self._read = read
@@ -38,7 +38,7 @@ class Friendly:
         return {"anyOf": [handler(schema), self._text]}
 
     def number(self, value: Any) -> Any:
-        """The value as a number, if it says one; as it is, if not."""
+        """Return the value as a number if it can be parsed, else unchanged."""
         try:
             return self._checked(value)
         except PydanticCustomError:
@@ -47,14 +47,14 @@ class Friendly:
     def _checked(self, value: Any) -> Any:
         if isinstance(value, str):
             return self._read(value)
-        # JSON knows no integers, and YAML reads 1e4 as a float: both mean the count.
+        # JSON does not distinguish integers from floats, and YAML parses 1e4 as a float.
         return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def read_count(text: str) -> int:
-    """The count that a text says; raises `PydanticCustomError`."""
+    """Parse a count; raise `PydanticCustomError` if the text is not one."""
     if not re.fullmatch(_COUNT_PATTERN, text):
-        raise _unreadable(text, 'is no count: write 10000, "10k", "1.5M" or "2**15"')
+        raise _unreadable(text, 'is not a count; write 10000, "10k", "1.5M" or "2**15"')
     base, power, exponent = text.partition("**")
     if power:
         return int(int(base) ** int(exponent))
@@ -63,22 +63,22 @@ def read_count(text: str) -> int:
 
 
 def read_seconds(text: str) -> int:
-    """The seconds that a text says, as a count or as `"1d"`, `"2h"`, `"1h30m"`; raises as `read_count` does."""
+    """Parse seconds, given as a count or as `"1d"`, `"2h"`, `"1h30m"`; raise like `read_count`."""
     if re.fullmatch(_DURATION, text):
         return _whole(text, sum(Decimal(part[:-1]) * _UNITS[part[-1]] for part in re.findall(r"[0-9.]+[dhms]", text)))
     if not re.fullmatch(_SECONDS_PATTERN, text):
-        raise _unreadable(text, 'is no time: write seconds, "90s", "30m", "2h" or "1d"')
+        raise _unreadable(text, 'is not a duration; write seconds, "90s", "30m", "2h" or "1d"')
     return read_count(text)
 
 
 def _whole(text: str, number: Decimal | int) -> int:
     if number != int(number):
-        raise _unreadable(text, "is no whole number")
+        raise _unreadable(text, "is not a whole number")
     return int(number)
 
 
 def _unreadable(text: str, why: str) -> PydanticCustomError:
-    reason = f"cannot be read: {json.dumps(text[:40])} {why}"
+    reason = f"cannot be parsed: {json.dumps(text[:40])} {why}"
     return PydanticCustomError("bad_count", "{reason}", {"reason": reason})
 
 

@@ -1,4 +1,4 @@
-"""The curves of a run, from its roll-ups: as fast for a million points as for ten thousand, and with every extreme."""
+"""Curves of a run, read from its roll-ups: as fast for a million points as for ten thousand, with every extreme."""
 
 import asyncio
 import json
@@ -17,12 +17,12 @@ from app.runs.rollups import MOST_STEP, VALUES, highest_level, points_of, step_o
 from app.runs.schemas import Series
 
 READS_AT_A_TIME = 2
-"""Curves that one process reads at once: each may take a connection and a core for a second."""
+"""Curves that one process reads concurrently: each may take a connection and a core for a second."""
 _FEW = 5000
-"""So many points are thinned sooner than a thread is found for them."""
+"""Up to this many points, thinning is faster than handing it to a thread."""
 _NEVER = 2**62
 
-# A range at a time: one condition over several would read the whole index.
+# One range at a time: a single condition over several would read the whole index.
 _EVENTS = """
     FROM unnest(cast(:lows AS bigint[]), cast(:highs AS bigint[])) AS stretch(low, high)
     CROSS JOIN LATERAL (
@@ -50,7 +50,7 @@ _OF_NAMES = """
     cast((SELECT json_object_agg(name, series -> name) FROM unnest(cast(:names AS text[])) AS name
         WHERE series -> name IS NOT NULL) AS text)
 """
-# Of one, as most are asked for, in half the time; without that series it is null.
+# For one series, the usual request, in half the time; null if the row lacks the series.
 _OF_NAME = "'{' || cast(to_json(cast(:name AS text)) AS text) || ':' || cast(series -> :name AS text) || '}'"
 _PIECES_OF_ALL, _PIECES_OF_NAMES = text(_PIECES.format("cast(series AS text)")), text(_PIECES.format(_OF_NAMES))
 _PIECES_OF_NAME = text(_PIECES.format(_OF_NAME))
@@ -65,21 +65,21 @@ async def curves(
     to_step: int | None,
     max_points: int,
 ) -> dict[str, Series]:
-    """Every series (or those named), each thinned to `max_points` with its extremes kept.
+    """Return every series (or those in `names`), each thinned to `max_points` with its extremes kept.
 
-    `extra.<name>` is what a metric carries in its `extra`, `eval.<name>` the result of an evaluation. Of steps that
-    were trained twice, after a loss or a rewind, the newest pass counts. The session has to be a snapshot: the log and
-    its roll-ups must be of one moment, also while the run goes on.
+    `extra.<name>` is a value from a metric's `extra`, `eval.<name>` a result of an evaluation. Of steps that were
+    trained twice, after a lost worker or a rewind, the newest pass counts. The session must be a snapshot: the log
+    and its roll-ups must be consistent with each other while the run continues.
     """
     rows = (await session.execute(_PASSES, {"run_id": run_id})).all()
     if not rows:
         raise not_found("run", run_id)
     last = MOST_STEP if to_step is None else to_step
     first_seq = rows[0].oldest_seq
-    # The passes in the order in which they were trained, with a row for each kind.
+    # The passes in training order, with a row for each kind.
     whole = [row for row in rows if row.attempt is not None]
     is_little = first_seq == 1 and sum(row.points for row in whole) <= max_points
-    # Attempts of a worker of an earlier version have no roll-ups.
+    # Attempts by a worker of an earlier version have no roll-ups.
     if is_little or await _is_any_outside(session, run_id, whole):
         points = await all_points(session, run_id, names, from_step, last)
     else:
@@ -98,7 +98,7 @@ def _thinned(points: Points, most: int) -> dict[str, Series]:
 
 
 async def _is_any_outside(session: AsyncSession, run_id: str, whole: Sequence[Any]) -> bool:
-    """Whether there are points that no roll-up covers."""
+    """Return True if there are points that no roll-up covers."""
     gaps, reached = [], 0
     for first, last in sorted((row.first_seq, row.last_seq) for row in whole):
         if first > reached + 1:
@@ -115,39 +115,39 @@ def _ranges(run_id: str, ranges: Iterable[tuple[int, int]]) -> dict[str, Any]:
 
 @dataclass
 class _Stretch:
-    """What counts of one kind in one pass: the steps from `low` to `high`."""
+    """Valid points of one kind in one pass: the steps from `low` to `high`."""
 
     row: Any
     low: int
     high: int
 
     def narrow(self, low: int, high: int) -> bool:
-        """Leave out what lies outside; answers whether anything is left."""
+        """Restrict the steps to this range; return True if any are left."""
         self.low, self.high = max(self.low, low), min(self.high, high)
         return self.low <= self.high
 
     @property
     def about(self) -> int:
-        """About how many points it has: as if they stood at equal distances."""
+        """Approximate number of points, as if they were evenly spaced."""
         share = (self.high - self.low + 1) / (self.row.last_step - self.row.first_step + 1)
         return math.ceil(float(self.row.points * share))
 
     def holds(self, row: Any) -> bool:
-        """Whether all of a row counts."""
+        """Return True if a whole row is valid."""
         return bool(self.low <= row.first_step and row.last_step <= self.high)
 
     def held(self, rows: Sequence[Any]) -> Sequence[Any]:
-        """Those of rows in their order all of which counts."""
+        """Return the rows, given in order, that are valid as a whole."""
         if rows and self.low <= rows[0].first_step and rows[-1].last_step <= self.high:
             return rows
         return [row for row in rows if self.holds(row)]
 
 
 def _counting(whole: Sequence[Any]) -> list[_Stretch]:
-    """What no later pass has trained again.
+    """Return the steps of each pass that no later pass has trained again.
 
-    A later point replaces those of its own kind from its step on, and all others behind it: an evaluation and a metric
-    of one step stand side by side.
+    A later point replaces those of its own kind from its step on, and those of other kinds after its step: an
+    evaluation and a metric of one step are both valid.
     """
     passes: dict[tuple[int, int], list[Any]] = {}
     for row in whole:
@@ -171,7 +171,7 @@ def _is_in(stretch: _Stretch, step: int) -> bool:
 
 
 class _Reading:
-    """Collects the points that a curve is drawn from."""
+    """Collects the points of curves."""
 
     def __init__(self, session: AsyncSession, run_id: str, first_seq: int, names: Sequence[str] | None) -> None:
         self.points: Points = {name: {} for name in names or ()}
@@ -183,7 +183,7 @@ class _Reading:
         """First and last step of each series, with their values."""
 
     async def read(self, stretches: list[_Stretch], max_points: int) -> None:
-        """Take the points of one kind, or of each piece of it the lowest and the highest."""
+        """Read the points of one kind, or only the lowest and the highest of each row if there are too many."""
         about = sum(stretch.about for stretch in stretches)
         level = 1
         while points_of(level) * max_points < 2 * about:
@@ -193,7 +193,7 @@ class _Reading:
             is_little = sum(row.points for stretch, rows in found for row in stretch.held(rows)) <= max_points
             if level == 1 or not is_little:
                 break
-            level -= 1  # the steps stand closer together elsewhere
+            level -= 1  # the points are denser elsewhere
         for stretch, rows in found:
             if is_little and self._has_events(rows):
                 await self._take_events(stretch, rows)
@@ -203,7 +203,7 @@ class _Reading:
             self.points[name].update({first: first_value, last: last_value})
 
     async def _pieces(self, stretch: _Stretch, level: int) -> list[Any]:
-        """The rows of a level, or of the highest there is below it, that touch a stretch."""
+        """Return the rows of a level, or of the highest existing level below it, that overlap a stretch."""
         level = min(level, highest_level(stretch.row.points))
         return await self._touching(stretch, level, stretch.low, stretch.high)
 
@@ -220,7 +220,7 @@ class _Reading:
         return list(found.all())
 
     def _has_events(self, rows: Sequence[Any]) -> bool:
-        """Whether retention has left the events behind these rows."""
+        """Return True if retention has kept the events of these rows."""
         return bool(rows) and rows[0].first_seq >= self._first_seq
 
     async def _take_pieces(self, stretch: _Stretch, rows: list[Any], level: int) -> None:
@@ -241,21 +241,21 @@ class _Reading:
                         self._take_extents(stretch, one)
 
     def _take_whole(self, rows: Iterable[Any]) -> None:
-        """Take rows all of which counts."""
-        # In one piece: to parse each by itself takes three times as long.
+        """Add rows that are valid as a whole."""
+        # In one document: parsing each row separately takes three times as long.
         texts = [row.extents for row in rows if row.extents]
         for series in json.loads(f"[{','.join(texts)}]"):
             for name, extent in series.items():
                 first, at_first, low, lowest, high, highest, last, at_last = extent[:VALUES]
                 points = self.points.setdefault(name, {})
                 if lowest is None:
-                    points[first] = at_first  # of nothing but gaps there is one to show
+                    points[first] = at_first  # of a row with only gaps, one is shown
                 else:
                     points[low], points[high] = lowest, highest
                 self._reach(name, first, at_first, last, at_last)
 
     def _take_extents(self, stretch: _Stretch, row: Any) -> None:
-        """Take of a row what counts."""
+        """Add the valid part of a row."""
         for name, extent in json.loads(row.extents or "{}").items():
             points = self.points.setdefault(name, {})
             shown = {extent[place]: extent[place + 1] for place in (0, 2, 4, 6) if _is_in(stretch, extent[place])}
@@ -296,7 +296,7 @@ class _Reading:
 
 
 def _series(points: dict[int, float | None], most: int) -> Series:
-    """First, last, and of each stretch between them the lowest and the highest point."""
+    """Thin a series to its first and last point, and the lowest and highest of each section between them."""
     steps = sorted(points)
     found = [points[step] for step in steps]
     finite = [value for value in found if value is not None]

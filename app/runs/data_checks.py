@@ -1,4 +1,4 @@
-"""What a run cannot do with a data set: by its format, its columns and the number of its rows."""
+"""Checks of a dataset against a configuration: its format, its columns and its number of rows."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -13,7 +13,7 @@ _FORMATS: dict[TrainingMethod, tuple[str, ...]] = {
     **dict.fromkeys(PREFERENCE, ("preference",)),
     TrainingMethod.rlhf: ("prompt",),
 }
-"""What each method trains on."""
+"""Dataset formats that each method accepts."""
 
 Place = Literal["dataset_id", "eval_dataset_id"]
 
@@ -21,9 +21,9 @@ Place = Literal["dataset_id", "eval_dataset_id"]
 def data_problems(
     config: Mapping[str, Any], place: Place, dataset: Dataset | None, splits: bool
 ) -> Iterator[FieldError]:
-    """What is wrong with a data set for a configuration as the user wrote it; None: there is none.
+    """Yield errors of a dataset for a configuration as the user wrote it; `dataset` None: there is none to check.
 
-    `splits`: whether the backend holds out what `eval_split` says.
+    `splits`: True if the backend holds out the fraction `eval_split`.
     """
     if dataset is None:
         return
@@ -34,7 +34,7 @@ def data_problems(
 
 
 def rewards_of(config: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """The rewards as the user wrote them and their places, as far as they are objects."""
+    """Yield the index and the content of each reward as the user wrote it, if it is an object."""
     options = config.get("rlhf") if config.get("method") == TrainingMethod.rlhf else None
     listed = options.get("rewards") if isinstance(options, Mapping) else None
     for at, reward in enumerate(listed if isinstance(listed, list) else []):
@@ -48,7 +48,7 @@ def _format(config: Mapping[str, Any], place: Place, dataset: Dataset) -> Iterat
     if formats and dataset.format not in formats:
         wanted = ", ".join(f"`{item}`" for item in formats)
         message = (
-            f"method `{method}` trains on {wanted}, and this data set is `{dataset.format}`; upload the rows "
+            f"method `{method}` trains on {wanted}, and this dataset is `{dataset.format}`; upload the rows "
             "in that format, or choose another method"
         )
         yield FieldError(field=place, code="wrong_dataset_format", message=message)
@@ -60,7 +60,7 @@ def _answers(config: Mapping[str, Any], place: Place, dataset: Dataset) -> Itera
     for _, reward in rewards_of(config):
         if reward.get("type") in rewards.WITH_ANSWER:
             message = (
-                f"the reward `{reward['type']}` holds completions against a column `answer`, and this data set has "
+                f"the reward `{reward['type']}` compares completions with a column `answer`, and this dataset has "
                 "none; upload it with answers, or choose other rewards"
             )
             yield FieldError(field=place, code="no_answers", message=message)
@@ -69,9 +69,9 @@ def _answers(config: Mapping[str, Any], place: Place, dataset: Dataset) -> Itera
 
 def _split(config: Mapping[str, Any], dataset: Dataset) -> Iterator[FieldError]:
     part, extra = config.get("eval_split"), config.get("extra")
-    # What installed parts make of the file is theirs to know.
+    # A plugin decides itself how it uses the file.
     if isinstance(extra, Mapping) and (extra.get("data_source") or extra.get("recipe")):
         return
     if isinstance(part, int | float) and 0 < part < 1 and dataset.rows < 2:
-        message = "`eval_split` needs at least two rows, one of them to train on, and this data set has one."
+        message = "`eval_split` needs at least two rows, one of them to train on, and this dataset has one."
         yield FieldError(field="config.eval_split", code="conflict", message=message)

@@ -1,4 +1,4 @@
-"""`/v1/runs`: only translation between the wire and `service`, `listing`, `removal`, `resume` and `curves`."""
+"""Endpoints of `/v1/runs`: translate between HTTP and `service`, `listing`, `removal`, `resume` and `curves`."""
 
 from collections.abc import AsyncIterator
 from typing import Annotated
@@ -35,14 +35,14 @@ router = APIRouter(prefix="/runs", tags=["runs"])
 
 
 async def _turn(request: Request) -> AsyncIterator[None]:
-    """Waits before the session takes a connection, so that those who wait hold none."""
+    """Limit concurrent reads of curves; requests wait before the session takes a connection, so that they hold none."""
     async with request.app.state.curve_reads:
         yield
 
 
 @router.post("", status_code=202)
 async def create_run(body: RunCreate, new: NewRun) -> RunRead:
-    """Accept a run: it waits until a worker is free, and survives any restart."""
+    """Create a run. It waits until a worker is free, and survives any restart."""
     idempotency = await new.idempotency("/v1/runs")
     run = await service.create(new.session, new.around, body, new.caller_id, idempotency)
     new.accept(run)
@@ -55,7 +55,7 @@ async def create_run(body: RunCreate, new: NewRun) -> RunRead:
 async def validate_run(
     body: RunCreate, session: Session, settings: CurrentSettings, storage: CurrentStorage
 ) -> RunCheck:
-    """Say what is wrong with a run and what would be trained, without making it."""
+    """Validate a run without creating it: return its errors and the effective configuration."""
     return await service.check(session, service.Surroundings(settings, storage, RULES), body)
 
 
@@ -66,19 +66,19 @@ async def list_runs(
     storage: CurrentStorage,
     paging: PageQuery,
     experiment_id: Annotated[str | None, Query(max_length=100)] = None,
-    status: Annotated[list[TrainingStatus] | None, Query(description="Any of these.")] = None,
+    status: Annotated[list[TrainingStatus] | None, Query(description="Only runs with one of these statuses.")] = None,
     tag: Annotated[str | None, Query(max_length=200)] = None,
     parent_run_id: Annotated[str | None, Query(max_length=100)] = None,
     base_model: Annotated[str | None, Query(max_length=300)] = None,
     sort: Annotated[
         listing.Sort,
         Query(
-            description="`created_at`: newest first; `best_loss`: lowest first, those without last, probes not at all. "
-            "The order of runs that train may change between pages: one may come twice or not at all."
+            description="`created_at`: newest first. `best_loss`: lowest loss first, runs without one last, no probes; "
+            "the order of running runs may change between pages, so one may appear twice or not at all."
         ),
     ] = "created_at",
 ) -> Response:
-    """Runs, newest or best first."""
+    """List runs, newest or best first."""
     filters = listing.Filters(experiment_id, tuple(status or ()), tag, parent_run_id, base_model)
     rows, has_more = await listing.page(session, filters, paging, sort)
     predictions = await _forecasts(request).of({row.id: row.status for row in rows})
@@ -88,22 +88,24 @@ async def list_runs(
 @router.get(
     "/compare",
     dependencies=[Depends(_turn, scope="function")],
-    responses={404: {"description": "One of the runs is not there."}},
+    responses={404: {"description": "One of the runs does not exist."}},
 )
 async def compare_runs(
     session: Snapshot,
     ids: Annotated[
         str,
-        Query(max_length=2000, description="2 to 20 runs, comma-separated.", examples=[f"{RUN_ID},{OTHER_RUN_ID}"]),
+        Query(
+            max_length=2000, description="IDs of 2 to 20 runs, comma-separated.", examples=[f"{RUN_ID},{OTHER_RUN_ID}"]
+        ),
     ],
 ) -> RunComparison:
-    """What runs have in common, where their configurations differ, and what each has reached."""
+    """Compare runs: what they have in common, where their configurations differ, and their results."""
     return await comparison.compare(session, [part.strip() for part in ids.split(",") if part.strip()])
 
 
 @router.get("/{run_id}")
 async def get_run(run_id: str, request: Request, session: Session, storage: CurrentStorage) -> RunRead:
-    """One run, with its newest metrics."""
+    """Get a run with its newest metrics."""
     run = await service.get(session, run_id)
     predictions = await _forecasts(request).of({run.id: run.status})
     return await views.one(session, storage, run, predictions.get(run.id))
@@ -111,21 +113,27 @@ async def get_run(run_id: str, request: Request, session: Session, storage: Curr
 
 @router.patch("/{run_id}")
 async def edit_run(run_id: str, body: RunEdit, request: Request, session: Session, storage: CurrentStorage) -> RunRead:
-    """Rename or tag a run, or pin it, so that it is kept."""
-    await _forecasts(request).renew()  # before the row is locked, which its worker would wait for
+    """Rename or tag a run, or pin it to protect it from deletion."""
+    await _forecasts(request).renew()  # before the row is locked, because its worker would wait for the lock
     run = await service.edit(session, run_id, body)
     predictions = _forecasts(request).newest({run.id: run.status})
     return await views.one(session, storage, run, predictions.get(run.id))
 
 
-@router.delete("/{run_id}", status_code=204, responses={409: {"description": "It is live, pinned, or needed."}})
+@router.delete(
+    "/{run_id}",
+    status_code=204,
+    responses={409: {"description": "The run has not ended, is pinned, or is needed by another run."}},
+)
 async def delete_run(run_id: str, request: Request, session: Session, after_commit: BackgroundTasks) -> None:
     """Delete a run that has ended, with its events, checkpoints and output."""
     await removal.remove(session, run_id)
     after_commit.add_task(removal.finish, request.app.state.sessions, request.app.state.storage)
 
 
-@router.post("/{run_id}/stop", status_code=202, responses={409: {"description": "The run has ended by itself."}})
+@router.post(
+    "/{run_id}/stop", status_code=202, responses={409: {"description": "The run has already ended by itself."}}
+)
 async def stop_run(
     run_id: str,
     request: Request,
@@ -135,9 +143,9 @@ async def stop_run(
     after_commit: BackgroundTasks,
     body: RunStop | None = None,
 ) -> RunStopped:
-    """Stop a run. One that waits ends at once, one that trains within the grace, or at its epoch's end if so asked.
+    """Stop a run. A pending one ends at once, a running one within the grace period or, if requested, after its epoch.
 
-    Asking again changes nothing, but for a stop at once after one at the end of the epoch, and one that saves nothing.
+    A repeated request has an effect only if it asks for an immediate stop after `epoch_end`, or for `discard`.
     """
     mode = (body or RunStop()).how
     found_no_best = mode == "best" and await best_good(session, run_id) is None
@@ -155,7 +163,7 @@ async def stop_run(
     responses={409: {"description": "The run has not ended yet, or has no checkpoint."}},
 )
 async def resume_run(run_id: str, new: NewRun, body: RunResume | None = None) -> RunRead:
-    """Go on with a run that has ended: answers the new run, which names this one as its parent."""
+    """Resume a run that has ended. Returns a new run whose parent is this one."""
     idempotency = await new.idempotency(f"/v1/runs/{run_id}/resume")
     run = await resume(new.session, new.around, run_id, body or RunResume(), new.caller_id, idempotency)
     new.accept(run)
@@ -170,18 +178,18 @@ async def get_metrics(
         str | None,
         Query(
             max_length=2000,
-            description="Series, comma-separated: `loss`, `learning_rate`, … of a metric, `extra.<name>` of its extra, "
-            "`eval.<name>` of an evaluation, such as `eval.eval_loss`, which `eval_loss` means too. Without, all that "
-            "the run has. A name that it does not have is an empty series.",
+            description="Series, comma-separated: `loss`, `learning_rate`, … of the metrics, `extra.<name>` of their "
+            "`extra`, `eval.<name>` of the evaluations (`eval_loss` is short for `eval.eval_loss`). Default: all "
+            "series of the run. A series that it does not have is empty.",
             examples=["loss,extra.tokens_per_second,eval.eval_loss"],
         ),
     ] = None,
-    max_points: Annotated[int, Query(ge=4, le=100_000, description="Most points of a series.")] = 1000,
+    max_points: Annotated[int, Query(ge=4, le=100_000, description="Maximum number of points per series.")] = 1000,
     from_step: Annotated[int, Query(ge=0, le=2**53)] = 0,
     to_step: Annotated[int | None, Query(ge=0, le=2**53)] = None,
 ) -> RunMetrics:
-    """The curves of a run; thinned ones keep every extreme."""
-    # A name as the evaluation tells it does for its series.
+    """Get the curves of a run; thinned curves keep every extreme."""
+    # The name of a metric in an evaluation is accepted for its series.
     parts = [name.strip() for name in names.split(",") if name.strip()] if names else []
     asked = {name: f"eval.{name}" if name.startswith("eval_") else name for name in parts}
     wanted = list(dict.fromkeys(asked.values())) if names else None

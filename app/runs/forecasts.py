@@ -1,8 +1,8 @@
-"""Predictions for all runs that wait or train, made together: a few short queries, at most once a second.
+"""Predictions for all pending and running runs, made together with a few short queries, at most once a second.
 
-Their order in the queue makes each depend on all before it, so that one at a time would cost as much as all. They are
-but a decoration: nobody waits for those that somebody else is making, and none that goes wrong fails an answer, since
-they are read in a session of their own.
+The order in the queue makes each depend on all before it, so predicting one run costs as much as predicting all.
+Predictions are optional: no request waits for those that another one is making, and an error fails no response,
+because they use a separate session.
 """
 
 import asyncio
@@ -29,11 +29,11 @@ from app.workers.service import FRESH_LEASES
 log = logging.getLogger(__name__)
 
 _SECONDS = 1.0
-"""From one forecast to the next at least, whoever asks for whatever."""
+"""Minimum time from one forecast to the next."""
 _MOST_SECONDS = 10.0
-"""For a forecast: whoever makes it waits no longer, and does without."""
+"""Timeout of a forecast, after which the request that makes it does without."""
 _PAUSES = 5
-"""Times as long as a forecast took is the least pause before the next, however many runs there are."""
+"""Minimum pause before the next forecast, as a multiple of the last one's duration."""
 _MOST_RUNS = 1000
 _MOST_LIKE = 20
 _FIELDS = ", ".join(f"'{name}', runs.config->'{name}'" for name in prediction.FIELDS)
@@ -57,7 +57,7 @@ _LIVE = text(f"""
     LEFT JOIN run_attempts ON run_attempts.run_id = runs.id AND run_attempts.attempt = runs.attempt
     WHERE runs.status IN {sql_list(LIVE)} ORDER BY runs.id LIMIT {_MOST_RUNS}
 """)
-# A branch for each backend: each comes from the index in the order of claims.
+# One branch per backend: each reads an index in the order of claims.
 _PENDING = text(f"""
     SELECT {_RUN}, runs.priority, runs.devices_needed, runs.requirements,
         cast(extract(epoch FROM runs.not_before - clock_timestamp()) AS float) AS wait
@@ -68,14 +68,14 @@ _PENDING = text(f"""
     ) AS runs {_WITH}
     ORDER BY runs.priority DESC, runs.id LIMIT {_MOST_RUNS}
 """)
-_SEATS = text("""
+_WORKERS = text("""
     SELECT workers.id, workers.backends, min(devices.kind) AS kind, min(devices.name) AS device,
         coalesce(max(devices.memory_mb), 0) AS memory_mb, array_agg(devices.run_id ORDER BY devices.index) AS runs
     FROM workers JOIN devices ON devices.worker_id = workers.id
     WHERE workers.state = 'online' AND workers.heartbeat_at > clock_timestamp() - make_interval(secs => :fresh)
     GROUP BY workers.id ORDER BY workers.id
 """)
-# Of each run the attempt that got on furthest: one that was lost or repaired many times is no long history.
+# One attempt per run, the longest: a run that was lost or repaired many times must not dominate the history.
 _PAST = text(f"""
     SELECT wanted.likeness, past.run_id, past.device, past.timings FROM unnest(cast(:likenesses AS text[]))
         AS wanted(likeness)
@@ -89,7 +89,7 @@ _TIMINGS = {field.name for field in fields(Timings)}
 
 
 class Forecasts:
-    """The newest predictions of this process."""
+    """Newest predictions of this process."""
 
     def __init__(self, settings: Settings, backends: Sequence[str], sessions: async_sessionmaker[AsyncSession]) -> None:
         self._settings = settings
@@ -100,25 +100,25 @@ class Forecasts:
         self._found: Mapping[str, tuple[bool, Prediction | None]] = {}
         self._is_making = False
         self._has_failed = False
-        self._told: set[str] = set()
-        """Runs of which it was logged that nothing can be said of them."""
+        self._logged: set[str] = set()
+        """Runs whose failed prediction has been logged."""
 
     async def of(self, runs: Mapping[str, str]) -> dict[str, Prediction | None]:
-        """The predictions of runs, by id; `runs` are their statuses. Of those that have ended there is none."""
+        """Return the predictions of runs by id, given their statuses; runs that have ended have none."""
         if any(status not in TERMINAL for status in runs.values()):
             await self.renew()
         return self.newest(runs)
 
     def newest(self, runs: Mapping[str, str]) -> dict[str, Prediction | None]:
-        """As `of`, from what is known already."""
+        """Return the same as `of`, without making new predictions."""
         waits = {id: status == "pending" for id, status in runs.items() if status not in TERMINAL}
         known = {id: self._found.get(id, (not is_pending, None)) for id, is_pending in waits.items()}
-        return {id: told for id, (was_pending, told) in known.items() if was_pending == waits[id]}
+        return {id: found for id, (was_pending, found) in known.items() if was_pending == waits[id]}
 
     async def renew(self) -> None:
-        """Make new ones, if it is time for that; where that goes wrong, there are none until it works again."""
+        """Make new predictions if it is time for that; after an error there are none until it works again."""
         age = time.monotonic() - self._made_at
-        # Whoever asks while some are made answers from the last ones: waiting, each would hold a connection.
+        # Requests that arrive meanwhile use the last predictions: waiting, each would hold a connection.
         if self._is_making or age <= max(_SECONDS, self._took * _PAUSES):
             return
         self._is_making = True
@@ -127,15 +127,15 @@ class Forecasts:
             async with asyncio.timeout(_MOST_SECONDS):
                 self._found, unreadable = await _forecast(self._sessions, self._settings, self._backends)
         except Exception:
-            self._found = {}  # the last ones are not true for long
+            self._found = {}  # the last predictions are soon outdated
             if not self._has_failed:
-                log.exception("nothing can be predicted of any run")
+                log.exception("cannot predict any run")
             self._has_failed = True
         else:
             self._has_failed = False
-            for id in unreadable.keys() - self._told:
-                log.error("nothing can be predicted of %s", id, exc_info=unreadable[id])
-            self._told = set(unreadable)
+            for id in unreadable.keys() - self._logged:
+                log.error("cannot predict %s", id, exc_info=unreadable[id])
+            self._logged = set(unreadable)
         finally:
             self._made_at = time.monotonic()
             self._took = self._made_at - began
@@ -145,19 +145,19 @@ class Forecasts:
 async def _forecast(
     sessions: async_sessionmaker[AsyncSession], settings: Settings, backends: Sequence[str]
 ) -> tuple[dict[str, tuple[bool, Prediction | None]], dict[str, Exception]]:
-    """Whether each run waits, and what is said of it; and what went wrong with those of which nothing can be."""
+    """Return for each run whether it is pending and its prediction; and the errors of runs without one."""
     async with sessions() as session:
         now: datetime = (await session.execute(_NOW)).scalar_one()
         live = (await session.execute(_LIVE)).all()
         pending = (await session.execute(_PENDING, {"backends": list(backends)})).all()
         if not live and not pending:
             return {}, {}
-        seats = (await session.execute(_SEATS, {"fresh": settings.lease_seconds * FRESH_LEASES})).all()
+        workers = (await session.execute(_WORKERS, {"fresh": settings.lease_seconds * FRESH_LEASES})).all()
         wanted = {prediction.likeness(run.backend, run.config) for run in (*live, *pending)}
         past = (await session.execute(_PAST, {"likenesses": sorted(wanted)})).all()
-    # In a thread: a thousand runs that wait are some tenths of a second, in which others are to be served.
+    # In a thread: a thousand pending runs take some tenths of a second, which must not block other requests.
     forecast = _Forecast(now, past, settings.save_grace_seconds)
-    return await asyncio.to_thread(forecast.of, live, pending, seats), forecast.unreadable
+    return await asyncio.to_thread(forecast.of, live, pending, workers), forecast.unreadable
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class _Task:
 
     @classmethod
     def of(cls, run: Any, at: int | None = None) -> "_Task":
-        """What a run has to do; `at` is the step that it has reached, if it trains."""
+        """Build the task of a run; `at` is the step that it has reached, if it is training."""
         datasets, first = (run.dataset_id, run.eval_dataset_id), run.resumed_at or 0
         wanted = prediction.task(
             run.backend, run.config, run.given, run.rows, datasets,
@@ -190,10 +190,10 @@ class _Forecast:
             self._past[one.likeness].append((one.run_id, Past(_timings(one.timings), one.device)))
         self._habits: dict[tuple[Any, ...], Habit | None] = {}
         self.unreadable: dict[str, Exception] = {}
-        """What went wrong, by the id of the run."""
+        """Errors, by the id of the run."""
 
     def of(
-        self, live: Sequence[Any], pending: Sequence[Any], seats: Sequence[Any]
+        self, live: Sequence[Any], pending: Sequence[Any], workers: Sequence[Any]
     ) -> dict[str, tuple[bool, Prediction | None]]:
         found: dict[str, tuple[bool, Prediction | None]] = {}
         ends: dict[str, float] = {}
@@ -202,24 +202,24 @@ class _Forecast:
                 ends[run.id] = self._stopping(run)
                 found[run.id] = (False, None)
                 continue
-            told = self._guarded(run, partial(self._running, run))
-            if told is not None:
-                ends[run.id] = told.seconds
-            found[run.id] = (False, self._told(run.started_at, told))
+            estimate = self._guarded(run, partial(self._running, run))
+            if estimate is not None:
+                ends[run.id] = estimate.seconds
+            found[run.id] = (False, self._predicted(run.started_at, estimate))
         places = [
             Seat(
                 one.id, frozenset(one.backends), one.kind, one.device, one.memory_mb,
                 tuple(0.0 if run is None else ends.get(run, math.inf) for run in one.runs),
             )
-            for one in seats
+            for one in workers
         ]  # fmt: skip
         rows = {run.id: run for run in pending}
         times: dict[str, Estimate | None] = {}
 
-        def seconds(one: Waiting, seat: Seat) -> float:
+        def seconds(one: Waiting, worker: Seat) -> float:
             run = rows[one.run_id]
-            told = times[run.id] = self._guarded(run, partial(self._whole, run, seat.device))
-            return told.seconds if told else math.inf
+            estimate = times[run.id] = self._guarded(run, partial(self._whole, run, worker.device))
+            return estimate.seconds if estimate else math.inf
 
         queue = [_waiting(run) for run in pending]
         starts = turns(places, queue, seconds)
@@ -227,85 +227,87 @@ class _Forecast:
             found[one.run_id] = (True, self._waits(one, starts[one.run_id], times.get(one.run_id)))
         return found
 
-    def _guarded(self, run: Any, tell: Callable[[], Estimate | None]) -> Estimate | None:
-        """What is said of a run; nothing where that goes wrong, for whatever its request holds."""
+    def _guarded(self, run: Any, make: Callable[[], Estimate | None]) -> Estimate | None:
+        """Return the estimate of a run; on any error, record it and return None."""
         try:
-            return tell()
+            return make()
         except Exception as error:
             self.unreadable[run.id] = error
             return None
 
     def _running(self, run: Any) -> Estimate | None:
-        """Seconds from now to its end."""
+        """Estimate the seconds from now to the end of a run."""
         if run.timings is None:  # no step yet
-            told, ago = self._whole(run, None), run.claimed_ago or 0.0
+            estimate, ago = self._whole(run, None), run.claimed_ago or 0.0
         else:
             timings = _timings(run.timings)
             wanted = _Task.of(run, timings.step)
-            told = prediction.remaining(wanted.task, timings, self._habit(wanted, run.device, run.id))
+            estimate = prediction.remaining(wanted.task, timings, self._habit(wanted, run.device, run.id))
             ago = run.ago
-        if told is None:
+        if estimate is None:
             return None
-        return Estimate(max(told.seconds - ago, 0.0), told.confidence, told.basis)
+        return Estimate(max(estimate.seconds - ago, 0.0), estimate.confidence, estimate.basis)
 
     def _stopping(self, run: Any) -> float:
-        """Seconds from now until a run is gone that was asked to stop at once, at most."""
+        """Return the most seconds until the end of a run with a request to stop at once."""
         saves = run.stop_save_checkpoint or run.stop_mode == "best"
         return max(self._grace - run.told_to_stop_ago, 0.0) if saves else 0.0
 
     def _whole(self, run: Any, device: str | None) -> Estimate | None:
-        """Seconds from its claim to its end."""
+        """Estimate the seconds from the claim to the end of a run."""
         wanted = _Task.of(run)
         return prediction.whole(wanted.task, self._habit(wanted, device, run.id))
 
-    def _waits(self, one: Waiting, turn: Turn, told: Estimate | None) -> Prediction | None:
+    def _waits(self, one: Waiting, turn: Turn, estimate: Estimate | None) -> Prediction | None:
         if turn.seat is None:
-            return Prediction(start_at=None, finish_at=None, confidence="low", basis=_nobody(one))
+            return Prediction(start_at=None, finish_at=None, confidence="low", basis=_no_worker(one))
         if one.run_id in self.unreadable:
             return None
         before = f"{turn.before} {'run is' if turn.before == 1 else 'runs are'} before it"
         ahead = before if turn.before else "it is next"
         if math.isinf(turn.start):
-            why = f"{ahead}, and nobody knows yet when a device is free: nothing tells how long a run before it takes"
+            why = (
+                f"{ahead}, and it is unknown when a device is free, because the duration of a run before it is unknown"
+            )
             return Prediction(start_at=None, finish_at=None, confidence="low", basis=_sentence(why))
-        if told is None:
-            why = f"{ahead}; no like run has trained yet that tells how long it takes"
+        if estimate is None:
+            why = f"{ahead}; no similar run has trained yet, so its duration is unknown"
             return Prediction(start_at=self._at(turn.start), finish_at=None, confidence="low", basis=_sentence(why))
-        # What others take until its turn is less sure than its own time.
-        confidence = told.confidence if turn.start == 0 else "low"
+        # The durations of the runs before it are less certain than its own.
+        confidence = estimate.confidence if turn.start == 0 else "low"
         return Prediction(
             start_at=self._at(turn.start),
-            finish_at=self._at(turn.start + told.seconds),
+            finish_at=self._at(turn.start + estimate.seconds),
             confidence=confidence,
-            basis=_sentence(f"{ahead}; {told.basis}"),
+            basis=_sentence(f"{ahead}; {estimate.basis}"),
         )
 
     def _habit(self, wanted: _Task, device: str | None, run_id: str) -> Habit | None:
         past = self._past[wanted.likeness]
-        if any(id == run_id for id, _ in past):  # its own steps are no history
+        if any(id == run_id for id, _ in past):  # its own steps are not history
             return prediction.habit([one for id, one in past if id != run_id], wanted.task, device)
         key = (wanted.likeness, wanted.task.twin, wanted.task.work, device)
         if key not in self._habits:
             self._habits[key] = prediction.habit([one for _, one in past], wanted.task, device)
         return self._habits[key]
 
-    def _told(self, started_at: datetime, told: Estimate | None) -> Prediction | None:
-        if told is None:
+    def _predicted(self, started_at: datetime, estimate: Estimate | None) -> Prediction | None:
+        if estimate is None:
             return None
         return Prediction(
             start_at=started_at,
-            finish_at=self._at(told.seconds),
-            confidence=told.confidence,
-            basis=_sentence(told.basis),
+            finish_at=self._at(estimate.seconds),
+            confidence=estimate.confidence,
+            basis=_sentence(estimate.basis),
         )
 
     def _at(self, seconds: float) -> datetime:
-        # Beyond some thousand years there is no date.
+        # A `datetime` cannot be some thousand years ahead.
         return self._now + timedelta(seconds=min(seconds, 1e10))
 
 
 def _timings(stored: Mapping[str, Any]) -> Timings:
-    # Another version may have stored more.
+    # Another version may have stored more fields.
     return Timings(**{name: value for name, value in stored.items() if name in _TIMINGS})
 
 
@@ -316,11 +318,11 @@ def _waiting(run: Any) -> Waiting:
     )
 
 
-def _nobody(one: Waiting) -> str:
+def _no_worker(one: Waiting) -> str:
     wants = f"{one.devices} free device{'s' if one.devices > 1 else ''}"
     kind = f" of kind `{one.kind}`" if one.kind else ""
     memory = f" with {one.memory_mb:,} MB" if one.memory_mb else ""
-    return f"No worker that is online has backend `{one.backend}` and {wants}{kind}{memory}: it starts once one does."
+    return f"No online worker has backend `{one.backend}` and {wants}{kind}{memory}: the run starts once one does."
 
 
 def _sentence(basis: str) -> str:

@@ -1,4 +1,4 @@
-"""Whether some worker has the plugins that a configuration names: what each has installed it tells when it starts."""
+"""Checks that workers have the plugins that a configuration names; each worker reports its plugins at its start."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,9 +14,9 @@ from app.workers.models import Worker
 async def plugin_problems(
     session: AsyncSession, online: tuple[ColumnElement[bool], ...], config: Mapping[str, Any]
 ) -> tuple[list[Problem], list[Problem]]:
-    """What no worker that is `online` has installed, and what only some of them have.
+    """Return errors for plugins that no `online` worker has, and warnings for those that only some have.
 
-    Of workers whose version tells nothing the best is believed; without any, the run waits for one.
+    A worker whose version reports no plugins is assumed to have them; without any worker, the run waits for one.
     """
     wanted = list(named(config))
     if not wanted:
@@ -30,14 +30,14 @@ async def plugin_problems(
         if any(having):
             message = (
                 f"names {name!r}, which only {sum(having)} of {len(having)} workers have installed, and on another one "
-                f"the run fails; the operator installs an entry point of `{PLUGINS[kind]}` on all of them"
+                f"the run fails; ask the operator to install an entry point of `{PLUGINS[kind]}` on all of them"
             )
             warned.append(problem(field, "plugin_not_everywhere", message))
             continue
         there = sorted({one for found in workers for one in (found or {}).get(kind, ())})
         message = (
-            f"names {name!r}, which no worker has installed; there are: {', '.join(there) or 'none'}. The operator "
-            f"installs a package with an entry point of `{PLUGINS[kind]}` on the workers (docs/plugins.md)"
+            f"names {name!r}, which no worker has installed; installed are: {', '.join(there) or 'none'}. Ask the "
+            f"operator to install a package with an entry point of `{PLUGINS[kind]}` on the workers (docs/plugins.md)"
         )
         refused.append(problem(field, "plugin_not_installed", message))
     return refused, warned

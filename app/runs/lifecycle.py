@@ -1,4 +1,4 @@
-"""The state machine of a run, and the only writer of `runs.status`.
+"""State machine of a run; the only writer of `runs.status`.
 
     pending ──claim──▶ initializing ──begin──▶ running ◀──saved── checkpointing
      ▲  │                   │                   │  └────saving───────▲
@@ -6,10 +6,10 @@
      └──── hand_back · retry · repair · reap ◀──┤   (cancelled when a stop was asked, failed past max_restarts)
                                                 └──▶ complete · fail · cancel
 
-Each function returns one SQLAlchemy statement that async and sync sessions both execute: a guarded UPDATE, the
-events that tell of it (`status`, before an end also `error`, and `end`), the attempt's end and the devices' release
-together. Its rows are the runs that moved, with the columns of `Run` and `from_status`; no row means that the caller
-is stale and must yield.
+Each function returns one SQLAlchemy statement that async and sync sessions both execute. It combines a guarded UPDATE,
+the events of the transition (`status`, before an end also `error`, and `end`), the end of the attempt and the release
+of the devices. Its rows are the runs that moved, with the columns of `Run` and `from_status`; no row means that the
+caller is stale and must stop.
 """
 
 from typing import Any
@@ -52,7 +52,7 @@ _MOST_DOUBLINGS = 6
 
 
 def create(values: dict[str, Any], reason: str = "created") -> Executable:
-    """Insert a pending run and its first event; no row when there is one with that id or idempotency key."""
+    """Insert a pending run and its first event; no row if its id or idempotency key already exists."""
     new = insert(runs).values(**values, status="pending", event_seq=1)
     made = new.on_conflict_do_nothing().returning(*runs.c).cte("made")
     first = select(
@@ -68,11 +68,11 @@ def create(values: dict[str, Any], reason: str = "created") -> Executable:
 
 
 def claim(worker_id: str, backends: list[str], lease_seconds: float, kind: str, memory_mb: int | None) -> Executable:
-    """Take the best pending run that fits the devices that are free on this worker, and those devices.
+    """Claim the best pending run that fits the free devices of this worker, and those devices.
 
-    The row adds `device_indexes`. A hint's run does not matter: priority does, then age.
+    The row adds `device_indexes`. The run of a hint does not matter: priority does, then age.
     """
-    # Plain FOR UPDATE: a second thread of this worker waits and then sees what is left, instead of nothing.
+    # No SKIP LOCKED: a second thread of this worker waits and then sees the remaining devices, instead of none.
     free = (
         select(devices.c.index)
         .where(devices.c.worker_id == worker_id, devices.c.run_id.is_(None))
@@ -133,7 +133,7 @@ def claim(worker_id: str, backends: list[str], lease_seconds: float, kind: str, 
 def begin(
     run_id: str, epoch: int, start_step: int, start_epoch: float, total_steps: int | None, best_loss: float | None
 ) -> Executable:
-    """The first optimizer step is about to run; what an earlier attempt had reached beyond it rolls back."""
+    """Enter `running` before the first optimizer step; progress of earlier attempts beyond it is rolled back."""
     progress: dict[str, Any] = {
         "current_step": start_step,
         "current_epoch": start_epoch,
@@ -149,61 +149,61 @@ def begin(
         .returning(attempts.c.attempt)
         .cte("started")
     )
-    # The attempt has not ended, so `closed` touches no row that `started` does.
+    # The attempt has not ended, so `closed` and `started` do not update the same row.
     return select(moved).add_cte(*parts, started)
 
 
 def saving(run_id: str, epoch: int) -> Executable:
-    """A checkpoint is being written."""
+    """Enter `checkpointing`: a checkpoint is being written."""
     return _guarded(run_id, epoch, ("running",), "checkpointing", "saving a checkpoint")
 
 
 def saved(run_id: str, epoch: int) -> Executable:
-    """The checkpoint is written, training goes on."""
+    """Return to `running`: the checkpoint is written."""
     return _guarded(run_id, epoch, ("checkpointing",), "running", "training")
 
 
 def complete(run_id: str, epoch: int, output_attempt: int | None, reason: str) -> Executable:
-    """Training is over and its output lies in the attempt's folder."""
+    """Complete the run; its output is in the folder of `output_attempt`."""
     return _guarded(run_id, epoch, LIVE, "completed", reason, output_attempt=output_attempt)
 
 
 def fail(run_id: str, epoch: int, code: str, message: str, output_attempt: int | None = None) -> Executable:
-    """The run ends with a classified error; one that met its time limit has an output all the same."""
+    """Fail the run with a classified error; a run that reached its time limit still has an output."""
     error = {"error_code": code, "error_message": message}
     return _guarded(run_id, epoch, LIVE, "failed", code, output_attempt=output_attempt, **error)
 
 
 def cancel(run_id: str, epoch: int) -> Executable:
-    """The run ends because a stop was asked for; without such a request the row refuses."""
-    # One that was to stop at the end of its epoch has only now been stopped.
+    """Cancel the run because a stop was requested; without such a request a constraint rejects it."""
+    # A stop at the end of the epoch takes effect only now.
     stopped_at = case((runs.c.stop_mode == "epoch_end", func.coalesce(runs.c.stop_requested_at, func.now())),
                       else_=runs.c.stop_requested_at)  # fmt: skip
     return _guarded(run_id, epoch, LIVE, "cancelled", "stopped on request", stop_requested_at=stopped_at)
 
 
 def hand_back(run_id: str, epoch: int, reason: str, delay_seconds: float = 0.0) -> Executable:
-    """The worker gives the run back in good order (drain): it waits again, and this is no loss.
+    """Release the run to the queue in good order (drain); this does not count as a loss.
 
-    For `delay_seconds` nobody is to take it, where what it needs is away.
+    It is not claimed for `delay_seconds`, for when something that it needs is unavailable.
     """
     return _requeue(_live(run_id, epoch), reason, "handed_back", counted=False, delay_seconds=delay_seconds)
 
 
 def retry(run_id: str, epoch: int, reason: str, delay_seconds: float) -> Executable:
-    """The trainer was lost for a cause outside the run: it waits again, after a pause, so many times."""
+    """Requeue a run whose trainer was lost for an external cause, after a delay; `max_restarts` limits this."""
     return _requeue(_live(run_id, epoch), reason, "retried", counted=True, delay_seconds=delay_seconds)
 
 
 def repair(run_id: str, epoch: int, reason: str) -> Executable:
-    """The run failed, and can go on once something about it is changed: it waits again, and this is no loss."""
+    """Requeue a failed run that can continue with a changed setting; this does not count as a loss."""
     return _requeue(_live(run_id, epoch), reason, "repaired", counted=False, delay_seconds=0.0)
 
 
 def reap(lease_seconds: float) -> Executable:
-    """Take back every run whose lease has expired, unless Postgres itself has only just come up.
+    """Reap every run whose lease has expired, unless Postgres itself has only just started.
 
-    The pause covers the rest of a lease: a trainer that nobody reaches any more is dead before another starts.
+    The delay covers the rest of a lease: a trainer that is no longer reachable is dead before another starts.
     """
     up_long_enough = func.pg_postmaster_start_time() < func.clock_timestamp() - seconds(lease_seconds)
     expired = and_(runs.c.status.in_(LIVE), runs.c.lease_expires_at < func.clock_timestamp(), up_long_enough)
@@ -218,7 +218,7 @@ def reap(lease_seconds: float) -> Executable:
 
 
 def reap_dead(worker_ids: list[str]) -> Executable:
-    """Take back the runs of workers whose process is known to be gone; no lease has to run out for that."""
+    """Reap the runs of workers whose process is known to be gone, without waiting for their leases."""
     owned = and_(runs.c.status.in_(LIVE), runs.c.lease_owner.in_(worker_ids))
     return _requeue(
         owned, "worker lost: its process is gone", "lost", counted=True, delay_seconds=0.0, skip_locked=True
@@ -226,10 +226,10 @@ def reap_dead(worker_ids: list[str]) -> Executable:
 
 
 def request_stop(run_id: str, save_checkpoint: bool, mode: str | None = None) -> Executable:
-    """Ask a run to stop now; one that waits ends at once, so no claim can slip in between. No row: it has ended.
+    """Request an immediate stop; a pending run ends at once, so no claim can intervene. No row: it has ended.
 
-    The first such request stands, but for one that wants nothing saved. `mode` (None: as `save_checkpoint` says) is
-    checkpoint, best or discard, and is only kept to be shown.
+    The first such request counts, unless a later one saves nothing. `mode` (None: derived from `save_checkpoint`) is
+    checkpoint, best or discard, and is stored only for display.
     """
     mode = mode or ("checkpoint" if save_checkpoint else "discard")
     is_first = runs.c.stop_requested_at.is_(None)
@@ -248,24 +248,24 @@ def request_stop(run_id: str, save_checkpoint: bool, mode: str | None = None) ->
 
 
 def request_stop_at_epoch_end(run_id: str) -> Executable:
-    """Ask a run to stop once its epoch is over; a request to stop now, before or after, wins. No row: it has ended.
+    """Request a stop at the end of the epoch; an immediate stop, before or after, wins. No row: it has ended.
 
-    A run that has never begun ends at once. Any other goes on, is requeued when its worker is lost, and is `cancelled`
-    by the worker that sees the epoch end.
+    A run that was never claimed ends at once. Any other run continues, is requeued if its worker is lost, and is
+    `cancelled` by the worker that reaches the end of the epoch.
     """
     unfinished = and_(runs.c.id == run_id, runs.c.status.not_in(TERMINAL))
-    never_begun = and_(runs.c.status == "pending", runs.c.attempt == 0)
+    never_claimed = and_(runs.c.status == "pending", runs.c.attempt == 0)
     return statement(
         _pick(unfinished),
-        case((never_begun, "cancelled"), else_=runs.c.status),
+        case((never_claimed, "cancelled"), else_=runs.c.status),
         "stopped on request",
-        stop_requested_at=case((never_begun, func.now()), else_=runs.c.stop_requested_at),
+        stop_requested_at=case((never_claimed, func.now()), else_=runs.c.stop_requested_at),
         stop_mode=case((runs.c.stop_requested_at.is_(None), "epoch_end"), else_=runs.c.stop_mode),
     )
 
 
 def renew(run_id: str, epoch: int, lease_seconds: float) -> Executable:
-    """Keep the lease. The row tells what was asked for (a stop, actions); no row: the run belongs to somebody else."""
+    """Renew the lease and return pending requests (a stop, actions); no row: another worker owns the run."""
     asked = func.json_build_object(
         text("'id'"), actions.c.id, text("'action'"), actions.c.action, text("'parameters'"), actions.c.parameters
     )
@@ -284,7 +284,7 @@ def renew(run_id: str, epoch: int, lease_seconds: float) -> Executable:
 
 
 def hint_due(limit: int) -> Executable:
-    """Mark the waiting runs that no worker has been told of for 30 s; a row per hint to send."""
+    """Mark the pending runs without a hint in the last 30 s; one row per hint to send."""
     due = (
         select(runs.c.id)
         .where(
@@ -326,7 +326,7 @@ def _requeue(
     delay_seconds: float,
     skip_locked: bool = False,
 ) -> Executable:
-    # A first loss whose cause is known needs no pause; one that comes again does.
+    # A first loss whose cause is known needs no delay; a repeated one does.
     delay = case((runs.c.lost_count == 0, seconds(delay_seconds)), else_=seconds(max(delay_seconds, _LEAST_PAUSE)))
     exhausted = and_(literal(counted), runs.c.lost_count >= runs.c.max_restarts)
     target = case((runs.c.stop_requested_at.is_not(None), "cancelled"), (exhausted, "failed"), else_="pending")
@@ -343,7 +343,7 @@ def _requeue(
         epoch=runs.c.epoch + 1,
         lost_count=runs.c.lost_count + int(counted),
         hinted_at=None,
-        # Twice the pause after each further loss, so that a run that kills its workers does not do it in a loop.
+        # The delay doubles with each further loss, so that a run that kills its workers does not do so in a loop.
         not_before=func.clock_timestamp() + delay * func.power(2, func.least(runs.c.lost_count, _MOST_DOUBLINGS)),
         error_code=case((fails, "worker_lost"), else_=None),
         error_message=case((fails, gave_up), else_=None),

@@ -1,4 +1,4 @@
-"""Lists of runs: filtered, newest or best first, as fast on the last page as on the first."""
+"""Lists of runs: filtered, newest or best first; the last page is as fast as the first."""
 
 import json
 from dataclasses import dataclass
@@ -25,13 +25,13 @@ _RFC_3339 = 'YYYY-MM-DD"T"HH24:MI:SS.MS"Z"'
 
 
 def _shown() -> ColumnElement[str]:
-    """What a list shows of a run's own columns, as JSON.
+    """Return the expression for a run's own columns in a list, as JSON.
 
-    Postgres writes it: to make objects of fifty configurations here, check them and write them down again takes ten
-    times as long as to find them.
+    Postgres serializes them: parsing, validating and serializing fifty configurations in Python takes ten times as
+    long as the query.
     """
     shown = {name: f"runs.{name}" for name in (*PLAIN, *DOCUMENTS)}
-    # JSON has no word for the others.
+    # JSON has no non-finite numbers.
     shown |= {name: f"CASE WHEN runs.{name} NOT IN {_NOT_FINITE} THEN runs.{name} END" for name in NUMBERS}
     shown |= {name: f"to_char(runs.{name} AT TIME ZONE 'UTC', '{_RFC_3339}')" for name in MOMENTS}
     shown["reward_run_ids"] = _REWARD_RUN_IDS
@@ -47,16 +47,16 @@ _LISTED = select(
 
 
 class Listed(NamedTuple):
-    """A run of a list."""
+    """A run in a list."""
 
     id: str
     status: str
     event_seq: int
     output_attempt: int | None
     furthest: list[int] | None
-    """`[step, attempt]` of the checkpoint that it would be resumed from."""
+    """`[step, attempt]` of the checkpoint from which it would be resumed."""
     shown: str
-    """Its own columns, an object in JSON."""
+    """Its own columns, as a JSON object."""
 
 
 *_HEAD, _SHOWN = Listed._fields
@@ -68,7 +68,7 @@ _WHOLE = select(
 
 @dataclass(frozen=True)
 class Filters:
-    """Which runs to list; None: any."""
+    """Filters of a list of runs; None: any."""
 
     experiment_id: str | None = None
     status: tuple[TrainingStatus, ...] = ()
@@ -77,7 +77,7 @@ class Filters:
     base_model: str | None = None
 
     def conditions(self) -> list[ColumnElement[bool]]:
-        """All but that on the status."""
+        """Return all conditions except the one on the status."""
         found: list[ColumnElement[bool]] = []
         if self.experiment_id is not None:
             found.append(Run.experiment_id == self.experiment_id)
@@ -90,16 +90,16 @@ class Filters:
         return found
 
     def on_status(self) -> list[ColumnElement[bool]]:
-        """The condition on the status, if there is one."""
+        """Return the condition on the status, if there is one."""
         return [Run.status.in_([status.value for status in self.status])] if self.status else []
 
 
 async def page(
     session: AsyncSession, filters: Filters, paging: Paging, sort: Sort = "created_at"
 ) -> tuple[list[Listed], bool]:
-    """One page of runs and whether there are more: newest first, or lowest loss first, those without last.
+    """Return a page of runs and whether there are more: newest first, or lowest loss first, runs without one last.
 
-    Among the best there are no probes: what they measure is the time of two steps on the longest rows, no result.
+    Sorted by loss, probes are excluded: they measure two steps on the longest rows, which is not a result.
     """
     if sort == "best_loss":
         return await _best_first(session, filters, paging)
@@ -108,9 +108,9 @@ async def page(
 
 
 async def _fetch(session: AsyncSession, query: Select[*tuple[Any, ...]]) -> list[Listed]:
-    """The rows of a query, in one piece: as rows, Postgres sends them 8 kB at a time and wakes us for each."""
+    """Fetch the rows of a query as one value: separate rows arrive 8 kB at a time, with a wake-up for each."""
     heads, shown = (await session.execute(_WHOLE.select_from(query.subquery()))).one()
-    # No JSON has this character as it is.
+    # JSON never contains this character unescaped.
     pairs = zip(json.loads(heads), shown.split("\x1f"), strict=True) if heads else ()
     return [Listed._make((*head, one)) for head, one in pairs]
 
@@ -118,7 +118,7 @@ async def _fetch(session: AsyncSession, query: Select[*tuple[Any, ...]]) -> list
 def _chosen(filters: Filters, paging: Paging) -> Select[*tuple[Any, ...]]:
     if len(filters.status) < 2:
         return _LISTED.where(*filters.conditions(), *filters.on_status())
-    # Each status on its own comes from an index in the right order; all at once would have to be sorted.
+    # An index returns each status in the right order; all together would have to be sorted.
     some: list[Select[Any]] = []
     for status in set(filters.status):
         of_status = select(Run.id).where(*filters.conditions(), Run.status == status.value)
@@ -145,7 +145,7 @@ async def _best_first(session: AsyncSession, filters: Filters, paging: Paging) -
 async def _place(session: AsyncSession, run_id: str) -> tuple[float | None, str]:
     found = (await session.execute(select(Run.best_loss).where(Run.id == run_id))).one_or_none()
     if found is None:
-        message = "there is no such run any more; begin with the first page"
+        message = "this run no longer exists; start again from the first page"
         raise invalid([FieldError(field="after", code="unknown_cursor", message=message)])
     return found[0], run_id
 
@@ -156,11 +156,11 @@ def _with_loss(
     after: tuple[float | None, str] | None,
     most: int,
 ) -> Select[*tuple[Any, ...]]:
-    """Those that have ended, from an index; those that train are few and their losses change: they are sorted."""
+    """Order runs by loss: ended runs by an index; the others are sorted, since they are few and their losses change."""
     ended = (Run.final_loss, [Run.final_loss.is_not(None)])
-    begun = (Run.best_loss, [Run.best_loss.is_not(None), Run.attempt > 0, Run.status.not_in(TERMINAL)])
+    unfinished = (Run.best_loss, [Run.best_loss.is_not(None), Run.attempt > 0, Run.status.not_in(TERMINAL)])
     parts = []
-    for loss, where in (ended, begun):
+    for loss, where in (ended, unfinished):
         part = select(Run.id, loss.label("loss")).where(*conditions, *where)
         if after is not None:
             part = part.where(tuple_(loss, Run.id) > tuple_(*after))
@@ -170,7 +170,7 @@ def _with_loss(
 
 
 async def best_of(session: AsyncSession, experiment_id: str) -> Any | None:
-    """Id, name and loss of the run of an experiment with the lowest loss; the older one of two equals."""
+    """Return id, name and loss of an experiment's run with the lowest loss; of two equal ones, the older."""
     named = select(Run.id, Run.name, Run.best_loss)
     conditions = [Run.experiment_id == experiment_id, IS_NO_PROBE]
     return (await session.execute(_with_loss(named, conditions, None, 1))).one_or_none()

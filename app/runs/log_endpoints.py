@@ -1,4 +1,4 @@
-"""`GET /v1/runs/{id}/logs`."""
+"""Endpoint of `GET /v1/runs/{id}/logs`."""
 
 import asyncio
 from contextlib import nullcontext
@@ -16,7 +16,7 @@ router = APIRouter(prefix="/runs", tags=["runs"])
 
 
 SEARCHES_AT_A_TIME = 2
-"""Searches from the end of a log, which may look at every line of it: others wait, and hold no connection meanwhile."""
+"""Concurrent searches from the end of a log, which may read every line of it; others wait without a connection."""
 
 
 def _turn(request: Request) -> asyncio.Semaphore:
@@ -29,27 +29,27 @@ def _turn(request: Request) -> asyncio.Semaphore:
     response_class=StreamingResponse,
     responses={
         200: {
-            "description": "Lines, or `log` events when `Accept` asks for `text/event-stream`.",
+            "description": "Lines, or `log` events if `Accept` contains `text/event-stream`.",
             "content": {
                 "text/plain": {"schema": {"type": "string"}, "example": "step 10 loss 2.31\n"},
                 "text/event-stream": {"schema": serving.EVENTS_SCHEMA},
             },
         },
-        204: {"description": "As events: the run has ended and the cursor is behind its `end`."},
+        204: {"description": "For events: the run has ended and the cursor is past its `end`."},
     },
 )
 async def get_logs(
     request: Request,
     run_id: str,
-    tail: Annotated[int | None, Query(ge=0, le=1_000_000, description="Only the last lines.")] = None,
-    follow: Annotated[bool, Query(description="Wait for more until the run ends.")] = False,
-    grep: Annotated[str | None, Query(max_length=1000, description="Only lines with this text.")] = None,
+    tail: Annotated[int | None, Query(ge=0, le=1_000_000, description="Return only this many last lines.")] = None,
+    follow: Annotated[bool, Query(description="Stream further lines until the run ends.")] = False,
+    grep: Annotated[str | None, Query(max_length=1000, description="Return only lines that contain this text.")] = None,
     last_event_id: serving.LastEventId = None,
 ) -> Response:
-    """What the training process printed."""
+    """Get the output of the training process."""
     as_events = "text/event-stream" in request.headers.get("accept", "")
     sent = serving.cursor(last_event_id) if as_events else None
-    # A stream may last for days: its look at the run is over before the first byte, no session stays open.
+    # A stream may last for days: the session is closed before the first byte.
     async with _turn(request) if tail and grep else nullcontext(), request.app.state.sessions() as session:
         run = await service.get(session, run_id)
         after = (

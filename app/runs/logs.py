@@ -1,4 +1,4 @@
-"""The log lines of a run, for people: the `log` events of its stream, as plain text or as server-sent events."""
+"""Log lines of a run: the `log` events of its stream, as plain text or as server-sent events."""
 
 import json
 from collections.abc import AsyncIterator
@@ -13,7 +13,7 @@ from app.runs.models import Run
 
 
 async def cursor(session: AsyncSession, run: Run, tail: int | None, grep: str | None) -> int:
-    """The `seq` after which the last `tail` lines (None: all) that contain `grep` begin."""
+    """Return the `seq` after which the last `tail` lines (None: all) that contain `grep` begin."""
     if tail == 0:
         return run.event_seq
     if tail is None:
@@ -29,7 +29,7 @@ async def cursor(session: AsyncSession, run: Run, tail: int | None, grep: str | 
 
 
 async def lines(batches: Batches, grep: str | None) -> AsyncIterator[str]:
-    """Lines as they come, without line ends."""
+    """Yield lines as they arrive, without line ends."""
     async for _, frames in batches:
         for frame in frames:
             if (line := _line(frame, grep)) is not None:
@@ -37,7 +37,7 @@ async def lines(batches: Batches, grep: str | None) -> AsyncIterator[str]:
 
 
 async def as_text(batches: Batches, grep: str | None) -> AsyncIterator[bytes]:
-    """Lines as they come, as a body of `text/plain`."""
+    """Yield lines as they arrive, as a `text/plain` body."""
     async for _, frames in batches:
         found = [line for frame in frames if (line := _line(frame, grep)) is not None]
         if found:
@@ -45,7 +45,7 @@ async def as_text(batches: Batches, grep: str | None) -> AsyncIterator[bytes]:
 
 
 def is_shown(frame: Frame, grep: str | None) -> bool:
-    """Whether an event is one of `log` that contains `grep`, or the `end`."""
+    """Return True for a `log` event that contains `grep`, and for `end`."""
     return frame.type == "end" or _line(frame, grep) is not None
 
 

@@ -1,4 +1,4 @@
-"""What every call that makes a run brings along, and how it answers."""
+"""Dependencies and response shared by the endpoints that create a run."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -15,7 +15,7 @@ from app.runs.service import Idempotency, Surroundings
 
 @dataclass(frozen=True)
 class Making:
-    """A call that makes a run."""
+    """A request that creates a run."""
 
     request: Request
     response: Response
@@ -26,11 +26,11 @@ class Making:
     _key: str | None
 
     async def idempotency(self, call: str) -> Idempotency | None:
-        """The caller's key for the call of that path; 422 for one that is none."""
+        """Return the caller's idempotency key for the call at this path, if any; raise 422 for an invalid one."""
         return Idempotency.of(self._key, call, await self.request.body())
 
     def accept(self, run: Run) -> None:
-        """Answer that the run waits, and where it is; workers hear of it once it is stored."""
+        """Respond with 202 and the run's location; workers are notified after the commit."""
         self.response.status_code = 202
         self.response.headers["Location"] = f"/v1/runs/{run.id}"
         self.after_commit.add_task(self.request.app.state.queue.hint)

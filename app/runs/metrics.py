@@ -1,4 +1,4 @@
-"""The points of a run, read from its events: all of them, whatever wrote them."""
+"""Points of a run, read from all of its events, whichever version wrote them."""
 
 import asyncio
 import json
@@ -16,11 +16,11 @@ from app.runs.schemas import TrainingMetrics
 _CHUNK = 5000
 
 Points = dict[str, dict[int, float | None]]
-"""The values of each series by their steps."""
+"""Values of each series by step."""
 
 
 async def recent(session: AsyncSession, run_id: str, most: int) -> list[TrainingMetrics]:
-    """The newest points in order of steps, without those that were trained again later."""
+    """Return the newest points in step order, without those that were trained again later."""
     query = _newest_first(run_id, ("metric",)).limit(most * 2)
     newest = _NewestPass()
     kept = []
@@ -33,7 +33,7 @@ async def recent(session: AsyncSession, run_id: str, most: int) -> list[Training
 
 
 def _shown(step: int, data: dict[str, Any]) -> TrainingMetrics:
-    """What of an event is as agreed: whatever else a trainer has sent must not make its run unreadable."""
+    """Build a point from the valid fields of an event; other data from a trainer must not make its run unreadable."""
     numbers, extra = dict(values("metric", data)), data.get("extra")
     named = {name: numbers.get(name) for name in NAMED}
     return TrainingMetrics(step=step, **named, extra=extra if isinstance(extra, dict) else {})
@@ -42,11 +42,11 @@ def _shown(step: int, data: dict[str, Any]) -> TrainingMetrics:
 async def all_points(
     session: AsyncSession, run_id: str, names: Sequence[str] | None, from_step: int, to_step: int
 ) -> Points:
-    """Every point that counts, of every series or of those named; each event of the run is looked at."""
+    """Return all valid points of every series, or of those in `names`; reads every event of the run."""
     found = _Counting(names, from_step, to_step)
     rows = await session.stream(_newest_first(run_id, ("metric", "eval")).execution_options(yield_per=_CHUNK))
     async for chunk in rows.partitions():
-        # In a thread: 100,000 points take a second to parse, in which the other requests go on.
+        # In a thread: 100,000 points take a second to parse, which must not block other requests.
         if not await asyncio.to_thread(found.add, chunk):
             break
     await rows.close()
@@ -55,25 +55,25 @@ async def all_points(
 
 def _newest_first(run_id: str, types: tuple[str, ...]) -> Any:
     query = select(RunEvent.type, cast(RunEvent.data, Text))
-    # Written out: a plan for any types could not use the partial index of these.
+    # As literals: a generic plan could not use the partial index of these types.
     literal: BindParameter[str] = bindparam("types", types, expanding=True, literal_execute=True)
     return query.where(RunEvent.run_id == run_id, RunEvent.type.in_(literal)).order_by(RunEvent.seq.desc())
 
 
 class _NewestPass:
-    """Tells, read from the newest event to the oldest, which points no later one has replaced.
+    """Finds the points that no later one has replaced, reading events from newest to oldest.
 
-    A point of a later event replaces those of its own type from its step on, and all others behind it: an evaluation
-    and a metric of one step stand side by side.
+    A point of a later event replaces those of its own type from its step on, and those of other types after its
+    step: an evaluation and a metric of one step are both valid.
     """
 
     def __init__(self) -> None:
         self.first = math.inf
-        """The lowest step so far."""
+        """Lowest step so far."""
         self._first_of_type: dict[str, int] = {}
 
     def has(self, kind: str, step: int) -> bool:
-        """Whether the next older event still counts."""
+        """Return True if the next older event is still valid."""
         counts = step <= self.first and step < self._first_of_type.get(kind, math.inf)
         self.first = min(self.first, step)
         self._first_of_type[kind] = min(step, self._first_of_type.get(kind, step))
@@ -81,7 +81,7 @@ class _NewestPass:
 
 
 class _Counting:
-    """Collects points from the newest event to the oldest."""
+    """Collects valid points from the newest event to the oldest."""
 
     def __init__(self, names: Sequence[str] | None, from_step: int, to_step: int) -> None:
         self.points: Points = {name: {} for name in names or ()}
@@ -90,7 +90,7 @@ class _Counting:
         self._newest = _NewestPass()
 
     def add(self, rows: Iterable[Any]) -> bool:
-        """Take rows of type and data; false when no older one can matter."""
+        """Add rows of type and data; return False if no older row can matter."""
         for kind, text in rows:
             data = json.loads(text)
             step = step_of(data)

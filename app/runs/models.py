@@ -1,4 +1,4 @@
-"""Runs and their attempts."""
+"""Tables of runs, their attempts, timings and roll-ups."""
 
 from datetime import datetime
 from typing import Any
@@ -14,12 +14,12 @@ STATUSES = ("pending", *LIVE, *TERMINAL)
 
 
 def sql_list(values: tuple[str, ...]) -> str:
-    """`('a','b')`, for constraints and partial indexes."""
+    """Format values as `('a','b')`, for constraints and partial indexes."""
     return "(" + ",".join(f"'{value}'" for value in values) + ")"
 
 
 class Run(Owned, Base):
-    """A training run. `status` is written by `app.runs.lifecycle` alone."""
+    """A training run. Only `app.runs.lifecycle` writes `status`."""
 
     __tablename__ = "runs"
     __table_args__ = (
@@ -51,7 +51,7 @@ class Run(Owned, Base):
         Index("ix_runs_dataset_id", "dataset_id"),
         Index("ix_runs_eval_dataset_id", "eval_dataset_id"),
         Index("ix_runs_resume_checkpoint_id", "resume_checkpoint_id"),
-        # For lists. None has a column that changes while a run trains; `final_loss` stands still until it has ended.
+        # For lists. None has a column that changes while a run trains; `final_loss` is set only when it has ended.
         Index("ix_runs_status_id", "status", "id"),
         Index("ix_runs_experiment_id_status_id", "experiment_id", "status", "id"),
         Index("ix_runs_base_model_id", text("(config ->> 'base_model')"), "id"),
@@ -70,7 +70,7 @@ class Run(Owned, Base):
             "id",
             postgresql_where=text(f"attempt > 0 AND status NOT IN {sql_list(TERMINAL)}"),
         ),
-        # Renewals and appends touch no indexed column; room on the page keeps them heap-only updates.
+        # Renewals and appends change no indexed column; free space on the page keeps them heap-only updates.
         {"postgresql_with": {"fillfactor": "70"}},
     )
 
@@ -82,17 +82,17 @@ class Run(Owned, Base):
     dataset_id: Mapped[str] = mapped_column(ForeignKey("datasets.id"))
     eval_dataset_id: Mapped[str | None] = mapped_column(ForeignKey("datasets.id"))
     config: Mapped[dict[str, Any]]
-    """Every field of the `TrainingConfig`, defaults included, as they were when the run was created."""
+    """All fields of the `TrainingConfig`, including defaults as of the creation of the run."""
     given: Mapped[list[str]]
-    """Names of the fields that the user set; a default may be replaced, a wish may not."""
+    """Names of the fields that the user set; only defaults may be replaced."""
     effective_config: Mapped[dict[str, Any] | None]
-    """What the trainer really used, told by it at its start."""
+    """Configuration that the trainer used, as it reported at its start."""
     devices_needed: Mapped[int] = mapped_column(server_default=text("1"))
     requirements: Mapped[dict[str, Any]] = mapped_column(server_default=text("'{}'"))
-    """What a worker must offer: `{"kind": "cuda"}`, `{"memory_mb": 24000}`."""
+    """Requirements on a worker: `{"kind": "cuda"}`, `{"memory_mb": 24000}`."""
     idempotency_key: Mapped[str | None]
     request_digest: Mapped[str | None]
-    """SHA-256 of the body that came with the idempotency key."""
+    """SHA-256 of the request that came with the idempotency key."""
     parent_run_id: Mapped[str | None] = mapped_column(ForeignKey("runs.id"))
     """The run that this one resumes."""
     resume_checkpoint_id: Mapped[str | None]
@@ -100,7 +100,7 @@ class Run(Owned, Base):
     """The run whose output is this one's base model."""
 
     pinned: Mapped[bool] = mapped_column(server_default=text("false"))
-    """Kept by retention, whatever its age."""
+    """Excluded from retention at any age."""
 
     status: Mapped[str] = mapped_column(server_default="pending")
     priority: Mapped[int] = mapped_column(server_default=text("0"))
@@ -108,49 +108,49 @@ class Run(Owned, Base):
     stop_requested_at: Mapped[datetime | None]
     stop_save_checkpoint: Mapped[bool] = mapped_column(server_default=text("true"))
     stop_mode: Mapped[str | None]
-    """How it is to stop: checkpoint, best, discard; or epoch_end, then `stop_requested_at` is null until it ends."""
+    """Stop mode: checkpoint, best or discard; or epoch_end, with `stop_requested_at` null until the epoch ends."""
     hinted_at: Mapped[datetime | None]
     not_before: Mapped[datetime] = mapped_column(server_default=func.now())
 
     epoch: Mapped[int] = mapped_column(server_default=text("0"))
-    """The fence: raised at every claim and every loss; a writer with an older one writes nothing."""
+    """Fencing token (lease epoch): raised at every claim and every loss; a writer with an older one writes nothing."""
     attempt: Mapped[int] = mapped_column(server_default=text("0"))
     lost_count: Mapped[int] = mapped_column(server_default=text("0"))
     """Losses since the last new checkpoint."""
     lease_owner: Mapped[str | None]
     lease_expires_at: Mapped[datetime | None]
     worker_id: Mapped[str | None]
-    """The worker that has it, or had it last."""
+    """Worker that has the run, or had it last."""
 
     event_seq: Mapped[int] = mapped_column(BigInteger, server_default=text("0"))
     """Newest `seq` of the event log."""
     first_seq: Mapped[int] = mapped_column(BigInteger, server_default=text("1"))
-    """Oldest `seq` that retention has left."""
+    """Oldest `seq` that retention has kept."""
     src_hwm: Mapped[int] = mapped_column(BigInteger, server_default=text("0"))
-    """How many events of the present attempt are stored."""
+    """Number of stored events of the current attempt."""
 
     current_step: Mapped[int] = mapped_column(server_default=text("0"))
     total_steps: Mapped[int | None]
     current_epoch: Mapped[float] = mapped_column(server_default=text("0"))
     best_loss: Mapped[float | None]
     final_loss: Mapped[float | None]
-    """`best_loss` of a run that has ended; a trigger sets it, so that every version's writers do."""
+    """`best_loss` of a run that has ended; a trigger sets it, so that it is set by writers of every version."""
     checkpoint_step: Mapped[int | None]
     """Step of the newest checkpoint."""
     error_code: Mapped[str | None]
     error_message: Mapped[str | None]
     output_attempt: Mapped[int | None]
-    """Attempt whose `output/` holds the fine-tuned model."""
+    """Attempt whose `output/` contains the fine-tuned model."""
     started_at: Mapped[datetime | None]
     finished_at: Mapped[datetime | None]
 
 
 IS_NO_PROBE = Run.config[("extra", "probe")].astext.is_distinct_from("true")
-"""The run does not only measure another one."""
+"""Condition that a run is not a probe."""
 
 
 class RunRewardModel(Base):
-    """A run, and another whose output is a reward model that it learns from."""
+    """A run, and another run whose output it uses as a reward model."""
 
     __tablename__ = "run_reward_models"
     __table_args__ = (Index("ix_run_reward_models_reward_run_id", "reward_run_id"),)
@@ -160,7 +160,7 @@ class RunRewardModel(Base):
 
 
 class Attempt(Base):
-    """One try of a run on one worker."""
+    """One attempt of a run on one worker."""
 
     __tablename__ = "run_attempts"
     __table_args__ = (CheckConstraint("(outcome IS NULL) = (ended_at IS NULL)", name="outcome_iff_ended"),)
@@ -175,36 +175,36 @@ class Attempt(Base):
     outcome: Mapped[str | None]
     """Status or requeue reason that ended it: completed, failed, cancelled, lost, handed_back, retried, repaired."""
     report: Mapped[dict[str, Any] | None]
-    """How it ended as its supervisor saw it, unless that went well: `worker/last_words.py` has the fields."""
+    """Failure report of its supervisor, unless it ended well; `worker/last_words.py` defines the fields."""
 
 
 class Pace(Base):
-    """How fast an attempt goes and how long its parts take: what predictions of it and of like runs rest on."""
+    """Speed of an attempt and durations of its parts: the basis of predictions for it and for similar runs."""
 
     __tablename__ = "run_paces"
     __table_args__ = (
         Index("ix_run_paces_likeness_run_id", "likeness", text("run_id DESC")),
-        # Rewritten while the run trains: `likeness` never is, and with room on the page no index is touched.
+        # Updated while the run trains: `likeness` never changes, and with free space on the page no index is updated.
         {"postgresql_with": {"fillfactor": "50"}},
     )
 
     run_id: Mapped[str] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True)
     attempt: Mapped[int] = mapped_column(primary_key=True)
     likeness: Mapped[str]
-    """Backend, method and base model: runs that have all three in common say something about each other."""
+    """Backend, method and base model: runs that share all three are used to predict each other."""
     device: Mapped[str | None]
-    """Name of the device, as the worker offered it."""
+    """Name of the device, as reported by the worker."""
     measured_at: Mapped[datetime]
-    """When `timings.step` was reached, by the clock of the database."""
+    """Time at which `timings.step` was reached, by the clock of the database."""
     timings: Mapped[dict[str, Any]]
-    """`app.runs.prediction.Timings`."""
+    """Fields of `app.runs.prediction.Timings`."""
 
 
 class MetricRollup(Base):
-    """A stretch of a run's points, as `app.runs.rollups` describes it."""
+    """Aggregate of consecutive points of a run, as described in `app.runs.rollups`."""
 
     __tablename__ = "metric_rollups"
-    # The last row of each level is rewritten while it fills: with room on its page it stays there.
+    # The last row of each level is rewritten while it fills: with free space on its page it stays there.
     __table_args__ = ({"postgresql_with": {"fillfactor": "80"}},)
 
     run_id: Mapped[str] = mapped_column(primary_key=True)
@@ -218,12 +218,12 @@ class MetricRollup(Base):
     first_seq: Mapped[int] = mapped_column(BigInteger)
     last_seq: Mapped[int] = mapped_column(BigInteger)
     points: Mapped[int] = mapped_column(BigInteger)
-    # As text: JSONB would make each number a numeric, at every rewrite, and a text of it again for every curve.
+    # Not JSONB, which would convert each number to numeric at every rewrite, and back to text for every curve.
     series: Mapped[dict[str, Any]] = mapped_column(JSON)
 
 
 class Removal(Base):
-    """A run whose row is gone, and whose events and files have yet to go."""
+    """A run whose row is deleted, and whose events and files are still to be deleted."""
 
     __tablename__ = "removals"
 

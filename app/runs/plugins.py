@@ -1,6 +1,6 @@
-"""Parts of a training that the operator has installed on the workers, as configurations name them.
+"""Plugins that the operator has installed on the workers, as configurations name them.
 
-Pure pydantic: the API checks with it; `worker/training/registry.py` loads what is named.
+Pure pydantic: the API validates with it; `worker/training/registry.py` loads the plugins.
 """
 
 import json
@@ -20,7 +20,7 @@ PLUGINS = {
     "reward": "anneal.rewards",
     "metrics": "anneal.metrics",
 }
-"""Groups of entry points, by kind; a kind is also the field of `extra` that names one, but for rewards."""
+"""Entry point groups by kind; except for rewards, a kind is also the field of `extra` that names a plugin."""
 _REPLACES = {
     "optimizer": ("optim", "extra.adam_beta1", "extra.adam_beta2", "extra.adam_epsilon"),
     "scheduler": ("lr_scheduler_type",),
@@ -31,7 +31,7 @@ PluginName = Annotated[str, StringConstraints(min_length=1, max_length=100, patt
 
 
 class Plugin(BaseModel):
-    """`{"type": name}` with the parameters that it takes."""
+    """A plugin, as `{"type": name}` with its parameters."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -39,7 +39,7 @@ class Plugin(BaseModel):
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Everything but the name."""
+        """All fields except the name."""
         return dict(self.model_extra or {})
 
     @model_validator(mode="after")
@@ -47,15 +47,15 @@ class Plugin(BaseModel):
         try:
             length = len(json.dumps(self.model_extra, allow_nan=False))
         except (TypeError, ValueError, RecursionError):
-            raise PydanticCustomError("bad_bounds", "must hold what JSON can say") from None
+            raise PydanticCustomError("bad_bounds", "must contain only valid JSON") from None
         if length > _MOST_CHARACTERS:
-            message = "is too long: its parameters have at most {most} characters of JSON"
+            message = "is too long: its parameters may have at most {most} characters of JSON"
             raise PydanticCustomError("out_of_range", message, {"most": f"{_MOST_CHARACTERS:,}"})
         return self
 
 
 def named(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Field, kind and name of all that a configuration names, as far as it says so in the right form."""
+    """Yield field, kind and name of each plugin that a configuration names; malformed entries are skipped."""
     extra = config.get("extra")
     extra = extra if isinstance(extra, Mapping) else {}
     for kind in PLUGINS:
@@ -74,22 +74,22 @@ def named(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def makes_rates(config: Mapping[str, Any]) -> bool:
-    """Whether a plugin decides about learning rates."""
+    """Return True if a plugin determines the learning rates."""
     extra = config.get("extra") or {}
     return extra.get("optimizer") is not None or extra.get("scheduler") is not None
 
 
 def has_copies(config: Mapping[str, Any]) -> bool:
-    """Whether checkpoints that are gone from their folder may be somewhere else."""
+    """Return True if checkpoints that are missing from their folder may have a replica elsewhere."""
     return (config.get("extra") or {}).get("checkpoint_engine") is not None
 
 
 def doubled(config: Mapping[str, Any], given: set[str]) -> Iterator[tuple[str, str]]:
-    """Fields that were given although something that is named takes their place, and why they cannot be."""
+    """Yield fields that were set although a plugin replaces them, with an error message."""
     for field, kind, name in named(config):
         for replaced in _REPLACES.get(kind, ()):
             if replaced in given:
                 yield (
                     replaced,
-                    f"cannot be given beside `{field}`, since `{name}` takes its place: leave one of them out",
+                    f"cannot be set together with `{field}`, because `{name}` replaces it: leave one of them out",
                 )

@@ -1,8 +1,9 @@
-"""When a run starts and finishes: the arithmetic, from how long its parts and those of like runs took. No database.
+"""Predicts the duration of a run from the durations of its own parts and those of similar runs. No database.
 
-A running run: steps left times the time of its own steps, the newest counting most; evaluations and saves on the way at
-what they took so far; and what comes after the last step, from like runs. While less than a tenth is done, like runs
-have a part in the time of a step too, twins the longest. When a run that waits has its turn: `turns.py`.
+A running run: steps left times the time of its own steps, the newest with the most weight; evaluations and saves on the
+way at their average so far; and the time after the last step, from similar runs. While less than a tenth is done,
+similar runs also contribute to the time of a step, twins (same configuration) the longest. Start of a pending run:
+`turns.py`.
 """
 
 import hashlib
@@ -21,9 +22,9 @@ from app.wire import Moment
 Confidence = Literal["low", "medium", "high"]
 
 OWN_PART = 0.1
-"""Once this part of its steps is done, a run's own speed alone counts."""
+"""Once this fraction of its steps is done, only a run's own speed counts."""
 _OWN_PART_AMONG_OTHERS = 0.02
-"""The same where like runs are no twins: their steps may be of quite another kind."""
+"""The same if the similar runs are not twins: their steps may be very different."""
 _ENOUGH_RUNS, _STEADY = 3, 0.25
 _OUTLIER = 3.0
 _ROUNDING = 1e-6
@@ -38,28 +39,28 @@ _BOUNDS = (
     "early_stopping_patience",
 )  # fmt: skip
 PROBE_STEPS = 2
-"""Of a run that only measures (`extra.probe`)."""
+"""Steps of a probe (`extra.probe`)."""
 FIELDS = (*_TWINS, *_BOUNDS)
-"""Fields of a configuration that its time depends on."""
+"""Configuration fields that affect the duration of a run."""
 
 
 class Prediction(BaseModel):
-    """When a run starts and finishes, as far as this installation's history says something about it."""
+    """Predicted start and finish of a run, based on the history of this installation."""
 
     start_at: Moment | None = Field(
-        description="When it starts, or started; null: no worker could take it, or nobody knows when one is free."
+        description="Predicted or actual start; null if no worker could take it, or if it is unknown when one is free."
     )
-    finish_at: Moment | None = Field(description="When it finishes; null: there is nothing to go by yet.")
+    finish_at: Moment | None = Field(description="Predicted finish; null if there is no basis for it yet.")
     confidence: Confidence = Field(
-        description="`high`: its own speed over a tenth of its steps or more, and what follows from like runs; "
-        "`medium`: its own speed, or runs with this very configuration; `low`: a rough guess."
+        description="`high`: based on its own speed over at least a tenth of its steps, and on similar runs for the "
+        "rest; `medium`: on its own speed, or on runs with the same configuration; `low`: a rough estimate."
     )
-    basis: str = Field(description="What it rests on, in a sentence.")
+    basis: str = Field(description="Basis of the prediction, in a sentence.")
 
 
 @dataclass(frozen=True)
 class Timings:
-    """How long the parts of an attempt took, up to `step`; in seconds, evaluations and saves not part of training."""
+    """Durations of the parts of an attempt up to `step`, in seconds; `training` excludes evaluations and saves."""
 
     twin: str = ""
     work: float = 1.0
@@ -70,24 +71,24 @@ class Timings:
     """From the claim to the first step."""
     training: float = 0.0
     step_seconds: float | None = None
-    """Of the newest steps, by `step_seconds`."""
+    """Seconds per step of the newest steps, by `step_seconds`."""
     evaluations: int = 0
     evaluating: float = 0.0
     saves: int = 0
     saving: float = 0.0
     finishing: float | None = None
-    """From the last step to the end, where the run took its last step."""
+    """From the last step to the end, if the run reached its last step."""
 
     @property
     def mean(self) -> float | None:
-        """Seconds of a step, on average."""
+        """Average seconds per step."""
         done = self.step - self.start_step
         return self.training / done if done > 0 and self.training > 0 else None
 
 
 @dataclass(frozen=True)
 class Past:
-    """An attempt of a like run."""
+    """An attempt of a similar run."""
 
     timings: Timings
     device: str | None
@@ -95,35 +96,35 @@ class Past:
 
 @dataclass(frozen=True)
 class Task:
-    """What there is to do, as far as the configuration and the data set tell."""
+    """Work of a run, as far as it is known from the configuration and the dataset."""
 
     twin: str
-    """Runs that have this in common do the same in each step."""
+    """Digest shared by runs that do the same in each step."""
     work: float
-    """Size of a step: what the time of a step is scaled by between runs that are no twins."""
+    """Size of a step, by which the time of a step is scaled between runs that are not twins."""
     total_steps: int | None
-    """The step that ends it, as far as that is known."""
+    """Last step of the run, if known."""
     first_step: int = 0
-    """Where the run took up training; above 0 when it continues another."""
+    """Step at which the run started; above 0 if it resumes another."""
     next_step: int = 0
-    """Where it goes on from while no attempt of it trains."""
+    """Step from which it continues while no attempt of it trains."""
     evaluate_every: int | None = None
     save_every: int | None = None
     time_limit: float | None = None
     may_end_early: bool = False
     ends_with_epoch: bool = False
-    """It was asked to stop at the end of its epoch."""
+    """A stop at the end of the epoch was requested."""
 
 
 @dataclass(frozen=True)
 class Habit:
-    """What like runs took, by the median."""
+    """Median durations of similar runs."""
 
     runs: int
     are_twins: bool
     step_seconds: float
     spread: float
-    """How far their steps lie apart: half of them lie within this part of the median."""
+    """Spread of their step times: half of them are within this fraction of the median."""
     loading: float
     evaluation: float | None
     save: float | None
@@ -138,7 +139,7 @@ class Habit:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A time to come, in seconds."""
+    """Estimated remaining duration, in seconds."""
 
     seconds: float
     confidence: Confidence
@@ -146,14 +147,14 @@ class Estimate:
 
 
 def likeness(backend: str, config: Mapping[str, Any]) -> str:
-    """What a run has in common with those that say something about it."""
-    # A probe trains on the longest rows alone: it says nothing about other runs.
+    """Return the key shared by runs that are used to predict each other."""
+    # A probe trains only on the longest rows: it is no basis for other runs.
     which = "probe of " if is_probe(config) else ""
     return f"{which}{backend} {config.get('method', 'qlora')} {config.get('base_model')}"[:500]
 
 
 def is_probe(config: Mapping[str, Any]) -> bool:
-    """Whether a run only measures."""
+    """Return True if a run is a probe, which only measures."""
     return (config.get("extra") or {}).get("probe") is True
 
 
@@ -168,9 +169,9 @@ def task(
     next_step: int = 0,
     told_steps: int | None = None,
 ) -> Task:
-    """What a configuration (`FIELDS` of it, defaults included) asks for on so many rows of these data sets.
+    """Return the work that a configuration (`FIELDS` of it, defaults included) defines for rows of these datasets.
 
-    `told_steps` are those that the trainer told of last: it knows the rows, and what the run was extended by.
+    `told_steps` is the total that the trainer reported last: it knows the rows, and any extension of the run.
     """
     same = {name: config.get(name) for name in _TWINS}
     digest = hashlib.sha256(json.dumps([same, *datasets], sort_keys=True, default=str).encode())
@@ -195,7 +196,7 @@ def task(
 def _total_steps(
     backend: str, config: Mapping[str, Any], given: set[str], rows: int | None, sequences: int
 ) -> int | None:
-    """Steps of the whole run, or None where only the worker will know."""
+    """Return the steps of the whole run, or None if only the worker can know them."""
     if is_probe(config):
         return PROBE_STEPS
     if config.get("max_steps") is not None:
@@ -205,7 +206,7 @@ def _total_steps(
         return FakeOptions.stored(extra).steps
     if extra.get("data_source") is not None:
         return None  # its rows are not those of the file
-    # How many sequences are packed into one, and how many rows are left out, shows when they are tokenised.
+    # The number of packed sequences, and of rows that are skipped, is known only after tokenization.
     if rows is None or config.get("packing") or config.get("method") == "rlhf":
         return None
     held_out = float(config.get("eval_split") or 0)
@@ -214,20 +215,20 @@ def _total_steps(
 
 
 def epoch_end(at: int, step: int, epoch: float) -> int | None:
-    """The step that ends the epoch of the one after `at`, of a run that was in `epoch` at `step`; None: unknown yet."""
+    """Return the last step of the epoch of step `at` + 1, for a run that was in `epoch` at `step`; None: unknown."""
     if step <= 0 or epoch <= 0:
         return None
     in_epoch = step / epoch
-    # Epochs are told with rounding errors: a step that ends one is neither just before nor just behind its end.
+    # Epochs have rounding errors: a step that ends one must be neither just before nor just after its end.
     passes = math.floor(at / in_epoch + _ROUNDING) + 1
     return math.ceil(passes * in_epoch - _ROUNDING)
 
 
 def step_seconds(windows: Sequence[tuple[int, float]]) -> float | None:
-    """The time of a step to come, from stretches of (steps, seconds), oldest first.
+    """Estimate the seconds per future step from windows of (steps, seconds), oldest first.
 
-    The first one holds what happens only once, and is left out as soon as there are others; one that took many times as
-    long as usual counts as a few times as long; a stretch half as many back counts twice.
+    The first window includes one-time costs, and is ignored if there are others. Outliers are capped at a multiple of
+    the median. Weights halve over half of the windows, so that the newest count most.
     """
     used = [(steps, seconds / steps) for steps, seconds in windows if steps > 0]
     used = used[1:] or used
@@ -240,7 +241,7 @@ def step_seconds(windows: Sequence[tuple[int, float]]) -> float | None:
 
 
 def habit(past: Sequence[Past], wanted: Task, device: str | None = None) -> Habit | None:
-    """What like runs say about a task on a device: twins on it, else twins, else others on it, else others."""
+    """Return typical durations for a task on a device: of twins on it, else twins, else others on it, else others."""
     usable = [one for one in past if one.timings.mean is not None]
     chosen: list[Past] = []
     for twins, here in ((True, True), (True, False), (False, True), (False, False)):
@@ -276,7 +277,7 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def whole(wanted: Task, like: Habit | None) -> Estimate | None:
-    """How long a task takes from its claim to its end; None: no like run has trained yet, or its steps are unknown."""
+    """Estimate a task from its claim to its end; None: no similar run has trained yet, or its steps are unknown."""
     total = wanted.total_steps
     if total is None and like is not None and not wanted.ends_with_epoch:
         total = like.total_steps
@@ -288,11 +289,11 @@ def whole(wanted: Task, like: Habit | None) -> Estimate | None:
     asides = _asides(wanted, wanted.next_step, on_the_way[0], like.evaluation or 0.0, like.save or 0.0)
     seconds = like.loading + on_the_way[1] + asides + (like.finishing or 0.0)
     sure = like.are_twins and like.runs >= _ENOUGH_RUNS and like.spread <= _STEADY
-    return _told(seconds, 1 if sure else 0, wanted, f"its {total:,} steps from {like}")
+    return _estimate(seconds, 1 if sure else 0, wanted, f"its {total:,} steps at the speed of {like}")
 
 
 def remaining(wanted: Task, so_far: Timings, like: Habit | None) -> Estimate | None:
-    """How long a running attempt takes from `so_far.step` on; None: there is nothing to go by yet."""
+    """Estimate the rest of a running attempt from `so_far.step` on; None: there is no basis for it yet."""
     total = wanted.total_steps
     if total is None and not wanted.ends_with_epoch:
         total = so_far.total_steps
@@ -312,22 +313,24 @@ def remaining(wanted: Task, so_far: Timings, like: Habit | None) -> Estimate | N
     save = so_far.saving / so_far.saves if so_far.saves else like and like.save
     finishing = like.finishing if like and like.finishing is not None else save
     asides = _asides(wanted, so_far.step, steps, evaluation or 0.0, save or 0.0)
-    # Of runs that are no twins only the end is believed.
+    # Runs that are not twins raise the confidence only for what comes after the last step.
     level = 1 + (like is not None) if done >= OWN_PART else int(like is not None and like.are_twins)
-    by = f"its own speed, {each:.3g} s a step" if part == 1 else f"{like}"
+    by = f"its own speed, {each:.3g} s per step" if part == 1 else f"{like}"
     if 0 < part < 1:
         by = f"its own speed and {like}"
-    return _told(training + asides + (finishing or 0.0), level, wanted, f"{left:,} of {total:,} steps left, by {by}")
+    return _estimate(
+        training + asides + (finishing or 0.0), level, wanted, f"{left:,} of {total:,} steps left, based on {by}"
+    )
 
 
 def _spent(wanted: Task, so_far: Timings, each: float) -> float:
-    """Time in training that counts towards the limit: that of this attempt, and of steps of earlier ones."""
+    """Return the training time that counts against the limit: that of this attempt, and of steps of earlier ones."""
     earlier = max(so_far.start_step - wanted.first_step, 0)
     return so_far.training + earlier * each
 
 
 def _steps(wanted: Task, steps: int, each: float, spent: float) -> tuple[int, float]:
-    """How many of the steps fit within the time limit, and their seconds."""
+    """Return how many of the steps fit within the time limit, and their seconds."""
     training = steps * each
     if wanted.time_limit is None or training <= wanted.time_limit - spent:
         return steps, training
@@ -336,7 +339,7 @@ def _steps(wanted: Task, steps: int, each: float, spent: float) -> tuple[int, fl
 
 
 def _asides(wanted: Task, first: int, steps: int, evaluation: float, save: float) -> float:
-    """Seconds of evaluations and saves before the last step; those after it are part of the finish."""
+    """Return the seconds of evaluations and saves before the last step; those after it are part of finishing."""
     last = first + steps - 1
 
     def times(every: int | None) -> int:
@@ -345,9 +348,9 @@ def _asides(wanted: Task, first: int, steps: int, evaluation: float, save: float
     return times(wanted.evaluate_every) * evaluation + times(wanted.save_every) * save
 
 
-def _told(seconds: float, level: int, wanted: Task, basis: str) -> Estimate:
+def _estimate(seconds: float, level: int, wanted: Task, basis: str) -> Estimate:
     if wanted.ends_with_epoch:
-        basis = f"{basis}; it ends with its epoch"
+        basis = f"{basis}; it stops at the end of its epoch"
     if not wanted.may_end_early:
         return Estimate(seconds, _LEVELS[level], basis)
     return Estimate(seconds, _LEVELS[max(level - 1, 0)], f"{basis}; early stopping may end it sooner")

@@ -1,7 +1,7 @@
-"""What may go after a time: events by the month, checkpoints, whole runs.
+"""Retention: deletes events by month, checkpoints and whole runs after a configured time.
 
-Never what a run that has not ended needs, nor what is pinned, nor what a later run goes on from, builds on or learns
-from.
+Never deletes what an unfinished run needs, what is pinned, or what a later run resumes, builds on or uses as a reward
+model.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from app.storage import Storage
 
 log = logging.getLogger(__name__)
 
-_LOCK = 0x707275  # "pru": one at a time, by whichever replica or command
+_LOCK = 0x707275  # "pru": one pass at a time, across replicas and commands
 _EVERY_SECONDS = 3600.0
 _RUNS_AT_ONCE = 500
 _LOOK_BACK_DAYS = 7.0
@@ -40,7 +40,7 @@ _MONTH = re.compile(r"run_events_(\d{4})_(\d\d)")
 
 @dataclass(frozen=True)
 class Policy:
-    """Days after the end of a run; None: for ever."""
+    """Days to keep data after the end of a run; None: forever."""
 
     events_days: float | None = None
     checkpoints_days: float | None = None
@@ -48,29 +48,29 @@ class Policy:
 
     @classmethod
     def of(cls, settings: Settings) -> "Policy":
-        """As the settings have it."""
+        """Return the policy of the settings."""
         return cls(settings.keep_events_days, settings.keep_checkpoints_days, settings.keep_runs_days)
 
     def or_else(self, other: "Policy") -> "Policy":
-        """This, and for what it does not say the other."""
+        """Return this policy, with unset values taken from the other."""
         pairs = zip(astuple(self), astuple(other), strict=True)
         return Policy(*(mine if mine is not None else theirs for mine, theirs in pairs))
 
 
 @dataclass
 class Pruned:
-    """What went, or would go."""
+    """Result of a pass: what was deleted, or would be."""
 
     runs: int = 0
     checkpoints: int = 0
     checkpoint_bytes: int = 0
     months: list[str] = field(default_factory=list)
-    """Months whose events went, such as `2026-01`."""
+    """Months whose events were deleted, such as `2026-01`."""
     is_busy: bool = False
-    """Somebody else was at it; nothing was done."""
+    """Another process was pruning; nothing was done."""
 
     def told(self, dry_run: bool) -> str:
-        """In a sentence."""
+        """Return a summary sentence."""
         months = f"the events of {', '.join(self.months)}" if self.months else "no events"
         size = f"{self.checkpoint_bytes / 2**20:,.0f} MiB"
         verb = "Would delete" if dry_run else "Deleted"
@@ -78,7 +78,7 @@ class Pruned:
 
 
 class Pruning:
-    """One pass over everything, in small transactions: whatever ends it, the next goes on."""
+    """A retention pass in small transactions: if it is interrupted, the next one continues."""
 
     def __init__(self, engine: AsyncEngine, storage: Storage, policy: Policy, dry_run: bool = False) -> None:
         self._engine = engine
@@ -88,10 +88,10 @@ class Pruning:
         self._dry_run = dry_run
         self._found = Pruned()
         self._now = datetime.max.replace(tzinfo=UTC)
-        """By the database's clock: one of this machine that is ahead must not make anything old."""
+        """Time of the database: if the clock of this machine is ahead, that must not make anything look old."""
 
     async def all(self) -> Pruned:
-        """Do what the policy says; answers what that was."""
+        """Apply the policy; return what was deleted."""
         async with self._engine.connect() as turn:
             await turn.execute(text("SET LOCAL idle_in_transaction_session_timeout = 0"))
             if not await turn.scalar(text("SELECT pg_try_advisory_xact_lock(:key)"), {"key": _LOCK}):
@@ -110,7 +110,7 @@ class Pruning:
         return self._found
 
     async def _audit(self, before: str) -> None:
-        """Calls of more than a year ago."""
+        """Delete audit entries that are more than a year old."""
         old = select(AuditEntry.id).where(AuditEntry.id < before).order_by(AuditEntry.id).limit(10_000)
         rows = 1
         while rows:
@@ -122,18 +122,18 @@ class Pruning:
         return self._now - timedelta(days=days)
 
     async def _runs(self, before: datetime) -> None:
-        """Whole runs, those first that nothing builds on; what becomes free by that is next."""
+        """Delete whole runs, first those that no other run needs; others become deletable by that."""
         gone: set[str] = set()
         while True:
             async with self._sessions() as session, session.begin():
                 other = aliased(Run)
                 needed = select(other.id).where((other.parent_run_id == Run.id) | (other.base_run_id == Run.id))
-                imagined = all_(literal(sorted(gone), ARRAY(Text)))  # what a dry run has let go
-                needed = needed.where(other.id != imagined)
-                judges = select(RunRewardModel.run_id).where(RunRewardModel.reward_run_id == Run.id)
-                judges = judges.where(RunRewardModel.run_id != imagined)
-                free = [~Run.pinned, ~needed.exists(), ~judges.exists()]
-                query = select(Run.id).where(*_ended(before), *free, Run.id != imagined)
+                deleted = all_(literal(sorted(gone), ARRAY(Text)))  # what a dry run would have deleted
+                needed = needed.where(other.id != deleted)
+                reward_users = select(RunRewardModel.run_id).where(RunRewardModel.reward_run_id == Run.id)
+                reward_users = reward_users.where(RunRewardModel.run_id != deleted)
+                free = [~Run.pinned, ~needed.exists(), ~reward_users.exists()]
+                query = select(Run.id).where(*_ended(before), *free, Run.id != deleted)
                 found = (await session.scalars(query.limit(_RUNS_AT_ONCE).with_for_update(skip_locked=True))).all()
                 if not found:
                     break
@@ -146,7 +146,7 @@ class Pruning:
             await removal.finish(self._sessions, self._storage)
 
     async def _checkpoints(self, before: datetime) -> None:
-        """Checkpoints of runs that have ended, but the furthest and the best of each."""
+        """Delete checkpoints of runs that have ended, except the furthest and the best of each."""
         last = ""
         several = (
             select(Checkpoint.run_id)
@@ -164,14 +164,14 @@ class Pruning:
                 except DBAPIError as error:
                     if is_away(error):
                         raise
-                    log.warning("the checkpoints of %s stay: %s", run_id, error.orig)
+                    log.warning("cannot delete the checkpoints of %s: %s", run_id, error.orig)
             if not runs:
                 break
             last = runs[-1]
 
     async def _checkpoints_of(self, run_id: str, before: datetime) -> None:
         async with self._sessions() as session, session.begin():
-            # Whoever resumes the run at this moment holds it; and it may have been pinned since it was found.
+            # A concurrent resume has locked the run; and the run may have been pinned since it was found.
             still = select(Run.id).where(Run.id == run_id, *_ended(before), ~Run.pinned)
             if await session.scalar(still.with_for_update()) is None:
                 return
@@ -185,7 +185,7 @@ class Pruning:
             await self._remove(run_id, row.attempt, row.name)
 
     async def _left_over(self) -> None:
-        """Folders of checkpoints that were marked when something ended this before their removal."""
+        """Delete folders of checkpoints that were marked as deleted before an earlier pass was interrupted."""
         marked = (
             select(Checkpoint.run_id, Checkpoint.attempt, Checkpoint.name)
             .join(Run, Run.id == Checkpoint.run_id)
@@ -200,7 +200,7 @@ class Pruning:
         try:
             await asyncio.to_thread(self._storage.remove_checkpoint, run_id, attempt, name)
         except OSError as error:
-            log.warning("checkpoint %s of %s stays for now; trying again later: %s", name, run_id, error)
+            log.warning("cannot delete checkpoint %s of %s, trying again later: %s", name, run_id, error)
 
     async def _events(self, before: datetime) -> None:
         async with self._sessions() as session:
@@ -222,21 +222,21 @@ class Pruning:
                 if await self._month(name, start, before):
                     self._found.months.append(f"{start:%Y-%m}")
             except OperationalError as error:
-                # Its table is in use, for one: the other months do not wait for that.
-                log.warning("the events of %s stay for now; trying again later: %s", f"{start:%Y-%m}", error.orig)
+                # For example, its table is in use: the other months do not wait for that.
+                log.warning("cannot delete the events of %s, trying again later: %s", f"{start:%Y-%m}", error.orig)
 
     async def _month(self, name: str, start: datetime, before: datetime) -> bool:
-        """Drop a month's partition, or exchange it for one with the events of pinned runs alone; no row is deleted."""
+        """Drop a month's partition, or replace it by one with the events of pinned runs only; no row is deleted."""
         low, high = id_at("run", start), id_at("run", month_after(start))
         inside = (Run.id >= low, Run.id < high)
         async with self._sessions() as session, session.begin():
-            # Appends wait behind this lock: rather another time than for long.
+            # This lock blocks appends: rather try again later than block them for long.
             await session.execute(text("SET LOCAL lock_timeout = '2s'"))
             await session.execute(text("SET LOCAL statement_timeout = 0"))
             young = select(Run.id).where(*inside, Run.status.not_in(TERMINAL) | (Run.finished_at > before))
             if await session.scalar(young.limit(1)):
                 return False
-            # Held, so that none of them is pinned in between.
+            # Locked, so that none of them is pinned in between.
             held = select(Run.id, Run.pinned).where(*inside).with_for_update(read=True)
             kept = [row.id for row in (await session.execute(held)).all() if row.pinned]
             has_others = text(f"SELECT 1 FROM {name} WHERE run_id <> ALL(:kept) LIMIT 1")
@@ -250,13 +250,13 @@ class Pruning:
 
 
 async def _exchange(session: AsyncSession, name: str, kept: list[str], low: str, high: str) -> None:
-    # Names are those of partitions that this service made; bounds are made of digits and base32 alone.
+    # No injection: names are those of this service's partitions; bounds contain only digits and base32.
     if kept:
         await session.execute(text(f"CREATE TABLE {name}_kept (LIKE {name} INCLUDING ALL)"))
         await session.execute(
             text(f"INSERT INTO {name}_kept SELECT * FROM {name} WHERE run_id = ANY(:kept)"), {"kept": kept}
         )
-        # Known to hold, so that the table is not read once more while everybody waits.
+        # With a valid constraint, attaching does not scan the table while it holds the lock.
         within = f"run_id IS NOT NULL AND run_id >= '{low}' AND run_id < '{high}'"
         await session.execute(text(f"ALTER TABLE {name}_kept ADD CONSTRAINT within CHECK ({within})"))
     await session.execute(text(f"ALTER TABLE run_events DETACH PARTITION {name}"))
@@ -270,13 +270,13 @@ async def _exchange(session: AsyncSession, name: str, kept: list[str], low: str,
 
 
 def _ended(before: datetime) -> list[ColumnElement[bool]]:
-    # Ids sort by time: older than the end is the beginning, so this bounds the search by the primary key.
+    # Ids sort by creation time, which precedes the end, so this bounds the search by the primary key.
     started_before: Any = Run.id < id_at("run", before + timedelta(days=1))
     return [Run.status.in_(TERMINAL), Run.finished_at < before, started_before]
 
 
 def prune(settings: Settings, policy: Policy, dry_run: bool) -> Pruned:
-    """One pass, for a command."""
+    """Run one pass, for a command."""
 
     async def once() -> Pruned:
         engine = async_engine(settings.database_url or "", pool_size=2)
@@ -289,7 +289,7 @@ def prune(settings: Settings, policy: Policy, dry_run: bool) -> Pruned:
 
 
 def in_background(engine: AsyncEngine, storage: Storage, settings: Settings) -> asyncio.Task[None]:
-    """Do what the settings say now and every hour, until cancelled; and finish what deleted runs have left."""
+    """Prune by the settings now and every hour, until cancelled; also finish the deletion of runs."""
 
     async def loop() -> None:
         sessions = async_sessionmaker(engine, expire_on_commit=False)
@@ -303,7 +303,7 @@ def in_background(engine: AsyncEngine, storage: Storage, settings: Settings) -> 
                 if as_api_error(error) is None:
                     log.exception("pruning failed, trying again in an hour")
                 else:
-                    log.info("pruning has to wait: %s", error)
+                    log.info("pruning is delayed: %s", error)
             await asyncio.sleep(_EVERY_SECONDS)
 
     return asyncio.create_task(loop(), name="pruning")

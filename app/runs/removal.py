@@ -1,4 +1,4 @@
-"""Runs that go: the row at once, what may be large (events, curves, files) bit by bit behind it."""
+"""Deletion of runs: the row at once, then large data (events, curves, files) step by step."""
 
 import asyncio
 import logging
@@ -16,14 +16,14 @@ from app.storage import Storage
 
 log = logging.getLogger(__name__)
 
-_LOCK = 0x72656D  # "rem": one replica at a time; it does not matter which
+_LOCK = 0x72656D  # "rem": one replica at a time, no matter which
 _EVENTS_AT_ONCE = 20_000
 _NAMED = 3
 
 
 async def remove(session: AsyncSession, run_id: str) -> None:
-    """Remove a run that has ended; 409 while it is live, pinned, or needed by another run."""
-    # Whoever is making a run that goes on from this one, or builds on it, holds it: we wait, and then see that run.
+    """Delete a run that has ended; 409 while it is live, pinned, or needed by another run."""
+    # A concurrent request that resumes this run or builds on it holds its lock: wait, and then see the new run.
     run = await session.scalar(select(Run).where(Run.id == run_id).with_for_update())
     if run is None:
         raise not_found("run", run_id)
@@ -37,14 +37,14 @@ async def remove(session: AsyncSession, run_id: str) -> None:
     if needed_by:
         raise conflict(
             "run_is_needed",
-            f"Run {run_id} is {run.status}, and {', '.join(needed_by)} went on from it, builds on its output or "
-            "learns from it: delete these first.",
+            f"Run {run_id} is {run.status}, and {', '.join(needed_by)} resumed it, or uses its output as base model or "
+            "reward model: delete these first.",
         )
     await drop(session, select(Run.id).where(Run.id == run_id))
 
 
 def needing(runs: Select[str]) -> Select[str]:
-    """Ids of other runs that resumed one of `runs`, or have its output as their base model or a reward model."""
+    """Select ids of other runs that resumed one of `runs`, or use its output as base model or reward model."""
     other = aliased(Run)
     judged = select(RunRewardModel.run_id).where(RunRewardModel.reward_run_id.in_(runs))
     return select(other.id).where(
@@ -54,20 +54,20 @@ def needing(runs: Select[str]) -> Select[str]:
 
 
 async def drop(session: AsyncSession, runs: Select[str]) -> None:
-    """Remove the rows of `runs`, and note that the rest of them has to follow. The caller has looked and locked."""
+    """Delete the rows of `runs`, and record that the rest must follow. The caller has checked and locked them."""
     noted = insert(Removal).from_select(["run_id"], runs).on_conflict_do_nothing()
     await session.execute(noted)
     await session.execute(copies.leave(runs))
-    # Before the runs: of two that go together, one may be the reward model of the other.
+    # Before the runs: of two that are deleted together, one may be the reward model of the other.
     await session.execute(delete(RunRewardModel).where(RunRewardModel.run_id.in_(runs)))
     await session.execute(delete(Run).where(Run.id.in_(runs)))
 
 
 async def finish(sessions: async_sessionmaker[AsyncSession], storage: Storage) -> int:
-    """Remove what removed runs have left; answers of how many. Whatever ends it, the next call goes on."""
+    """Delete what deleted runs have left; return of how many. If it is interrupted, the next call continues."""
     done = 0
     async with sessions() as holding:
-        # Held until the end of this session's transaction, which may be idle while files go.
+        # The lock is held until the end of this transaction, which may be idle while files are deleted.
         await holding.execute(text("SET LOCAL idle_in_transaction_session_timeout = 0"))
         if not await holding.scalar(text("SELECT pg_try_advisory_xact_lock(:key)"), {"key": _LOCK}):
             return 0
@@ -77,14 +77,14 @@ async def finish(sessions: async_sessionmaker[AsyncSession], storage: Storage) -
             try:
                 await asyncio.to_thread(storage.remove_run, run_id)
             except OSError as error:
-                log.warning("the files of %s, which was deleted, stay for now; trying again later: %s", run_id, error)
+                log.warning("cannot remove the files of deleted run %s, trying again later: %s", run_id, error)
                 continue
             while await _some_events(sessions, run_id):
                 pass
             async with sessions() as session, session.begin():
                 await session.execute(delete(MetricRollup).where(MetricRollup.run_id == run_id))
                 await session.execute(delete(Removal).where(Removal.run_id == run_id))
-            log.info("removed what was left of %s", run_id)
+            log.info("removed the remaining data of deleted run %s", run_id)
             done += 1
     return done
 

@@ -1,4 +1,4 @@
-"""Going on with a run that has ended, as a new run."""
+"""Resumes a run that has ended, as a new run."""
 
 import asyncio
 import math
@@ -30,7 +30,7 @@ async def resume(
     created_by: str | None,
     idempotency: service.Idempotency | None = None,
 ) -> Run:
-    """A new run that goes on where `run_id` has a checkpoint; the same idempotency key answers the same run.
+    """Create a run that continues `run_id` from a checkpoint; the same idempotency key returns the same run.
 
     Raises 409 while the run is live (`run_is_live`) or without a checkpoint (`no_checkpoint`), 422 for changes that
     cannot be made (`not_changeable_on_resume`) and when no step is left (`nothing_left_to_train`).
@@ -70,13 +70,13 @@ async def resume(
         "current_epoch": checkpoint.epoch if checkpoint else 0.0,
     }
     reason = f"resumes {parent.id} " + (f"from step {checkpoint.step}" if checkpoint else "from the start")
-    # The parent is held, and with it what it learns from.
-    judges = await service.reward_run_ids(session, parent)
-    return await service.insert(session, values, created_by, idempotency, reason, judges)
+    # The parent is locked, which also keeps its reward models.
+    reward_runs = await service.reward_run_ids(session, parent)
+    return await service.insert(session, values, created_by, idempotency, reason, reward_runs)
 
 
 async def _ended(session: AsyncSession, run_id: str) -> Run:
-    # Locked, so that a clean-up that deletes the run or its checkpoints waits for the child, or we for it.
+    # Locked, so that this and the deletion of the run or its checkpoints wait for each other.
     run = await service.locked(session, run_id, for_child=True)
     if run.status not in TERMINAL:
         raise conflict(
@@ -89,18 +89,17 @@ async def _ended(session: AsyncSession, run_id: str) -> Run:
 def _configuration(
     around: service.Surroundings, parent: Run, changed: dict[str, Any], request: RunResume, sent: list[Problem]
 ) -> tuple[TrainingConfig, list[str]]:
-    """The parent's configuration with the overrides, and the names of all fields that a user set.
+    """Return the parent's configuration with the overrides, and the names of all fields that a user set.
 
-    `changed` is what actions have changed of it while the parent trained, `sent` what is wrong with where the run is to
-    send something.
+    `changed` are the fields that actions have changed while the parent trained, `sent` the errors of destinations.
     """
     refused = resume_problems(parent.config, request.config) + sent
     merged: dict[str, Any] = {**parent.config, **changed, **request.config}
     given = set(parent.given) | given_fields(changed) | given_fields(request.config)
     asked = as_asked(merged, given)
     wrong, _ = config_problems(around.rules.get(parent.backend), asked, parent.eval_dataset_id is not None)
-    told = {problem.field for problem in refused}
-    problems = refused + [problem for problem in wrong if problem.field.split(".")[0] not in told]
+    reported = {problem.field for problem in refused}
+    problems = refused + [problem for problem in wrong if problem.field.split(".")[0] not in reported]
     if problems:
         raise refusal(
             [
@@ -112,7 +111,7 @@ def _configuration(
 
 
 def as_asked(config: dict[str, Any], given: set[str]) -> dict[str, Any]:
-    """The configuration as a user would write it: defaults left out, so that they conflict with nothing."""
+    """Return the configuration as a user would write it: without defaults, so that they conflict with nothing."""
     asked: dict[str, Any] = {}
     for name, value in config.items():
         if name in _GROUPS and isinstance(value, dict):
@@ -125,7 +124,7 @@ def as_asked(config: dict[str, Any], given: set[str]) -> dict[str, Any]:
 
 
 async def _checkpoint(session: AsyncSession, parent: Run, wanted: str | None) -> Checkpoint:
-    """The checkpoint asked for, or the newest good one of the run and of those that it came from."""
+    """Return the requested checkpoint, or the newest good one of the run and of its ancestors."""
     run: Run | None = parent
     most_step: int | None = None
     while run is not None:
@@ -138,7 +137,7 @@ async def _checkpoint(session: AsyncSession, parent: Run, wanted: str | None) ->
             found = await session.get(Checkpoint, wanted, populate_existing=True)
             if found is not None and found.run_id == run.id:
                 return _usable(found)
-        # A run that has saved nothing yet still has what it started from, and what lies before that.
+        # A run that has saved nothing yet can use the checkpoint that it started from, and those before it.
         source = await session.get(Checkpoint, run.resume_checkpoint_id) if run.resume_checkpoint_id else None
         most_step = source.step if source else None
         run = await session.scalar(_held(source.run_id)) if source else None
@@ -156,15 +155,15 @@ async def _checkpoint(session: AsyncSession, parent: Run, wanted: str | None) ->
 
 
 def _held(run_id: str) -> Select[Run]:
-    """A run whose checkpoints a clean-up leaves alone until the commit."""
+    """Select a run with a lock that keeps its checkpoints from deletion until the commit."""
     return select(Run).where(Run.id == run_id).with_for_update(read=True, key_share=True)
 
 
 def _usable(checkpoint: Checkpoint) -> Checkpoint:
     if checkpoint.deleted_at is None and checkpoint.bad_reason is None:
         return checkpoint
-    why = "was deleted" if checkpoint.deleted_at else f"is damaged ({checkpoint.bad_reason})"
-    message = f"this checkpoint {why}; leave the field out to go on from the newest good one"
+    why = "was deleted" if checkpoint.deleted_at else f"is corrupt ({checkpoint.bad_reason})"
+    message = f"this checkpoint {why}; leave the field out to resume from the newest good one"
     raise invalid(
         [FieldError(field="checkpoint_id", code="checkpoint_unusable", message=message)], code="checkpoint_unusable"
     )
@@ -172,20 +171,20 @@ def _usable(checkpoint: Checkpoint) -> Checkpoint:
 
 def _refuse_if_done(parent: Run, config: TrainingConfig, given: list[str], checkpoint: Checkpoint) -> None:
     last = _last_step(parent, config)
-    # A run that was lost or stopped between its last step and its output still has the output to make.
+    # A run that was lost or stopped after its last step may still have to write its output.
     left = last is None or checkpoint.step < last or (checkpoint.step == last and parent.status != "completed")
     if left:
         return
     raise ApiError(
         422,
         "nothing_left_to_train",
-        f"The checkpoint of run {parent.id} at step {checkpoint.step} is at or behind the end, step {last}; "
-        "raise `max_steps`, `epochs` or `stop_at_step` in `config`, or name an earlier checkpoint.",
+        f"The checkpoint of run {parent.id} at step {checkpoint.step} is at or after the last step, {last}; "
+        "raise `max_steps`, `epochs` or `stop_at_step` in `config`, or use an earlier checkpoint.",
     )
 
 
 def _last_step(parent: Run, config: TrainingConfig) -> int | None:
-    """The step at which the new run would end; None when that is not known."""
+    """Return the step at which the new run would end; None if it is unknown."""
     if config.max_steps is not None:
         total: int | None = config.max_steps
     elif parent.config.get("max_steps") is None and parent.total_steps is not None:

@@ -1,6 +1,6 @@
-"""What a completion is rewarded for in method `rlhf`: types of rewards, their parameters and bounds.
+"""Rewards of method `rlhf`: their types, parameters and bounds.
 
-Pure pydantic, no torch: the API checks with it; `worker/training/rewards.py` computes what it describes.
+Pure pydantic, no torch: the API validates with it; `worker/training/rewards.py` computes the rewards.
 """
 
 import json
@@ -20,11 +20,11 @@ _MOST_CHARACTERS = 1000
 _MOST_UNROLLED = 100_000
 _MOST_SCHEMA_CHARACTERS = 20_000
 _MOST_BYTES = 64 * 1024
-"""Of all rewards together: half of what a trainer can tell in one record, where its configuration has to fit in."""
+"""Limit for all rewards together: half of a trainer's largest record, which must contain the configuration."""
 _LONG = ("schema", "pattern", "extract", "sections", "model", "name", "options")
-"""What of a reward is as long as the user likes, and the same with all defaults written out."""
+"""Fields of a reward with unlimited length, which are the same after defaults are filled in."""
 _TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(?P<least>[0-9]{0,9})(?:,(?P<most>[0-9]{0,9}))?\}|.", re.DOTALL)
-"""An escape, a class, a repetition, or one character."""
+"""An escape, a character class, a repetition, or one character."""
 _LITERAL_BRACE = re.compile(r"(?<!\\)\{(?!\d*,?\d*\})")
 _POSIX_CLASS = re.compile(r"\[:\^?\w+:\]")
 _REFERENCE = re.compile(r"#(/(\$defs|properties)/[^/]+)*")
@@ -42,13 +42,13 @@ ModelName = Annotated[
 
 
 class Strict(BaseModel):
-    """No unknown field, no `"1"` for 1, no true for 1, no NaN."""
+    """Base class that rejects unknown fields, `"1"` or true for 1, and NaN."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 def _checked_pattern(pattern: str) -> str:
-    """The pattern, if it is one of Python's `re` and means the same to the `regex` package, which can be timed out."""
+    """Return the pattern if it is valid for Python's `re` and means the same in `regex`, which supports timeouts."""
     if reason := _wrong_with(pattern):
         raise PydanticCustomError("bad_pattern", "{reason}", {"reason": reason})
     return pattern
@@ -56,23 +56,23 @@ def _checked_pattern(pattern: str) -> str:
 
 def _wrong_with(pattern: str) -> str | None:
     if posix := _POSIX_CLASS.search(pattern):
-        return f"has a class `{posix[0]}`, which Python's `re` does not know; write the characters out"
+        return f"has a class `{posix[0]}`, which Python's `re` does not support; list the characters instead"
     try:
         re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
-        return f"is not a regular expression of Python's `re`: {error}"
-    # A letter to the one engine, and more than that to the other.
+        return f"is not a valid regular expression of Python's `re`: {error}"
+    # A literal brace in `re`, but not in `regex`.
     if _LITERAL_BRACE.search(pattern):
-        return r"has a `{` that repeats nothing; write it as `\{`"
+        return r"has a `{` that is not a repetition; write it as `\{`"
     if len(pattern) > _MOST_CHARACTERS or _unrolled(pattern) > _MOST_UNROLLED:
-        return "is too long, or repeats too much by numbers in braces; use `*` or `+` in their place"
+        return "is too long, or its counted repetitions are too large; use `*` or `+` instead"
     return None
 
 
 def _unrolled(pattern: str) -> int:
-    """About how many nodes it becomes in the engine with a time limit, which unrolls what is repeated so many times.
+    """Estimate the number of nodes of the pattern in `regex`, which unrolls counted repetitions.
 
-    A few nested repetitions would take all memory.
+    A few nested repetitions would exhaust the memory.
     """
     sizes, last = [0], 0
     for token in _TOKEN.finditer(pattern):
@@ -95,11 +95,11 @@ Pattern = Annotated[str, StringConstraints(min_length=1, max_length=_MOST_CHARAC
 
 
 class _Weighted(Strict):
-    weight: float = Field(default=1.0, ge=-1000, le=1000, description="Factor in the sum of all rewards.")
+    weight: float = Field(default=1.0, ge=-1000, le=1000, description="Weight in the sum of all rewards.")
 
 
 def _checked_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema, if completions can be judged by it without reading anything else and in bounded time."""
+    """Return the schema if it can validate completions in bounded time and without external references."""
     try:
         text = json.dumps(schema, ensure_ascii=False)
     except (RecursionError, TypeError, ValueError) as error:
@@ -112,7 +112,7 @@ def _checked_schema(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-# A configuration is validated several times on its way, and a long schema takes some tenths of a second.
+# A configuration is validated several times, and a long schema takes some tenths of a second.
 @lru_cache(maxsize=64)
 def _wrong_with_schema(text: str) -> str | None:
     from jsonschema import Draft202012Validator
@@ -129,11 +129,11 @@ def _wrong_with_schema(text: str) -> str | None:
         return f"is not a JSON Schema: {error}"
     for keyword, value in _keywords({name: value for name, value in schema.items() if name != "$schema"}):
         if keyword in ("$schema", "$id", "$dynamicRef", "unevaluatedItems", "unevaluatedProperties"):
-            # These move what a reference means; the last two do what no time limit reaches.
-            return f"cannot hold `{keyword}`"
+            # These change the meaning of references; the last two run beyond the reach of any time limit.
+            return f"cannot contain `{keyword}`"
         if keyword == "$ref" and isinstance(value, str) and not _is_in(schema, value):
-            return f"has a `$ref` to {value[:100]!r}; it can be to `#` or to what there is below `#/$defs/`"
-        # Behind `default` or `enum` these words may stand for anything.
+            return f"has a `$ref` to {value[:100]!r}; it must refer to `#` or to a schema below `#/$defs/`"
+        # Within `default` or `enum` these words may mean anything.
         properties = value if isinstance(value, dict) else ()
         patterns = {"pattern": [value], "patternProperties": properties}.get(keyword, ())
         for pattern in patterns:
@@ -143,7 +143,7 @@ def _wrong_with_schema(text: str) -> str | None:
 
 
 def _is_in(schema: Any, reference: str) -> bool:
-    """Whether a reference leads to a schema that is part of this one."""
+    """Return True if a reference resolves to a schema that is part of this one."""
     if _REFERENCE.fullmatch(reference) is None:
         return False
     for part in reference.split("/")[1:]:
@@ -155,7 +155,7 @@ def _is_in(schema: Any, reference: str) -> bool:
 
 
 def _keywords(schema: Any) -> Iterator[tuple[str, Any]]:
-    """Every key of every object, with its value; some are names of properties and no keywords."""
+    """Yield every key of every object with its value; some are names of properties, not keywords."""
     if isinstance(schema, dict):
         yield from schema.items()
     for inner in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
@@ -163,59 +163,68 @@ def _keywords(schema: Any) -> Iterator[tuple[str, Any]]:
 
 
 class ExactMatchReward(_Weighted):
-    """1 where the completion is the row's `answer`, else 0."""
+    """1 if the completion equals the row's `answer`, else 0."""
 
     type: Literal["exact_match"]
-    ignore_case: bool = Field(default=False, description="Whether `Yes` equals `yes`.")
-    strip: bool = Field(default=True, description="Whether white space around both is left out.")
+    ignore_case: bool = Field(default=False, description="Ignore case: `Yes` equals `yes`.")
+    strip: bool = Field(default=True, description="Strip surrounding whitespace from both.")
     extract: Pattern | None = Field(
         default=None,
-        description="Pattern of what counts in the completion: the first group of its last match, or all of it; "
-        "without a match it is 0. None: all of the completion.",
+        description="Regular expression that extracts the text to compare: the first group of its last match, or the "
+        "whole match; 0 without a match. `null` compares the whole completion.",
     )
 
 
 class NumericMatchReward(_Weighted):
-    """1 where the number in the completion is that of the row's `answer`, else 0."""
+    """1 if the number in the completion equals that of the row's `answer`, else 0."""
 
     type: Literal["numeric_match"]
-    relative_tolerance: float = Field(default=1e-6, ge=0, lt=1, description="As a part of the larger of both.")
-    absolute_tolerance: float = Field(default=1e-6, ge=0, le=1e12, description="As a number; the wider one counts.")
+    relative_tolerance: float = Field(default=1e-6, ge=0, lt=1, description="Relative to the larger of both numbers.")
+    absolute_tolerance: float = Field(default=1e-6, ge=0, le=1e12, description="Absolute; the wider tolerance applies.")
     extract: Pattern | None = Field(
-        default=None, description="Pattern of where the number is, as in `exact_match`; None: the last number."
+        default=None,
+        description="Regular expression that extracts the number, as in `exact_match`; `null`: the last number.",
     )
 
 
 class RegexReward(_Weighted):
-    """1 where the completion matches, else 0."""
+    """1 if the completion matches, else 0."""
 
     type: Literal["regex"]
-    pattern: Pattern = Field(description="A pattern of Python's `re`; matching ends after a second, with 0.")
-    mode: Literal["search", "fullmatch"] = Field(default="search", description="Anywhere, or the whole completion.")
+    pattern: Pattern = Field(
+        description="Regular expression of Python's `re`; matching times out after a second, with 0."
+    )
+    mode: Literal["search", "fullmatch"] = Field(
+        default="search", description="Match anywhere, or the whole completion."
+    )
 
 
 class JsonSchemaReward(_Weighted):
-    """1 where the completion, or its last ```json block, is JSON and valid, else 0."""
+    """1 if the completion, or its last ```json block, is JSON that conforms to the schema, else 0."""
 
     model_config = ConfigDict(serialize_by_alias=True)
 
     type: Literal["json_schema"]
-    # Named apart from a method of pydantic's own.
+    # The underscore avoids the name of a method of pydantic.
     schema_: Annotated[dict[str, Any], AfterValidator(_checked_schema)] = Field(
-        alias="schema", description="JSON Schema of draft 2020-12; `$ref` within itself only, `format` is no check."
+        alias="schema", description="JSON Schema of draft 2020-12; `$ref` only within itself, `format` is not checked."
     )
 
 
 class LengthReward(_Weighted):
-    """1 where the completion's length is within bounds, falling to 0 outside of them."""
+    """1 if the completion's length is within bounds, falling linearly to 0 outside of them."""
 
     type: Literal["length"]
-    min: int = Field(default=0, ge=0, le=10_000_000, description="Least length that gets 1.")
-    max: int | None = Field(default=None, ge=0, le=10_000_000, description="Greatest length that gets 1; None: any.")
-    unit: Literal["tokens", "characters", "words"] = Field(
-        default="tokens", description="What is counted; special tokens are not."
+    min: int = Field(default=0, ge=0, le=10_000_000, description="Minimum length for a reward of 1.")
+    max: int | None = Field(
+        default=None, ge=0, le=10_000_000, description="Maximum length for a reward of 1; `null`: no maximum."
     )
-    slack: int = Field(default=0, ge=0, le=10_000_000, description="How far outside the reward has fallen to 0.")
+    unit: Literal["tokens", "characters", "words"] = Field(
+        default="tokens", description="Unit of length; special tokens are not counted."
+    )
+    slack: int = Field(
+        default=0, ge=0, le=10_000_000, description="Distance from the bounds at which the reward reaches 0."
+    )
 
     @model_validator(mode="after")
     def _bounds_something(self) -> "LengthReward":
@@ -227,11 +236,11 @@ class LengthReward(_Weighted):
 
 
 class FormatReward(_Weighted):
-    """1 where each section is there once, opened and closed, in this order, else 0."""
+    """1 if each section appears once, opened and closed, in this order, else 0."""
 
     type: Literal["format"]
     sections: list[Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$", max_length=50)]] = Field(
-        min_length=1, max_length=20, description="Names of tags: `think` stands for `<think>…</think>`."
+        min_length=1, max_length=20, description="Names of tags: `think` means `<think>…</think>`."
     )
 
     @model_validator(mode="after")
@@ -242,7 +251,7 @@ class FormatReward(_Weighted):
 
 
 class ModelReward(_Weighted):
-    """The score that a reward model gives to prompt and completion."""
+    """Score of a reward model for prompt and completion."""
 
     type: Literal["model"]
     model: ModelName = Field(
@@ -251,11 +260,11 @@ class ModelReward(_Weighted):
 
 
 class PluginReward(_Weighted):
-    """What a function gives that the operator has installed on the workers (docs/plugins.md)."""
+    """Result of a function that the operator has installed on the workers (docs/plugins.md)."""
 
     type: Literal["plugin"]
     name: PluginName = Field(description="Name of the entry point.")
-    options: dict[str, Any] = Field(default_factory=dict, description="What it is made from.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Options passed to the plugin.")
 
 
 Reward = Annotated[
@@ -269,35 +278,37 @@ Reward = Annotated[
     | PluginReward,
     Field(discriminator="type"),
 ]
-"""One term of the reward."""
+"""One term of the weighted sum."""
 
 
 def _not_too_long(rewards: Any) -> Any:
-    """The rewards as they came, if they are short enough to be looked at one by one."""
+    """Return the rewards unchanged, if they are short enough to be validated one by one."""
     listed = rewards if isinstance(rewards, list) else []
     long = [one[name] for one in listed if isinstance(one, dict) for name in _LONG if one.get(name) is not None]
     try:
         is_too_long = sum(len(json.dumps(value)) for value in long) > _MOST_BYTES
     except RecursionError:
         is_too_long = True
-    except (TypeError, ValueError):  # no JSON, which is said of its place
+    except (TypeError, ValueError):  # not JSON, which is reported for the field itself
         return rewards
     if is_too_long:
-        message = "are too long: schemas, patterns and names of all rewards have at most {most} bytes of JSON together"
+        message = (
+            "are too long: schemas, patterns and names of all rewards may have at most {most} bytes of JSON in total"
+        )
         raise PydanticCustomError("out_of_range", message, {"most": f"{_MOST_BYTES:,}"})
     return rewards
 
 
 Rewards = Annotated[list[Reward], Field(max_length=20), BeforeValidator(_not_too_long)]
-"""All terms of the reward."""
+"""All rewards of a run."""
 WITH_ANSWER = ("exact_match", "numeric_match")
-"""Types of rewards that hold a completion against the `answer` of its row."""
+"""Types of rewards that compare a completion with the `answer` of its row."""
 
 
 def names(rewards: Sequence[Reward]) -> list[str]:
-    """What the rewards are called in metrics, in their order: the type, the second of a type `regex_2` and so on.
+    """Return the names of the rewards in metrics, in order: the type, for the second of a type `regex_2` and so on.
 
-    Plugins have their name behind the type.
+    Plugins have their name after the type.
     """
     seen: Counter[str] = Counter()
     found = []
@@ -309,5 +320,5 @@ def names(rewards: Sequence[Reward]) -> list[str]:
 
 
 def needs_answer(rewards: Sequence[Reward]) -> bool:
-    """Whether every row of the data must have an `answer`."""
+    """Return True if every row of the data must have an `answer`."""
     return any(reward.type in WITH_ANSWER for reward in rewards)

@@ -1,11 +1,11 @@
-"""Roll-ups of metrics, made while they are stored, so that a curve of a million points is read from some hundred rows.
+"""Roll-ups of metrics, written with their events, so that a curve of a million points is read from some hundred rows.
 
-A *pass* is a stretch of an attempt in which steps only rise; a rewind begins the next. Of each pass and kind (`metric`,
-`eval`) level 0 is one row over everything, level 1 has a row for 16 points, every further level one for four rows of
-the level below. The last row of a level is rewritten as it fills, so every level covers all points at any time.
+A *pass* is a part of an attempt in which steps only increase; a rewind starts the next. For each pass and kind
+(`metric`, `eval`) level 0 is one row over everything, level 1 has a row for 16 points, every further level one for four
+rows of the level below. The last row of a level is rewritten as it fills, so every level always covers all points.
 
-A row holds an *extent* for each series: `[first_step, first, min_step, min, max_step, max, last_step, last]`, with null
-for a value that was no finite number. Rows of earlier versions have a ninth element, which nobody reads.
+A row contains an *extent* for each series: `[first_step, first, min_step, min, max_step, max, last_step, last]`, with
+null for a non-finite value. Rows of earlier versions have a ninth element, which is ignored.
 """
 
 import json
@@ -27,7 +27,7 @@ POINTS_OF_FIRST = 16
 ROWS_OF_NEXT = 4
 MOST_STEP = 2**53
 VALUES = 8
-"""What is read of an extent."""
+"""Number of elements that are read from an extent."""
 _LOWEST, _HIGHEST = -sys.float_info.max, sys.float_info.max
 _FLOATS, _NOTHING = {float}, {type(None)}
 
@@ -36,12 +36,12 @@ Series = dict[str, Extent]
 
 
 def points_of(level: int) -> int:
-    """How many points a full row of this level (1, 2, …) stands for."""
+    """Return how many points a full row of this level (1, 2, …) covers."""
     return POINTS_OF_FIRST * int(ROWS_OF_NEXT ** (level - 1))
 
 
 def highest_level(points: int) -> int:
-    """The highest level that a pass of so many points has rows of."""
+    """Return the highest level with rows for a pass with this many points."""
     level = 1
     while points > points_of(level):
         level += 1
@@ -49,13 +49,13 @@ def highest_level(points: int) -> int:
 
 
 def step_of(data: dict[str, Any]) -> int | None:
-    """The step of a metric or evaluation, if it has a usable one."""
+    """Return the step of a metric or evaluation, if it has a valid one."""
     step = data.get("step")
     return step if isinstance(step, int) and not isinstance(step, bool) and 0 <= step <= MOST_STEP else None
 
 
 def values(kind: str, data: dict[str, Any]) -> list[tuple[str, float | None]]:
-    """The series of one event: what is a number, and what was measured but was none that is finite."""
+    """Return the series of one event: numbers, and None for measured values that were not finite."""
     found = data.get("metrics" if kind == "eval" else "extra")
     more = found if isinstance(found, dict) else {}
     cut_out = data.get("non_finite")
@@ -89,7 +89,7 @@ def _join(into: Series, later: Series) -> None:
 
 @dataclass(slots=True)
 class _Place:
-    """Where in the log an event is: its number in the attempt, and its `seq` once a transaction has given it one."""
+    """Position of an event in the log: its number in the attempt, and its `seq` once a transaction has assigned it."""
 
     number: int
     seq: int = 0
@@ -97,10 +97,10 @@ class _Place:
 
 @dataclass(slots=True)
 class _Row:
-    """A stretch of points."""
+    """Aggregate of consecutive points."""
 
     number: int
-    """Which of its level: 0, 1, 2, …"""
+    """Index within its level: 0, 1, 2, …"""
     first: _Place = field(default_factory=lambda: _Place(0))
     """Shared by all rows that begin with this event."""
     last_number: int = 0
@@ -129,13 +129,13 @@ class _Row:
 
 
 class _Points:
-    """The points of a row of level 1 as they come. What they span is looked for only when it is to be written."""
+    """Points of a row of level 1 as they arrive; their extents are computed only when the row is written."""
 
     def __init__(self, kind: str, number: int) -> None:
         self.number = number
         self._kind = kind
         self._steps: list[int] = []
-        self._told: list[dict[str, Any]] = []
+        self._data: list[dict[str, Any]] = []
         self._first = _Place(0)
         self._last_number = 0
 
@@ -143,45 +143,45 @@ class _Points:
         return len(self._steps)
 
     def add(self, step: int, number: int, data: dict[str, Any]) -> None:
-        """One more point."""
+        """Add a point."""
         if not self._steps:
             self._first = _Place(number)
         self._steps.append(step)
-        self._told.append(data)
+        self._data.append(data)
         self._last_number = number
 
     def row(self) -> _Row:
-        """The row as it is now."""
+        """Return the row in its current state."""
         steps = self._steps
         series: Series = {}
-        for name, at, found in _columns(self._kind, steps, self._told):
+        for name, at, found in _columns(self._kind, steps, self._data):
             _join(series, {_storable(name): _extent(at, found)})
         return _Row(self.number, self._first, self._last_number, steps[0], steps[-1], len(steps), 0, series)
 
 
 def _columns(
-    kind: str, steps: list[int], told: list[dict[str, Any]]
+    kind: str, steps: list[int], events: list[dict[str, Any]]
 ) -> Iterator[tuple[str, list[int], list[float | None]]]:
-    """What `values` finds in events, by series, with the steps.
+    """Yield what `values` finds in events, by series, with the steps.
 
-    A series that has a finite number in each of them, as nearly all have, is taken whole, in a fifth of the time.
+    A series with a finite number in each event, the usual case, is taken as a whole, in a fifth of the time.
     """
     prefix, holder = ("eval.", "metrics") if kind == "eval" else ("extra.", "extra")
-    inner = [found if isinstance(found := data.get(holder), dict) else {} for data in told]
+    inner = [found if isinstance(found := data.get(holder), dict) else {} for data in events]
     parts: list[tuple[str, Iterable[str], list[dict[str, Any]]]] = [(prefix, dict.fromkeys(chain(*inner)), inner)]
     if kind != "eval":
-        parts.append(("", NAMED, told))
-    has_gaps = any("non_finite" in data for data in told)
+        parts.append(("", NAMED, events))
+    has_gaps = any("non_finite" in data for data in events)
     singly: list[dict[str, float | None]] = []
     for prefix, names, found in parts:
         for name in names:
             column: list[Any] = [data.get(name) for data in found]
             types = set(map(type, column))
-            # A sum of finite numbers may be infinite too: then they are looked at one by one.
+            # A sum of finite numbers may be infinite too: then they are checked one by one.
             if types == _FLOATS and math.isfinite(sum(column)):
                 yield prefix + name, steps, column
             elif types != _NOTHING or has_gaps:
-                singly = singly or [dict(values(kind, data)) for data in told]
+                singly = singly or [dict(values(kind, data)) for data in events]
                 full = prefix + name
                 kept = [(step, data[full]) for step, data in zip(steps, singly, strict=True) if full in data]
                 if kept:
@@ -196,18 +196,18 @@ def _extent(steps: list[int], values: list[float | None]) -> Extent:
 
 
 class _Pass:
-    """The roll-up of one kind in one pass as it grows."""
+    """Growing roll-up of one kind in one pass."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self._points = _Points(kind, 0)
-        """The row of level 1 that is not full yet."""
+        """Row of level 1 that is not full yet."""
         self._levels = [_Row(0), _Row(0)]
-        """The whole pass without that; an unused place; then, by level, the row that is not full yet."""
+        """The whole pass without that row; an unused entry; then, by level, the row that is not full yet."""
         self.last_step = -1
 
     def add(self, step: int, number: int, data: dict[str, Any]) -> list[tuple[int, _Row]]:
-        """One more point; answers the rows that are full now, with their levels."""
+        """Add a point; return the rows that are full now, with their levels."""
         self.last_step = step
         self._points.add(step, number, data)
         if len(self._points) < POINTS_OF_FIRST:
@@ -229,7 +229,7 @@ class _Pass:
         return full
 
     def open(self) -> list[tuple[int, _Row]]:
-        """The rows that still grow, as they are now."""
+        """Return the rows that are not full yet, in their current state."""
         found = []
         below = self._points.row() if len(self._points) else _Row(0)
         whole = self._levels[0].with_(below)
@@ -245,7 +245,7 @@ _COLUMNS = {
     "pass": "int", "kind": "text", "level": "int", "number": "int", "first_step": "bigint", "last_step": "bigint",
     "first_seq": "bigint", "last_seq": "bigint", "points": "bigint", "series": "json",
 }  # fmt: skip
-# Each series is parsed once so: out of one document for all rows, it would be three times.
+# This parses each series once; as one document for all rows, it would be parsed three times.
 _UPSERT = text(
     f"""
     INSERT INTO metric_rollups (run_id, attempt, {", ".join(_COLUMNS)})
@@ -259,7 +259,7 @@ _UPSERT = text(
 
 
 class Rollups:
-    """The roll-ups of one attempt. What a transaction did not get through is written by the next."""
+    """Roll-ups of one attempt; what a failed transaction did not store is written by the next."""
 
     def __init__(self, run_id: str, attempt: int) -> None:
         self._run_id = run_id
@@ -271,21 +271,21 @@ class Rollups:
         self._full: list[tuple[int, str, int, _Row]] = []
 
     def store(self, connection: Connection, first: int, events: Sequence[NewEvent], stored: Stored | None) -> None:
-        """Write what the events number `first`, `first` + 1, … change, in the transaction that has stored them.
+        """Write the changes by the events number `first`, `first` + 1, …, in the transaction that has stored them.
 
-        Calling it again with the same events, or with more behind them, counts each of them once.
+        Calling it again with the same events, or with more after them, counts each of them once.
         """
         for number, event in enumerate(events, first):
             if number > self._taken:
                 self._taken = number
                 if event.type in MEASURED:
                     self._take(number, event)
-        # Without news of the log there are none of ours: an earlier transaction, that seemed to fail, has stored both.
+        # If the log stored nothing new, an earlier transaction, which seemed to fail, has stored events and roll-ups.
         if self._has_news and stored is not None:
             self._write(connection, stored)
 
     def committed(self) -> None:
-        """The transaction of the last `store` is through."""
+        """Note that the transaction of the last `store` has committed."""
         self._full.clear()
         self._has_news = False
 
@@ -308,7 +308,7 @@ class Rollups:
         return [(self._pass, kind, level, row) for kind, grows in self._kinds.items() for level, row in grows.open()]
 
     def _write(self, connection: Connection, stored: Stored) -> None:
-        # What lies wholly before `stored` was written together with its events.
+        # Rows that end before `stored` were written together with their events.
         rows = [row for row in (*self._full, *self._open_rows()) if row[3].last_number > stored.number_before]
         if not rows:
             return
@@ -322,10 +322,10 @@ class Rollups:
             )
             for pass_, kind, level, row in rows
         ]  # fmt: skip
-        told = {name: column(values) for name, values in zip(_COLUMNS, zip(*found, strict=True), strict=True)}
-        connection.execute(_UPSERT, {"run_id": self._run_id, "attempt": self._attempt, **told})
+        columns = {name: column(values) for name, values in zip(_COLUMNS, zip(*found, strict=True), strict=True)}
+        connection.execute(_UPSERT, {"run_id": self._run_id, "attempt": self._attempt, **columns})
 
 
 def _storable(name: str) -> str:
-    """PostgreSQL's JSON takes neither NUL nor half a surrogate pair."""
+    """Replace NUL and lone surrogates, which PostgreSQL's JSON rejects."""
     return name if name.isascii() and "\0" not in name else name.replace("\0", "�").encode(errors="replace").decode()

@@ -1,4 +1,4 @@
-"""What goes over the wire about runs."""
+"""Wire schemas of runs."""
 
 from typing import Annotated, Any, Literal
 
@@ -34,7 +34,7 @@ Label = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 
 
 class _DocumentedAs:
-    """Shows the schema of `model` for a value that the service checks itself, to tell all its problems at once."""
+    """Documents a value with the schema of `model`; the service validates it itself, to report all errors at once."""
 
     def __init__(self, model: type[BaseModel]) -> None:
         self._model = model
@@ -51,7 +51,7 @@ class _Body(BaseModel):
 
 
 class RunCreate(_Body):
-    """A run to be made."""
+    """Request to create a run."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -62,49 +62,53 @@ class RunCreate(_Body):
         }
     )  # fmt: skip
 
-    experiment_id: str | None = Field(default=None, max_length=100, description="None: the experiment `default`.")
-    name: Label | None = Field(default=None, description="None: method and base model.")
-    backend: str = Field(default="celery", max_length=100, description="GET /v1/backends lists them.")
-    dataset_id: str = Field(max_length=100, description="What to train on.")
-    eval_dataset_id: str | None = Field(
-        default=None, max_length=100, description="What to evaluate on, every `eval_steps`."
+    experiment_id: str | None = Field(
+        default=None, max_length=100, description="ID of the experiment; null: the experiment `default`."
     )
-    config: Config = Field(description="What to train and how.")
-    priority: int = Field(default=0, ge=-1000, le=1000, description="Higher runs start first.")
+    name: Label | None = Field(default=None, description="Name of the run; null: method and base model.")
+    backend: str = Field(default="celery", max_length=100, description="Training backend; GET /v1/backends lists them.")
+    dataset_id: str = Field(max_length=100, description="ID of the dataset to train on.")
+    eval_dataset_id: str | None = Field(
+        default=None, max_length=100, description="ID of the dataset to evaluate on, every `eval_steps`."
+    )
+    config: Config = Field(description="Training configuration.")
+    priority: int = Field(default=0, ge=-1000, le=1000, description="Runs with higher priority start first.")
     max_restarts: int = Field(
-        default=3, ge=0, le=100, description="Restarts after losses, counted since the last new checkpoint."
+        default=3, ge=0, le=100, description="Maximum restarts after losses, counted since the last new checkpoint."
     )
     tags: list[Label] = Field(default_factory=list, max_length=MOST_TAGS)
 
 
 class RunToEstimate(RunCreate):
-    """A run that might be made."""
+    """Request to estimate a run."""
 
-    probe: bool = Field(default=False, description="Measure it too: two steps on its longest rows, on a worker.")
+    probe: bool = Field(default=False, description="Also measure two steps on its longest rows, on a worker.")
 
 
 class RunEdit(_Body):
-    """What to change about a run; what is left out stays as it is."""
+    """Changes to a run; omitted fields stay unchanged."""
 
     model_config = ConfigDict(json_schema_extra={"example": {"name": "rank 8", "tags": ["demo"], "pinned": True}})
 
     name: Label | None = None
-    tags: Annotated[list[Label], Field(max_length=MOST_TAGS)] | None = Field(default=None, description="All of them.")
-    pinned: bool | None = Field(default=None, description="A pinned run is never deleted, by no policy either.")
+    tags: Annotated[list[Label], Field(max_length=MOST_TAGS)] | None = Field(
+        default=None, description="Replaces all tags."
+    )
+    pinned: bool | None = Field(default=None, description="A pinned run is never deleted, not even by retention.")
 
 
 class RunStop(_Body):
-    """How to stop."""
+    """Request to stop a run."""
 
     model_config = ConfigDict(json_schema_extra={"example": {"mode": "checkpoint"}})
 
     mode: StopMode | None = Field(
         default=None,
-        description="`checkpoint` (the default): save, and end. `epoch_end`: train to the end of the epoch, save, and "
-        "end; a later stop of another mode ends it at once. `best`: end at once where an evaluation has found a best "
-        "checkpoint, which is then the one to resume from; otherwise as `checkpoint`. `discard`: end and save nothing.",
+        description="`checkpoint` (default): save and end. `epoch_end`: train to the end of the epoch, save and end; a "
+        "later stop with another mode ends it at once. `best`: end at once if an evaluation has found a best "
+        "checkpoint, from which the run can be resumed; otherwise like `checkpoint`. `discard`: end without saving.",
     )
-    save_checkpoint: bool | None = Field(default=None, description="False: the mode `discard`.")
+    save_checkpoint: bool | None = Field(default=None, description="False: mode `discard`.")
 
     @model_validator(mode="after")
     def _agree(self) -> "RunStop":
@@ -114,28 +118,29 @@ class RunStop(_Body):
 
     @property
     def how(self) -> StopMode:
-        """The mode that is meant."""
+        """Stop mode that the request asks for."""
         return self.mode or ("discard" if self.save_checkpoint is False else "checkpoint")
 
 
 class RunResume(_Body):
-    """Where to go on, and what to change."""
+    """Request to resume a run."""
 
     model_config = ConfigDict(json_schema_extra={"example": {"config": {"epochs": 2}}})
 
     checkpoint_id: str | None = Field(
-        default=None, max_length=100, description="None: the newest good one.", examples=[_CHECKPOINT_ID]
+        default=None,
+        max_length=100,
+        description="Checkpoint to resume from; null: the newest good one.",
+        examples=[_CHECKPOINT_ID],
     )
     from_: Literal["start"] | None = Field(
-        default=None, alias="from", description="`start`: from the first step, without any checkpoint."
+        default=None, alias="from", description="`start`: train from the first step, without a checkpoint."
     )
-    config: dict[str, Any] = Field(
-        default_factory=dict, description="Fields that change; the others stay as they were."
-    )
+    config: dict[str, Any] = Field(default_factory=dict, description="Fields to change; the others stay unchanged.")
 
 
 class RunCheck(BaseModel):
-    """What `POST /v1/runs` would say, and what the trainer would use."""
+    """Result of validating a run: errors, warnings and the effective configuration."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -146,7 +151,8 @@ class RunCheck(BaseModel):
                     {
                         "field": "config.optim",
                         "code": "replaced",
-                        "message": "`optim` will be `adamw_8bit`: Paging optimizer state needs a GPU.",
+                        "message": "`optim` will be `adamw_8bit` instead of `paged_adamw_8bit`: "
+                        "Paging optimizer state needs a GPU.",
                     }
                 ],
                 "effective_config": {**_CONFIG, "load_in_4bit": True, "optim": "adamw_8bit"},
@@ -157,11 +163,11 @@ class RunCheck(BaseModel):
     valid: bool
     errors: list[FieldError]
     warnings: list[FieldError]
-    effective_config: Config | None = Field(description="Null while there are errors.")
+    effective_config: Config | None = Field(description="Effective configuration; null if there are errors.")
 
 
 class TrainingMetrics(BaseModel):
-    """One point of the curves."""
+    """Metrics of one step."""
 
     step: int
     epoch: float | None = None
@@ -174,18 +180,18 @@ class TrainingMetrics(BaseModel):
 
 
 class TrainingRun(BaseModel):
-    """A run as every backend knows it."""
+    """Fields of a run that every backend has."""
 
     run_id: str
     experiment_id: str
-    config: Config = Field(description="As it was asked for, defaults included.")
+    config: Config = Field(description="Requested configuration, with defaults.")
     status: TrainingStatus = TrainingStatus.pending
     current_step: int = 0
     total_steps: int | None = None
     current_epoch: float = 0.0
     best_loss: float | None = None
     checkpoint_path: str | None = Field(
-        default=None, description="Folder of the newest good checkpoint, on the storage of API and workers."
+        default=None, description="Folder of the newest good checkpoint, on the storage shared by API and workers."
     )
     error_message: str | None = None
 
@@ -203,7 +209,7 @@ _RUN: JsonDict = {
     "finished_at": None, "stop_requested_at": None, "stop_mode": None,
     "prediction": {
         "start_at": "2026-01-02T03:04:06.001Z", "finish_at": "2026-01-02T03:19:00.000Z", "confidence": "high",
-        "basis": "160 of 200 steps left, by its own speed, 5.4 s a step.",
+        "basis": "160 of 200 steps left, based on its own speed, 5.4 s per step.",
     },
 }  # fmt: skip
 
@@ -219,36 +225,34 @@ class RunSummary(TrainingRun):
     backend: str
     dataset_id: str
     eval_dataset_id: str | None
-    effective_config: dict[str, Any] | None = Field(
-        description="What the trainer really uses, told by it at its start."
-    )
+    effective_config: dict[str, Any] | None = Field(description="Configuration that the trainer reported at its start.")
     priority: int
     max_restarts: int
-    pinned: bool = Field(description="Whether it is kept, whatever the policy says of its age.")
+    pinned: bool = Field(description="Protected from deletion and from retention.")
     parent_run_id: str | None = Field(description="The run that this one resumes.")
     resume_checkpoint_id: str | None
     base_run_id: str | None = Field(description="The run whose output is the base model.")
-    reward_run_ids: list[str] = Field(description="The runs whose reward models it learns from; oldest first.")
-    attempt: int = Field(description="Tries so far; a lost worker costs one.")
-    worker_id: str | None = Field(description="The worker that has it, or had it last.")
+    reward_run_ids: list[str] = Field(description="Runs whose outputs are its reward models, oldest first.")
+    attempt: int = Field(description="Number of attempts so far; a lost worker costs one.")
+    worker_id: str | None = Field(description="Worker that has the run, or had it last.")
     error_code: str | None
     fine_tuned_model: str | None = Field(
-        description="Folder of the adapter or model, on the storage of API and workers. "
-        "As `base_model` of another run, name this run's id."
+        description="Folder of the adapter or model, on the storage shared by API and workers. "
+        "To train another run on it, use this run's id as `base_model`."
     )
-    last_seq: int = Field(description="Newest event of the run.")
+    last_seq: int = Field(description="`seq` of the newest event of the run.")
     created_by: str | None
     created_at: Moment
     started_at: Moment | None
     finished_at: Moment | None
     stop_requested_at: Moment | None
     stop_mode: StopMode | None = Field(
-        description="How it is to stop, or was; `epoch_end` while `stop_requested_at` is null: at the end of the epoch."
+        description="Requested stop mode; `epoch_end` with `stop_requested_at` null: it stops at the end of the epoch."
     )
     prediction: Prediction | None = Field(
         default=None,
-        description="When it starts and finishes; null of runs that have ended, and where there is nothing to go by. "
-        "Answers to requests for a run, a stop or a resume have none: they wait for nothing.",
+        description="Predicted start and finish; null for runs that have ended, and if there is no basis for it. "
+        "Responses that create, stop or resume a run have none, so that they do not wait for it.",
     )
 
 
@@ -276,35 +280,44 @@ class RunRead(RunSummary):
     )  # fmt: skip
 
     estimate: RunEstimate | None = Field(
-        description="What it was expected to take when it was created; comes a moment after that. Null for backends "
+        description="Estimate of its memory and time, available shortly after its creation. Null for backends "
         "that load no model, and for runs that resume others."
     )
-    measured: Measured | None = Field(description="What it has taken so far; null while nothing is measured.")
-    probe: ProbeResult | None = Field(description="What it says about the run that it measures; null for all others.")
-    metrics_history: list[TrainingMetrics] = Field(description="The last 100 points; GET …/metrics has all of them.")
+    measured: Measured | None = Field(
+        description="Measured memory and speed so far; null if nothing has been measured."
+    )
+    probe: ProbeResult | None = Field(
+        description="Result of a probe for the run that it measures; null for other runs."
+    )
+    metrics_history: list[TrainingMetrics] = Field(
+        description="The last 100 points; GET …/metrics returns all of them."
+    )
 
 
 class StopOutlook(BaseModel):
-    """What is to be expected of a stop."""
+    """Expected result of a stop."""
 
-    mode: StopMode = Field(description="That is in force: of two requests, the first, unless the later saves less.")
-    save_seconds: float | None = Field(description="The slowest of the run's last five saves; null: it has none yet.")
-    grace_seconds: float = Field(description="What a trainer gets to save and end; after that it is killed.")
+    mode: StopMode = Field(description="Mode in effect: of two requests, the first, unless the later one saves less.")
+    save_seconds: float | None = Field(
+        description="Duration of the slowest of the run's last five saves; null if it has none."
+    )
+    grace_seconds: float = Field(description="Time for the trainer to save and end before it is killed.")
     grace_suffices: bool | None = Field(
-        description="Whether it does for the step at work, a save that may be on its way, and another one; null where "
-        "that is not known, or nothing is to be saved."
+        description="True if it is enough for the current step, a save that may be in progress, and another one; null "
+        "if that is unknown, or nothing will be saved."
     )
     message: str
 
 
 _OUTLOOK: JsonDict = {
     "mode": "checkpoint", "save_seconds": 1.8, "grace_seconds": 120.0, "grace_suffices": True,
-    "message": "It saves a checkpoint and ends; its saves took up to 1.8 s of the 120 s that there are.",
+    "message": "It saves a checkpoint and ends. Its saves took up to 1.8 s; with the current step and a save in "
+    "progress, the stop takes 4.0 of 120 s.",
 }  # fmt: skip
 
 
 class RunStopped(RunRead):
-    """A run that was asked to stop."""
+    """A run with a requested stop."""
 
     model_config = ConfigDict(json_schema_extra={"example": {**_RUN, "metrics_history": [], "stop": _OUTLOOK}})
 
@@ -312,16 +325,16 @@ class RunStopped(RunRead):
 
 
 class Series(BaseModel):
-    """One curve, thinned to what was asked for; its extremes are those of all its points."""
+    """One curve, thinned to the requested number of points; `min` and `max` are those of all its points."""
 
     steps: list[int]
-    values: list[float | None] = Field(description="Null where the value was not a finite number.")
+    values: list[float | None] = Field(description="Null for a value that was not finite.")
     min: float | None
     max: float | None
 
 
 class RunMetrics(BaseModel):
-    """The curves of a run."""
+    """Curves of a run."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -344,16 +357,16 @@ _COMPARED: JsonDict = {
 
 
 class Reached(BaseModel):
-    """Where a series of metrics stands, and how far it went."""
+    """Last value and extremes of a series of metrics."""
 
     last_step: int | None
-    last: float | None = Field(description="Null where it was no finite number.")
+    last: float | None = Field(description="Null if it was not finite.")
     min: float | None
     max: float | None
 
 
 class ComparedRun(BaseModel):
-    """What one run has reached."""
+    """Results of one run."""
 
     run_id: str
     name: str
@@ -362,12 +375,12 @@ class ComparedRun(BaseModel):
     current_step: int
     total_steps: int | None
     best_loss: float | None
-    seconds: float | None = Field(description="From its first start to its end; null while it has not ended.")
+    seconds: float | None = Field(description="Seconds from its first start to its end; null while it has not ended.")
     metrics: dict[str, Reached]
 
 
 class RunComparison(BaseModel):
-    """Runs side by side."""
+    """Comparison of runs."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -379,6 +392,6 @@ class RunComparison(BaseModel):
         }
     )
 
-    runs: list[ComparedRun] = Field(description="In the order in which they were named.")
-    differences: dict[str, dict[str, Any]] = Field(description="Fields that are not the same in all, by run.")
-    common: dict[str, Any] = Field(description="Fields that are.")
+    runs: list[ComparedRun] = Field(description="In the requested order.")
+    differences: dict[str, dict[str, Any]] = Field(description="Fields whose values differ, by run.")
+    common: dict[str, Any] = Field(description="Fields whose values are the same in all runs.")

@@ -1,4 +1,4 @@
-"""What can be done with runs. Statuses are written by `lifecycle`, resuming is in `resume.py`."""
+"""Operations on runs. `lifecycle` writes statuses; resuming is in `resume.py`."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -24,14 +24,14 @@ from app.storage import Storage
 
 @dataclass(frozen=True)
 class Idempotency:
-    """The caller's key for a request, and what the request was."""
+    """Idempotency key of a request, with a digest of the request."""
 
     key: str
     digest: str
 
     @classmethod
     def of(cls, key: str | None, call: str, body: bytes) -> "Idempotency | None":
-        """From the `Idempotency-Key` header, the call's path and the body as it came."""
+        """Create it from the `Idempotency-Key` header, the call's path and the raw body; None without a header."""
         if key is None:
             return None
         if not (0 < len(key) <= 255 and key.isascii() and key.isprintable()):
@@ -42,12 +42,12 @@ class Idempotency:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a decision about a run rests on beside the database."""
+    """Context of decisions about a run, apart from the database."""
 
     settings: Settings
     storage: Storage
     rules: Mapping[str, Rules]
-    """Of every backend, by name."""
+    """Rules of every backend, by name."""
 
 
 async def create(
@@ -58,7 +58,7 @@ async def create(
     idempotency: Idempotency | None = None,
     run_id: str | None = None,
 ) -> Run:
-    """Accept a run, or raise 422 with everything that is wrong; the same idempotency key answers the same run."""
+    """Create a run, or raise 422 with all errors; the same idempotency key returns the same run."""
     if earlier := await replayed(session, created_by, idempotency):
         return earlier
     found = await examine(session, around.settings, around.storage, around.rules, request)
@@ -87,7 +87,7 @@ async def create(
 
 
 async def check(session: AsyncSession, around: Surroundings, request: RunCreate) -> RunCheck:
-    """What `create` would say, without making anything."""
+    """Validate a request as `create` does, without creating anything."""
     found: Examined = await examine(session, around.settings, around.storage, around.rules, request)
     return RunCheck(
         valid=not found.errors,
@@ -98,7 +98,7 @@ async def check(session: AsyncSession, around: Surroundings, request: RunCreate)
 
 
 async def replayed(session: AsyncSession, created_by: str | None, idempotency: Idempotency | None) -> Run | None:
-    """The run that an earlier request with this key made; 422 when that request was another one."""
+    """Return the run that an earlier request with this key created; raise 422 if that request was different."""
     if idempotency is None:
         return None
     query = select(Run).where(Run.created_by == created_by, Run.idempotency_key == idempotency.key)
@@ -109,11 +109,11 @@ async def replayed(session: AsyncSession, created_by: str | None, idempotency: I
 
 
 def key_reused(made: str) -> ApiError:
-    """422 for an idempotency key that came with another request before, which made something else."""
+    """Build a 422 for an idempotency key that was used before with a different request."""
     return ApiError(
         422,
         "idempotency_key_reused",
-        f"This Idempotency-Key came with another request before, which made {made}; use a new key for a new request.",
+        f"This Idempotency-Key was used before with a different request, which created {made}; use a new key.",
     )
 
 
@@ -125,9 +125,9 @@ async def insert(
     reason: str = "created",
     reward_run_ids: Sequence[str] = (),
 ) -> Run:
-    """Insert a run and its first event, or find the one that a twin of this request has just made.
+    """Insert a run and its first event, or return the one that a duplicate of this request has just created.
 
-    `reward_run_ids` are other runs whose reward models it learns from; the caller has locked them.
+    `reward_run_ids` are other runs whose outputs are its reward models; the caller has locked them.
     """
     values = {
         **values,
@@ -141,12 +141,12 @@ async def insert(
             uses = [{"run_id": made["id"], "reward_run_id": reward_run_id} for reward_run_id in reward_run_ids]
             await session.execute(sql_insert(RunRewardModel), uses)
         return Run(**made)
-    # A twin of this request came first, and has committed: the insert waited for that.
+    # A duplicate of this request came first and has committed: the insert waited for that.
     return await replayed(session, created_by, idempotency) or await get(session, values["id"])
 
 
 async def get(session: AsyncSession, run_id: str) -> Run:
-    """The run; `run_not_found` where there is none."""
+    """Return the run; raise `run_not_found` if there is none."""
     run = await session.get(Run, run_id) if is_id(run_id, "run") else None
     if run is None:
         raise not_found("run", run_id)
@@ -154,7 +154,7 @@ async def get(session: AsyncSession, run_id: str) -> Run:
 
 
 async def reward_run_ids(session: AsyncSession, run: Run) -> Sequence[str]:
-    """Other runs whose reward models the run learns from, oldest first."""
+    """Return other runs whose outputs are reward models of the run, oldest first."""
     if run.config.get("method") != TrainingMethod.rlhf:
         return []
     query = select(RunRewardModel.reward_run_id).where(RunRewardModel.run_id == run.id)
@@ -162,7 +162,7 @@ async def reward_run_ids(session: AsyncSession, run: Run) -> Sequence[str]:
 
 
 async def edit(session: AsyncSession, run_id: str, body: RunEdit) -> Run:
-    """Change what a run is called, tagged, and whether it is kept; what was not given stays."""
+    """Change the name, tags or pin of a run; fields that were not given stay unchanged."""
     run = await locked(session, run_id)
     for name, value in body.model_dump(exclude_none=True).items():
         setattr(run, name, value)
@@ -171,7 +171,7 @@ async def edit(session: AsyncSession, run_id: str, body: RunEdit) -> Run:
 
 
 async def locked(session: AsyncSession, run_id: str, *, for_child: bool = False) -> Run:
-    """The run as it is now, which stays so until the commit; `for_child`: it may change, but it stays."""
+    """Return the run, locked until the commit; `for_child`: it may change, but not be deleted."""
     query = select(Run).where(Run.id == run_id).execution_options(populate_existing=True)
     run = await session.scalar(query.with_for_update(read=for_child, key_share=for_child))
     if run is None:
@@ -180,9 +180,9 @@ async def locked(session: AsyncSession, run_id: str, *, for_child: bool = False)
 
 
 async def stop(session: AsyncSession, run_id: str, mode: StopMode = "checkpoint") -> Run:
-    """Ask a run to stop; no error on one that a stop has ended, 409 on one that ended by itself.
+    """Request a stop; no error if a stop has ended the run, 409 if it ended by itself.
 
-    With the mode `best` there has to be such a checkpoint.
+    Mode `best` requires that a best checkpoint exists.
     """
     asked = (
         lifecycle.request_stop_at_epoch_end(run_id)
@@ -193,6 +193,6 @@ async def stop(session: AsyncSession, run_id: str, mode: StopMode = "checkpoint"
     run = await get(session, run_id)
     if moved is None and run.status != "cancelled":
         raise conflict(
-            "run_has_ended", f"Run {run_id} is {run.status}: it has ended by itself and cannot be stopped any more."
+            "run_has_ended", f"Run {run_id} is {run.status}: it has ended by itself and can no longer be stopped."
         )
     return run

@@ -1,4 +1,4 @@
-"""What to expect of a stop: how long a save takes, and whether the grace suffices for it."""
+"""Expected result of a stop: how long a save takes, and whether the grace period is enough for it."""
 
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -11,9 +11,9 @@ from app.runs.schemas import StopMode, StopOutlook
 async def outlook(
     session: AsyncSession, run: Run, asked: StopMode, grace_seconds: float, *, found_no_best: bool = False
 ) -> StopOutlook:
-    """What comes of the stop that is in force on `run`, after one with the mode `asked` was asked for.
+    """Describe the stop that is in effect on `run`, after a request with the mode `asked`.
 
-    `found_no_best` says that the best checkpoint was asked for, and there is none.
+    `found_no_best` means that the best checkpoint was requested, and there is none.
     """
     mode = _in_force(run)
     seconds = await slowest_save(session, run.id)
@@ -22,13 +22,13 @@ async def outlook(
     suffices = needed <= grace_seconds if needed is not None else None
     parts = []
     if found_no_best and mode == "checkpoint" and saves:
-        parts.append("No evaluation has found a best checkpoint yet, so the present state counts.")
+        parts.append("No evaluation has found a best checkpoint yet, so the current state is saved.")
     elif asked != mode and run.status not in TERMINAL:
-        parts.append(f"An earlier stop stands, of the mode `{mode}`.")
+        parts.append(f"An earlier stop with mode `{mode}` remains in effect.")
     if run.status in TERMINAL:
         parts.append(f"The run is {run.status}.")
     elif run.status == "initializing" and mode != "epoch_end":
-        parts.append("It has not begun to train, so there is nothing to save: it ends at once.")
+        parts.append("It has not started training, so there is nothing to save: it ends at once.")
     else:
         parts.append(await _what_comes(session, run, mode))
         if saves:
@@ -45,11 +45,11 @@ async def outlook(
 def _in_force(run: Run) -> StopMode:
     if run.stop_mode in ("epoch_end", "best", "discard"):
         return run.stop_mode  # type: ignore[return-value]
-    return "checkpoint" if run.stop_save_checkpoint else "discard"  # of a version that knew no modes
+    return "checkpoint" if run.stop_save_checkpoint else "discard"  # from a version without modes
 
 
 async def _needed(session: AsyncSession, run: Run, save_seconds: float) -> float:
-    """Seconds that a stop may take: the step at work, a checkpoint that is on its way already, and the last one."""
+    """Return the seconds that a stop may take: the current step, a checkpoint in progress, and the last one."""
     timings = await session.scalar(select(Pace.timings).where(Pace.run_id == run.id, Pace.attempt == run.attempt))
     step_seconds = (timings or {}).get("step_seconds") or 0.0
     return float(step_seconds) + 2 * save_seconds
@@ -62,11 +62,13 @@ async def _what_comes(session: AsyncSession, run: Run, mode: StopMode) -> str:
         best = await best_good(session, run.id)
         where = f"the best checkpoint, of step {best.step}" if best else "its last checkpoint"
         return (
-            "It ends at once and saves nothing but a checkpoint that is being written; to resume it goes on from "
-            f"{where}, or from that one if it is better."
+            "It ends at once and saves nothing except a checkpoint that is being written; when resumed, it continues "
+            f"from {where}, or from that one if it is better."
         )
     if mode == "epoch_end":
-        return "It trains to the end of its epoch, saves a checkpoint and ends; a stop of another mode ends it at once."
+        return (
+            "It trains to the end of its epoch, saves a checkpoint and ends; a stop with another mode ends it at once."
+        )
     return "It saves a checkpoint and ends."
 
 
@@ -79,18 +81,19 @@ async def _how_long(
     grace_seconds: float,
 ) -> str:
     if seconds is None or needed is None:
-        return f"How long a save takes is not known yet; there are {grace_seconds:g} s for it."
-    told = f"Its saves took up to {seconds:.1f} s"
+        return f"How long a save takes is not known yet; the grace period is {grace_seconds:g} s."
+    took = f"Its saves took up to {seconds:.1f} s"
     if mode == "epoch_end":
-        # Nothing is killed while it trains on: the grace counts from a stop that ends it at once.
-        return f"{told}."
+        # The trainer is not killed while it trains on: the grace period starts with an immediate stop.
+        return f"{took}."
     if needed <= grace_seconds:
-        return f"{told}; with the step at work, and one that may be on its way, {needed:.1f} of {grace_seconds:g} s."
+        return (
+            f"{took}; with the current step and a save in progress, the stop takes {needed:.1f} of {grace_seconds:g} s."
+        )
     last = await furthest_good(session, run.id)
     step = f"step {last.step}, its last checkpoint" if last else "the start"
     return (
-        f"{told}: with the step at work, and one that may be on its way, that is {needed:.1f} s, and after "
-        f"{grace_seconds:g} s the trainer is killed. This save may come to nothing, and what lies behind {step} be "
-        "lost. For the next time raise "
-        "ANNEAL_LEASE_SECONDS (the grace is twice the lease) or ask for the mode `epoch_end`."
+        f"{took}; with the current step and a save in progress, the stop may take {needed:.1f} s, but the trainer is "
+        f"killed after {grace_seconds:g} s. This save may fail, and the progress since {step} may be lost. "
+        "Next time, raise ANNEAL_LEASE_SECONDS (the grace period is twice the lease) or use mode `epoch_end`."
     )

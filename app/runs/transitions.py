@@ -1,6 +1,6 @@
-"""One move of a run's state as one statement: guarded UPDATE, events, the attempt's end, the devices' release.
+"""A state transition of a run as one statement: guarded UPDATE, events, end of the attempt, release of the devices.
 
-Which moves there are, and what guards each, says `lifecycle`, the only one to use this.
+`lifecycle`, the only user of this module, defines the transitions and their guards.
 """
 
 from typing import Any
@@ -37,7 +37,7 @@ EVENT_COLUMNS = ["run_id", "seq", "type", "attempt", "ts", "data"]
 
 
 def seconds(value: float) -> ColumnElement[Any]:
-    """An interval; all leases and delays are counted by the database's clock."""
+    """Build an interval; all leases and delays use the database's clock."""
     return func.make_interval(0, 0, 0, 0, 0, 0, literal(value))
 
 
@@ -56,7 +56,7 @@ def statement(
 def move(
     picked: CTE, target: ColumnElement[Any], reason: Any, outcome: str | None = None, **values: Any
 ) -> tuple[CTE, list[CTE]]:
-    """The guarded UPDATE as a CTE, and the statements that belong to it."""
+    """Return the guarded UPDATE as a CTE, and the statements that belong to it."""
     changed = target != runs.c.status
     ends = and_(changed, target.in_(TERMINAL))
     fails = and_(changed, target == "failed")
@@ -79,14 +79,14 @@ def move(
 
 
 def _logged(moved: CTE, reason: Any) -> CTE:
-    """Insert `error`, `status` and `end`, in this order, as far as the move calls for them."""
+    """Insert the events `error`, `status` and `end`, in this order, as far as the move requires them."""
     row = moved.c
     now = func.clock_timestamp()
     has_moved = row.status != row.from_status
     has_ended = and_(has_moved, row.status.in_(TERMINAL))
     status = {"from": row.from_status, "to": row.status, "reason": reason, "attempt": row.attempt}
     error = {"code": row.error_code, "message": row.error_message}
-    told = union_all(
+    new_events = union_all(
         select(row.id, row.event_seq - 2, literal("error"), row.attempt, now, as_json(**error)).where(
             has_moved, row.status == "failed"
         ),
@@ -100,11 +100,11 @@ def _logged(moved: CTE, reason: Any) -> CTE:
         ).where(has_moved),
         select(row.id, row.event_seq, literal("end"), row.attempt, now, as_json(status=row.status)).where(has_ended),
     )
-    return insert(events).from_select(EVENT_COLUMNS, told).returning(events.c.seq).cte("logged")
+    return insert(events).from_select(EVENT_COLUMNS, new_events).returning(events.c.seq).cte("logged")
 
 
 def _closed(moved: CTE, outcome: str | None) -> CTE:
-    """End the attempt that the move ended."""
+    """Close the attempt that the move ended."""
     return (
         update(attempts)
         .where(
@@ -123,7 +123,7 @@ def _closed(moved: CTE, outcome: str | None) -> CTE:
 
 
 def _released(moved: CTE) -> CTE:
-    """Free the devices of a run that nobody trains any more."""
+    """Free the devices of a run that no worker owns any more."""
     return (
         update(devices)
         .where(devices.c.run_id == moved.c.id, moved.c.lease_owner.is_(None))

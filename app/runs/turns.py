@@ -1,7 +1,7 @@
-"""When runs that wait have their turn: workers' devices come free, and claims take runs, played through. No database.
+"""Simulates the queue to predict when each pending run starts. No database.
 
-Whenever a device of a worker comes free, the worker claims as long as any run fits into what is free there: the first
-that does, by priority and then age. So a run that needs two devices is overtaken by later ones that need one.
+Whenever a device of a worker becomes free, the worker claims runs as long as one fits its free devices: the first that
+fits, by priority and then age. So a run that needs two devices is overtaken by later ones that need one.
 """
 
 import heapq
@@ -16,7 +16,7 @@ _ANY = -1
 
 @dataclass(frozen=True)
 class Seat:
-    """A worker that is online, with its devices."""
+    """An online worker with its devices."""
 
     worker_id: str
     backends: frozenset[str]
@@ -24,12 +24,12 @@ class Seat:
     device: str
     memory_mb: int
     free: tuple[float, ...]
-    """In how many seconds each device is free; infinite where nobody knows."""
+    """Seconds until each device is free; infinite if unknown."""
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """A run in the queue."""
+    """A pending run in the queue."""
 
     run_id: str
     backend: str
@@ -39,63 +39,65 @@ class Waiting:
     not_before: float
     """Seconds from now."""
 
-    def fits(self, seat: Seat) -> bool:
-        """Whether a worker could ever take it; the same as a claim asks."""
+    def fits(self, worker: Seat) -> bool:
+        """Return True if a worker could ever take it, by the same conditions as a claim."""
         return (
-            self.backend in seat.backends
-            and self.kind in (None, seat.kind)
-            and self.memory_mb <= seat.memory_mb
-            and self.devices <= len(seat.free)
+            self.backend in worker.backends
+            and self.kind in (None, worker.kind)
+            and self.memory_mb <= worker.memory_mb
+            and self.devices <= len(worker.free)
         )
 
 
 @dataclass(frozen=True)
 class Turn:
-    """When a waiting run has its turn."""
+    """Predicted start of a pending run."""
 
     seat: Seat | None
-    """Where it starts; None: no worker could take it."""
+    """Worker on which it starts; None: no worker could take it."""
     start: float
-    """Seconds from now; infinite where nobody knows."""
+    """Seconds from now; infinite if unknown."""
     before: int = 0
     """Runs ahead of it in the queue that start earlier, or may, on a worker that could take it as well."""
 
 
 @dataclass
 class _Line:
-    """Runs that ask for the same, so that each of them fits wherever any does."""
+    """Pending runs with the same requirements, so that a worker fits all of them or none."""
 
     one: Waiting
     fitting: frozenset[int]
-    """The seats that could take them."""
+    """Indexes of the workers that could take them."""
     ready: list[int] = field(default_factory=list)
-    """Their places in the queue, as a heap."""
+    """Their positions in the queue, as a heap."""
 
 
 def turns(
     seats: Iterable[Seat], queue: Sequence[Waiting], seconds: Callable[[Waiting, Seat], float]
 ) -> dict[str, Turn]:
-    """Where and when each run of a queue starts, by its id; `seconds` says how long one takes on a worker's device.
+    """Predict where and when each run of a queue starts, by id; `seconds` returns the duration of one on a worker.
 
-    It is asked once for each run that has a turn, in the order of turns, and may answer infinity: nobody knows.
+    It is called once for each run that starts, in the order of starts, and may return infinity for unknown.
     """
     return _Play(list(seats), queue, seconds).found
 
 
 class _Play:
-    """The course of events: `(when, seat)`, a device of that seat being free then, or a pause being over."""
+    """Simulation of events `(when, worker)`: a device of that worker becomes free, or a delay ends."""
 
-    def __init__(self, seats: list[Seat], queue: Sequence[Waiting], seconds: Callable[[Waiting, Seat], float]) -> None:
-        self._seats, self._queue, self._seconds = seats, queue, seconds
-        self._free = [list(seat.free) for seat in seats]
-        self._events = [(when, at) for at, seat in enumerate(seats) for when in seat.free if when < math.inf]
+    def __init__(
+        self, workers: list[Seat], queue: Sequence[Waiting], seconds: Callable[[Waiting, Seat], float]
+    ) -> None:
+        self._workers, self._queue, self._seconds = workers, queue, seconds
+        self._free = [list(worker.free) for worker in workers]
+        self._events = [(when, at) for at, worker in enumerate(workers) for when in worker.free if when < math.inf]
         self._pauses: list[tuple[float, int]] = []
         lines: dict[tuple[object, ...], _Line] = {}
         self._line_of: list[_Line] = []
         for place, one in enumerate(queue):
             asked = (one.backend, one.kind, one.memory_mb, one.devices)
             if asked not in lines:
-                lines[asked] = _Line(one, frozenset(at for at, seat in enumerate(seats) if one.fits(seat)))
+                lines[asked] = _Line(one, frozenset(at for at, worker in enumerate(workers) if one.fits(worker)))
             line = lines[asked]
             self._line_of.append(line)
             if one.not_before <= 0:
@@ -103,7 +105,7 @@ class _Play:
             else:
                 self._pauses.append((one.not_before, place))
                 self._events.append((one.not_before, _ANY))
-        self._fitting = [[line for line in lines.values() if at in line.fitting] for at in range(len(seats))]
+        self._fitting = [[line for line in lines.values() if at in line.fitting] for at in range(len(workers))]
         heapq.heapify(self._events)
         heapq.heapify(self._pauses)
         self.found: dict[str, Turn] = {}
@@ -117,36 +119,36 @@ class _Play:
             while self._pauses and self._pauses[0][0] <= now:
                 _, place = heapq.heappop(self._pauses)
                 heapq.heappush(self._line_of[place].ready, place)
-            for seat in range(len(self._seats)) if at == _ANY else (at,):
-                self._claim(now, seat)
+            for worker in range(len(self._workers)) if at == _ANY else (at,):
+                self._claim(now, worker)
 
     def _claim(self, now: float, at: int) -> None:
-        """A worker takes runs as long as one fits into what is free there."""
-        seat, free = self._seats[at], self._free[at]
+        """Claim runs for a worker as long as one fits its free devices."""
+        worker, free = self._workers[at], self._free[at]
         while idle := [device for device, when in enumerate(free) if when <= now]:
             lines = [line for line in self._fitting[at] if line.ready and line.one.devices <= len(idle)]
             if not lines:
                 return
             one = self._queue[heapq.heappop(min(lines, key=lambda line: line.ready[0]).ready)]
-            self.found[one.run_id] = Turn(seat, now)
-            until = now + self._seconds(one, seat)
+            self.found[one.run_id] = Turn(worker, now)
+            until = now + self._seconds(one, worker)
             for device in idle[: one.devices]:
                 free[device] = until
             if until < math.inf:
                 heapq.heappush(self._events, (until, at))
 
     def _leave(self) -> None:
-        """Whoever has no turn: no worker fits, or nobody knows when one is free."""
+        """Add the runs that do not start: no worker fits, or it is unknown when one is free."""
         for one, line in zip(self._queue, self._line_of, strict=True):
             if one.run_id not in self.found:
-                self.found[one.run_id] = Turn(self._seats[min(line.fitting)] if line.fitting else None, math.inf)
+                self.found[one.run_id] = Turn(self._workers[min(line.fitting)] if line.fitting else None, math.inf)
 
     def _count(self) -> None:
-        """How many are before each."""
+        """Count the runs before each run."""
         starts: dict[frozenset[int], list[float]] = defaultdict(list)
         for one, line in zip(self._queue, self._line_of, strict=True):
             turn = self.found[one.run_id]
-            # Of those whose start nobody knows each comes before the next.
+            # Of runs whose start is unknown, each comes before the next.
             place = bisect_left if turn.start < math.inf else bisect_right
             rivals = [known for fitting, known in starts.items() if not fitting.isdisjoint(line.fitting)]
             self.found[one.run_id] = replace(turn, before=sum(place(known, turn.start) for known in rivals))

@@ -1,4 +1,4 @@
-"""Runs as they go over the wire."""
+"""Serializers of runs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,41 +29,41 @@ _HISTORY = 100
 
 
 async def one(session: AsyncSession, storage: Storage, run: Run, prediction: Prediction | None = None) -> RunRead:
-    """A run with its newest metrics."""
+    """Return a run with its newest metrics."""
     return RunRead(**await _fields(session, storage, run), prediction=prediction)
 
 
 async def stopped(session: AsyncSession, storage: Storage, run: Run, outlook: StopOutlook) -> RunStopped:
-    """The run, and what is to be expected of its stop."""
+    """Return a run with the expected result of its stop."""
     return RunStopped(**await _fields(session, storage, run), stop=outlook)
 
 
 async def _fields(session: AsyncSession, storage: Storage, run: Run) -> dict[str, Any]:
     history = await recent(session, run.id, _HISTORY) if run.attempt else []
     same = {name: getattr(run, name) for name in _SAME}
-    # Who has never been claimed has neither checkpoints nor metrics, and a request for a run is not to wait for that.
+    # A run that was never claimed has neither checkpoints nor metrics, so its creation does not wait for them.
     saved = await preferred(session, run) if run.attempt else None
     derived = _derived(storage, run, [saved.step, saved.attempt] if saved else None)
-    judges = await service.reward_run_ids(session, run)
+    reward_runs = await service.reward_run_ids(session, run)
     expected, real = await compared(session, run, probing.seconds_of_step(history))
-    told = await probing.told(session, run, expected, real)
-    taken = {"estimate": expected, "measured": real, "probe": told}
-    return {**same, **derived, **taken, "reward_run_ids": list(judges), "metrics_history": history}
+    result = await probing.told(session, run, expected, real)
+    taken = {"estimate": expected, "measured": real, "probe": result}
+    return {**same, **derived, **taken, "reward_run_ids": list(reward_runs), "metrics_history": history}
 
 
 def page(storage: Storage, rows: Sequence[Any], has_more: bool, predictions: Mapping[str, Prediction | None]) -> bytes:
-    """A `Page[RunSummary]` in JSON, of the rows that `app.runs.listing` finds."""
+    """Return a `Page[RunSummary]` as JSON, from the rows of `app.runs.listing`."""
     items = []
     for row in rows:
-        told = predictions.get(row.id)
-        more = {"prediction": told.model_dump(mode="json") if told else None}
+        prediction = predictions.get(row.id)
+        more = {"prediction": prediction.model_dump(mode="json") if prediction else None}
         head = to_json(_derived(storage, row, row.furthest) | more).decode()
         items.append(f"{head[:-1]},{row.shown[1:]}")
     return f'{{"data":[{",".join(items)}],"has_more":{"true" if has_more else "false"}}}'.encode()
 
 
 def _derived(storage: Storage, run: Any, furthest: list[int] | None) -> dict[str, Any]:
-    """What is not a column of the same name; `furthest` is step and attempt of the checkpoint to resume from."""
+    """Return fields that are not columns of the same name; `furthest` is step and attempt of the newest checkpoint."""
     checkpoint = storage.shown(run.id, furthest[1], f"checkpoint-{furthest[0]}") if furthest else None
     output = None if run.output_attempt is None else storage.shown(run.id, run.output_attempt, "output")
     return {

@@ -60,10 +60,10 @@ def test_every_count_takes_both_forms_and_its_description_says_so(name: str) -> 
 
 def test_a_bad_count_is_one_clear_problem() -> None:
     assert sentences(max_steps="10kk") == [
-        ("max_steps", "bad_count", '`max_steps` cannot be read: "10kk" is no count: write 10000, "10k", "1.5M" or '
+        ("max_steps", "bad_count", '`max_steps` cannot be parsed: "10kk" is not a count; write 10000, "10k", "1.5M" or '
          '"2**15".')
     ]  # fmt: skip
-    assert sentences(max_steps="1.2345k")[0][2] == '`max_steps` cannot be read: "1.2345k" is no whole number.'
+    assert sentences(max_steps="1.2345k")[0][2] == '`max_steps` cannot be parsed: "1.2345k" is not a whole number.'
     assert sentences(max_steps="1M", batch_size="1M")[0][:2] == ("batch_size", "out_of_range")
 
 
@@ -81,7 +81,7 @@ def test_what_is_no_count_is_none(text: str) -> None:
 @settings(max_examples=300, deadline=None)
 def test_what_the_description_allows_is_read_or_out_of_range_or_no_whole_number(case: tuple[str, str]) -> None:
     for _, code, message in sentences(**dict([case])):
-        assert code == "out_of_range" or "is no whole number" in message
+        assert code == "out_of_range" or "is not a whole number" in message
 
 
 def test_a_key_that_is_there_twice_is_refused() -> None:

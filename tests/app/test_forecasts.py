@@ -86,7 +86,7 @@ def test_a_request_that_cannot_be_read_takes_no_other_its_prediction(
         for told in (one[odd], one[sound]):
             assert told is not None and told.start_at is not None and told.finish_at is not None
             assert (told.finish_at - told.start_at).total_seconds() == pytest.approx(20, abs=0.1)
-            assert "its 20 steps from 1 earlier run" in told.basis
+            assert "its 20 steps at the speed of 1 earlier run" in told.basis
     assert sorted(record.args[0] for record in caplog.records if record.args) == sorted([broken, live])  # type: ignore[index,type-var]
 
 
@@ -112,7 +112,7 @@ def test_a_run_that_trains_has_left_what_the_trainer_tells_up_to_its_stop(
         assert told is None
     else:
         assert told is not None and told.basis.startswith(left)
-        assert ("it ends with its epoch" in told.basis) is ("stop_mode" in columns)
+        assert ("it stops at the end of its epoch" in told.basis) is ("stop_mode" in columns)
 
 
 @pytest.mark.parametrize(

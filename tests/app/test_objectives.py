@@ -108,7 +108,8 @@ class TestRlhf:
         assert found(rlhf(*rewards)) == {
             "rlhf.rewards": (
                 "needs_rewards",
-                "`rlhf.rewards` needs at least one reward with a weight: without any there is nothing to learn from.",
+                "`rlhf.rewards` needs at least one reward with a non-zero weight: without one there is nothing to "
+                "learn.",
             )
         }
 
@@ -176,8 +177,8 @@ BAD: list[tuple[Any, str, str, str]] = [
     ({"type": "regex", "pattern": r"\p{L}"}, ".pattern", "bad_pattern", r"bad escape \p"),
     ({"type": "regex", "pattern": "foo{e}"}, ".pattern", "bad_pattern", r"`\{`"),
     ({"type": "regex", "pattern": "[[:alpha:]]"}, ".pattern", "bad_pattern", "[:alpha:]"),
-    ({"type": "regex", "pattern": "((a{100}){100}){100}"}, ".pattern", "bad_pattern", "repeats too much"),
-    ({"type": "regex", "pattern": "(?:" + "(b|[(]c){2}" * 50 + "){1000}"}, ".pattern", "bad_pattern", "too much"),
+    ({"type": "regex", "pattern": "((a{100}){100}){100}"}, ".pattern", "bad_pattern", "counted repetitions"),
+    ({"type": "regex", "pattern": "(?:" + "(b|[(]c){2}" * 50 + "){1000}"}, ".pattern", "bad_pattern", "too large"),
     ({"type": "exact_match", "extract": "*"}, ".extract", "bad_pattern", "nothing to repeat"),
     ({"type": "numeric_match", "relative_tolerance": 1.0}, ".relative_tolerance", "out_of_range", "less than 1"),
     ({"type": "json_schema"}, ".schema", "missing", "required"),
@@ -203,7 +204,7 @@ BAD: list[tuple[Any, str, str, str]] = [
     ({"type": "format", "sections": ["a", "a"]}, "", "bad_bounds", "twice"),
     ({"type": "format", "sections": ["a b"]}, ".sections.0", "invalid_name", "characters"),
     ({"type": "model"}, ".model", "missing", "required"),
-    ({"type": "model", "model": "../judge"}, ".model", "invalid_name", "not a path elsewhere"),
+    ({"type": "model", "model": "../judge"}, ".model", "invalid_name", "not a path outside the models root"),
 ]  # fmt: skip
 
 

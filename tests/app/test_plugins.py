@@ -40,7 +40,7 @@ def test_a_name_that_no_worker_has_is_refused_with_those_there_are(check: Any, e
     found = check({"optimizer": {"type": "slow-sing"}, "scheduler": {"type": "x"}})
     named = ("optimizer", "scheduler")
     assert errors(found) == [(f"config.extra.{field}", "plugin_not_installed") for field in named]
-    assert "'slow-sing', which no worker has installed; there are: slow-sign" in found["errors"][0]["message"]
+    assert "'slow-sing', which no worker has installed; installed are: slow-sign" in found["errors"][0]["message"]
     assert "entry point of `anneal.schedulers`" in found["errors"][1]["message"]
     rlhf: dict[str, Any] = {"rewards": [{"type": "plugin", "name": "brevity"}, {"type": "plugin", "name": "wit"}]}
     assert errors(check(method="rlhf", rlhf=rlhf)) == [("config.rlhf.rewards.1.name", "plugin_not_installed")]

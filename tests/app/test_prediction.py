@@ -51,7 +51,9 @@ class TestRemaining:
         told = prediction.remaining(TASK, HALFWAY, prediction.habit(like(*[DONE] * 3), TASK, "H100"))
         # 500 steps of 3 s, evaluations at 600, 700, 800, 900, saves at 600 and 800, then the end.
         assert told is not None and told.seconds == pytest.approx(500 * 3 + 4 * 10 + 2 * 3 + 30)
-        assert told.confidence == "high" and "500 of 1,000 steps left, by its own speed, 3 s a step" in told.basis
+        assert (
+            told.confidence == "high" and "500 of 1,000 steps left, based on its own speed, 3 s per step" in told.basis
+        )
 
     @pytest.mark.parametrize(("step", "seconds_a_step"), [(0, 2.0), (50, 2.5), (100, 3.0), (400, 3.0)])
     def test_like_runs_count_less_and_less_until_a_tenth_is_done(self, step: int, seconds_a_step: float) -> None:

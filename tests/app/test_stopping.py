@@ -154,7 +154,7 @@ class TestWithTheBestCheckpoint:
         assert stop(shared_api, waiting, mode="best")["stop"]["message"] == "The run is cancelled."
         loading = make_run(shared_api.client, dataset)["id"]
         Trainer(engine, loading)
-        assert "present state" not in stop(shared_api, loading, mode="best")["stop"]["message"]
+        assert "current state" not in stop(shared_api, loading, mode="best")["stop"]["message"]
 
 
 class TestTheAnswerSays:
@@ -182,7 +182,7 @@ class TestTheAnswerSays:
         trainer.checkpoint(10, metrics={"eval_loss": 1.0})
         stop(shared_api, trainer.run_id)
         told = stop(shared_api, trainer.run_id, mode="best")["stop"]
-        assert told["mode"] == "checkpoint" and "earlier stop stands" in told["message"]
+        assert told["mode"] == "checkpoint" and "remains in effect" in told["message"]
 
     def test_that_nothing_is_saved_of_a_run_that_has_not_begun(self, shared_api: ApiServer, engine: Engine) -> None:
         dataset = make_dataset(engine)

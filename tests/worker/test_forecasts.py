@@ -38,7 +38,7 @@ def test_runs_say_when_they_start_and_finish_from_the_queue_to_their_end(stack: 
     first = create()
     told = eventually(lambda: stack.run(first)["prediction"])
     assert (told["start_at"], told["finish_at"]) == (None, None)
-    assert told["basis"].startswith("No worker that is online has backend `fake`")
+    assert told["basis"].startswith("No online worker has backend `fake`")
 
     stack.add_worker()
     stack.until(first, "running")
@@ -46,7 +46,7 @@ def test_runs_say_when_they_start_and_finish_from_the_queue_to_their_end(stack: 
     shown = eventually(lambda: run if (run := stack.run(first))["current_step"] >= 24 and run["prediction"] else None)
     asked = datetime.now(UTC).timestamp()
     told = shown["prediction"]
-    assert told["confidence"] == "medium" and "by its own speed" in told["basis"], told
+    assert told["confidence"] == "medium" and "based on its own speed" in told["basis"], told
     ended = stack.until(first, "completed")
     predicted, took = moment(told, "finish_at") - asked, moment(ended, "finished_at") - asked
     assert predicted == pytest.approx(took, rel=0.5), (predicted, took)

@@ -74,7 +74,7 @@ MUTANTS = (
         changes=(
             Change(
                 "app/runs/pruning.py",
-                "free = [~Run.pinned, ~needed.exists(), ~judges.exists()]",
+                "free = [~Run.pinned, ~needed.exists(), ~reward_users.exists()]",
                 "free = [~Run.pinned, ~needed.exists()]",
             ),
         ),

@@ -148,7 +148,7 @@ MUTANTS = (
         changes=(
             Change(
                 _LIFECYCLE,
-                "stop_requested_at=case((never_begun, func.now()), else_=runs.c.stop_requested_at),",
+                "stop_requested_at=case((never_claimed, func.now()), else_=runs.c.stop_requested_at),",
                 "stop_requested_at=func.coalesce(runs.c.stop_requested_at, func.now()),",
             ),
         ),
