@@ -1,31 +1,31 @@
-"""What a model is made of, read from its `config.json` alone: families, sizes, and what that file may leave out."""
+"""Model architectures read from `config.json` alone: families, sizes, and the defaults of each family."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 Norm = Literal["rms", "gemma", "layer"]
-"""How a layer is normalised: by its root mean square, the same in Gemma's order of casts, or with mean and bias."""
+"""Normalization of a layer: RMSNorm, RMSNorm with Gemma's order of casts, or LayerNorm (mean and bias)."""
 
 
 class UnknownArchitecture(ValueError):
-    """A configuration that cannot be counted from; its text says why, as a sentence."""
+    """Configuration from which parameters cannot be counted; the message is a sentence that says why."""
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a layer: how many, how many of them a token goes to, and their inner widths."""
+    """Experts of a layer: their number, the number that each token is routed to, and their inner widths."""
 
     number: int
     of_a_token: int
     width: int
     shared_width: int = 0
-    """Of the expert that every token goes to; 0: there is none."""
+    """Inner width of the shared expert that processes every token; 0 if there is none."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder of one of the families in `FAMILIES`; widths in elements."""
+    """Decoder of one of the families in `FAMILIES`; widths are in elements."""
 
     family: str
     vocabulary: int
@@ -38,30 +38,30 @@ class Architecture:
     norm: Norm
     activation: str
     tied: bool
-    """Whether the head shares the matrix of the embeddings."""
+    """True if the head shares the embedding matrix."""
     longest: int | None
-    """Positions that the model has; None: not said."""
+    """Maximum number of positions; None if not specified."""
     qkv_bias: bool = False
     out_bias: bool = False
-    """Bias behind attention."""
+    """Bias of the attention output projection."""
     mlp_bias: bool = False
     head_bias: bool = False
     head_norms: bool = False
-    """Whether queries and keys are normalised, each head by itself."""
+    """True if queries and keys are normalized per head."""
     experts: Experts | None = None
     dense_layers: frozenset[int] = frozenset()
-    """Layers without experts, where the others have some."""
+    """Layers without experts in a mixture-of-experts model."""
     learnt_positions: int = 0
-    """Rows of a matrix of position embeddings."""
+    """Rows of the learned position embedding matrix; 0 if there is none."""
     rotary_part: float = 1.0
-    """Part of a head's width that turns with the position."""
+    """Fraction of a head's width to which rotary embeddings are applied."""
     residual_dropout: float = 0.0
     attention_dropout: float = 0.0
     soft_cap: bool = False
-    """Whether the products of attention go through a tanh (eager attention only)."""
+    """True if attention scores are soft-capped with tanh (eager attention only)."""
 
     def experts_of(self, layer: int) -> Experts | None:
-        """The experts of a layer, counted from 0; None: it has an MLP of its own."""
+        """Return the experts of a layer (0-based), or None if the layer has a dense MLP."""
         return None if layer in self.dense_layers else self.experts
 
 
@@ -112,34 +112,34 @@ FAMILIES: dict[str, dict[str, Any]] = {
              "activation_function": "gelu_new", "resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1,
              "tie_word_embeddings": True},
 }  # fmt: skip
-"""What each family takes where its `config.json` is silent (transformers writes down only what differs)."""
+"""Default values of each family for fields missing from `config.json` (transformers saves only what differs)."""
 
 
 def read(config: Mapping[str, Any]) -> Architecture:
-    """The architecture that a `config.json` describes.
+    """Return the architecture that a `config.json` describes.
 
     Raises:
-        UnknownArchitecture: another family, or sizes that cannot be.
+        UnknownArchitecture: The family is not supported, or a size is impossible.
     """
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise UnknownArchitecture(
-            f"The model's family is {str(family)[:60]!r}, which cannot be counted from its config.json; known are "
-            f"{known}. With `probe: true` two steps on a worker measure it."
+            f"The model family {str(family)[:60]!r} is not supported by the estimator. Supported families: "
+            f"{known}. Set `probe: true` to measure the run with two steps on a worker."
         )
-    # A null means the same as silence, except where null is a choice of its own.
+    # A null means the same as a missing field, except where null is a valid value.
     said = {name: value for name, value in config.items() if value is not None or name == "attn_logit_softcapping"}
     whole = {**FAMILIES[family], **said}
     try:
         layers = _size(whole, "n_layer" if family == "gpt2" else "num_hidden_layers")
         if layers > _MOST_LAYERS:
-            raise ValueError(f"{layers} layers are more than any model has")
+            raise ValueError(f"{layers} layers exceed the supported maximum")
         return _gpt2(whole) if family == "gpt2" else _rotary(family, whole)
     except UnknownArchitecture:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        why = str(error)[:200] if isinstance(error, ValueError) else "some value is of a kind that it cannot have"
+        why = str(error)[:200] if isinstance(error, ValueError) else "a value has the wrong type"
         raise UnknownArchitecture(f"The model's config.json does not describe a {family} model: {why}.") from error
 
 
@@ -148,9 +148,9 @@ _OF_GPT2 = ("n_embd", "n_head", "vocab_size", "n_positions")
 
 
 def impossible_size(config: Mapping[str, Any]) -> str | None:
-    """The first size of a known family's `config.json` with which no such model can be built, in words; None: none.
+    """Describe the first size in a known family's `config.json` that cannot be loaded, or return None.
 
-    Less is refused than `read` passes over: only what is certain to fail.
+    Less strict than `read`: only sizes that are certain to fail are reported.
     """
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
@@ -159,7 +159,7 @@ def impossible_size(config: Mapping[str, Any]) -> str | None:
         value = config.get(name)
         is_number = isinstance(value, int | float)
         if value is not None and (not is_number or value < 1):
-            return f"`{name}` is {str(value)[:40]!r} and not a size"
+            return f"`{name}` is {str(value)[:40]!r}, which is not a valid size"
     return None
 
 
@@ -168,7 +168,7 @@ def _rotary(family: str, said: Mapping[str, Any]) -> Architecture:
     layers = _size(said, "num_hidden_layers")
     kv_heads = _size(said, "num_key_value_heads") if "num_key_value_heads" in said else heads
     if kv_heads > heads:
-        raise ValueError(f"{kv_heads} heads of keys are more than the {heads} of queries that share them")
+        raise ValueError(f"{kv_heads} key-value heads are more than the {heads} attention heads that share them")
     gemma, phi = family.startswith("gemma"), family == "phi"
     attention_bias = bool(said.get("attention_bias")) and family not in ("mistral", "mixtral", "phi3")
     return Architecture(
@@ -201,7 +201,7 @@ def _rotary(family: str, said: Mapping[str, Any]) -> Architecture:
 def _gpt2(said: Mapping[str, Any]) -> Architecture:
     hidden, heads = _size(said, "n_embd"), _size(said, "n_head")
     if said.get("add_cross_attention"):
-        raise UnknownArchitecture("The model has cross-attention, which no method here trains.")
+        raise UnknownArchitecture("The model has cross-attention, which no training method supports.")
     return Architecture(
         family="gpt2",
         vocabulary=_size(said, "vocab_size"),
@@ -231,7 +231,7 @@ def _experts(family: str, said: Mapping[str, Any]) -> Experts | None:
         return Experts(number, _size(said, "num_experts_per_tok"), width)
     if family in ("qwen2_moe", "qwen3_moe"):
         shared = _size(said, "shared_expert_intermediate_size") if family == "qwen2_moe" else 0
-        # transformers 5 writes down the second name for what it reads under both.
+        # transformers 5 reads both names and saves `num_local_experts`.
         number = _size(said, "num_local_experts" if "num_local_experts" in said else "num_experts")
         width = _size(said, "moe_intermediate_size")
         return Experts(number, _size(said, "num_experts_per_tok"), width, shared)
@@ -251,18 +251,18 @@ def _rotary_part(said: Mapping[str, Any]) -> float:
 
 def _head_width(hidden: int, heads: int) -> int:
     if heads > hidden:
-        raise ValueError(f"{heads} heads are more than the hidden size of {hidden} has elements")
+        raise ValueError(f"{heads} attention heads exceed the hidden size of {hidden}")
     return hidden // heads
 
 
 def _part(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ValueError(f"`{name}` is {str(value)[:40]!r} and not a part of one")
+        raise ValueError(f"`{name}` is {str(value)[:40]!r}, which is not a number from 0 to 1")
     return float(value)
 
 
 def _size(said: Mapping[str, Any], name: str) -> int:
     value = said[name]
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**40:
-        raise ValueError(f"`{name}` is {str(value)[:40]!r} and not a size")
+        raise ValueError(f"`{name}` is {str(value)[:40]!r}, which is not a valid size")
     return value

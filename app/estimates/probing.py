@@ -1,4 +1,4 @@
-"""Probes: short runs that measure what a run would take, in the place of formulas."""
+"""Probes: short runs that measure the resources of a run instead of estimating them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ _EXTRA = (
 
 
 def request_of(asked: RunToEstimate) -> RunCreate:
-    """The short run that measures what was asked for; `asked` would be accepted."""
+    """Build the probe for a requested run; `asked` has passed validation."""
     left_out = {*_NEEDS_EVALUATIONS, *_SENDS_ELSEWHERE, *_LOOKS_AFTER_ITSELF, "extra"}
     config = {name: value for name, value in asked.config.items() if name not in left_out}
     extra = {name: value for name, value in (asked.config.get("extra") or {}).items() if name not in _EXTRA}
@@ -43,7 +43,7 @@ def request_of(asked: RunToEstimate) -> RunCreate:
 
 
 def seconds_of_step(points: Sequence[TrainingMetrics]) -> float | None:
-    """Seconds of a step of the newest stretch between two metrics, the waiting for its data included."""
+    """Return seconds per step between the two newest metrics, including the wait for data."""
     if len(points) < 2:
         return None
     steps, told = points[-1].step - points[-2].step, points[-1].extra
@@ -56,7 +56,7 @@ def seconds_of_step(points: Sequence[TrainingMetrics]) -> float | None:
 async def told(
     session: AsyncSession, run: Run, estimate: KeptEstimate | None, measured: Measured | None
 ) -> ProbeResult | None:
-    """What a probe says about the whole run, of which `estimate` is; None: the run is no probe."""
+    """Return a probe's projection of the whole run that `estimate` describes; None if the run is not a probe."""
     if not is_probe(run.config):
         return None
     query = select(Attempt.report).where(Attempt.run_id == run.id, Attempt.attempt == run.attempt)
@@ -73,12 +73,12 @@ def _result(
         return _out_of_memory(run, steps, facts, report)
     if run.status in ("failed", "cancelled"):
         why = run.error_message or "it was stopped."
-        return _untold(steps, f"The probe has ended ({run.status}) before it had measured: {why}")
+        return _untold(steps, f"The probe ended ({run.status}) before it measured anything: {why}")
     each = measured.step_seconds if measured else None
     if run.status != "completed":
         return _untold(steps, "The probe has not ended yet.")
     if measured is None or each is None:
-        return _untold(steps, "The probe has ended and told no time of a step.")
+        return _untold(steps, "The probe has ended without reporting a step time.")
     most = None if steps is None else steps * each
     seconds = most
     if most is not None and estimate and estimate.tokens and measured.tokens_per_second:
@@ -89,19 +89,22 @@ def _result(
         steps=steps,
         seconds=None if seconds is None else round(seconds, 1),
         seconds_at_most=None if most is None else round(most, 1),
-        message=f"The run fits on {device or 'this device'}: {PROBE_STEPS} steps on its longest rows went "
-        f"through{peak}, the second one in {each:.3g} s.",
+        message=f"The run fits on {device or 'this device'}: {PROBE_STEPS} steps on its longest rows completed"
+        f"{peak}; the second step took {each:.3g} s.",
     )
 
 
 def _out_of_memory(run: Run, steps: int | None, facts: dict[str, Any], report: dict[str, Any]) -> ProbeResult:
-    """Only the device's own memory says whether the run fits on it; `report` is that of the attempt."""
+    """Return the result of a probe that ran out of memory; `report` is the attempt's failure report.
+
+    Running out of host memory says nothing about the device, so `fits` is null then.
+    """
     why, phase, device = run.error_message or "", report.get("phase"), facts.get("device")
-    # Rows become tokens in the memory of the host, whatever the device is.
+    # Tokenization always uses host memory.
     on_host = report.get("killed_by_kernel") or phase == "tokenizing"
     if on_host and device != "cpu":
         during = f" during {phase}" if phase else ""
-        told = f"The host ran out of memory{during}, which says nothing about the device: nothing was measured."
+        told = f"The host ran out of memory{during}, so nothing was measured about the device."
         return _untold(steps, f"{told} {why}".strip())
     name = facts.get("device_name") or device
     where = f" on {name}" if name else ""
@@ -112,7 +115,10 @@ def _out_of_memory(run: Run, steps: int | None, facts: dict[str, Any], report: d
 
 
 def _steps(config: Mapping[str, Any], estimate: KeptEstimate | None, told: int | None) -> int | None:
-    """Of the whole run: a trainer knows how much is packed or left out, but not what a probe leaves out itself."""
+    """Return the steps of the whole run.
+
+    The trainer's count includes packing and dropped rows, but not the settings that a probe omits.
+    """
     is_open = config.get("max_steps") is None
     is_rough = is_open and (config.get("packing") or config.get("method") == "rlhf")
     expected = estimate.steps if estimate else None
