@@ -72,7 +72,9 @@ def explain(
         case "time_limit":
             limit = config.get("time_limit_seconds")
             changes = {"time_limit_seconds": min(2 * limit, _LONGEST_LIMIT)} if limit else {}
-            return Cause("The run reached its `time_limit_seconds`.", changes, "The new limit allows the same time again.")
+            return Cause(
+                "The run reached its `time_limit_seconds`.", changes, "The new limit allows the same time again."
+            )
         case "trainer_crashed":
             return _crash(report, resume="Resume the run")
         case "worker_lost":
@@ -200,9 +202,9 @@ def _lost_too_often(report: Mapping[str, Any], message: str) -> Cause:
     if report.get("killed_for") == "hang":
         return _hung(report)
     if report.get("killed_for") == "lease":
-        return Cause(f"{_cut_off(report)}.", advice="Resume the run once the database is reliably reachable.")
+        return Cause(f"{_cut_off(report)}.", advice="Once the database is reliably reachable, resume the run.")
     if report.get("exit_signal") == signal.SIGALRM:
-        return Cause(f"{_TIMER}.", advice="Resume the run once the machine is responsive and the database reachable.")
+        return Cause(f"{_TIMER}.", advice="Once the machine is responsive and the database reachable, resume the run.")
     if message.startswith("worker lost") or not message:
         return Cause(_UNSEEN, advice="Check that machine; the run can be resumed.")
     # The reason why the last attempt could not continue: a missing file, a process that could not be started, …
