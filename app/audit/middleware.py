@@ -55,5 +55,5 @@ class Audit:
         except Exception as error:
             if as_api_error(error) is None:
                 log.exception("cannot write an entry to the audit log")
-            told = " ".join(f"{name}={value}" for name, value in row.items())
-            log.warning("not in the audit log: %s", told)
+            fields = " ".join(f"{name}={value}" for name, value in row.items())
+            log.warning("not in the audit log: %s", fields)

@@ -166,14 +166,14 @@ class _Loaded:
     def layer(self, weight: Weight) -> Layer:
         config, precision, short = self._config, self._precision, _short(weight.name)
         trains = self.trains(weight)
-        quantises = weight.kind == "linear" and not trains and short not in ("lm_head", "score")
+        is_quantized = weight.kind == "linear" and not trains and short not in ("lm_head", "score")
         return Layer(
             rows=weight.rows,
             columns=weight.columns,
             trains=trains,
             bytes=4 if trains else precision.base,
             quantised=("4bit" if config.load_in_4bit else "8bit" if config.load_in_8bit else None)
-            if quantises
+            if is_quantized
             else None,
             rank=self._rank if short in self._adapted else 0,
             adapter_bytes=precision.adapter,

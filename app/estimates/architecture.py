@@ -129,8 +129,8 @@ def read(config: Mapping[str, Any]) -> Architecture:
             f"{known}. Set `probe: true` to measure the run with two steps on a worker."
         )
     # A null means the same as a missing field, except where null is a valid value.
-    said = {name: value for name, value in config.items() if value is not None or name == "attn_logit_softcapping"}
-    whole = {**FAMILIES[family], **said}
+    fields = {name: value for name, value in config.items() if value is not None or name == "attn_logit_softcapping"}
+    whole = {**FAMILIES[family], **fields}
     try:
         layers = _size(whole, "n_layer" if family == "gpt2" else "num_hidden_layers")
         if layers > _MOST_LAYERS:
@@ -144,7 +144,7 @@ def read(config: Mapping[str, Any]) -> Architecture:
 
 
 _POSITIVE = ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
-_OF_GPT2 = ("n_embd", "n_head", "vocab_size", "n_positions")
+_POSITIVE_GPT2 = ("n_embd", "n_head", "vocab_size", "n_positions")
 
 
 def impossible_size(config: Mapping[str, Any]) -> str | None:
@@ -155,7 +155,7 @@ def impossible_size(config: Mapping[str, Any]) -> str | None:
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         return None
-    for name in _OF_GPT2 if family == "gpt2" else _POSITIVE:
+    for name in _POSITIVE_GPT2 if family == "gpt2" else _POSITIVE:
         value = config.get(name)
         is_number = isinstance(value, int | float)
         if value is not None and (not is_number or value < 1):
@@ -163,90 +163,90 @@ def impossible_size(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _rotary(family: str, said: Mapping[str, Any]) -> Architecture:
-    heads, hidden = _size(said, "num_attention_heads"), _size(said, "hidden_size")
-    layers = _size(said, "num_hidden_layers")
-    kv_heads = _size(said, "num_key_value_heads") if "num_key_value_heads" in said else heads
+def _rotary(family: str, fields: Mapping[str, Any]) -> Architecture:
+    heads, hidden = _size(fields, "num_attention_heads"), _size(fields, "hidden_size")
+    layers = _size(fields, "num_hidden_layers")
+    kv_heads = _size(fields, "num_key_value_heads") if "num_key_value_heads" in fields else heads
     if kv_heads > heads:
         raise ValueError(f"{kv_heads} key-value heads are more than the {heads} attention heads that share them")
     gemma, phi = family.startswith("gemma"), family == "phi"
-    attention_bias = bool(said.get("attention_bias")) and family not in ("mistral", "mixtral", "phi3")
+    attention_bias = bool(fields.get("attention_bias")) and family not in ("mistral", "mixtral", "phi3")
     return Architecture(
         family=family,
-        vocabulary=_size(said, "vocab_size"),
+        vocabulary=_size(fields, "vocab_size"),
         hidden=hidden,
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
-        head_width=_size(said, "head_dim") if "head_dim" in said else _head_width(hidden, heads),
-        intermediate=_size(said, "intermediate_size"),
+        head_width=_size(fields, "head_dim") if "head_dim" in fields else _head_width(hidden, heads),
+        intermediate=_size(fields, "intermediate_size"),
         norm="gemma" if gemma else "layer" if phi else "rms",
-        activation=str(said.get("hidden_activation") or said.get("hidden_act")),
-        tied=bool(said["tie_word_embeddings"]),
-        longest=_size(said, "max_position_embeddings"),
-        qkv_bias={"qwen2": True, "phi": True, "qwen2_moe": bool(said.get("qkv_bias"))}.get(family, attention_bias),
+        activation=str(fields.get("hidden_activation") or fields.get("hidden_act")),
+        tied=bool(fields["tie_word_embeddings"]),
+        longest=_size(fields, "max_position_embeddings"),
+        qkv_bias={"qwen2": True, "phi": True, "qwen2_moe": bool(fields.get("qkv_bias"))}.get(family, attention_bias),
         out_bias=phi or (attention_bias and family not in ("qwen2", "qwen2_moe")),
-        mlp_bias=phi or (family == "llama" and bool(said.get("mlp_bias"))),
+        mlp_bias=phi or (family == "llama" and bool(fields.get("mlp_bias"))),
         head_bias=phi,
-        head_norms=family in ("qwen3", "qwen3_moe", "gemma3_text") or (phi and bool(said.get("qk_layernorm"))),
-        experts=_experts(family, said),
-        dense_layers=_dense_layers(said, layers) if family in ("qwen2_moe", "qwen3_moe") else frozenset(),
-        rotary_part=_rotary_part(said) if family in ("phi", "phi3") else 1.0,
-        residual_dropout=_part("resid_pdrop", said.get("resid_pdrop") or 0.0),
-        attention_dropout=_part("attention_dropout", said.get("attention_dropout") or 0.0),
-        soft_cap=family == "gemma2" and said.get("attn_logit_softcapping") is not None,
+        head_norms=family in ("qwen3", "qwen3_moe", "gemma3_text") or (phi and bool(fields.get("qk_layernorm"))),
+        experts=_experts(family, fields),
+        dense_layers=_dense_layers(fields, layers) if family in ("qwen2_moe", "qwen3_moe") else frozenset(),
+        rotary_part=_rotary_part(fields) if family in ("phi", "phi3") else 1.0,
+        residual_dropout=_fraction("resid_pdrop", fields.get("resid_pdrop") or 0.0),
+        attention_dropout=_fraction("attention_dropout", fields.get("attention_dropout") or 0.0),
+        soft_cap=family == "gemma2" and fields.get("attn_logit_softcapping") is not None,
     )
 
 
-def _gpt2(said: Mapping[str, Any]) -> Architecture:
-    hidden, heads = _size(said, "n_embd"), _size(said, "n_head")
-    if said.get("add_cross_attention"):
+def _gpt2(fields: Mapping[str, Any]) -> Architecture:
+    hidden, heads = _size(fields, "n_embd"), _size(fields, "n_head")
+    if fields.get("add_cross_attention"):
         raise UnknownArchitecture("The model has cross-attention, which no training method supports.")
     return Architecture(
         family="gpt2",
-        vocabulary=_size(said, "vocab_size"),
+        vocabulary=_size(fields, "vocab_size"),
         hidden=hidden,
-        layers=_size(said, "n_layer"),
+        layers=_size(fields, "n_layer"),
         heads=heads,
         kv_heads=heads,
         head_width=_head_width(hidden, heads),
-        intermediate=_size(said, "n_inner") if "n_inner" in said else 4 * hidden,
+        intermediate=_size(fields, "n_inner") if "n_inner" in fields else 4 * hidden,
         norm="layer",
-        activation=str(said["activation_function"]),
-        tied=bool(said["tie_word_embeddings"]),
-        longest=_size(said, "n_positions"),
+        activation=str(fields["activation_function"]),
+        tied=bool(fields["tie_word_embeddings"]),
+        longest=_size(fields, "n_positions"),
         qkv_bias=True,
         out_bias=True,
         mlp_bias=True,
-        learnt_positions=_size(said, "n_positions"),
+        learnt_positions=_size(fields, "n_positions"),
         rotary_part=0.0,
-        residual_dropout=_part("resid_pdrop", said["resid_pdrop"]),
-        attention_dropout=_part("attn_pdrop", said["attn_pdrop"]),
+        residual_dropout=_fraction("resid_pdrop", fields["resid_pdrop"]),
+        attention_dropout=_fraction("attn_pdrop", fields["attn_pdrop"]),
     )
 
 
-def _experts(family: str, said: Mapping[str, Any]) -> Experts | None:
+def _experts(family: str, fields: Mapping[str, Any]) -> Experts | None:
     if family == "mixtral":
-        number, width = _size(said, "num_local_experts"), _size(said, "intermediate_size")
-        return Experts(number, _size(said, "num_experts_per_tok"), width)
+        number, width = _size(fields, "num_local_experts"), _size(fields, "intermediate_size")
+        return Experts(number, _size(fields, "num_experts_per_tok"), width)
     if family in ("qwen2_moe", "qwen3_moe"):
-        shared = _size(said, "shared_expert_intermediate_size") if family == "qwen2_moe" else 0
+        shared = _size(fields, "shared_expert_intermediate_size") if family == "qwen2_moe" else 0
         # transformers 5 reads both names and saves `num_local_experts`.
-        number = _size(said, "num_local_experts" if "num_local_experts" in said else "num_experts")
-        width = _size(said, "moe_intermediate_size")
-        return Experts(number, _size(said, "num_experts_per_tok"), width, shared)
+        number = _size(fields, "num_local_experts" if "num_local_experts" in fields else "num_experts")
+        width = _size(fields, "moe_intermediate_size")
+        return Experts(number, _size(fields, "num_experts_per_tok"), width, shared)
     return None
 
 
-def _dense_layers(said: Mapping[str, Any], layers: int) -> frozenset[int]:
-    named, step = set(said["mlp_only_layers"]), _size(said, "decoder_sparse_step")
+def _dense_layers(fields: Mapping[str, Any], layers: int) -> frozenset[int]:
+    named, step = set(fields["mlp_only_layers"]), _size(fields, "decoder_sparse_step")
     return frozenset(at for at in range(layers) if at in named or (at + 1) % step)
 
 
-def _rotary_part(said: Mapping[str, Any]) -> float:
-    nested = said.get("rope_parameters") or said.get("rope_scaling") or {}
+def _rotary_part(fields: Mapping[str, Any]) -> float:
+    nested = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     name = "partial_rotary_factor"
-    return _part(name, nested.get(name, said.get(name, 1.0)))
+    return _fraction(name, nested.get(name, fields.get(name, 1.0)))
 
 
 def _head_width(hidden: int, heads: int) -> int:
@@ -255,14 +255,14 @@ def _head_width(hidden: int, heads: int) -> int:
     return hidden // heads
 
 
-def _part(name: str, value: Any) -> float:
+def _fraction(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
         raise ValueError(f"`{name}` is {str(value)[:40]!r}, which is not a number from 0 to 1")
     return float(value)
 
 
-def _size(said: Mapping[str, Any], name: str) -> int:
-    value = said[name]
+def _size(fields: Mapping[str, Any], name: str) -> int:
+    value = fields[name]
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**40:
         raise ValueError(f"`{name}` is {str(value)[:40]!r}, which is not a valid size")
     return value

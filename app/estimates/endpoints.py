@@ -39,11 +39,11 @@ async def estimate_run(body: RunToEstimate, new: NewRun) -> Estimated:
     if expected is None:
         async with sessions() as reading:
             subject = await _subject(reading, new.around, body)
-        told = await service.estimate(sessions, new.around.settings, new.around.storage, subject)
+        computed = await service.estimate(sessions, new.around.settings, new.around.storage, subject)
         if not body.probe:
-            return Estimated(**dict(told))
+            return Estimated(**dict(computed))
         config = subject.config
-        expected = KeptEstimate(**dict(told), eval_split=config.eval_split, stop_at_step=config.stop_at_step)
+        expected = KeptEstimate(**dict(computed), eval_split=config.eval_split, stop_at_step=config.stop_at_step)
     run = await runs.create(new.session, new.around, probing.request_of(body), new.caller_id, idempotency)
     await kept.store(new.session, run.id, expected)
     new.accept(run)

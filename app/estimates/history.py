@@ -38,10 +38,10 @@ class Speed:
 
 async def speed(session: AsyncSession, config: TrainingConfig, device: tuple[str, str | None], work: Work) -> Speed:
     """Estimate the duration of `work` on a device (kind, name); `config` is the effective configuration."""
-    same = select(Pace.run_id).where(Pace.likeness == _like(config.method, config.base_model))
+    same = select(Pace.run_id).where(Pace.likeness == _likeness(config.method, config.base_model))
     newest = list((await session.scalars(same.order_by(Pace.run_id.desc()).limit(_LATEST))).unique())
     measured_on = await _measured_on(session, newest, device)
-    if near := [one.tokens for one in measured_on if _is_like(one.told, config, work.length)]:
+    if near := [one.tokens for one in measured_on if _is_like(one.reported, config, work.length)]:
         rate = median(near)
         said = f"{_earlier_runs(near)} of the same model and method processed {rate:,.0f} tokens per second here"
         return Speed(work.tokens / rate, "history", f"{said} (median).")
@@ -66,26 +66,26 @@ class _Rate:
 
     tokens: float
     operations: float | None
-    told: dict[str, Any]
+    reported: dict[str, Any]
     """First facts and effective configuration of the run."""
 
 
-def _like(method: str, base_model: str) -> str:
+def _likeness(method: str, base_model: str) -> str:
     return likeness(_BACKEND, {"method": method, "base_model": base_model})
 
 
-def _is_like(told: dict[str, Any], config: TrainingConfig, length: int) -> bool:
+def _is_like(reported: dict[str, Any], config: TrainingConfig, length: int) -> bool:
     """Return True if a run did the same work per token on sequences half to twice as long.
 
     The run must have the same model and method.
     """
-    then = told["effective"]
+    then = reported["effective"]
     if (then.get("lora_r") is None) != (config.lora_r is None):
         return False
     if any(then.get(name) != getattr(config, name) for name in ("load_in_4bit", "load_in_8bit", "packing")):
         return False
     # Packed sequences are full regardless of the length of the texts in them.
-    texts = told["facts"].get("flops_sequence_length"), length
+    texts = reported["facts"].get("flops_sequence_length"), length
     one, other = (then.get("max_seq_length"), config.max_seq_length) if config.packing else texts
     return bool(one and other) and 0.5 <= one / other <= 2
 
@@ -96,7 +96,7 @@ async def _others(session: AsyncSession, config: TrainingConfig) -> list[str]:
     rows = (await session.execute(query.limit(_LATEST_OF_ALL))).all()
     writes = config.method is TrainingMethod.rlhf
     ours = [one for one in rows if one.likeness.startswith(f"{_BACKEND} ")]
-    found = [one.run_id for one in ours if one.likeness.startswith(_like(TrainingMethod.rlhf, "")) == writes]
+    found = [one.run_id for one in ours if one.likeness.startswith(_likeness(TrainingMethod.rlhf, "")) == writes]
     return list(dict.fromkeys(found))[:_LATEST]
 
 
@@ -108,27 +108,27 @@ async def _measured_on(session: AsyncSession, ids: Sequence[str], device: tuple[
     first, speeds = await _first(session, ids), await _speeds(session, ids)
     rates = []
     for run_id, tokens in speeds.items():
-        told = first.get(run_id, {"facts": {}, "effective": {}})
-        facts = told["facts"]
+        reported = first.get(run_id, {"facts": {}, "effective": {}})
+        facts = reported["facts"]
         if facts.get("device") != kind or (name and kind == "cuda" and facts.get("device_name") != name):
             continue
         each = facts.get("flops_per_token_hardware")
-        rates.append(_Rate(tokens, tokens * each if isinstance(each, int | float) else None, told))
+        rates.append(_Rate(tokens, tokens * each if isinstance(each, int | float) else None, reported))
     return rates
 
 
 async def measured(session: AsyncSession, run_id: str) -> tuple[float | None, float | None, float | None]:
     """Return peak memory (MiB), peak reserved memory (MiB) and latest tokens per second over all attempts of a run."""
-    rows = (await session.execute(_whole([run_id]))).all()
+    rows = (await session.execute(_rollups([run_id]))).all()
     return _highest(rows, *_MEMORY), _highest(rows, _RESERVED), (_newest(rows) if rows else None)
 
 
 async def facts_of(session: AsyncSession, run_id: str) -> dict[str, Any]:
     """Return the first facts of a run's newest attempt; empty until they are reported."""
-    told = select(RunEvent.data["facts"]).where(
+    query = select(RunEvent.data["facts"]).where(
         RunEvent.run_id == run_id, RunEvent.type == "config", RunEvent.seq <= _EARLY
     )
-    return await session.scalar(told.order_by(RunEvent.seq.desc()).limit(1)) or {}
+    return await session.scalar(query.order_by(RunEvent.seq.desc()).limit(1)) or {}
 
 
 def _highest(rows: Sequence[Any], *names: str) -> float | None:
@@ -136,7 +136,7 @@ def _highest(rows: Sequence[Any], *names: str) -> float | None:
     return max((peak for peak in peaks if peak is not None), default=None)
 
 
-def _whole(ids: Sequence[str]) -> Any:
+def _rollups(ids: Sequence[str]) -> Any:
     """Build the query for the top-level metric roll-ups of runs, oldest first."""
     table = MetricRollup
     query = select(table.run_id, table.series).where(
@@ -151,7 +151,7 @@ def _newest(rows: Sequence[Any]) -> float | None:
 
 
 async def _speeds(session: AsyncSession, ids: Sequence[str]) -> dict[str, float]:
-    found = {row.run_id: _newest([row]) for row in (await session.execute(_whole(ids))).all()}
+    found = {row.run_id: _newest([row]) for row in (await session.execute(_rollups(ids))).all()}
     return {run_id: value for run_id, value in found.items() if value}
 
 

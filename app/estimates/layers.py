@@ -53,13 +53,13 @@ class Forward:
         tokens = batch.tokens if batch.positions_each else batch.length
         width = round(model.head_width * model.rotary_part)
         turn = tokens * width, loaded.hidden_bytes, False
-        self._turns = Value(*turn), Value(*turn)
+        self._rotary = Value(*turn), Value(*turn)
         self._joins = model.family in ("phi", "phi3")
 
     @property
     def has_turned(self) -> bool:
         """True if the tape already holds the rotary sines and cosines, which all layers share."""
-        return all(one.storage in self.tape.saved for one in self._turns)
+        return all(one.storage in self.tape.saved for one in self._rotary)
 
     def layer(self, at: int, value: Value) -> Value:
         """Apply layer `at` (0-based) to hidden states."""
@@ -112,7 +112,7 @@ class Forward:
             query = self.norm(parts[f"self_attn.q_{suffix}"], query)
             key = self.norm(parts[f"self_attn.k_{suffix}"], key)
         if model.rotary_part:
-            query, key = self._turn(query), self._turn(key)
+            query, key = self._rotate(query), self._rotate(key)
         # Two products per pair of tokens, regardless of whether the kernel skips the causal half.
         grad = query.grad or key.grad or states.grad
         tape, operations = self.tape, 4 * self._batch.pairs * model.heads * model.head_width
@@ -121,11 +121,11 @@ class Forward:
         out = next(name for name in ("attn.c_proj", "self_attn.dense", "self_attn.o_proj") if name in parts)
         return self._linear(parts, out, kernel(query, key, states))
 
-    def _turn(self, value: Value) -> Value:
+    def _rotate(self, value: Value) -> Value:
         if value.grad:
-            for one in self._turns:
+            for one in self._rotary:
                 self.tape.save(one)
-        return self.tape.made(value.elements, max(value.bytes, self._turns[0].bytes), value)
+        return self.tape.made(value.elements, max(value.bytes, self._rotary[0].bytes), value)
 
     def _repeated(self, value: Value) -> Value:
         """Expand keys or values to all heads that share them."""
@@ -135,7 +135,7 @@ class Forward:
     def _fused(self, query: Value, key: Value, states: Value) -> Value:
         masked = self._batch.masked and self._attention == "sdpa"
         if self._model.attention_dropout and self.tape.device == "cpu":
-            return self._written_out(query, key, states)
+            return self._unfused(query, key, states)
         if self._attention == "sdpa" and (masked or self._model.head_width > 256):
             key, states = self._repeated(key), self._repeated(states)
         if self.tape.autocast:
@@ -151,7 +151,7 @@ class Forward:
         # With partial rotary embeddings the parts are concatenated in another order, so the output is a copy.
         return self.tape.made(result.elements, result.bytes, result) if self._joins else result
 
-    def _written_out(self, query: Value, key: Value, states: Value) -> Value:
+    def _unfused(self, query: Value, key: Value, states: Value) -> Value:
         """Apply attention with dropout on a CPU, which has no fused kernel for it: each operation separately."""
         tape, pairs = self.tape, self._batch.sequences * self._batch.length**2 * self._model.heads
         key, states = self._repeated(key), self._repeated(states)

@@ -14,7 +14,7 @@ _BLOCK = 64
 """Weights per 4-bit quantization constant."""
 _BLOCKS = 256
 """Constants per block of double quantization, and elements per block of an 8-bit optimizer."""
-_OF_PLUGINS = "adamw_torch"
+_PLUGIN_OPTIMIZER = "adamw_torch"
 _SMALLEST_8BIT = 4096
 """Tensors with fewer elements have 32-bit optimizer state."""
 
@@ -81,15 +81,15 @@ def memory(
     adapter, gradients = _trained(found, config, precision)
     optim = counted_optimizer(config)
     optimizer = _optimizer(found, optim, precision)
-    unpacked = _unpacked(model, config, precision)
-    stepping = _stepping(found, optim, precision)
+    dequantized = _dequantized(model, config, precision)
+    optimizer_workspace = _optimizer_workspace(found, optim, precision)
     generation = _generation(model, config, precision)
     copied = config.method is TrainingMethod.rlhf and config.rlhf.beta > 0 and config.lora_r is None
     reference = base if copied else 0
-    still = base + constants + adapter + reference + optimizer
+    static = base + constants + adapter + reference + optimizer
     kept = held.kept + held.mask + held.head
     accumulated = gradients if config.gradient_accumulation_steps > 1 else 0
-    inside = held.again + unpacked
+    inside = held.again + dequantized
     backward = max(
         kept + max(held.head_workspace, inside) + accumulated,
         # At the end of the backward pass: all gradients, and the first layer's activations.
@@ -106,18 +106,18 @@ def memory(
             optimizer=optimizer,
             activations=held.kept + held.mask + held.again,
             logits=held.head + held.head_workspace,
-            workspace=max(unpacked, stepping),
+            workspace=max(dequantized, optimizer_workspace),
             generation=generation,
             context=context,
         ),
-        still + max(backward, gradients + stepping, generation) + context,
+        static + max(backward, gradients + optimizer_workspace, generation) + context,
         held,
     )
 
 
 def counted_optimizer(config: TrainingConfig) -> str:
     """Return the optimizer whose state is counted; for a plugin, AdamW (two 32-bit moments) is assumed."""
-    return config.optim if config.trainer_options.optimizer is None else _OF_PLUGINS
+    return config.optim if config.trainer_options.optimizer is None else _PLUGIN_OPTIMIZER
 
 
 def _base(model: Architecture, config: TrainingConfig, precision: Precision) -> tuple[int, int]:
@@ -126,7 +126,7 @@ def _base(model: Architecture, config: TrainingConfig, precision: Precision) -> 
     doubled = config.trainer_options.double_quant
     base = constants = 0
     for one in weights(model, reward_head=reward):
-        if not _quantises(one, config):
+        if not _is_quantized(one, config):
             base += one.count * precision.base
             continue
         bias = (one.count - one.weights) * precision.base
@@ -141,7 +141,7 @@ def _base(model: Architecture, config: TrainingConfig, precision: Precision) -> 
     return base, constants
 
 
-def _quantises(one: Weight, config: TrainingConfig) -> bool:
+def _is_quantized(one: Weight, config: TrainingConfig) -> bool:
     asked = config.load_in_4bit or config.load_in_8bit
     return asked and one.kind == "linear" and one.name not in ("lm_head", SCORE)
 
@@ -171,7 +171,7 @@ def _optimizer(found: Trained, optim: str, precision: Precision) -> int:
     return total
 
 
-def _stepping(found: Trained, optim: str, precision: Precision) -> int:
+def _optimizer_workspace(found: Trained, optim: str, precision: Precision) -> int:
     """Return the bytes of temporary tensors of an optimizer step; on a GPU, torch processes all weights at once."""
     sizes = [rows * columns * 4 for _, rows, columns in found.tensors()]
     if optim in ("adamw_torch", "rmsprop"):
@@ -179,10 +179,10 @@ def _stepping(found: Trained, optim: str, precision: Precision) -> int:
     return 2 * max(sizes, default=0) if optim == "adafactor" else 0
 
 
-def _unpacked(model: Architecture, config: TrainingConfig, precision: Precision) -> int:
+def _dequantized(model: Architecture, config: TrainingConfig, precision: Precision) -> int:
     """Return the bytes of the largest quantized matrix, dequantized to 16 or 32 bits for the backward pass."""
     size = 2 if precision.autocast else 4
-    found = [one.weights * size for one in weights(model) if _quantises(one, config)]
+    found = [one.weights * size for one in weights(model) if _is_quantized(one, config)]
     return max(found, default=0)
 
 

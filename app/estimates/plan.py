@@ -11,8 +11,8 @@ from app.runs.config import PREFERENCE, TrainingConfig, TrainingMethod
 
 BYTES_OF_A_TOKEN = 4.0
 """Assumed bytes of a data set's file per token, if no tokenizer has counted."""
-_OF_A_PAIR = 2 / 3
-_EQUALLY = "The prompt and the two answers of a pair are assumed to have equal lengths."
+_SEQUENCE_PER_PAIR = 2 / 3
+_EQUAL_LENGTHS = "The prompt and the two answers of a pair are assumed to have equal lengths."
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def plan(model: Architecture, config: TrainingConfig, data: Data) -> Plan:
 def course_of(config: TrainingConfig, data: Data, most: int) -> Course:
     """Return steps and tokens of an effective configuration on a data set; sequences are cut to `most` tokens."""
     if config.trainer_options.data_source is not None:
-        return _of_a_source(config, most)
+        return _data_source_course(config, most)
     assumed: list[str] = []
     mean, largest = _lengths(config, data, most, assumed)
     if config.method is TrainingMethod.rlhf:
@@ -107,7 +107,7 @@ def course_of(config: TrainingConfig, data: Data, most: int) -> Course:
     return _in_steps(config, _rows(config, data), mean, max(min(largest, most), 2), most, assumed)
 
 
-def _of_a_source(config: TrainingConfig, most: int) -> Course:
+def _data_source_course(config: TrainingConfig, most: int) -> Course:
     """Return the steps of a run with a data source, whose number of rows is not known."""
     allowed = f"The longest row is assumed to have `max_seq_length` ({most}) tokens: a data source produces the rows."
     steps = None if config.max_steps is None else max(config.max_steps, config.min_steps or 0)
@@ -128,10 +128,10 @@ def _lengths(config: TrainingConfig, data: Data, most: int, assumed: list[str]) 
             f"{mean:g} tokens on average, {largest} at most, without special tokens and chat templates."
         )
         if is_old:
-            mean *= _OF_A_PAIR
+            mean *= _SEQUENCE_PER_PAIR
             assumed.append(
-                f"An earlier version counted them, with the prompt once. {_EQUALLY} Upload the rows again to count "
-                "each answer with its prompt."
+                f"An earlier version counted them, with the prompt once. {_EQUAL_LENGTHS} Upload the rows again to "
+                "count each answer with its prompt."
             )
     elif data.bytes is None:
         mean = largest = most
@@ -144,8 +144,8 @@ def _lengths(config: TrainingConfig, data: Data, most: int, assumed: list[str]) 
             f"to have `max_seq_length` ({most}) tokens: no tokenizer was specified at upload."
         )
         if pairs:
-            mean *= _OF_A_PAIR
-            assumed.append(_EQUALLY)
+            mean *= _SEQUENCE_PER_PAIR
+            assumed.append(_EQUAL_LENGTHS)
     return mean, largest
 
 
@@ -159,19 +159,19 @@ def _in_steps(config: TrainingConfig, rows: int, mean: float, largest: int, most
     each = config.batch_size * config.gradient_accumulation_steps
     sequences = math.ceil(rows * mean / most) if config.packing else rows
     if config.method is TrainingMethod.rlhf:
-        a_pass = max(rows * config.rlhf.num_generations // each, 1)
+        epoch_steps = max(rows * config.rlhf.num_generations // each, 1)
     else:
-        a_pass = math.ceil(math.ceil(sequences / config.batch_size) / config.gradient_accumulation_steps)
-    steps = max(config.max_steps or math.ceil(config.epochs * a_pass), config.min_steps or 0)
-    repeats = steps > a_pass
+        epoch_steps = math.ceil(math.ceil(sequences / config.batch_size) / config.gradient_accumulation_steps)
+    steps = max(config.max_steps or math.ceil(config.epochs * epoch_steps), config.min_steps or 0)
+    repeats = steps > epoch_steps
     steps = min(steps, config.stop_at_step or steps)
     if config.method is TrainingMethod.rlhf:
         tokens = steps * each * mean
     else:
         # The last step of an epoch has the remaining rows, so an epoch never exceeds all rows.
-        of_a_pass = rows * mean
-        passes, more = divmod(steps, a_pass)
-        tokens = passes * of_a_pass + min(more * each * (most if config.packing else mean), of_a_pass)
+        epoch_tokens = rows * mean
+        full_epochs, more = divmod(steps, epoch_steps)
+        tokens = full_epochs * epoch_tokens + min(more * each * (most if config.packing else mean), epoch_tokens)
         tokens *= 2 if config.method in PREFERENCE else 1
     one_stream = config.packing and config.trainer_options.packing_strategy == "wrapped"
     return Course(

@@ -135,7 +135,7 @@ def by_formula(
         fits = fits[:1]
     choice = first.choose(devices[0])
     todo = work(model, first.config, first.precision, first.plan, choice.checkpointing) if thorough else None
-    return _told(model, first, devices[0], choice, fits, thorough, is_assumed=not known.devices), todo
+    return _run_estimate(model, first, devices[0], choice, fits, thorough, is_assumed=not known.devices), todo
 
 
 async def data_of(session: AsyncSession, dataset_id: str) -> Data:
@@ -250,7 +250,7 @@ def _room(device: EstimatedDevice) -> int | None:
     return None if device.memory_mb is None else device.memory_mb * 2**20
 
 
-def _told(
+def _run_estimate(
     model: Architecture,
     on: _OnKind,
     device: EstimatedDevice,
@@ -260,8 +260,8 @@ def _told(
     *,
     is_assumed: bool,
 ) -> RunEstimate:
-    untold = "The duration is estimated only by `POST /v1/runs/estimate`."
-    unknown = [] if thorough else [Unknown(field="seconds", reason=untold)]
+    reason_without_seconds = "The duration is estimated only by `POST /v1/runs/estimate`."
+    unknown = [] if thorough else [Unknown(field="seconds", reason=reason_without_seconds)]
     if source := on.config.trainer_options.data_source:
         reason = _of_source(source.type)
         known = ("steps",) if on.plan.steps is not None else ()

@@ -38,7 +38,7 @@ def work(
 
     own = walked(config)
     of_token = (own.operations + own.operations_again) / shape.tokens
-    if _passes_reference(config, planned):
+    if _runs_reference(config, planned):
         # The forward pass of the base without its adapter equals that of a fully trained model.
         of_token += walked(config.model_copy(update={"lora_r": None})).forward / shape.tokens
     written = own.forward / shape.tokens if config.method is TrainingMethod.rlhf else 0.0
@@ -48,7 +48,7 @@ def work(
 def left_out(config: TrainingConfig, planned: Plan) -> list[str]:
     """List, as sentences, the operations that are not counted."""
     found = []
-    if config.method is TrainingMethod.dpo and not _passes_reference(config, planned):
+    if config.method is TrainingMethod.dpo and not _runs_reference(config, planned):
         found.append(
             "Reference log-probabilities are computed once before the first step, in one forward pass on all pairs; "
             "`flops` and `seconds` do not include it."
@@ -58,7 +58,7 @@ def left_out(config: TrainingConfig, planned: Plan) -> list[str]:
     return found
 
 
-def _passes_reference(config: TrainingConfig, planned: Plan) -> bool:
+def _runs_reference(config: TrainingConfig, planned: Plan) -> bool:
     """Return True if the reference model runs a forward pass in every step."""
     if config.method is TrainingMethod.rlhf:
         return config.rlhf.beta > 0

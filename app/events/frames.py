@@ -55,13 +55,13 @@ def in_place_of_dropped(run_id: str, run: Any, cursor: int) -> Batch:
     These are a `truncated` frame, and the `end` event if that was dropped as well. `end` keeps its `seq`, so the
     `truncated` frame gets a smaller one.
     """
-    told = Batch()
+    frames = Batch()
     id = run_id.encode()
     is_over = run.status in TERMINAL and run.first_seq > run.event_seq
     reached = run.event_seq - 1 if is_over else run.first_seq - 1
     if cursor < reached:
-        told.append(Frame(reached, "truncated", b'{"run_id":"%s","first_seq":%d}' % (id, run.first_seq)))
+        frames.append(Frame(reached, "truncated", b'{"run_id":"%s","first_seq":%d}' % (id, run.first_seq)))
     if is_over and cursor < run.event_seq:
         end = b'{"run_id":"%s","seq":%d,"status":"%s"}' % (id, run.event_seq, run.status.encode())
-        told.append(Frame(run.event_seq, "end", end))
-    return told
+        frames.append(Frame(run.event_seq, "end", end))
+    return frames

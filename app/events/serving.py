@@ -75,14 +75,14 @@ class LiveResponse(EventSourceResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_open = False
 
-        async def tell(message: Message) -> None:
+        async def send_timed(message: Message) -> None:
             nonlocal is_open
             is_open = message["type"] == "http.response.start" or bool(message.get("more_body"))
             self._sending_since = time.monotonic()
             await send(message)
             self._sending_since = None
 
-        serving = asyncio.create_task(super().__call__(scope, receive, tell), name="serve a stream")
+        serving = asyncio.create_task(super().__call__(scope, receive, send_timed), name="serve a stream")
         watching = asyncio.create_task(self._watch(serving), name="watch a stream")
         try:
             await asyncio.wait([serving])

@@ -70,15 +70,15 @@ class Tail:
         """Read and distribute events until the run ends or no reader is left."""
         ticking = asyncio.create_task(self._tick(), name=f"tick {self.run_id}")
         # Check for missed events at once as well: a read may return nothing because an ended run was deleted.
-        looks_at = time.monotonic()
+        check_missed_at = time.monotonic()
         try:
             while self.readers:
                 # Clear before reading: a notification that arrives during the read must lead to another read.
                 self.wake.clear()
                 try:
                     frames = await self._read(self.run_id, self.position)
-                    if not frames and time.monotonic() >= looks_at:
-                        looks_at = time.monotonic() + KEEP_ALIVE_SECONDS
+                    if not frames and time.monotonic() >= check_missed_at:
+                        check_missed_at = time.monotonic() + KEEP_ALIVE_SECONDS
                         missed = await self._missed(self.run_id, self.position)
                         if missed is None:
                             self.is_gone = True
@@ -88,7 +88,7 @@ class Tail:
                     log.info("cannot read events of %s, retrying: %s", self.run_id, error)
                     frames = Batch()
                 if frames:
-                    self._hand_out(frames)
+                    self._distribute(frames)
                     if frames[-1].type == "end":
                         return
                     if len(frames) == _BATCH:
@@ -123,7 +123,7 @@ class Tail:
             if not future.done():
                 future.set_result(None)
 
-    def _hand_out(self, frames: Batch) -> None:
+    def _distribute(self, frames: Batch) -> None:
         self.kept.append((self.position, frames))
         self.kept_bytes += frames.size
         self.position = frames[-1].seq

@@ -59,10 +59,10 @@ class ServiceCollector(Collector):
         yield _gauge("anneal_streams", "Open streams of events and logs.", {("state",): states})
         yield _gauge("anneal_stream_backlog_events", "Events read but not yet delivered to streams.", backlog)
         if self.snapshot is not None:
-            yield from _of_database(self.snapshot)
+            yield from _database_gauges(self.snapshot)
 
 
-def _of_database(snapshot: Snapshot) -> Iterator[GaugeMetricFamily]:
+def _database_gauges(snapshot: Snapshot) -> Iterator[GaugeMetricFamily]:
     by_status: dict[tuple[str, ...], float] = {("pending",): snapshot.waiting}
     by_status |= {(status,): snapshot.live.get(status, 0) for status in LIVE}
     yield _gauge("anneal_runs", "Runs that have not ended.", {("status",): by_status})

@@ -61,7 +61,7 @@ class Requests:
             try:
                 await self.app(scope, receive, observed)
             finally:
-                self._tell(scope, status, time.perf_counter() - started)
+                self._log_request(scope, status, time.perf_counter() - started)
 
     def _count(self, scope: Scope, status: int, seconds: float) -> None:
         method, route = _method(scope), route_template(scope)
@@ -69,7 +69,7 @@ class Requests:
         self.metrics.seconds.labels(method, route).observe(seconds)
 
     @staticmethod
-    def _tell(scope: Scope, status: int, seconds: float) -> None:
+    def _log_request(scope: Scope, status: int, seconds: float) -> None:
         if not log.isEnabledFor(logging.INFO):
             return
         caller = scope["state"].get("caller")

@@ -25,7 +25,7 @@ MOST_RECENT = 100_000
 MOST_LIVE = 200
 """Maximum number of live runs with individual figures; the newest ones are used."""
 _WINDOW = timedelta(hours=24)
-_PATIENCE_SECONDS = 3.0
+_TIMEOUT_SECONDS = 3.0
 
 # Live and pending runs are few and have partial indexes, which require literal statuses. Ended runs accumulate, so only
 # those created within a day are read, a range of the primary key.
@@ -97,13 +97,13 @@ class Snapshots:
         """Create the cache; do not share `engine` with requests, whose load could look like a database outage."""
         self._engine = engine
         self._silence = settings.lease_seconds * FRESH_LEASES
-        self._taking = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._taken_at = -FRESH_SECONDS
         self._latest: Snapshot | None = None
 
     async def latest(self) -> Snapshot | None:
         """Return a snapshot at most `FRESH_SECONDS` old; None if the database does not answer."""
-        async with self._taking:
+        async with self._lock:
             if time.monotonic() - self._taken_at >= FRESH_SECONDS:
                 self._latest = await self._take()
                 self._taken_at = time.monotonic()
@@ -119,7 +119,7 @@ class Snapshots:
             "most_live": MOST_LIVE,
         }
         try:
-            async with asyncio.timeout(_PATIENCE_SECONDS), self._engine.connect() as connection:
+            async with asyncio.timeout(_TIMEOUT_SECONDS), self._engine.connect() as connection:
                 row = (await connection.execute(_QUERY, values)).one()
         except (SQLAlchemyError, OSError) as error:  # TimeoutError is an OSError
             log.warning("metrics without database figures: %s", str(error) or "the database did not answer in time")

@@ -10,13 +10,13 @@ from app.runs.prediction import is_probe
 _LONGEST_LIMIT = 365 * 86_400.0
 _NATIVE = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 _REQUESTS_TO_END = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-_CLIMBED = 1.5
+_DIVERGED_RATIO = 1.5
 """Ratio of the last to the lowest loss above which the run diverged: its weights are damaged regardless of the rows."""
-_NAMED = "out when put through the model alone"
+_ROWS_FAIL_ALONE = "out when put through the model alone"
 """Text of the trainer's message if rows fail on their own."""
-_EVALUATED = "` of the evaluation at step "
+_IN_EVALUATION = "` of the evaluation at step "
 """Text of the trainer's message if an evaluation, not a step, was non-finite: there is no step to skip."""
-_GOES_ON = "another attempt resumes from the last checkpoint"
+_NEXT_ATTEMPT = "another attempt resumes from the last checkpoint"
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Before:
     @property
     def was_diverging(self) -> bool:
         """True if the last loss was well above the lowest."""
-        return len(self.losses) > 1 and self.losses[-1] > _CLIMBED * min(self.losses) > 0
+        return len(self.losses) > 1 and self.losses[-1] > _DIVERGED_RATIO * min(self.losses) > 0
 
 
 def explain(
@@ -61,7 +61,7 @@ def explain(
     attempt, `outcome` its outcome, and `before` the state of the run until then.
     """
     if is_probe(config):
-        return _of_a_probe(code, message, report, config, outcome)
+        return _probe_cause(code, message, report, config, outcome)
     match code:
         case "out_of_memory":
             return _out_of_memory(report, config)
@@ -85,7 +85,7 @@ def explain(
             return Cause(message or f"The run ended with `{code}`.")
 
 
-def _of_a_probe(
+def _probe_cause(
     code: str | None, message: str | None, report: Mapping[str, Any], config: Mapping[str, Any], outcome: str | None
 ) -> Cause:
     """Return the cause for a probe; changes are advised for the run that it measures, not for the probe."""
@@ -104,10 +104,10 @@ def _out_of_memory(report: Mapping[str, Any], config: Mapping[str, Any]) -> Caus
     phase = report.get("phase") or "training"
     where, seen = ("The machine", "host") if report.get("killed_by_kernel") else ("The device", "device")
     last = (report.get("memory") or [{}])[-1]
-    told = ""
+    usage = ""
     if f"{seen}_mb" in last:
-        told = f": shortly before, {last[f'{seen}_mb']:,} MB were in use and {last[f'{seen}_free_mb']:,} MB free"
-    sentence = f"{where} ran out of memory while {phase}{told}."
+        usage = f": shortly before, {last[f'{seen}_mb']:,} MB were in use and {last[f'{seen}_free_mb']:,} MB free"
+    sentence = f"{where} ran out of memory while {phase}{usage}."
     if report.get("killed_by_kernel") and "device_mb" in last:
         return Cause(sentence, advice="Add memory to the machine, or run fewer trainings on it at the same time.")
     if config.get("on_out_of_memory") == "stop" and phase not in ("loading", "tokenizing"):
@@ -133,10 +133,10 @@ def _bad_step(code: str, message: str, config: Mapping[str, Any], before: Before
     slower = {"learning_rate": rate / 10} if rate else {}
     if before.was_diverging:
         lowest, last = min(before.losses), before.losses[-1]
-        told = f"{sentence} The loss had already risen from {lowest:.4g} to {last:.4g}: the run diverged."
+        diverged = f"{sentence} The loss had already risen from {lowest:.4g} to {last:.4g}: the run diverged."
         advice = "The learning rate is probably too high rather than the rows bad; discard the training so far."
-        return Cause(told, slower, advice, is_for_new_run=True)
-    if _EVALUATED in message:
+        return Cause(diverged, slower, advice, is_for_new_run=True)
+    if _IN_EVALUATION in message:
         return Cause(sentence, slower, "The learning rate is probably too high.")
     if config.get(name) == "rewind":
         advice = "It happened repeatedly: the learning rate is probably too high rather than the rows bad."
@@ -144,7 +144,7 @@ def _bad_step(code: str, message: str, config: Mapping[str, Any], before: Before
     if before.has_checkpoint:
         advice = "Resume with this setting: the run then restores the last checkpoint and skips such steps."
         return Cause(sentence, {name: "rewind"}, advice)
-    if _NAMED in message:
+    if _ROWS_FAIL_ALONE in message:
         return Cause(sentence, {name: "rewind"}, "Create the run again with this setting: it then skips such steps.")
     advice = "No single row is at fault and there is no checkpoint to restore: the learning rate is probably too high."
     return Cause(sentence, slower, advice)
@@ -195,7 +195,7 @@ _TIMER = (
     "The training process ended itself because it was not notified in time that its lease was renewed: the "
     "database was unreachable, or the machine was overloaded or suspended"
 )
-_UNSEEN = "The worker was lost: its machine or its process ended, so the end of the training process is unknown."
+_WORKER_LOST = "The worker was lost: its machine or its process ended, so the end of the training process is unknown."
 
 
 def _lost_too_often(report: Mapping[str, Any], message: str) -> Cause:
@@ -206,7 +206,7 @@ def _lost_too_often(report: Mapping[str, Any], message: str) -> Cause:
     if report.get("exit_signal") == signal.SIGALRM:
         return Cause(f"{_TIMER}.", advice="Once the machine is responsive and the database reachable, resume the run.")
     if message.startswith("worker lost") or not message:
-        return Cause(_UNSEEN, advice="Check that machine; the run can be resumed.")
+        return Cause(_WORKER_LOST, advice="Check that machine; the run can be resumed.")
     # The reason why the last attempt could not continue: a missing file, a process that could not be started, …
     return Cause(message[0].upper() + message[1:], advice="Fix the problem, then resume the run.")
 
@@ -219,17 +219,17 @@ def _after_a_restart(report: Mapping[str, Any], outcome: str | None) -> Cause:
     if report.get("killed_for") == "hang":
         return _hung(report)
     if report.get("killed_for") == "lease":
-        return Cause(f"{_cut_off(report)}; {_GOES_ON}.")
+        return Cause(f"{_cut_off(report)}; {_NEXT_ATTEMPT}.")
     if number == signal.SIGALRM:
-        return Cause(f"{_TIMER}; {_GOES_ON}.")
+        return Cause(f"{_TIMER}; {_NEXT_ATTEMPT}.")
     if number in _REQUESTS_TO_END:
         name = signal.Signals(number).name
-        return Cause(f"An external signal ({name}), not from the service, ended the training process; {_GOES_ON}.")
+        return Cause(f"An external signal ({name}), not from the service, ended the training process; {_NEXT_ATTEMPT}.")
     if report and number is None and report.get("exit_code") is None:
         lost = "The process from which training processes are forked was lost, and the training process with it"
-        return Cause(f"{lost}; {_GOES_ON}.")
+        return Cause(f"{lost}; {_NEXT_ATTEMPT}.")
     if report:
         return _crash(report)
     if outcome == "lost":
-        return Cause(_UNSEEN, advice="Check that machine.")
+        return Cause(_WORKER_LOST, advice="Check that machine.")
     return Cause("The attempt was abandoned and the run continues by itself; see its `status` event for the reason.")

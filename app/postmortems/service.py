@@ -23,7 +23,7 @@ _REPLACED = {"qlora": ("load_in_4bit", "load_in_8bit", "lora_r"), "lora": ("load
 """Fields that the user may have set and that are invalid with the advised method."""
 _LOSSES = 1000
 """Number of newest points used to detect a rising loss."""
-_WRONG = ("failed", "lost", "retried", "repaired")
+_UNSUCCESSFUL = ("failed", "lost", "retried", "repaired")
 
 
 async def examine(session: AsyncSession, run_id: str) -> PostMortem:
@@ -34,16 +34,16 @@ async def examine(session: AsyncSession, run_id: str) -> PostMortem:
     run = await service.get(session, run_id)
     rows = await session.scalars(select(Attempt).where(Attempt.run_id == run.id).order_by(Attempt.attempt))
     attempts = rows.all()
-    last = next((one for one in reversed(attempts) if one.outcome in _WRONG), None)
+    last = next((one for one in reversed(attempts) if one.outcome in _UNSUCCESSFUL), None)
     if last is None and run.status != "failed":
         raise conflict(
             "nothing_went_wrong",
             f"Run {run.id} is {run.status} and all its attempts succeeded, so there is no post-mortem.",
         )
     report: dict[str, Any] = (last.report if last else None) or {}
-    told = (run.config | run.effective_config) if run.effective_config else run.config
+    trained_config = (run.config | run.effective_config) if run.effective_config else run.config
     outcome = last.outcome if last else None
-    cause = explain(run.error_code, run.error_message, report, told, outcome, await _before(session, run))
+    cause = explain(run.error_code, run.error_message, report, trained_config, outcome, await _before(session, run))
     return PostMortem(
         run_id=run.id,
         status=run.status,

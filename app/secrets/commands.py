@@ -42,7 +42,7 @@ def set_secret(
             raise HomeError("The input is not text: a secret must be visible ASCII without spaces.") from None
         except (ValueError, KeyringError) as error:
             raise HomeError(str(error)) from None
-    _tell(f"{name} is set.", {"name": name, "set": True}, as_json)
+    _print_result(f"{name} is set.", {"name": name, "set": True}, as_json)
 
 
 @secrets.command("list")
@@ -84,7 +84,7 @@ def delete_secret(
             if connection.scalar(store.remove(name)) is None:
                 raise HomeError(f"There is no secret {name}; list all secrets with `anneal secrets list`.")
             connection.execute(of_command("secrets delete", name))
-    _tell(f"{name} is deleted.", {"name": name, "deleted": True}, as_json)
+    _print_result(f"{name} is deleted.", {"name": name, "deleted": True}, as_json)
 
 
 @secrets.command("rotate")
@@ -110,10 +110,10 @@ def rotate(as_json: AsJson = False) -> None:
         except KeyringError as error:
             raise HomeError(str(error)) from None
     sentence = f"{changed} secrets were encrypted again; all secrets now use the first key."
-    _tell(sentence, {"sealed_anew": changed}, as_json)
+    _print_result(sentence, {"sealed_anew": changed}, as_json)
 
 
-def _tell(sentence: str, found: dict[str, Any], as_json: bool) -> None:
+def _print_result(sentence: str, found: dict[str, Any], as_json: bool) -> None:
     if as_json:
         document(found)
     else:

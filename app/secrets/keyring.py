@@ -12,7 +12,7 @@ from app.home import HomeError, make_private_folder
 
 _KEY_BYTES = 32
 _NONCE_BYTES = 12
-_OTHERS = 0o027
+_FORBIDDEN_MODES = 0o027
 """Forbidden mode bits of a key file: group write, and all access for others."""
 
 
@@ -84,7 +84,7 @@ def _id_of(key: bytes) -> str:
 def _read(path: Path) -> list[bytes]:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
-        if os.fstat(file.fileno()).st_mode & _OTHERS:
+        if os.fstat(file.fileno()).st_mode & _FORBIDDEN_MODES:
             raise KeyringError(
                 f"The key file {path} is accessible to others or writable by its group: run chmod 600 {path}"
             )

@@ -42,7 +42,7 @@ def drain(settings: Settings, timeout: float | None = None, console: Console | N
 
 def _wait(settings: Settings, workers: dict[str, Note], timeout: float | None, view: "View") -> int:
     began = time.monotonic()
-    told_to_save = False
+    save_requested = False
     gone = 0
     with view.live():
         while workers:
@@ -54,12 +54,12 @@ def _wait(settings: Settings, workers: dict[str, Note], timeout: float | None, v
                 gone += 1
             view.show(list(workers.values()), time.monotonic() - began)
             waited = time.monotonic() - began - (timeout or 0.0)
-            if timeout is not None and workers and not told_to_save and waited >= 0:
-                told_to_save = True
+            if timeout is not None and workers and not save_requested and waited >= 0:
+                save_requested = True
                 view.say(f"Timeout of {timeout:g} s reached: the remaining runs are saved and released.")
                 for note in workers.values():
                     note.signal(END_SOON)
-            if told_to_save and workers and waited > settings.save_grace_seconds + _MORE_SECONDS:
+            if save_requested and workers and waited > settings.save_grace_seconds + _MORE_SECONDS:
                 for note in workers.values():
                     view.say(f"Worker {note.id} (process {note.pid}) does not exit. Check its log, or kill it.")
                 return 1
@@ -81,7 +81,7 @@ class View:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live: Live | None = None
-        self._told: list[str] = []
+        self._printed: list[str] = []
 
     def say(self, line: str) -> None:
         """Print a permanent line."""
@@ -110,9 +110,9 @@ class View:
             return
         lines = [f"Still running: {run_id}." for note in workers for run_id in note.runs]
         for line in lines:
-            if line not in self._told:
+            if line not in self._printed:
                 self.say(line)
-        self._told = lines
+        self._printed = lines
 
 
 def _steps(step: int | None, total: int | None) -> str:
