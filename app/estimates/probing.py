@@ -97,7 +97,7 @@ def _result(
 def _out_of_memory(run: Run, steps: int | None, facts: dict[str, Any], report: dict[str, Any]) -> ProbeResult:
     """Return the result of a probe that ran out of memory; `report` is the attempt's failure report.
 
-    Running out of host memory says nothing about the device, so `fits` is null then.
+    Running out of host memory says nothing about a GPU, so `fits` is null then.
     """
     why, phase, device = run.error_message or "", report.get("phase"), facts.get("device")
     # Tokenization always uses host memory.
