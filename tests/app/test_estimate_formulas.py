@@ -255,9 +255,9 @@ class TestAConfigJson:
             ({"model_type": "phi3", "partial_rotary_factor": float("inf")}, "not a number from 0 to 1"),
             ({"model_type": "gpt2", "resid_pdrop": 10**400}, "not a number from 0 to 1"),
             ({"model_type": "gpt2", "attn_pdrop": float("nan")}, "not a number from 0 to 1"),
-            ({"model_type": "llama", "hidden_size": 8, "num_attention_heads": 16}, "16 heads are more"),
-            ({"model_type": "gpt2", "n_embd": 8, "n_head": 16}, "16 heads are more"),
-            ({"model_type": "llama", "num_key_value_heads": 64}, "more than the 32 of queries"),
+            ({"model_type": "llama", "hidden_size": 8, "num_attention_heads": 16}, "16 attention heads exceed"),
+            ({"model_type": "gpt2", "n_embd": 8, "n_head": 16}, "16 attention heads exceed"),
+            ({"model_type": "llama", "num_key_value_heads": 64}, "more than the 32 attention heads"),
         ],
     )
     def test_that_cannot_be_is_said_to_be_unknown(self, file: dict[str, Any], says: str) -> None:

@@ -252,7 +252,7 @@ def test_what_an_installed_part_makes_is_not_counted(api: ApiServer, engine: Eng
     found = estimated(api, make_dataset(engine), extra={kind: {"type": "mine"}})
     assert (found["parameters"], found["memory_mb"]) == (None, None)
     assert found["steps"] == (None if kind == "recipe" else 3)
-    assert f"`extra.{kind}` names `mine`" in found["unknown"][0]["reason"]
+    assert f"`extra.{kind}` is the plugin `mine`" in found["unknown"][0]["reason"]
 
 
 def test_of_a_data_source_memory_alone_is_known_and_of_an_optimizer_it_is_assumed(

@@ -116,5 +116,5 @@ def test_experts_that_peft_adapts_are_counted_as_it_does(family: str, sizes: dic
 def test_a_module_that_the_model_has_not_is_named() -> None:
     described = architecture.read({"model_type": "llama"})
     config = TrainingConfig(base_model="any", method="lora", target_modules=["query"])
-    with pytest.raises(parameters.CannotTrain, match="no linear layer query"):
+    with pytest.raises(parameters.CannotTrain, match="no linear layer named query"):
         parameters.trained(described, config)
