@@ -1,4 +1,4 @@
-"""`/v1/runs/{id}/actions`."""
+"""Endpoints `/v1/runs/{id}/actions`."""
 
 from typing import Annotated
 
@@ -18,7 +18,7 @@ router = APIRouter(prefix="/runs/{run_id}/actions", tags=["actions"])
 @router.post(
     "",
     status_code=202,
-    responses={409: {"description": "The run has ended or is about to, or too many actions wait."}},
+    responses={409: {"description": "The run has ended or is stopping, or too many actions are waiting."}},
 )
 async def create_action(
     run_id: str,
@@ -31,14 +31,14 @@ async def create_action(
     idempotency_key: Annotated[
         str | None,
         Header(
-            description="The same key with the same request answers the same action, so that a call can be repeated.",
+            description="Repeating a request with the same key returns the same action, so that a call can be retried.",
             examples=["6f1c0a52-6d0e-4d5c-8a53-0f8c7a8f1b6e"],
         ),
     ] = None,
 ) -> ActionRead:
-    """Have something done between two steps of a run: save, evaluate, write samples, another learning rate, more steps.
+    """Request an action between two steps of a run: save, evaluate, sample, change the learning rate, or extend.
 
-    It is done behind the step that is at work, in the order of the requests; a run that waits does it once it trains.
+    Actions run after the current step, in request order. A pending run executes them once it trains.
     """
     call = f"/v1/runs/{run_id}/actions"
     idempotency = Idempotency.of(idempotency_key, call, await request.body())
@@ -50,7 +50,7 @@ async def create_action(
 
 @router.get("")
 async def list_actions(run_id: str, session: Session, paging: PageQuery) -> Page[ActionRead]:
-    """What was asked of a run, newest first."""
+    """List the actions of a run, newest first."""
     run = await get_run(session, run_id)
     rows, has_more = await service.page(session, run.id, paging)
     return Page(data=[ActionRead.model_validate(row) for row in rows], has_more=has_more)
@@ -58,6 +58,6 @@ async def list_actions(run_id: str, session: Session, paging: PageQuery) -> Page
 
 @router.get("/{action_id}")
 async def get_action(run_id: str, action_id: str, session: Session) -> ActionRead:
-    """One action, and what came of it."""
+    """Get an action and its result."""
     run = await get_run(session, run_id)
     return ActionRead.model_validate(await service.get(session, run.id, action_id))

@@ -1,4 +1,4 @@
-"""What was asked of runs while they train."""
+"""Table of actions requested of runs while they train."""
 
 from datetime import datetime
 from typing import Any
@@ -10,7 +10,7 @@ from app.models import Base, Owned
 
 
 class RunAction(Owned, Base):
-    """One thing to be done between two steps of a run; taken in the order of the ids."""
+    """Action to be executed between two steps of a run; actions are executed in id order."""
 
     __tablename__ = "run_actions"
     __table_args__ = (
@@ -29,9 +29,9 @@ class RunAction(Owned, Base):
     action: Mapped[str]
     parameters: Mapped[dict[str, Any]] = mapped_column(server_default=text("'{}'"))
     status: Mapped[str] = mapped_column(server_default="waiting")
-    """`waiting` until the trainer answers; a trigger refuses what waits when the run ends."""
+    """`waiting` until the trainer reports a result; a trigger refuses waiting actions when the run ends."""
     step: Mapped[int | None]
-    """The step behind which it took effect: an attempt that goes on from an earlier one does it there again."""
+    """Step after which it took effect; an attempt that resumes from an earlier step repeats it there."""
     attempt: Mapped[int | None]
     result: Mapped[dict[str, Any] | None]
     message: Mapped[str | None]

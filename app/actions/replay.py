@@ -1,4 +1,4 @@
-"""What an attempt that goes back to a checkpoint has to do again. Without HTTP, for the worker."""
+"""Actions that an attempt must repeat after it resumes from a checkpoint; used by the worker, without HTTP."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from app.actions.models import RunAction
 
 
 def done_behind(run_id: str, step: int) -> Select[Any]:
-    """One row: what took effect behind steps after `step`, as a JSON list of id, action, parameters, step in its order.
+    """Select one row: actions that took effect after a step > `step`, as an ordered JSON list.
 
-    An attempt that goes on from `step` does each once more, behind the same step. What took effect earlier, or behind
-    `step` itself, is part of the checkpoint.
+    Items have id, action, parameters and step. An attempt that resumes from `step` repeats each of them after the same
+    step. Actions that took effect earlier, or after `step` itself, are part of the checkpoint.
     """
     asked = func.jsonb_build_object(
         "id", RunAction.id, "action", RunAction.action, "parameters", RunAction.parameters, "step", RunAction.step

@@ -1,4 +1,4 @@
-"""Actions on the wire."""
+"""Wire models of actions."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
@@ -10,7 +10,7 @@ from app.runs.fields import Steps
 from app.wire import Moment
 
 MOST_CHARACTERS = 8_000
-"""Of all prompts of an action together."""
+"""Maximum total length of the prompts of an action."""
 
 Prompt = Annotated[str, StringConstraints(min_length=1, max_length=4_000)]
 
@@ -23,7 +23,7 @@ class CheckpointAction(_Action):
     """Save a checkpoint now."""
 
     action: Literal["checkpoint"]
-    pin: bool = Field(default=False, description="Pin it, so that it is kept however many newer ones there are.")
+    pin: bool = Field(default=False, description="Pin the checkpoint, so that retention never deletes it.")
 
 
 class EvaluateAction(_Action):
@@ -33,31 +33,31 @@ class EvaluateAction(_Action):
 
 
 class SampleAction(_Action):
-    """Let the model write, as it is now."""
+    """Generate text with the current model."""
 
     action: Literal["sample"]
     prompts: list[Prompt] = Field(
         min_length=1,
         max_length=8,
-        description=f"Each of at most 4,000 characters, together {MOST_CHARACTERS:,}. A run on chats sees each as a "
-        "message of the user, any other as a text to go on with.",
+        description=f"Prompts of at most 4,000 characters each and {MOST_CHARACTERS:,} in total. In a run on chat data "
+        "each prompt is a user message, otherwise a text to continue.",
     )
-    max_new_tokens: int = Field(default=64, ge=1, le=512, description="Most tokens of each text.")
-    temperature: float = Field(default=1.0, ge=0, le=10, description="0: always the likeliest token.")
+    max_new_tokens: int = Field(default=64, ge=1, le=512, description="Maximum number of tokens of each completion.")
+    temperature: float = Field(default=1.0, ge=0, le=10, description="Sampling temperature; 0 selects greedy decoding.")
 
     @model_validator(mode="after")
     def _fit(self) -> "SampleAction":
         if sum(len(prompt) for prompt in self.prompts) > MOST_CHARACTERS:
-            raise ValueError(f"all prompts together may have {MOST_CHARACTERS:,} characters; send them in parts")
+            raise ValueError(f"all prompts together exceed {MOST_CHARACTERS:,} characters; send several actions")
         return self
 
 
 class SetLearningRateAction(_Action):
-    """Go on with another learning rate."""
+    """Change the learning rate."""
 
     action: Literal["set_learning_rate"]
     learning_rate: float = Field(
-        gt=0, le=10, description="The new highest rate: the schedule's factor of each step stays, and is of this now."
+        gt=0, le=10, description="New peak learning rate; the schedule keeps its factor at each step."
     )
 
 
@@ -65,13 +65,13 @@ class ExtendAction(_Action):
     """Train longer than planned."""
 
     action: Literal["extend"]
-    max_steps: Steps | None = Field(default=None, description="Optimizer steps in all.")
-    epochs: float | None = Field(default=None, gt=0, le=10_000, description="Passes over the data in all.")
+    max_steps: Steps | None = Field(default=None, description="New total number of optimizer steps.")
+    epochs: float | None = Field(default=None, gt=0, le=10_000, description="New total number of epochs.")
 
     @model_validator(mode="after")
     def _one(self) -> "ExtendAction":
         if (self.max_steps is None) == (self.epochs is None):
-            raise ValueError("say how long the run is to be in all: either `max_steps` or `epochs`")
+            raise ValueError("set the new total length of the run: either `max_steps` or `epochs`")
         return self
 
 
@@ -82,7 +82,7 @@ Name = Literal["checkpoint", "evaluate", "sample", "set_learning_rate", "extend"
 
 
 class ActionCreate(RootModel[Annotated[AnyAction, Field(discriminator="action")]]):
-    """What is to be done between two steps of a run."""
+    """Action to execute between two steps of a run."""
 
     model_config = ConfigDict(json_schema_extra={"example": {"action": "checkpoint", "pin": True}})
 
@@ -96,7 +96,7 @@ class ActionCreate(RootModel[Annotated[AnyAction, Field(discriminator="action")]
 
 
 class ActionRead(BaseModel):
-    """Something that was asked of a run, and what came of it."""
+    """Action of a run and its result."""
 
     model_config = ConfigDict(
         from_attributes=True,
@@ -123,9 +123,9 @@ class ActionRead(BaseModel):
     action: Name
     parameters: dict[str, Any]
     status: Literal["waiting", "done", "refused", "failed"] = Field(
-        description="`refused`: it was not even tried, `failed`: it did not work; `message` says why."
+        description="`refused`: not attempted; `failed`: attempted without success; `message` has the reason."
     )
-    step: int | None = Field(description="It took effect behind this step: the next one is the first that shows it.")
+    step: int | None = Field(description="Step after which it took effect; the next step is the first affected.")
     attempt: int | None
     result: dict[str, Any] | None
     message: str | None

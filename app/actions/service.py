@@ -1,4 +1,4 @@
-"""What can be asked of a run while it trains."""
+"""Operations on the actions of a run."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,35 +18,35 @@ from app.runs.prediction import is_probe
 from app.runs.service import Idempotency, key_reused, locked
 
 MOST_WAITING = 20
-"""Each renewal of a lease brings all of them to the worker."""
+"""Limit on waiting actions, because each lease renewal sends all of them to the worker."""
 
 
 async def create(
     session: AsyncSession, run_id: str, wanted: AnyAction, created_by: str | None, idempotency: Idempotency | None
 ) -> RunAction:
-    """Accept an action; the same idempotency key answers the same one.
+    """Accept an action; a repeated idempotency key returns the same action.
 
-    Raises 409 when the run has ended (`run_has_ended`), is about to (`run_is_stopping`), or has too many actions
-    waiting (`too_many_waiting`); 422 for what cannot be done with this run.
+    Raises 409 if the run has ended (`run_has_ended`), is stopping (`run_is_stopping`), or has too many waiting actions
+    (`too_many_waiting`); 422 if the action is not possible for this run.
     """
-    # Locked: whoever ends the run waits, and then finds the action and refuses it.
+    # Locked, so that a transaction that ends the run waits, and then finds and refuses the action.
     run = await locked(session, run_id)
     if earlier := await _replayed(session, run, created_by, idempotency):
         return earlier
     if run.status in TERMINAL:
         raise conflict(
             "run_has_ended",
-            f"Run {run_id} is {run.status}: nothing can be done with it while it trains any more. Resume it to go on.",
+            f"Run {run_id} is {run.status} and accepts no more actions. Resume the run to continue training.",
         )
     if run.stop_requested_at is not None:
         raise conflict(
-            "run_is_stopping", f"Run {run_id} is {run.status} and was asked to stop: it does nothing else any more."
+            "run_is_stopping", f"Run {run_id} is {run.status} and a stop was requested: it accepts no more actions."
         )
     waiting = [RunAction.run_id == run.id, RunAction.status == "waiting"]
     if (await session.scalar(select(func.count()).select_from(RunAction).where(*waiting)) or 0) >= MOST_WAITING:
         raise conflict(
             "too_many_waiting",
-            f"Run {run_id} is {run.status} and has {MOST_WAITING} actions waiting; send more once it has done some.",
+            f"Run {run_id} is {run.status} and has {MOST_WAITING} waiting actions; retry after it has executed some.",
         )
     problems = _problems(run, wanted)
     if problems:
@@ -67,31 +67,31 @@ async def create(
 
 
 async def page(session: AsyncSession, run_id: str, paging: Paging) -> tuple[list[RunAction], bool]:
-    """Actions of a run, newest first."""
+    """Return a page of a run's actions, newest first."""
     return await fetch(session, select(RunAction).where(RunAction.run_id == run_id), RunAction.id, paging)
 
 
 async def get(session: AsyncSession, run_id: str, action_id: str) -> RunAction:
-    """An action of this run; `action_not_found` otherwise."""
+    """Return an action of this run; raise 404 `action_not_found` otherwise."""
     found = await session.get(RunAction, action_id) if is_id(action_id, "act") else None
     if found is None or found.run_id != run_id:
         raise ApiError(
             404,
             "action_not_found",
-            f"Run {run_id} has no action {action_id[:60]}; GET /v1/runs/{run_id}/actions lists those it has.",
+            f"Run {run_id} has no action {action_id[:60]}; list its actions with GET /v1/runs/{run_id}/actions.",
         )
     return found
 
 
 async def changes(session: AsyncSession, run_id: str) -> dict[str, Any]:
-    """The fields of its configuration that actions have changed while the run trained, and what they are now."""
+    """Return the configuration fields that actions changed while the run trained, with their current values."""
     query = select(RunAction.action, RunAction.parameters).where(
         RunAction.run_id == run_id, RunAction.status == "done", RunAction.action.in_(("set_learning_rate", "extend"))
     )
     changed: dict[str, Any] = {}
     for action, parameters in (await session.execute(query.order_by(RunAction.id))).tuples():
         if action == "extend" and "epochs" in parameters:
-            changed |= {"max_steps": None}  # which would win over the epochs
+            changed |= {"max_steps": None}  # `max_steps` would take precedence over `epochs`
         changed |= parameters
     return changed
 
@@ -99,7 +99,7 @@ async def changes(session: AsyncSession, run_id: str) -> dict[str, Any]:
 async def _replayed(
     session: AsyncSession, run: Run, created_by: str | None, idempotency: Idempotency | None
 ) -> RunAction | None:
-    """The action that an earlier request with this key made; 422 when that request was another one."""
+    """Return the action created by an earlier request with this key; raise 422 if that request was different."""
     if idempotency is None:
         return None
     action = await session.scalar(
@@ -117,18 +117,18 @@ async def _replayed(
 def _problems(run: Run, wanted: AnyAction) -> Sequence[FieldError]:
     config = {**run.config, **(run.effective_config or {})}
     if is_probe(config):
-        message = "the run is a probe: it takes two steps, saves nothing and ends; ask this of the run that it measures"
+        message = "the run is a probe, which takes two steps and saves nothing; use the action on the run it measures"
         return [FieldError(field="action", code="not_for_a_probe", message=message)]
     if isinstance(wanted, EvaluateAction) and run.eval_dataset_id is None and not config.get("eval_split"):
-        message = "the run has no evaluation data: create runs with `eval_dataset_id` or `eval_split`, and `eval_steps`"
+        message = "the run has no evaluation data; create it with `eval_dataset_id` or `eval_split`, and `eval_steps`"
         return [FieldError(field="action", code="no_evaluation_data", message=message)]
     if isinstance(wanted, SampleAction) and config.get("method") == TrainingMethod.reward:
-        message = "a reward model scores texts and writes none; sample a run of another method"
+        message = "a reward model scores texts and cannot generate any; sample a run of another method"
         return [FieldError(field="action", code="not_for_this_method", message=message)]
     if isinstance(wanted, SetLearningRateAction | ExtendAction) and plugins.makes_rates(config):
         message = (
-            "the run's optimizer or scheduler is a plugin, and nobody knows what it would make of another learning "
-            "rate or of more steps while it trains; stop the run, and resume it with what is to change"
+            "the run's optimizer or scheduler is a plugin, for which the effect of another learning rate or of more "
+            "steps during training is unknown; stop the run, and resume it with the changes"
         )
         return [FieldError(field="action", code="not_with_a_plugin", message=message)]
     if isinstance(wanted, ExtendAction):
@@ -137,21 +137,21 @@ def _problems(run: Run, wanted: AnyAction) -> Sequence[FieldError]:
 
 
 def _not_longer(run: Run, config: dict[str, Any], wanted: ExtendAction) -> Sequence[FieldError]:
-    """Why it would train no longer. As far as it is known here; the trainer, which counts the steps, looks again."""
+    """Return an error if the run would not train longer, as far as known here; the trainer checks again."""
     total = run.total_steps or config.get("max_steps")
     if wanted.max_steps is not None and total is not None and wanted.max_steps <= total:
-        message = f"the run is to have {total} steps already, and is at step {run.current_step}; name more"
+        message = f"the run already has {total} planned steps and is at step {run.current_step}; set a larger value"
         return [FieldError(field="max_steps", code="not_longer", message=message)]
     if wanted.epochs is not None and config.get("max_steps") is None and wanted.epochs <= config["epochs"]:
-        message = f"the run is to have {config['epochs']:g} epochs already; name more"
+        message = f"the run already has {config['epochs']:g} planned epochs; set a larger value"
         return [FieldError(field="epochs", code="not_longer", message=message)]
     stop = config.get("stop_at_step")
     end = wanted.max_steps if wanted.max_steps is not None else (total or 0) + 1
     if stop is not None and run.current_step < stop < end:
         field = "epochs" if wanted.max_steps is None else "max_steps"
         message = (
-            f"the run ends at step {stop} in any case, which is its `stop_at_step`; once it has, resume it with "
-            "another one, and with more steps"
+            f"the run ends at step {stop}, its `stop_at_step`; after it has ended, resume it with another "
+            "`stop_at_step` and more steps"
         )
         return [FieldError(field=field, code="stops_before", message=message)]
     return []

@@ -1,4 +1,4 @@
-"""A folder as a tar archive, made while it is sent: nothing is written, and little is held."""
+"""Tar archive of a folder, generated while it is sent: nothing is written to disk, and little is kept in memory."""
 
 import os
 import tarfile
@@ -15,21 +15,21 @@ _END = bytes(2 * tarfile.BLOCKSIZE)
 
 @dataclass(frozen=True)
 class Member:
-    """A file with its header; its size is fixed with that."""
+    """File of the archive with its tar header, which fixes its size."""
 
     path: str
-    """Below the folder."""
+    """Path below the folder."""
     header: bytes
     size: int
 
     @property
     def padding(self) -> int:
-        """Bytes that fill its last block."""
+        """Number of bytes that pad the last block."""
         return -self.size % tarfile.BLOCKSIZE
 
 
 def members(folder: Path, name: str) -> list[Member]:
-    """All files below `folder` in order of their paths, in the archive below `name`; links are left out."""
+    """List all files below `folder`, sorted by path, archived below `name`; links are skipped."""
     found = []
     for path, size in sorted(files(folder)):
         below = path.relative_to(folder).as_posix()
@@ -41,12 +41,12 @@ def members(folder: Path, name: str) -> list[Member]:
 
 
 def size(archived: Sequence[Member]) -> int:
-    """How many bytes `stream` gives."""
+    """Return the number of bytes that `stream` yields."""
     return sum(len(one.header) + one.size + one.padding for one in archived) + len(_END)
 
 
 def stream(folder: Path, archived: Sequence[Member]) -> Iterator[bytes]:
-    """The archive in pieces. Raises OSError when a file is not what it was: what was promised cannot be kept."""
+    """Yield the archive in pieces; raise OSError if a file changed, because the announced size no longer holds."""
     for one in archived:
         yield one.header
         left = one.size
@@ -58,7 +58,7 @@ def stream(folder: Path, archived: Sequence[Member]) -> Iterator[bytes]:
             while left:
                 piece = file.read(min(_PIECE, left))
                 if not piece:
-                    raise OSError(f"{one.path} has become shorter while it was sent")
+                    raise OSError(f"{one.path} was truncated while it was sent")
                 left -= len(piece)
                 yield piece
         yield bytes(one.padding)

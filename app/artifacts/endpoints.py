@@ -1,4 +1,4 @@
-"""`/v1/runs/{run_id}/artifacts` and `artifacts.tar`."""
+"""Endpoints `/v1/runs/{run_id}/artifacts` and `artifacts.tar`."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ router = APIRouter(prefix="/runs/{run_id}", tags=["artifacts"])
 
 @router.get("/artifacts")
 async def list_artifacts(run_id: str, session: Session, storage: CurrentStorage) -> Artifacts:
-    """The files of the fine-tuned model: weights, tokenizer, card, metrics."""
+    """List the files of the fine-tuned model: weights, tokenizer, model card, metrics."""
     folder = await service.output_folder(session, storage, run_id)
     return Artifacts(data=await asyncio.to_thread(service.listed, folder))
 
@@ -28,7 +28,7 @@ async def list_artifacts(run_id: str, session: Session, storage: CurrentStorage)
     responses={200: {"content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}}},
 )
 async def download_artifacts(run_id: str, session: Session, storage: CurrentStorage) -> StreamingResponse:
-    """All files in one archive, made while it is sent: `curl … | tar x`."""
+    """Download all files in one tar archive, generated while it is sent: `curl … | tar x`."""
     folder = await service.output_folder(session, storage, run_id)
     members = await asyncio.to_thread(archive.members, folder, run_id)
     headers = {
@@ -45,18 +45,18 @@ async def download_artifacts(run_id: str, session: Session, storage: CurrentStor
     response_class=FileResponse,
     responses={
         200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}},
-        206: {"description": "The ranges that `Range` asked for."},
-        416: {"description": "`Range` lies behind the end of the file."},
+        206: {"description": "The ranges requested with `Range`."},
+        416: {"description": "`Range` starts after the end of the file."},
     },
 )
 async def download_artifact(run_id: str, path: str, session: Session, storage: CurrentStorage) -> FileResponse:
-    """One file, whole or the ranges asked for."""
+    """Download one file, whole or the requested ranges."""
     folder = await service.output_folder(session, storage, run_id)
     return _OpenFile(await asyncio.to_thread(service.open_file, folder, path), path.rpartition("/")[2])
 
 
 class _OpenFile(FileResponse):
-    """A file that is open already, so that it is the one that was looked at."""
+    """Response from an open descriptor, so that the file sent is the file that was checked."""
 
     def __init__(self, descriptor: int, name: str) -> None:
         super().__init__(

@@ -1,20 +1,20 @@
-"""Artifacts on the wire."""
+"""Wire models of artifacts."""
 
 from pydantic import BaseModel, ConfigDict
 
 
 class Artifact(BaseModel):
-    """One file of a run's output."""
+    """File of a run's output."""
 
     model_config = ConfigDict(json_schema_extra={"example": {"path": "adapter_model.safetensors", "bytes": 1048576}})
 
     path: str
-    """Below the output, with `/` between folders: what `GET …/artifacts/{path}` takes."""
+    """Path below the output folder, separated by `/`, as used in `GET …/artifacts/{path}`."""
     bytes: int
 
 
 class Artifacts(BaseModel):
-    """All files of a run's output, by path."""
+    """All files of a run's output, sorted by path."""
 
     model_config = ConfigDict(
         json_schema_extra={

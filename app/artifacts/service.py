@@ -1,4 +1,4 @@
-"""What can be done with the files that a run leaves."""
+"""Access to the output files of a run."""
 
 import os
 from collections.abc import Iterator
@@ -14,14 +14,14 @@ from app.storage import OutsideStorage, Storage
 
 
 async def output_folder(session: AsyncSession, storage: Storage, run_id: str) -> Path:
-    """The folder of the run's output; 404 with the reason where there is none."""
+    """Return the output folder of a run; raise 404 with the reason if there is none."""
     query = select(Run.status, Run.output_attempt).where(Run.id == run_id)
     run = (await session.execute(query)).one_or_none()
     if run is None:
         raise not_found("run", run_id)
     if run.output_attempt is None:
         reason = (
-            f"it ended as {run.status} without one; resume it to finish it"
+            f"it ended as {run.status} without output; resume the run to finish it"
             if run.status in TERMINAL
             else f"it is {run.status}; follow /v1/runs/{run_id}/events until it ends"
         )
@@ -30,35 +30,35 @@ async def output_folder(session: AsyncSession, storage: Storage, run_id: str) ->
 
 
 def listed(folder: Path) -> list[Artifact]:
-    """All files below `folder` by path; links are not followed and not shown."""
+    """Return all files below `folder`, sorted by path; links are neither followed nor listed."""
     found = (Artifact(path=path.relative_to(folder).as_posix(), bytes=size) for path, size in files(folder))
     return sorted(found, key=lambda file: file.path)
 
 
 def open_file(folder: Path, path: str) -> int:
-    """A descriptor of the file at `path` below `folder`; 404 for everything that is not a plain file inside it.
+    """Open the file at `path` below `folder` and return its descriptor; raise 404 unless it is a regular file inside.
 
-    The training process owns this folder and what is in it: nothing there can be trusted to stay what it was.
+    The training process owns this folder, so its content is untrusted and can change at any time.
     """
     try:
         return Storage.open_below(folder, path)
     except (OutsideStorage, OSError):
-        # What lies outside does not exist here, and the answer must not tell the two apart.
+        # The response must not reveal whether a path outside the folder exists.
         raise ApiError(
             404,
             "artifact_not_found",
-            f"There is no artifact {clean(path, 100)}; the list of this run's artifacts has their paths.",
+            f"There is no artifact {clean(path, 100)}; list this run's artifacts to see their paths.",
         ) from None
 
 
 def files(folder: Path) -> Iterator[tuple[Path, int]]:
-    """All plain files below `folder` with their sizes, in no order; links are not followed."""
+    """Yield all regular files below `folder` with their sizes, unordered; links are not followed."""
     if folder.is_symlink() or not folder.is_dir():
         raise ApiError(
             404,
             "artifacts_missing",
-            "The output of this run is not on the storage any more: it was removed there, or API and workers do not "
-            "have the same ANNEAL_STORAGE.",
+            "The output of this run is not in the storage: it was removed, or the API and the workers have different "
+            "values of ANNEAL_STORAGE.",
         )
     pending = [folder]
     while pending:

@@ -1,4 +1,4 @@
-"""`anneal audit`: the list, read on the server."""
+"""Command `anneal audit`, which reads the audit log on the server."""
 
 from datetime import timedelta
 from typing import Annotated
@@ -10,13 +10,13 @@ from app.plain_errors import plain_errors, settings_with_urls
 
 
 def audit(
-    key: Annotated[str | None, typer.Option(help="Calls with this key, by its id.")] = None,
-    resource: Annotated[str | None, typer.Option(help="Calls on this id or name.")] = None,
-    days: Annotated[float | None, typer.Option(min=0, max=36_500, help="Calls of so many days.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=10_000, help="Most calls to show.")] = 50,
+    key: Annotated[str | None, typer.Option(help="Only calls with the key of this id.")] = None,
+    resource: Annotated[str | None, typer.Option(help="Only calls on the resource with this id or name.")] = None,
+    days: Annotated[float | None, typer.Option(min=0, max=36_500, help="Only calls of the last DAYS days.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="Maximum number of calls to show.")] = 50,
     as_json: AsJson = False,
 ) -> None:
-    """List calls and commands that changed something, newest first.
+    """List calls and commands that made changes, newest first.
 
     Example: `anneal audit --days 7 --resource hf_token`
     """

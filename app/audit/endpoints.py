@@ -1,4 +1,4 @@
-"""`/v1/audit`: for keys with the scope `admin`."""
+"""Endpoint `/v1/audit`, for keys with the scope `admin`."""
 
 from typing import Annotated
 
@@ -19,10 +19,14 @@ router = APIRouter(prefix="/audit", tags=["audit"], dependencies=[AdminOnly])
 async def list_calls(
     session: Session,
     paging: PageQuery,
-    key_id: Annotated[str | None, Query(max_length=100, description="Calls with this key.")] = None,
-    resource: Annotated[str | None, Query(max_length=200, description="Calls on this id or name.")] = None,
-    since: Annotated[AwareDatetime | None, Query(description="Calls since then, with a time zone.")] = None,
+    key_id: Annotated[str | None, Query(max_length=100, description="Only calls with this key.")] = None,
+    resource: Annotated[
+        str | None, Query(max_length=200, description="Only calls on the resource with this id or name.")
+    ] = None,
+    since: Annotated[
+        AwareDatetime | None, Query(description="Only calls since this time, which must have a time zone.")
+    ] = None,
 ) -> Page[AuditView]:
-    """Calls that changed something or tried to, newest first: who, what and when, never what was sent."""
+    """List calls that made or attempted changes, newest first: caller, action and time, never the request body."""
     rows, has_more = await fetch(session, listing(Filters(key_id, resource, since)), AuditEntry.id, paging)
     return Page(data=[AuditView.model_validate(row) for row in rows], has_more=has_more)

@@ -1,4 +1,4 @@
-"""What is written down of a call that changes something, in the transaction of the change: both happen, or neither."""
+"""Audit log of calls that make changes; the entry is written in the same transaction as the change."""
 
 import os
 import pwd
@@ -23,18 +23,18 @@ _LONGEST = 200
 
 
 class Call:
-    """A call that may change something; `is_written` once it is in the list."""
+    """Call that may make changes; `is_written` is true once it is in the audit log."""
 
     def __init__(self, scope: Scope) -> None:
         self.is_written = False
         self._scope = scope
 
     def write(self, session: AsyncSession, status: int, resource: str | None) -> None:
-        """Write it down with what the session commits."""
+        """Add the entry to the session's transaction."""
         session.add(AuditEntry(**self.row(status, resource)))
 
     def row(self, status: int | None, resource: str | None) -> dict[str, Any]:
-        """Everything that is kept of the call."""
+        """Return the column values of the call's entry."""
         scope = self._scope
         caller = scope["state"]["caller"]
         client = scope.get("client")
@@ -54,23 +54,23 @@ class Call:
 
 
 def call_of(scope: Scope) -> Call | None:
-    """The call that this request is; None for one that changes nothing."""
+    """Return the audited call of this request; None if it makes no changes."""
     call: Call | None = scope["state"].get("audited")
     return call
 
 
 def write(request: Request, response: Response, session: AsyncSession) -> Call | None:
-    """Write the call of an endpoint down in its transaction, which is about to be committed."""
+    """Add the call of an endpoint to its transaction, just before the commit."""
     call = call_of(request.scope)
     if call is not None:
         usual = getattr(request.scope.get("route"), "status_code", None) or 200
-        # What a call makes is not in its path: its answer says where to find it.
+        # The id of a created resource is not in the request path but in the response's Location header.
         call.write(session, response.status_code or usual, made(response.headers))
     return call
 
 
 def forget(request: Request) -> None:
-    """The call turned out to change nothing: it does not belong into the list."""
+    """Exclude a call from the audit log because it made no changes."""
     call = call_of(request.scope)
     if call is not None:
         call.is_written = True
@@ -78,16 +78,16 @@ def forget(request: Request) -> None:
 
 
 def made(headers: Headers) -> str | None:
-    """Id of what a call has made."""
+    """Return the id of the resource that a call has created, if any."""
     return headers["location"].rpartition("/")[2] if "location" in headers else None
 
 
 def of_command(command: str, resource: str) -> Insert:
-    """A command on the server that changed something, by the unix user who gave it."""
+    """Build the entry of a command that made changes on the server, with the Unix user who ran it."""
     uid = os.getuid()
     try:
         user = pwd.getpwuid(uid).pw_name
-    except KeyError:  # as in containers
+    except KeyError:  # no such user, as in containers
         user = str(uid)
     row = {"id": new_id("aud"), "method": "CLI", "route": command, "resource": resource, "key_name": user}
     return insert(AuditEntry).values(row)
@@ -95,7 +95,7 @@ def of_command(command: str, resource: str) -> Insert:
 
 @dataclass(frozen=True)
 class Filters:
-    """Which calls to list; None: any."""
+    """Filters of the listing; None matches any value."""
 
     key_id: str | None = None
     resource: str | None = None
@@ -103,7 +103,7 @@ class Filters:
 
 
 def listing(filters: Filters) -> "Select[AuditEntry]":
-    """The calls, in no order yet."""
+    """Select the matching entries, unordered."""
     query = select(AuditEntry)
     if filters.key_id is not None:
         query = query.where(AuditEntry.key_id == filters.key_id)

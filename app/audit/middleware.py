@@ -1,4 +1,4 @@
-"""Writes down the calls that no transaction has written down: those that were refused, or that failed."""
+"""Audit middleware: records calls that no transaction has recorded because they were refused or failed."""
 
 import logging
 
@@ -17,7 +17,7 @@ CHANGES_NOTHING = {("POST", "/v1/runs/validate")}
 
 
 class Audit:
-    """Middleware behind authentication: every call with an unsafe method is a `Call`, and ends in the list."""
+    """Middleware after authentication; records every call with an unsafe method in the audit log."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -48,12 +48,12 @@ class Audit:
                 await self._write(scope, call.row(status, resource))
 
     async def _write(self, scope: Scope, row: dict[str, object]) -> None:
-        """The answer is out, and nothing was changed: where the database refuses, the log of this process has it."""
+        """Write the entry, or log it if the database fails; the response is sent already and nothing was changed."""
         try:
             async with scope["app"].state.sessions() as session, session.begin():
                 await session.execute(insert(AuditEntry).values(row))
         except Exception as error:
             if as_api_error(error) is None:
-                log.exception("a call is not in the audit list")
-            told = " ".join(f"{name}={value}" for name, value in row.items())
-            log.warning("not in the audit list: %s", told)
+                log.exception("cannot write an entry to the audit log")
+            fields = " ".join(f"{name}={value}" for name, value in row.items())
+            log.warning("not in the audit log: %s", fields)

@@ -1,4 +1,4 @@
-"""The list of calls that changed something."""
+"""Table of the audit log."""
 
 from datetime import datetime
 
@@ -9,7 +9,7 @@ from app.models import Base
 
 
 class AuditEntry(Base):
-    """One call: who, what and when; never what was sent."""
+    """Call with its caller, action and time; never the request body."""
 
     __tablename__ = "audit_log"
     __table_args__ = (Index(None, "key_id", "id"), Index(None, "resource", "id"))
@@ -17,15 +17,15 @@ class AuditEntry(Base):
     id: Mapped[str] = mapped_column(primary_key=True)
     ts: Mapped[datetime] = mapped_column(server_default=func.now())
     method: Mapped[str]
-    """As of HTTP; `CLI` for a command on the server."""
+    """HTTP method; `CLI` for a command on the server."""
     route: Mapped[str]
-    """The path as its route states it, or the command."""
+    """Path template of the route, or the command."""
     resource: Mapped[str | None]
-    """Id or name of what was made or changed."""
+    """Id or name of the created or changed resource."""
     key_id: Mapped[str | None]
     """Null for a command on the server."""
     key_name: Mapped[str]
-    """Of the key at that time; of a command, the unix user."""
+    """Name of the key at that time; for a command, the Unix user."""
     address: Mapped[str | None]
     request_id: Mapped[str | None]
     status: Mapped[int | None]

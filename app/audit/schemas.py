@@ -1,4 +1,4 @@
-"""The audit list on the wire."""
+"""Wire models of the audit log."""
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -6,7 +6,7 @@ from app.runs.schemas import Moment
 
 
 class AuditView(BaseModel):
-    """One call that changed something, or tried to."""
+    """Call that made or attempted changes."""
 
     model_config = ConfigDict(
         from_attributes=True,
@@ -28,11 +28,11 @@ class AuditView(BaseModel):
 
     id: str
     ts: Moment
-    method: str = Field(description="`CLI` for a command on the server.")
-    route: str = Field(description="The path as its route states it, or the command.")
-    resource: str | None = Field(description="Id or name of what was made or changed.")
+    method: str = Field(description="HTTP method; `CLI` for a command on the server.")
+    route: str = Field(description="Path template of the route, or the command.")
+    resource: str | None = Field(description="Id or name of the created or changed resource.")
     key_id: str | None
-    key_name: str = Field(description="Name of the key at that time; of a command, the unix user.")
-    address: str | None = Field(description="Where the connection came from: behind a proxy, that.")
+    key_name: str = Field(description="Name of the key at that time; for a command, the Unix user.")
+    address: str | None = Field(description="Source address of the connection; behind a proxy, the proxy's address.")
     request_id: str | None
     status: int | None

@@ -1,4 +1,4 @@
-"""Runs on our own workers, on this machine or on any that shares database, broker and storage."""
+"""Backend for Anneal's workers, on this machine or on any machine that shares database, broker and storage."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -29,7 +29,7 @@ from app.storage import Storage
 
 
 class CeleryBackend(TrainingBackend):
-    """A pending row is the whole launch: a worker claims it, told by a hint or by the next round of hints."""
+    """Backend that launches a run by inserting a pending row; a worker claims it after a hint over the broker."""
 
     rules = Rules(
         capabilities=BackendCapabilities(
@@ -62,7 +62,7 @@ class CeleryBackend(TrainingBackend):
         self._around = service.Surroundings(settings, storage, {self.capabilities.name: self.rules})
 
     async def validate_config(self, config: Mapping[str, Any]) -> list[Problem]:
-        """Problems of the configuration alone and with the devices of the workers that are online now."""
+        """Return the problems of the configuration, also with regard to the devices of online workers."""
         name = self.capabilities.name
         async with self._sessions() as session:
             machines = await online_machines(session, self._around.settings, name, self.rules)
@@ -70,7 +70,7 @@ class CeleryBackend(TrainingBackend):
         return problems
 
     async def estimate_resources(self, config: Mapping[str, Any], dataset_size: int) -> RunEstimate:
-        """By formula and from earlier runs, for the devices of the workers that are online now."""
+        """Estimate by formula and from earlier runs, for the devices of online workers."""
         problems = await self.validate_config(config)
         if problems:
             raise refusal(
@@ -90,7 +90,7 @@ class CeleryBackend(TrainingBackend):
         return await estimates.estimate(self._sessions, settings, storage, subject)
 
     async def launch(self, run: TrainingRun, dataset_path: Path, output_dir: Path) -> str:
-        """Insert the run; 422 for a data set or folder that is not the storage's own."""
+        """Insert the run; raise 422 for a data set or folder outside the storage."""
         request = RunCreate(
             experiment_id=run.experiment_id,
             backend=self.capabilities.name,
@@ -98,7 +98,7 @@ class CeleryBackend(TrainingBackend):
             config=run.config,
         )
         if not is_id(run.run_id, "run") or output_dir != self._storage.run_dir(run.run_id):
-            message = f"must be the run's own folder below {self._storage.root}, and its id of the form run_…"
+            message = f"must be the run's folder below {self._storage.root}, and the run's id must have the form run_…"
             raise refusal([FieldError(field="output_dir", code="outside_storage", message=message)])
         async with self._sessions() as session, session.begin():
             known = await session.scalar(select(Run.id).where(Run.id == run.run_id))
@@ -111,26 +111,26 @@ class CeleryBackend(TrainingBackend):
         return run.run_id
 
     async def get_status(self, run_id: str) -> RunRead:
-        """The run with its newest metrics."""
+        """Return the run with its newest metrics."""
         async with self._sessions() as session:
             return await views.one(session, self._storage, await service.get(session, run_id))
 
     async def stream_logs(self, run_id: str) -> AsyncIterator[str]:
-        """Stored lines, then new ones until the run has ended."""
+        """Yield stored lines, then new ones until the run has ended."""
         async with self._sessions() as session:
             run = await service.get(session, run_id)
         async for line in logs.lines(self._streams.batches(run_id, run.first_seq - 1), grep=None):
             yield line
 
     async def stop(self, run_id: str, save_checkpoint: bool = True) -> None:
-        """Ask for a stop; 409 when the run has ended by itself."""
+        """Request a stop; raise 409 if the run has already ended by itself."""
         async with self._sessions() as session, session.begin():
             await service.stop(session, run_id, "checkpoint" if save_checkpoint else "discard")
         await self._queue.call_worker(run_id)
         await self._queue.wake(run_id)
 
     async def resume(self, run_id: str, checkpoint_path: Path | None = None) -> str:
-        """A new run that goes on from the checkpoint in that folder, or from the newest good one."""
+        """Create a run that resumes from the checkpoint in that folder, or from the newest restorable one."""
         async with self._sessions() as session, session.begin():
             wanted = await self._checkpoint_id(session, checkpoint_path) if checkpoint_path else None
             request = RunResume(checkpoint_id=wanted)
@@ -151,5 +151,5 @@ class CeleryBackend(TrainingBackend):
         for saved in (await session.scalars(query.order_by(Checkpoint.id.desc()))).all():
             if path == self._storage.checkpoint_dir(run_id, saved.attempt, saved.step):
                 return saved.id
-        message = "is not the folder of a checkpoint; GET …/checkpoints lists those there are"
+        message = "is not the folder of a checkpoint; list the existing ones with GET …/checkpoints"
         raise refusal([FieldError(field="checkpoint_path", code="checkpoint_not_found", message=message)])

@@ -1,4 +1,4 @@
-"""`/v1/backends`."""
+"""Endpoints `/v1/backends`."""
 
 from fastapi import APIRouter
 
@@ -12,13 +12,13 @@ router = APIRouter(prefix="/backends", tags=["backends"])
 
 @router.get("")
 async def list_backends() -> Page[BackendRead]:
-    """Where runs can execute."""
+    """List the backends on which runs can execute."""
     return Page(data=[_read(rules) for rules in registry.RULES.values()], has_more=False)
 
 
 @router.get("/{name}")
 async def get_backend(name: str) -> BackendRead:
-    """What one backend can run."""
+    """Get a backend and its capabilities."""
     return _read(registry.rules(name))
 
 

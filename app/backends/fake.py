@@ -1,4 +1,4 @@
-"""Runs that train nothing: real processes with real events, for tests and for trying the API without torch."""
+"""Backend for simulated runs: real processes and events without training, for tests and trials without torch."""
 
 from app.backends.base import BackendCapabilities, Rules
 from app.backends.celery import CeleryBackend
@@ -7,7 +7,7 @@ from app.runs.config import TrainingMethod
 
 
 class FakeBackend(CeleryBackend):
-    """The same workers with another trainer: any name is a model, and `extra` says what is to happen."""
+    """Backend with the same workers but a simulated trainer: any model name is valid, `extra` controls the behavior."""
 
     rules = Rules(
         capabilities=BackendCapabilities(

@@ -1,4 +1,4 @@
-"""The backends of this version, by name."""
+"""Registry of the available backends, by name."""
 
 from collections.abc import Mapping
 
@@ -14,7 +14,7 @@ RULES: Mapping[str, Rules] = {name: kind.rules for name, kind in BACKENDS.items(
 
 
 def rules(name: str) -> Rules:
-    """What a backend can do; `backend_not_found` for an unknown name."""
+    """Return the rules of a backend; raise 404 `backend_not_found` for an unknown name."""
     if name not in RULES:
         raise not_found("backend", name)
     return RULES[name]

@@ -1,4 +1,4 @@
-"""Backends on the wire."""
+"""Wire models of backends."""
 
 from pydantic import ConfigDict
 
@@ -6,7 +6,7 @@ from app.backends.base import BackendCapabilities
 
 
 class BackendRead(BackendCapabilities):
-    """A backend and what it can run."""
+    """Backend and its capabilities."""
 
     model_config = ConfigDict(
         frozen=True,

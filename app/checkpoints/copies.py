@@ -1,4 +1,4 @@
-"""Second copies of checkpoints at `ANNEAL_CHECKPOINT_URL`: statements by which workers make and remove them."""
+"""Statements with which workers create and remove checkpoint replicas at `ANNEAL_CHECKPOINT_URL`."""
 
 from datetime import datetime, timedelta
 
@@ -11,7 +11,7 @@ from app.runs.models import TERMINAL, Run
 _AT_ONCE = 200
 _OVERDUE = timedelta(minutes=1)
 _ABANDONED = timedelta(minutes=10)
-"""A worker that has not said for so long that it goes on with a copy is gone, or has stood still."""
+"""Time without a claim renewal after which a replica upload counts as abandoned: its worker is gone or was stalled."""
 _LOOK_BACK = timedelta(days=1)
 _WANTED = and_(Checkpoint.deleted_at.is_(None), Checkpoint.bad_reason.is_(None), Checkpoint.remote_at.is_(None))
 
@@ -21,10 +21,11 @@ def _is_abandoned() -> ColumnElement[bool]:
 
 
 def begin(checkpoint_id: str, noted: datetime | None) -> Executable:
-    """Note that something of a copy is there from now on; no row where none is wanted, or another worker is at it.
+    """Claim or renew the upload of a replica; no row if none is wanted or another worker uploads it.
 
-    To be repeated at least every few minutes with what it answered last (`noted`), or another worker takes it for
-    abandoned, and then this one gets no row any more. Answers `copy_begun_at`, and the epoch of the run.
+    Repeat at least every few minutes with the last returned `copy_begun_at` as `noted`. Otherwise another worker
+    considers the upload abandoned and claims it, and this worker gets no row. Returns `copy_begun_at` and the run's
+    lease epoch.
     """
     free = or_(Checkpoint.copy_begun_at.is_(None), _is_abandoned())
     epoch = select(Run.epoch).where(Run.id == Checkpoint.run_id).scalar_subquery()
@@ -37,7 +38,7 @@ def begin(checkpoint_id: str, noted: datetime | None) -> Executable:
 
 
 def complete(checkpoint_id: str, noted: datetime) -> Executable:
-    """Note that the copy is whole; no row where the checkpoint has been let go meanwhile, or is another worker's."""
+    """Mark the replica as complete; no row if the checkpoint was deleted meanwhile or another worker claimed it."""
     return (
         update(Checkpoint)
         .where(Checkpoint.id == checkpoint_id, Checkpoint.deleted_at.is_(None), Checkpoint.copy_begun_at == noted)
@@ -47,19 +48,22 @@ def complete(checkpoint_id: str, noted: datetime) -> Executable:
 
 
 def left_to_others(checkpoint_id: str, noted: datetime) -> Executable:
-    """A row where whoever noted this may not remove what is there: it is whole and wanted, or another worker's."""
+    """Return a row if the worker with claim `noted` must not remove the replica.
+
+    The replica is complete and its checkpoint exists, or another worker has claimed it.
+    """
     is_whole = and_(Checkpoint.remote_at.is_not(None), Checkpoint.deleted_at.is_(None))
     is_others = Checkpoint.copy_begun_at.is_distinct_from(noted)
     return select(Checkpoint.id).where(Checkpoint.id == checkpoint_id, or_(is_whole, is_others))
 
 
 def made() -> Executable:
-    """A row where any checkpoint has a copy."""
+    """Return a row if any checkpoint has a complete replica."""
     return select(Checkpoint.id).where(Checkpoint.remote_at.is_not(None)).limit(1)
 
 
 def spoilt(checkpoint_id: str, remote_at: datetime) -> Executable:
-    """Note that the copy which was whole at `remote_at` is none any more, so that whoever can sends it again."""
+    """Mark the replica completed at `remote_at` as corrupt, so that a worker uploads it again."""
     return (
         update(Checkpoint)
         .where(Checkpoint.id == checkpoint_id, Checkpoint.remote_at == remote_at)
@@ -68,9 +72,9 @@ def spoilt(checkpoint_id: str, remote_at: datetime) -> Executable:
 
 
 def overdue(before: str | None = None) -> Executable:
-    """Checkpoints of live and just ended runs that nobody copies, newest first: their worker is gone, or behind.
+    """Return checkpoints of live and recently ended runs without a replica upload, newest first.
 
-    A few of them; `before` is the last id of those before.
+    Their worker is gone or behind. Returns one page; `before` is the last id of the previous page.
     """
     recent = or_(Run.status.not_in(TERMINAL), Run.finished_at > func.clock_timestamp() - _LOOK_BACK)
     late = Checkpoint.created_at < func.clock_timestamp() - _OVERDUE
@@ -89,9 +93,9 @@ def overdue(before: str | None = None) -> Executable:
 
 
 def to_remove(after: str = "") -> Executable:
-    """Checkpoints that were let go, and of whose copies something is left; a few of them, with ids above `after`.
+    """Return one page of deleted checkpoints that still have replica files, with ids above `after`.
 
-    `is_sent` where a worker may be sending just now: that one notices, and removes it itself.
+    `is_sent` is true if a worker may be uploading now; that worker notices the deletion and removes the files itself.
     """
     left = and_(Checkpoint.deleted_at.is_not(None), Checkpoint.copy_begun_at.is_not(None), Checkpoint.id > after)
     is_sent = and_(Checkpoint.remote_at.is_(None), ~_is_abandoned())
@@ -111,7 +115,7 @@ def to_remove(after: str = "") -> Executable:
 
 
 def removed(checkpoint_id: str, noted: datetime) -> Executable:
-    """Note that nothing of the copy of a checkpoint is left, unless another worker has begun one after `noted`."""
+    """Record that a checkpoint's replica is removed, unless another worker has started an upload after `noted`."""
     return (
         update(Checkpoint)
         .where(Checkpoint.id == checkpoint_id, Checkpoint.copy_begun_at == noted)
@@ -120,9 +124,9 @@ def removed(checkpoint_id: str, noted: datetime) -> Executable:
 
 
 def leave(runs: Select[str]) -> Insert:
-    """Note that copies of `runs`, whose rows go in this transaction, have to follow.
+    """Schedule the removal of the replicas of `runs`, whose rows are deleted in this transaction.
 
-    Where a worker may be sending one just now, only once that has noticed.
+    If a worker may be uploading one now, the removal waits until that worker has noticed the deletion.
     """
     sent = case((Checkpoint.remote_at.is_(None), Checkpoint.copy_begun_at + _ABANDONED))
     copied = (
@@ -134,11 +138,11 @@ def leave(runs: Select[str]) -> Insert:
 
 
 def runs_to_remove(after: str = "") -> Executable:
-    """Deleted runs of whose copies something may be left; a few of them, with ids above `after`."""
+    """Return one page of deleted runs that may still have replica files, with ids above `after`."""
     due = and_(CopyRemoval.not_before <= func.clock_timestamp(), CopyRemoval.run_id > after)
     return select(CopyRemoval.run_id.label("id")).where(due).order_by(CopyRemoval.run_id).limit(_AT_ONCE)
 
 
 def run_removed(run_id: str) -> Executable:
-    """Note that nothing of the copies of a deleted run is left."""
+    """Record that all replicas of a deleted run are removed."""
     return delete(CopyRemoval).where(CopyRemoval.run_id == run_id)

@@ -1,4 +1,4 @@
-"""`/v1/runs/{id}/checkpoints`."""
+"""Endpoints `/v1/runs/{id}/checkpoints`."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ router = APIRouter(prefix="/runs/{run_id}/checkpoints", tags=["checkpoints"])
 
 @router.get("")
 async def list_checkpoints(run_id: str, session: Session, paging: PageQuery) -> Page[CheckpointRead]:
-    """Checkpoints whose files are there, newest first."""
+    """List checkpoints whose files exist, newest first."""
     run = await get_run(session, run_id)
     rows, has_more = await service.page(session, run.id, paging)
     return Page(data=await _shown(session, run.id, rows), has_more=has_more)
@@ -24,7 +24,7 @@ async def list_checkpoints(run_id: str, session: Session, paging: PageQuery) -> 
 
 @router.get("/{checkpoint_id}")
 async def get_checkpoint(run_id: str, checkpoint_id: str, session: Session) -> CheckpointRead:
-    """One checkpoint."""
+    """Get a checkpoint."""
     run = await get_run(session, run_id)
     (shown,) = await _shown(session, run.id, [await service.get(session, run.id, checkpoint_id)])
     return shown
@@ -32,7 +32,7 @@ async def get_checkpoint(run_id: str, checkpoint_id: str, session: Session) -> C
 
 @router.patch("/{checkpoint_id}")
 async def edit_checkpoint(run_id: str, checkpoint_id: str, body: CheckpointEdit, session: Session) -> CheckpointRead:
-    """Pin a checkpoint, or let it go again."""
+    """Pin or unpin a checkpoint."""
     run = await get_run(session, run_id)
     (shown,) = await _shown(session, run.id, [await service.pin(session, run.id, checkpoint_id, body.pinned)])
     return shown

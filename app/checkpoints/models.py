@@ -1,4 +1,4 @@
-"""Checkpoints that can be resumed from."""
+"""Tables of checkpoints and of replicas to remove."""
 
 from datetime import datetime
 from typing import Any
@@ -10,7 +10,7 @@ from app.models import Base
 
 
 class Checkpoint(Base):
-    """A saved state whose folder was complete, fsynced and renamed into place before this row was written."""
+    """Saved training state; its folder was complete, fsynced and renamed into place before this row was written."""
 
     __tablename__ = "checkpoints"
     __table_args__ = (
@@ -41,33 +41,32 @@ class Checkpoint(Base):
     manifest_sha256: Mapped[str]
     metrics: Mapped[dict[str, Any]] = mapped_column(server_default=text("'{}'"))
     save_seconds: Mapped[float | None]
-    """From the end of the step to the folder's being whole on disk."""
+    """Seconds from the end of the step until the folder is complete on disk."""
     pinned: Mapped[bool] = mapped_column(server_default=text("false"))
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     deleted_at: Mapped[datetime | None]
-    """Set before the folder is removed, so that nobody resumes from a folder that is going away."""
+    """Set before the folder is removed, so that no run resumes from a folder that is being deleted."""
     bad_reason: Mapped[str | None]
-    """Why it failed verification when somebody wanted to resume from it."""
+    """Reason why verification failed when a run tried to resume from it."""
     copy_begun_at: Mapped[datetime | None]
-    """When a worker last went on with a copy at `ANNEAL_CHECKPOINT_URL`; null: nothing of it is there.
+    """Time of the last claim or renewal of a replica upload to `ANNEAL_CHECKPOINT_URL`; null if no files are there.
 
-    Whoever has noted it last is the one that may go on."""
+    Only the worker that set the current value may continue the upload."""
     remote_at: Mapped[datetime | None]
-    """When that copy was whole."""
+    """Time at which the replica was complete."""
 
     @property
     def copies(self) -> list[str]:
-        """Where it is: in the storage of the worker that wrote it, and perhaps at `ANNEAL_CHECKPOINT_URL`."""
+        """Locations: the storage of the worker that wrote it, and possibly `ANNEAL_CHECKPOINT_URL`."""
         return ["local"] if self.remote_at is None else ["local", "remote"]
 
 
 class CopyRemoval(Base):
-    """A run whose row is gone, and whose copies at `ANNEAL_CHECKPOINT_URL` have yet to go: by a worker, the API has no
-    way to them."""
+    """Deleted run whose replicas at `ANNEAL_CHECKPOINT_URL` a worker must still remove; the API cannot reach them."""
 
     __tablename__ = "copy_removals"
 
     run_id: Mapped[str] = mapped_column(primary_key=True)
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     not_before: Mapped[datetime] = mapped_column(server_default=func.now())
-    """When no worker that was sending one of them sends any more."""
+    """Time after which no worker uploads a replica of the run any more."""

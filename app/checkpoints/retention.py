@@ -1,4 +1,4 @@
-"""Which checkpoints a run may resume from, and which it may let go."""
+"""Checkpoint retention: selects restorable checkpoints and marks those to delete."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from app.runs.models import Run
 
 
 def good(run_id: str, below_step: int | None = None) -> Executable:
-    """Checkpoints of a run that are there and not known to be damaged, furthest first."""
+    """Select the restorable checkpoints of a run (not deleted, not known to be corrupt), furthest first."""
     kept = [Checkpoint.run_id == run_id, Checkpoint.deleted_at.is_(None), Checkpoint.bad_reason.is_(None)]
     if below_step is not None:
         kept.append(Checkpoint.step < below_step)
@@ -18,16 +18,17 @@ def good(run_id: str, below_step: int | None = None) -> Executable:
 
 
 def badness(one: Any) -> ColumnElement[float]:
-    """By which checkpoints of a run are compared, the best lowest; null where no evaluation was of these weights."""
-    # Runs are judged by the one or by the other.
+    """Return the evaluation score of a checkpoint, lower is better; null if these weights were not evaluated."""
+    # A run has either losses or rewards.
     return func.coalesce(one.metrics["eval_loss"].as_float(), -one.metrics["eval_reward"].as_float())
 
 
 def retire(run_id: str, keep: int) -> Executable:
-    """Mark all but the `keep` newest checkpoints as deleted; the rows tell which folders to remove afterwards.
+    """Mark all but the `keep` newest checkpoints as deleted; return the rows whose folders must be removed afterward.
 
-    Never the newest good one, the furthest one, the best of an evaluation (lowest loss, or highest reward), or a pinned
-    one. Only a live run retires, and only a run that has ended can be resumed by another: nobody needs what goes here.
+    Keeps the newest restorable one, the furthest one, the one with the best evaluation (lowest loss or highest reward)
+    and pinned ones. Only live runs call this, and only ended runs can be resumed by another run, so no other run needs
+    the deleted checkpoints.
     """
     return _retire(run_id, keep).returning(Checkpoint.attempt, Checkpoint.name)
 
@@ -35,10 +36,10 @@ def retire(run_id: str, keep: int) -> Executable:
 def _retire(run_id: str, keep: int) -> Update:
     one = aliased(Checkpoint)
     there = select(one.id).where(one.run_id == run_id, one.deleted_at.is_(None), one.bad_reason.is_(None))
-    # An attempt may begin behind what an earlier one has saved, where that lies on another machine and has no copy.
-    # What it saves itself is what its worker can go on from, however far the other is.
+    # An attempt may start before the furthest saved step, if that checkpoint is on another machine without a replica.
+    # Its worker can then resume only from checkpoints that this attempt saves, so the newest is kept.
     newest = there.order_by(one.attempt.desc(), one.step.desc(), one.id.desc()).limit(max(keep, 1))
-    # And the other is what `good` names first: a worker that has it goes on from there, until it has been overtaken.
+    # The furthest is kept as well: `good` returns it first, and a worker that has it resumes from it.
     furthest = there.order_by(one.step.desc(), one.id.desc()).limit(1)
     best = there.where(badness(one).is_not(None)).order_by(badness(one), one.step).limit(1)
     return (
@@ -56,20 +57,23 @@ def _retire(run_id: str, keep: int) -> Update:
 
 
 def retire_ended(run_id: str) -> Executable:
-    """`retire` for a run that has ended: its newest, furthest and best stay, and whatever a later run went on from."""
+    """Do the same as `retire` for an ended run; also keep every checkpoint from which a later run was resumed."""
     resumed = exists().where(Run.resume_checkpoint_id == Checkpoint.id)
     return _retire(run_id, 1).where(~resumed).returning(Checkpoint.attempt, Checkpoint.name, Checkpoint.bytes)
 
 
 def retired(run_id: str) -> Executable:
-    """Attempt and name of checkpoints whose folders may be left over from a kill between marking and removing."""
+    """Select attempt and name of deleted checkpoints; a crash between marking and removal may leave their folders."""
     return select(Checkpoint.attempt, Checkpoint.name).where(
         Checkpoint.run_id == run_id, Checkpoint.deleted_at.is_not(None)
     )
 
 
 def mark_bad(checkpoint_id: str, reason: str, run_id: str, epoch: int) -> Executable:
-    """The checkpoint failed its verification, by whoever holds the run in this epoch: nobody resumes from it again."""
+    """Mark a checkpoint that failed verification as corrupt, so that no run resumes from it again.
+
+    Does nothing unless the caller holds the run in this lease epoch.
+    """
     holds = exists().where(Run.id == run_id, Run.epoch == epoch)
     return (
         update(Checkpoint)

@@ -1,4 +1,4 @@
-"""Checkpoints on the wire."""
+"""Wire models of checkpoints."""
 
 from typing import Any, Literal
 
@@ -8,15 +8,15 @@ from app.runs.schemas import Moment
 
 
 class CheckpointEdit(BaseModel):
-    """What to change about a checkpoint."""
+    """Changes to a checkpoint."""
 
     model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra={"example": {"pinned": True}})
 
-    pinned: bool = Field(description="A pinned checkpoint is kept, however many newer ones there are.")
+    pinned: bool = Field(description="True protects the checkpoint from retention (`save_total_limit`).")
 
 
 class CheckpointRead(BaseModel):
-    """A saved state."""
+    """Saved training state of a run."""
 
     model_config = ConfigDict(
         from_attributes=True,
@@ -52,18 +52,20 @@ class CheckpointRead(BaseModel):
     bytes: int
     manifest_sha256: str
     metrics: dict[str, Any] = Field(
-        description="`loss`: the last logged one, `best_loss`: the lowest of those; `eval_loss` or `eval_reward` where "
-        "an evaluation was of these very weights."
+        description="`loss`: last logged loss; `best_loss`: lowest logged loss; `eval_loss` or `eval_reward`: present "
+        "if exactly these weights were evaluated."
     )
     is_best: bool = Field(
         default=False,
-        description="Its evaluation was the best of the good checkpoints: lowest `eval_loss` or highest `eval_reward`.",
+        description="True for the restorable checkpoint with the lowest `eval_loss` or the highest `eval_reward`.",
     )
-    save_seconds: float | None = Field(description="How long it took to write it.")
+    save_seconds: float | None = Field(description="Seconds that saving took.")
     pinned: bool
-    bad_reason: str | None = Field(description="Why it cannot be resumed, when it was found damaged.")
+    bad_reason: str | None = Field(
+        description="Reason why the run cannot be resumed from it, if it was found to be corrupt."
+    )
     copies: list[Literal["local", "remote"]] = Field(
-        description="Where it is: `local`, in the storage of the worker that wrote it; `remote`, whole at the "
-        "operator's `ANNEAL_CHECKPOINT_URL` too, so that a worker with another storage can go on from it."
+        description="Locations. `local`: storage of the worker that wrote it. `remote`: complete replica at "
+        "`ANNEAL_CHECKPOINT_URL`, from which a worker with other storage can resume."
     )
     created_at: Moment

@@ -1,4 +1,4 @@
-"""What can be done with checkpoints."""
+"""Queries and operations on checkpoints."""
 
 from typing import Any
 
@@ -22,27 +22,27 @@ def _good() -> Select[Checkpoint]:
 
 
 async def page(session: AsyncSession, run_id: str, paging: Paging) -> tuple[list[Checkpoint], bool]:
-    """Checkpoints of a run whose files are there, newest first."""
+    """Return a page of a run's checkpoints whose files exist, newest first."""
     query = select(Checkpoint).where(Checkpoint.run_id == run_id, Checkpoint.deleted_at.is_(None))
     return await fetch(session, query, Checkpoint.id, paging)
 
 
 async def get(session: AsyncSession, run_id: str, checkpoint_id: str) -> Checkpoint:
-    """A checkpoint of this run whose files are there; `checkpoint_not_found` otherwise."""
+    """Return a checkpoint of this run whose files exist; raise 404 `checkpoint_not_found` otherwise."""
     found = await session.get(Checkpoint, checkpoint_id) if is_id(checkpoint_id, "ckpt") else None
     if found is None or found.run_id != run_id or found.deleted_at is not None:
         raise ApiError(
             404,
             "checkpoint_not_found",
-            f"Run {run_id} has no checkpoint {checkpoint_id[:60]}; GET /v1/runs/{run_id}/checkpoints lists "
-            "those it has.",
+            f"Run {run_id} has no checkpoint {checkpoint_id[:60]}; list its checkpoints with "
+            f"GET /v1/runs/{run_id}/checkpoints.",
         )
     return found
 
 
 async def pin(session: AsyncSession, run_id: str, checkpoint_id: str, pinned: bool) -> Checkpoint:
-    """Keep a checkpoint from clean-up, or no longer."""
-    # A clean-up may be marking it in this moment: what is going away cannot be pinned any more.
+    """Set or clear a checkpoint's pin, which protects it from retention."""
+    # Lock the row: retention may be marking it now, and a deleted checkpoint cannot be pinned.
     query = select(Checkpoint).where(Checkpoint.id == checkpoint_id).execution_options(populate_existing=True)
     await session.execute(query.with_for_update())
     found = await get(session, run_id, checkpoint_id)
@@ -52,7 +52,7 @@ async def pin(session: AsyncSession, run_id: str, checkpoint_id: str, pinned: bo
 
 
 def preferred_place(run: Any) -> ColumnElement[Any]:
-    """`[step, attempt]` of the checkpoint of `preferred`, as a column of a query of the table `run`."""
+    """Return `[step, attempt]` of the checkpoint that `preferred` selects, as a column for a query on `run`."""
     place = array([Checkpoint.step, Checkpoint.attempt])
     good = (Checkpoint.run_id == run.id, Checkpoint.deleted_at.is_(None), Checkpoint.bad_reason.is_(None))
     furthest = select(func.max(place)).where(*good).scalar_subquery()
@@ -64,9 +64,9 @@ def preferred_place(run: Any) -> ColumnElement[Any]:
 
 
 async def preferred(session: AsyncSession, run: Run) -> Checkpoint | None:
-    """The checkpoint that a run is resumed from unless another is named: the furthest good one.
+    """Return the default checkpoint for resuming a run: the furthest restorable one.
 
-    Of a run that was stopped with the mode `best`, the one whose evaluation was the best.
+    For a run that was stopped with mode `best`, it is the one with the best evaluation.
     """
     if run.stop_mode == "best" and run.status not in ("completed", "failed"):
         best = await best_good(session, run.id)
@@ -76,13 +76,13 @@ async def preferred(session: AsyncSession, run: Run) -> Checkpoint | None:
 
 
 async def best_good(session: AsyncSession, run_id: str) -> Checkpoint | None:
-    """The good checkpoint whose evaluation was the best (lowest loss, or highest reward); the earlier of two equals."""
+    """Return the restorable checkpoint with the lowest evaluation loss or highest reward; the earlier one on a tie."""
     query = _good().where(Checkpoint.run_id == run_id, _BADNESS.is_not(None))
     return await session.scalar(query.order_by(_BADNESS, Checkpoint.step).limit(1))
 
 
 async def slowest_save(session: AsyncSession, run_id: str) -> float | None:
-    """Seconds that the slowest of the run's last saves took; None while it has none."""
+    """Return the duration in seconds of the slowest of the run's last saves; None if it has none."""
     last = select(Checkpoint.save_seconds).where(Checkpoint.run_id == run_id, Checkpoint.save_seconds.is_not(None))
     seconds: float | None = await session.scalar(
         select(func.max(last.order_by(Checkpoint.id.desc()).limit(_LAST_SAVES).subquery().c.save_seconds))
@@ -91,7 +91,7 @@ async def slowest_save(session: AsyncSession, run_id: str) -> float | None:
 
 
 async def furthest_good(session: AsyncSession, run_id: str, most_step: int | None = None) -> Checkpoint | None:
-    """The furthest checkpoint of one run that can be resumed from, at or before `most_step`."""
+    """Return the furthest restorable checkpoint of a run, at or before `most_step`."""
     query = _good().where(Checkpoint.run_id == run_id)
     if most_step is not None:
         query = query.where(Checkpoint.step <= most_step)

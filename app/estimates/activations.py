@@ -1,4 +1,4 @@
-"""Bytes that a training step holds for its backward pass, by the shape of its micro-batch and by what is recomputed."""
+"""Activation memory of a training step, by micro-batch shape and gradient checkpointing."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -10,57 +10,57 @@ from app.estimates.tape import Device, Layer, Tape, Value
 from app.runs.config import TrainingConfig, TrainingMethod
 
 Checkpointing = Literal["off", "selective", "full"]
-"""Which layers are computed again in the backward pass: none, every second, all."""
+"""Layers recomputed in the backward pass: none, every second, all."""
 EVERY: dict[Checkpointing, int] = {"selective": 2, "full": 1}
-"""Of so many layers one is computed again."""
+"""Interval of recomputed layers."""
 
 HEAD_TOKENS, HEAD_WORDS = 4096, 32768
-"""Tokens and words of the tile in which TRL projects hidden states to probabilities, in place of whole logits."""
+"""Tokens and vocabulary entries of the tile in which TRL projects hidden states, instead of full logits."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes of an element, by what it belongs to, as a worker loads it."""
+    """Bytes per element of each part of the model, as a worker loads it."""
 
     device: Device
     autocast: bool
-    """Products in 16 bits, whatever type their weights have."""
+    """True if products are computed in 16 bits regardless of the weight type."""
     base: int
-    """Weights that are neither quantised nor trained beside an adapter."""
+    """Bytes of weights that are neither quantized nor trained with an adapter."""
     adapter: int
 
     @classmethod
     def of(cls, config: TrainingConfig, device: Device, *, bf16: bool = True) -> "Precision":
-        """What the worker chooses on that kind of device for an effective configuration."""
+        """Return the precision that a worker uses on that kind of device for an effective configuration."""
         gpu = device == "cuda"
         quantised = config.load_in_4bit or config.load_in_8bit
         return cls(
             device=device,
             autocast=gpu,
             base=2 if gpu and config.lora_r is not None else 4,
-            # TRL casts adapters on a quantised base to bfloat16; float16 GPUs need 32 bits for what trains.
+            # TRL casts adapters on a quantized base to bfloat16; float16 GPUs need 32-bit trainable weights.
             adapter=2 if quantised and not (gpu and not bf16) else 4,
         )
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes: held when the forward pass ends, held again while a layer is recomputed, and what the head takes."""
+    """Bytes kept after the forward pass, recomputed in the backward pass, and used by the head; operation counts."""
 
     kept: int
     again: int
     mask: int
-    """Which tokens may see each other: there as long as the forward pass, kept by no operation."""
+    """Bytes of the attention mask: allocated during the forward pass, kept by no operation."""
     head: int
-    """Kept for the loss."""
+    """Bytes kept for the loss."""
     forward: int
-    """Operations of products in the forward pass."""
+    """Operations of matrix products in the forward pass."""
     operations: int
-    """The same, forward and backward."""
+    """Operations of matrix products, forward and backward."""
     operations_again: int
-    """Of products that are computed a second time."""
+    """Operations of recomputed matrix products."""
     head_workspace: int
-    """Of the tile of logits and of the gradients that are summed in 32 bits, in the backward pass."""
+    """Bytes of the logits tile and of gradients accumulated in 32 bits, in the backward pass."""
 
 
 def activations(
@@ -71,10 +71,12 @@ def activations(
     checkpointing: Checkpointing,
     attention: Attention,
 ) -> Activations:
-    """Of a micro-batch under an effective configuration; `batch` holds both answers of each pair.
+    """Compute the activations of a micro-batch under an effective configuration.
+
+    `batch` contains both answers of each pair.
 
     Raises:
-        CannotTrain: not with this configuration.
+        CannotTrain: The model cannot be trained with this configuration.
     """
     found = trained(model, config)
     loaded = _Loaded(config, precision, found)
@@ -87,7 +89,7 @@ def activations(
         is_repeated = every > 0 and at % every == 0
         if is_repeated:
             tape.save(value)
-        # Most layers are like one that was walked through before: all that a walk depends on is in the key.
+        # Most layers equal an earlier one; the key contains everything that the result depends on.
         shape, has_saved = replace(value, storage=0), value.storage in tape.saved
         key = model.experts_of(at), shape, has_saved, forward.has_turned, is_repeated
         walk = walks.get(key)
@@ -120,17 +122,17 @@ def activations(
 
 @dataclass(frozen=True)
 class _Walk:
-    """What the way through one layer comes to."""
+    """Result of the forward pass through one layer."""
 
     result: Value
     kept: int
-    """Bytes of what it keeps that was not kept before."""
+    """Newly kept bytes."""
     forward: int
     backward: int
 
 
 def _walk(forward: Forward, at: int, value: Value, *, keeps: bool) -> _Walk:
-    """Through one layer; unless it `keeps`, the tape is afterwards without what the layer has kept."""
+    """Run one layer; unless `keeps` is set, remove the layer's kept tensors from the tape again."""
     tape = forward.tape
     before, there, done, to_do = dict(tape.saved), tape.total, tape.forward_operations, tape.backward_operations
     result = forward.layer(at, value)
@@ -141,7 +143,7 @@ def _walk(forward: Forward, at: int, value: Value, *, keeps: bool) -> _Walk:
 
 
 class _Loaded:
-    """What is known of each weight by name."""
+    """Properties of each weight, by name."""
 
     def __init__(self, config: TrainingConfig, precision: Precision, found: Trained) -> None:
         self._config, self._precision = config, precision
@@ -164,14 +166,14 @@ class _Loaded:
     def layer(self, weight: Weight) -> Layer:
         config, precision, short = self._config, self._precision, _short(weight.name)
         trains = self.trains(weight)
-        quantises = weight.kind == "linear" and not trains and short not in ("lm_head", "score")
+        is_quantized = weight.kind == "linear" and not trains and short not in ("lm_head", "score")
         return Layer(
             rows=weight.rows,
             columns=weight.columns,
             trains=trains,
             bytes=4 if trains else precision.base,
             quantised=("4bit" if config.load_in_4bit else "8bit" if config.load_in_8bit else None)
-            if quantises
+            if is_quantized
             else None,
             rank=self._rank if short in self._adapted else 0,
             adapter_bytes=precision.adapter,
@@ -181,7 +183,7 @@ class _Loaded:
 
 
 def _short(name: str) -> str:
-    """A weight's name without the number of its layer: `model.layers.3.mlp.up_proj` is `mlp.up_proj`."""
+    """Strip the layer prefix of a weight's name: `model.layers.3.mlp.up_proj` becomes `mlp.up_proj`."""
     parts = name.split(".")
     numbers = [at for at, part in enumerate(parts) if part.isdigit()]
     if numbers:
@@ -194,7 +196,7 @@ def _embedded(model: Architecture, loaded: _Loaded, batch: Batch, tape: Tape, ch
     trains = loaded.trains(matrix)
     if trains:
         tape.save(Value(batch.tokens, 8, False))
-    # What is computed again must have an input with a gradient, so the embeddings' output gets one.
+    # A recomputed layer needs an input that requires a gradient, so the embedding output gets one.
     grad = trains or checkpointing != "off"
     value = Value(batch.tokens * model.hidden, loaded.described().hidden_bytes, grad)
     return tape.dropout(value) if model.family == "gpt2" and model.residual_dropout else value
@@ -208,7 +210,7 @@ def _last_norm(model: Architecture) -> Weight:
 def _head(
     model: Architecture, config: TrainingConfig, loaded: _Loaded, batch: Batch, value: Value, tape: Tape
 ) -> tuple[int, int]:
-    """Bytes that the loss keeps beyond the tape, and its workspace."""
+    """Return the bytes that the loss keeps in addition to the tape, and its workspace."""
     if config.method is TrainingMethod.reward:
         tape.linear(value, loaded.layer(Weight("score", "linear", 1, model.hidden)))
         return 0, 0
@@ -216,10 +218,10 @@ def _head(
     head = loaded.layer(Weight("lm_head", "linear", model.vocabulary, model.hidden))
     operations = 2 * batch.tokens * model.hidden * model.vocabulary
     tape.multiplied(operations, head.trains or (model.tied and config.lora_r is None), value.grad)
-    # The last position of each sequence teaches nothing; without it the rest is a copy.
+    # The last position of each sequence has no target; slicing it off makes a copy.
     cut = batch.sequences > 1 or tape.device == "cuda"
     tape.save(Value(taught * model.hidden, value.bytes, True) if cut else value)
-    small = taught * (8 + 4 + 4 + 1)  # targets, normalisers, entropies, a mask
+    small = taught * (8 + 4 + 4 + 1)  # targets, normalizers, entropies, a mask
     size = 2 if tape.autocast else value.bytes
     tile = min(taught, HEAD_TOKENS) * min(HEAD_WORDS, model.vocabulary) * size
     sums = taught * model.hidden * 4 + (model.vocabulary * model.hidden * 4 if head.trains else 0)

@@ -1,31 +1,31 @@
-"""What a model is made of, read from its `config.json` alone: families, sizes, and what that file may leave out."""
+"""Model architectures read from `config.json` alone: families, sizes, and the defaults of each family."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 Norm = Literal["rms", "gemma", "layer"]
-"""How a layer is normalised: by its root mean square, the same in Gemma's order of casts, or with mean and bias."""
+"""Normalization of a layer: RMSNorm, RMSNorm with Gemma's order of casts, or LayerNorm (mean and bias)."""
 
 
 class UnknownArchitecture(ValueError):
-    """A configuration that cannot be counted from; its text says why, as a sentence."""
+    """Configuration from which parameters cannot be counted; the message is a sentence that says why."""
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a layer: how many, how many of them a token goes to, and their inner widths."""
+    """Experts of a layer: their number, the number that each token is routed to, and their inner widths."""
 
     number: int
     of_a_token: int
     width: int
     shared_width: int = 0
-    """Of the expert that every token goes to; 0: there is none."""
+    """Inner width of the shared expert that processes every token; 0 if there is none."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder of one of the families in `FAMILIES`; widths in elements."""
+    """Decoder of one of the families in `FAMILIES`; widths are in elements."""
 
     family: str
     vocabulary: int
@@ -38,30 +38,30 @@ class Architecture:
     norm: Norm
     activation: str
     tied: bool
-    """Whether the head shares the matrix of the embeddings."""
+    """True if the head shares the embedding matrix."""
     longest: int | None
-    """Positions that the model has; None: not said."""
+    """Maximum number of positions; None if not specified."""
     qkv_bias: bool = False
     out_bias: bool = False
-    """Bias behind attention."""
+    """Bias of the attention output projection."""
     mlp_bias: bool = False
     head_bias: bool = False
     head_norms: bool = False
-    """Whether queries and keys are normalised, each head by itself."""
+    """True if queries and keys are normalized per head."""
     experts: Experts | None = None
     dense_layers: frozenset[int] = frozenset()
-    """Layers without experts, where the others have some."""
+    """Layers without experts in a mixture-of-experts model."""
     learnt_positions: int = 0
-    """Rows of a matrix of position embeddings."""
+    """Rows of the learned position embedding matrix; 0 if there is none."""
     rotary_part: float = 1.0
-    """Part of a head's width that turns with the position."""
+    """Fraction of a head's width to which rotary embeddings are applied."""
     residual_dropout: float = 0.0
     attention_dropout: float = 0.0
     soft_cap: bool = False
-    """Whether the products of attention go through a tanh (eager attention only)."""
+    """True if attention scores are soft-capped with tanh (eager attention only)."""
 
     def experts_of(self, layer: int) -> Experts | None:
-        """The experts of a layer, counted from 0; None: it has an MLP of its own."""
+        """Return the experts of a layer (0-based), or None if the layer has a dense MLP."""
         return None if layer in self.dense_layers else self.experts
 
 
@@ -112,157 +112,157 @@ FAMILIES: dict[str, dict[str, Any]] = {
              "activation_function": "gelu_new", "resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1,
              "tie_word_embeddings": True},
 }  # fmt: skip
-"""What each family takes where its `config.json` is silent (transformers writes down only what differs)."""
+"""Default values of each family for fields missing from `config.json` (transformers saves only what differs)."""
 
 
 def read(config: Mapping[str, Any]) -> Architecture:
-    """The architecture that a `config.json` describes.
+    """Return the architecture that a `config.json` describes.
 
     Raises:
-        UnknownArchitecture: another family, or sizes that cannot be.
+        UnknownArchitecture: The family is not supported, or a size is impossible.
     """
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise UnknownArchitecture(
-            f"The model's family is {str(family)[:60]!r}, which cannot be counted from its config.json; known are "
-            f"{known}. With `probe: true` two steps on a worker measure it."
+            f"The model family {str(family)[:60]!r} is not supported by the estimator. Supported families: "
+            f"{known}. Set `probe: true` to measure the run with two steps on a worker."
         )
-    # A null means the same as silence, except where null is a choice of its own.
-    said = {name: value for name, value in config.items() if value is not None or name == "attn_logit_softcapping"}
-    whole = {**FAMILIES[family], **said}
+    # A null means the same as a missing field, except where null is a valid value.
+    fields = {name: value for name, value in config.items() if value is not None or name == "attn_logit_softcapping"}
+    whole = {**FAMILIES[family], **fields}
     try:
         layers = _size(whole, "n_layer" if family == "gpt2" else "num_hidden_layers")
         if layers > _MOST_LAYERS:
-            raise ValueError(f"{layers} layers are more than any model has")
+            raise ValueError(f"{layers} layers exceed the supported maximum")
         return _gpt2(whole) if family == "gpt2" else _rotary(family, whole)
     except UnknownArchitecture:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        why = str(error)[:200] if isinstance(error, ValueError) else "some value is of a kind that it cannot have"
+        why = str(error)[:200] if isinstance(error, ValueError) else "a value has the wrong type"
         raise UnknownArchitecture(f"The model's config.json does not describe a {family} model: {why}.") from error
 
 
 _POSITIVE = ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
-_OF_GPT2 = ("n_embd", "n_head", "vocab_size", "n_positions")
+_POSITIVE_GPT2 = ("n_embd", "n_head", "vocab_size", "n_positions")
 
 
 def impossible_size(config: Mapping[str, Any]) -> str | None:
-    """The first size of a known family's `config.json` with which no such model can be built, in words; None: none.
+    """Describe the first size in a known family's `config.json` that cannot be loaded, or return None.
 
-    Less is refused than `read` passes over: only what is certain to fail.
+    Less strict than `read`: only sizes that are certain to fail are reported.
     """
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         return None
-    for name in _OF_GPT2 if family == "gpt2" else _POSITIVE:
+    for name in _POSITIVE_GPT2 if family == "gpt2" else _POSITIVE:
         value = config.get(name)
         is_number = isinstance(value, int | float)
         if value is not None and (not is_number or value < 1):
-            return f"`{name}` is {str(value)[:40]!r} and not a size"
+            return f"`{name}` is {str(value)[:40]!r}, which is not a valid size"
     return None
 
 
-def _rotary(family: str, said: Mapping[str, Any]) -> Architecture:
-    heads, hidden = _size(said, "num_attention_heads"), _size(said, "hidden_size")
-    layers = _size(said, "num_hidden_layers")
-    kv_heads = _size(said, "num_key_value_heads") if "num_key_value_heads" in said else heads
+def _rotary(family: str, fields: Mapping[str, Any]) -> Architecture:
+    heads, hidden = _size(fields, "num_attention_heads"), _size(fields, "hidden_size")
+    layers = _size(fields, "num_hidden_layers")
+    kv_heads = _size(fields, "num_key_value_heads") if "num_key_value_heads" in fields else heads
     if kv_heads > heads:
-        raise ValueError(f"{kv_heads} heads of keys are more than the {heads} of queries that share them")
+        raise ValueError(f"{kv_heads} key-value heads are more than the {heads} attention heads that share them")
     gemma, phi = family.startswith("gemma"), family == "phi"
-    attention_bias = bool(said.get("attention_bias")) and family not in ("mistral", "mixtral", "phi3")
+    attention_bias = bool(fields.get("attention_bias")) and family not in ("mistral", "mixtral", "phi3")
     return Architecture(
         family=family,
-        vocabulary=_size(said, "vocab_size"),
+        vocabulary=_size(fields, "vocab_size"),
         hidden=hidden,
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
-        head_width=_size(said, "head_dim") if "head_dim" in said else _head_width(hidden, heads),
-        intermediate=_size(said, "intermediate_size"),
+        head_width=_size(fields, "head_dim") if "head_dim" in fields else _head_width(hidden, heads),
+        intermediate=_size(fields, "intermediate_size"),
         norm="gemma" if gemma else "layer" if phi else "rms",
-        activation=str(said.get("hidden_activation") or said.get("hidden_act")),
-        tied=bool(said["tie_word_embeddings"]),
-        longest=_size(said, "max_position_embeddings"),
-        qkv_bias={"qwen2": True, "phi": True, "qwen2_moe": bool(said.get("qkv_bias"))}.get(family, attention_bias),
+        activation=str(fields.get("hidden_activation") or fields.get("hidden_act")),
+        tied=bool(fields["tie_word_embeddings"]),
+        longest=_size(fields, "max_position_embeddings"),
+        qkv_bias={"qwen2": True, "phi": True, "qwen2_moe": bool(fields.get("qkv_bias"))}.get(family, attention_bias),
         out_bias=phi or (attention_bias and family not in ("qwen2", "qwen2_moe")),
-        mlp_bias=phi or (family == "llama" and bool(said.get("mlp_bias"))),
+        mlp_bias=phi or (family == "llama" and bool(fields.get("mlp_bias"))),
         head_bias=phi,
-        head_norms=family in ("qwen3", "qwen3_moe", "gemma3_text") or (phi and bool(said.get("qk_layernorm"))),
-        experts=_experts(family, said),
-        dense_layers=_dense_layers(said, layers) if family in ("qwen2_moe", "qwen3_moe") else frozenset(),
-        rotary_part=_rotary_part(said) if family in ("phi", "phi3") else 1.0,
-        residual_dropout=_part("resid_pdrop", said.get("resid_pdrop") or 0.0),
-        attention_dropout=_part("attention_dropout", said.get("attention_dropout") or 0.0),
-        soft_cap=family == "gemma2" and said.get("attn_logit_softcapping") is not None,
+        head_norms=family in ("qwen3", "qwen3_moe", "gemma3_text") or (phi and bool(fields.get("qk_layernorm"))),
+        experts=_experts(family, fields),
+        dense_layers=_dense_layers(fields, layers) if family in ("qwen2_moe", "qwen3_moe") else frozenset(),
+        rotary_part=_rotary_part(fields) if family in ("phi", "phi3") else 1.0,
+        residual_dropout=_fraction("resid_pdrop", fields.get("resid_pdrop") or 0.0),
+        attention_dropout=_fraction("attention_dropout", fields.get("attention_dropout") or 0.0),
+        soft_cap=family == "gemma2" and fields.get("attn_logit_softcapping") is not None,
     )
 
 
-def _gpt2(said: Mapping[str, Any]) -> Architecture:
-    hidden, heads = _size(said, "n_embd"), _size(said, "n_head")
-    if said.get("add_cross_attention"):
-        raise UnknownArchitecture("The model has cross-attention, which no method here trains.")
+def _gpt2(fields: Mapping[str, Any]) -> Architecture:
+    hidden, heads = _size(fields, "n_embd"), _size(fields, "n_head")
+    if fields.get("add_cross_attention"):
+        raise UnknownArchitecture("The model has cross-attention, which no training method supports.")
     return Architecture(
         family="gpt2",
-        vocabulary=_size(said, "vocab_size"),
+        vocabulary=_size(fields, "vocab_size"),
         hidden=hidden,
-        layers=_size(said, "n_layer"),
+        layers=_size(fields, "n_layer"),
         heads=heads,
         kv_heads=heads,
         head_width=_head_width(hidden, heads),
-        intermediate=_size(said, "n_inner") if "n_inner" in said else 4 * hidden,
+        intermediate=_size(fields, "n_inner") if "n_inner" in fields else 4 * hidden,
         norm="layer",
-        activation=str(said["activation_function"]),
-        tied=bool(said["tie_word_embeddings"]),
-        longest=_size(said, "n_positions"),
+        activation=str(fields["activation_function"]),
+        tied=bool(fields["tie_word_embeddings"]),
+        longest=_size(fields, "n_positions"),
         qkv_bias=True,
         out_bias=True,
         mlp_bias=True,
-        learnt_positions=_size(said, "n_positions"),
+        learnt_positions=_size(fields, "n_positions"),
         rotary_part=0.0,
-        residual_dropout=_part("resid_pdrop", said["resid_pdrop"]),
-        attention_dropout=_part("attn_pdrop", said["attn_pdrop"]),
+        residual_dropout=_fraction("resid_pdrop", fields["resid_pdrop"]),
+        attention_dropout=_fraction("attn_pdrop", fields["attn_pdrop"]),
     )
 
 
-def _experts(family: str, said: Mapping[str, Any]) -> Experts | None:
+def _experts(family: str, fields: Mapping[str, Any]) -> Experts | None:
     if family == "mixtral":
-        number, width = _size(said, "num_local_experts"), _size(said, "intermediate_size")
-        return Experts(number, _size(said, "num_experts_per_tok"), width)
+        number, width = _size(fields, "num_local_experts"), _size(fields, "intermediate_size")
+        return Experts(number, _size(fields, "num_experts_per_tok"), width)
     if family in ("qwen2_moe", "qwen3_moe"):
-        shared = _size(said, "shared_expert_intermediate_size") if family == "qwen2_moe" else 0
-        # transformers 5 writes down the second name for what it reads under both.
-        number = _size(said, "num_local_experts" if "num_local_experts" in said else "num_experts")
-        width = _size(said, "moe_intermediate_size")
-        return Experts(number, _size(said, "num_experts_per_tok"), width, shared)
+        shared = _size(fields, "shared_expert_intermediate_size") if family == "qwen2_moe" else 0
+        # transformers 5 reads both names and saves `num_local_experts`.
+        number = _size(fields, "num_local_experts" if "num_local_experts" in fields else "num_experts")
+        width = _size(fields, "moe_intermediate_size")
+        return Experts(number, _size(fields, "num_experts_per_tok"), width, shared)
     return None
 
 
-def _dense_layers(said: Mapping[str, Any], layers: int) -> frozenset[int]:
-    named, step = set(said["mlp_only_layers"]), _size(said, "decoder_sparse_step")
+def _dense_layers(fields: Mapping[str, Any], layers: int) -> frozenset[int]:
+    named, step = set(fields["mlp_only_layers"]), _size(fields, "decoder_sparse_step")
     return frozenset(at for at in range(layers) if at in named or (at + 1) % step)
 
 
-def _rotary_part(said: Mapping[str, Any]) -> float:
-    nested = said.get("rope_parameters") or said.get("rope_scaling") or {}
+def _rotary_part(fields: Mapping[str, Any]) -> float:
+    nested = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     name = "partial_rotary_factor"
-    return _part(name, nested.get(name, said.get(name, 1.0)))
+    return _fraction(name, nested.get(name, fields.get(name, 1.0)))
 
 
 def _head_width(hidden: int, heads: int) -> int:
     if heads > hidden:
-        raise ValueError(f"{heads} heads are more than the hidden size of {hidden} has elements")
+        raise ValueError(f"{heads} attention heads exceed the hidden size of {hidden}")
     return hidden // heads
 
 
-def _part(name: str, value: Any) -> float:
+def _fraction(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ValueError(f"`{name}` is {str(value)[:40]!r} and not a part of one")
+        raise ValueError(f"`{name}` is {str(value)[:40]!r}, which is not a number from 0 to 1")
     return float(value)
 
 
-def _size(said: Mapping[str, Any], name: str) -> int:
-    value = said[name]
+def _size(fields: Mapping[str, Any], name: str) -> int:
+    value = fields[name]
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**40:
-        raise ValueError(f"`{name}` is {str(value)[:40]!r} and not a size")
+        raise ValueError(f"`{name}` is {str(value)[:40]!r}, which is not a valid size")
     return value

@@ -1,4 +1,4 @@
-"""`/v1/runs/estimate`."""
+"""Endpoint `/v1/runs/estimate`."""
 
 from fastapi import APIRouter
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -18,13 +18,13 @@ router = APIRouter(prefix="/runs", tags=["runs"])
 
 @router.post(
     "/estimate",
-    responses={202: {"model": Estimated, "description": "With `probe`: a run that measures waits for a worker."}},
+    responses={202: {"model": Estimated, "description": "With `probe`: a probe run was queued."}},
 )
 async def estimate_run(body: RunToEstimate, new: NewRun) -> Estimated:
-    """Say what a run would take in memory, steps, tokens, time and money, and where it fits, without making it.
+    """Estimate memory, steps, tokens, time and cost of a run, and the devices it fits on, without creating it.
 
-    With `probe` a short run measures it too: two steps on the longest rows, of which nothing is kept. It waits for a
-    worker like any other.
+    With `probe`, a short run also measures it: two steps on the longest rows, of which nothing is kept. The probe is
+    queued like any other run.
     """
     idempotency = None
     if body.probe:
@@ -32,18 +32,18 @@ async def estimate_run(body: RunToEstimate, new: NewRun) -> Estimated:
     else:
         audit.forget(new.request)
     sessions, expected = new.request.app.state.sessions, None
-    # Sessions of their own, which end here: no row stays locked, and no connection taken, while all is computed.
+    # Separate short sessions, so that no row stays locked and no connection in use during the computation.
     async with sessions() as reading:
         if earlier := await runs.replayed(reading, new.caller_id, idempotency):
             expected = await kept.of(reading, earlier.id)
     if expected is None:
         async with sessions() as reading:
             subject = await _subject(reading, new.around, body)
-        told = await service.estimate(sessions, new.around.settings, new.around.storage, subject)
+        computed = await service.estimate(sessions, new.around.settings, new.around.storage, subject)
         if not body.probe:
-            return Estimated(**dict(told))
+            return Estimated(**dict(computed))
         config = subject.config
-        expected = KeptEstimate(**dict(told), eval_split=config.eval_split, stop_at_step=config.stop_at_step)
+        expected = KeptEstimate(**dict(computed), eval_split=config.eval_split, stop_at_step=config.stop_at_step)
     run = await runs.create(new.session, new.around, probing.request_of(body), new.caller_id, idempotency)
     await kept.store(new.session, run.id, expected)
     new.accept(run)
@@ -52,13 +52,13 @@ async def estimate_run(body: RunToEstimate, new: NewRun) -> Estimated:
 
 
 async def _subject(session: AsyncSession, around: runs.Surroundings, body: RunToEstimate) -> service.Subject:
-    # To know what it takes before its weights are downloaded is what an estimate is for; a probe loads them.
+    # An estimate must work before the weights are downloaded; a probe loads them.
     found = await examine(session, around.settings, around.storage, around.rules, body, needs_weights=body.probe)
     if found.errors or found.config is None:
         raise refusal(found.errors)
     rules = around.rules[body.backend]
     if body.probe and not rules.loads_model:
-        message = f"backend `{body.backend}` loads no model, so there is nothing to measure; leave `probe` out"
+        message = f"backend `{body.backend}` loads no model, so there is nothing to measure; omit `probe`"
         raise invalid([FieldError(field="probe", code="not_supported", message=message)])
     data = await service.data_of(session, body.dataset_id)
     return service.Subject(found.config, found.given, body.backend, data, rules.loads_model)

@@ -1,4 +1,4 @@
-"""The estimate that a run keeps: made once the run is there, and held against what it has really taken."""
+"""Stored estimate of a run: computed once after creation, and compared with the measured resources."""
 
 import logging
 
@@ -19,9 +19,9 @@ log = logging.getLogger(__name__)
 
 
 async def keep(sessions: async_sessionmaker[AsyncSession], settings: Settings, storage: Storage, run: Run) -> None:
-    """Estimate a run that was just created and write that down, unless it was before; call it after the commit.
+    """Estimate a new run and store the result, unless one is stored already; call it after the commit.
 
-    Whatever goes wrong is logged, and the run has no estimate: a figure that only advises never undoes a run.
+    Errors are logged and leave the run without an estimate: estimates are advisory and never fail a run.
     """
     if run.attempt:
         return
@@ -34,22 +34,22 @@ async def keep(sessions: async_sessionmaker[AsyncSession], settings: Settings, s
             known = await service.look_up(session, settings, subject)
         found, _ = await service.in_turn(settings, storage, subject, known, thorough=False)
         async with sessions() as session, session.begin():
-            # Who is deleted meanwhile needs none.
+            # The run may have been deleted in the meantime.
             still = select(Run.id).where(Run.id == run.id).with_for_update(read=True, key_share=True)
             if await session.scalar(still) is not None:
                 await store(session, run.id, found)
     except Exception:
-        log.exception("run %s of the model %r has no estimate", run.id, run.config.get("base_model"))
+        log.exception("estimate failed for run %s with base model %r", run.id, run.config.get("base_model"))
 
 
 async def store(session: AsyncSession, run_id: str, found: RunEstimate) -> None:
-    """Write down what was estimated of a run; what was written before stays."""
+    """Store the estimate of a run; an existing one is kept."""
     new = insert(StoredEstimate).values(run_id=run_id, estimate=found.model_dump(mode="json"))
     await session.execute(new.on_conflict_do_nothing())
 
 
 async def of(session: AsyncSession, run_id: str) -> KeptEstimate | None:
-    """What was estimated of a run at its creation; None: nothing was, or by a version that wrote something else."""
+    """Return the estimate stored at creation; None if there is none or another version stored a different form."""
     document = await session.scalar(select(StoredEstimate.estimate).where(StoredEstimate.run_id == run_id))
     return stored(document) if document else None
 
@@ -57,7 +57,7 @@ async def of(session: AsyncSession, run_id: str) -> KeptEstimate | None:
 async def compared(
     session: AsyncSession, run: Run, step_seconds: float | None
 ) -> tuple[KeptEstimate | None, Measured | None]:
-    """What was estimated of a run at its creation, and what it has taken so far; null before it has measured any."""
+    """Return the estimate stored at creation and the measured resources so far; None where there are none."""
     expected = await of(session, run.id)
     peak, reserved, rate = await measured(session, run.id) if run.attempt else (None, None, None)
     real = None

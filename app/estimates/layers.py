@@ -1,4 +1,4 @@
-"""The forward pass of a decoder on a tape: which tensors a training step holds on to, family by family."""
+"""Forward pass of a decoder on a tape: records the tensors that a training step keeps, by model family."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,39 +13,39 @@ Attention = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"]
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch as the model sees it."""
+    """Shape of a micro-batch as the model receives it."""
 
     sequences: int
     length: int
     masked: bool = False
-    """Whether a mask comes with it: some sequence is padded, or several documents share one."""
+    """True if an attention mask is passed: a sequence is padded, or several documents share one."""
     positions_each: bool = False
-    """Whether each sequence has positions of its own."""
+    """True if each sequence has its own position ids."""
 
     @property
     def tokens(self) -> int:
-        """Tokens, padding included."""
+        """Number of tokens, padding included."""
         return self.sequences * self.length
 
     @property
     def pairs(self) -> int:
-        """Pairs of tokens, of which a mask says which may see each other."""
+        """Number of token pairs in the attention mask."""
         return self.sequences * self.length**2
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """How weights are loaded and which train: looked up by weight."""
+    """Lookup by weight: the type in which it is loaded, and whether it trains."""
 
     layer: Callable[[Weight], Layer]
     norm_trains: Callable[[Weight], bool]
     norm_bytes: int
     hidden_bytes: int
-    """Of the embeddings' elements."""
+    """Bytes per element of the embeddings."""
 
 
 class Forward:
-    """One forward pass; `tape` holds what it keeps."""
+    """One forward pass; `tape` records the tensors that it keeps."""
 
     def __init__(self, model: Architecture, batch: Batch, attention: Attention, loaded: Loaded, tape: Tape) -> None:
         self._model, self._batch, self._attention = model, batch, attention
@@ -53,16 +53,16 @@ class Forward:
         tokens = batch.tokens if batch.positions_each else batch.length
         width = round(model.head_width * model.rotary_part)
         turn = tokens * width, loaded.hidden_bytes, False
-        self._turns = Value(*turn), Value(*turn)
+        self._rotary = Value(*turn), Value(*turn)
         self._joins = model.family in ("phi", "phi3")
 
     @property
     def has_turned(self) -> bool:
-        """Whether the tape keeps already what all layers turn their heads by."""
-        return all(one.storage in self.tape.saved for one in self._turns)
+        """True if the tape already holds the rotary sines and cosines, which all layers share."""
+        return all(one.storage in self.tape.saved for one in self._rotary)
 
     def layer(self, at: int, value: Value) -> Value:
-        """Layer `at` on hidden states."""
+        """Apply layer `at` (0-based) to hidden states."""
         parts = {one.name.removeprefix("layer."): one for one in layer(self._model, at)}
         if self._model.family == "phi":
             return self._parallel(parts, value)
@@ -80,7 +80,7 @@ class Forward:
         return self.tape.plus(value, self._residual(out))
 
     def norm(self, weight: Weight, value: Value) -> Value:
-        """A norm over the width of its weights."""
+        """Apply a norm over the width of its weights."""
         trains, size = self._loaded.norm_trains(weight), self._loaded.norm_bytes
         width = weight.rows // weight.tensors
         if self._model.norm == "layer":
@@ -112,8 +112,8 @@ class Forward:
             query = self.norm(parts[f"self_attn.q_{suffix}"], query)
             key = self.norm(parts[f"self_attn.k_{suffix}"], key)
         if model.rotary_part:
-            query, key = self._turn(query), self._turn(key)
-        # Two products for each pair of tokens, whether the causal half of them is left out or not.
+            query, key = self._rotate(query), self._rotate(key)
+        # Two products per pair of tokens, regardless of whether the kernel skips the causal half.
         grad = query.grad or key.grad or states.grad
         tape, operations = self.tape, 4 * self._batch.pairs * model.heads * model.head_width
         tape.multiplied(operations, grad, grad)
@@ -121,21 +121,21 @@ class Forward:
         out = next(name for name in ("attn.c_proj", "self_attn.dense", "self_attn.o_proj") if name in parts)
         return self._linear(parts, out, kernel(query, key, states))
 
-    def _turn(self, value: Value) -> Value:
+    def _rotate(self, value: Value) -> Value:
         if value.grad:
-            for one in self._turns:
+            for one in self._rotary:
                 self.tape.save(one)
-        return self.tape.made(value.elements, max(value.bytes, self._turns[0].bytes), value)
+        return self.tape.made(value.elements, max(value.bytes, self._rotary[0].bytes), value)
 
     def _repeated(self, value: Value) -> Value:
-        """Keys or values, written out for every head that shares them."""
+        """Expand keys or values to all heads that share them."""
         times = self._model.heads // self._model.kv_heads
         return value if times == 1 else self.tape.made(value.elements * times, value.bytes, value)
 
     def _fused(self, query: Value, key: Value, states: Value) -> Value:
         masked = self._batch.masked and self._attention == "sdpa"
         if self._model.attention_dropout and self.tape.device == "cpu":
-            return self._written_out(query, key, states)
+            return self._unfused(query, key, states)
         if self._attention == "sdpa" and (masked or self._model.head_width > 256):
             key, states = self._repeated(key), self._repeated(states)
         if self.tape.autocast:
@@ -146,13 +146,13 @@ class Forward:
                 self.tape.save(one)
             self.tape.save(Value(self._batch.tokens * self._model.heads, 4, False))
             if masked:
-                # As true and false it came; each layer makes numbers of it.
+                # The mask is boolean; each layer converts it to the type of the query.
                 self.tape.save(Value(self._batch.pairs, query.bytes, False))
-        # Where only a part of each head turns, its parts were joined in another order: what goes on is a copy.
+        # With partial rotary embeddings the parts are concatenated in another order, so the output is a copy.
         return self.tape.made(result.elements, result.bytes, result) if self._joins else result
 
-    def _written_out(self, query: Value, key: Value, states: Value) -> Value:
-        """Attention of a CPU with dropout, for which it has no kernel: each step by itself."""
+    def _unfused(self, query: Value, key: Value, states: Value) -> Value:
+        """Apply attention with dropout on a CPU, which has no fused kernel for it: each operation separately."""
         tape, pairs = self.tape, self._batch.sequences * self._batch.length**2 * self._model.heads
         key, states = self._repeated(key), self._repeated(states)
         scores = tape.made(pairs, query.bytes, query, key)
@@ -208,7 +208,7 @@ class Forward:
         return self._linear(parts, f"{prefix}.{last}", inner)
 
     def _mixture(self, parts: dict[str, Weight], experts: Experts, value: Value) -> Value:
-        """Each token goes to some experts; what these keep is that of the tokens sent to them."""
+        """Apply a mixture of experts; each expert keeps only the tensors of the tokens routed to it."""
         tape, tokens = self.tape, self._batch.tokens
         sent, hidden = tokens * experts.of_a_token, self._model.hidden
         gate = self._loaded.layer(parts["mlp.gate"])
@@ -233,7 +233,7 @@ class Forward:
         return tape.plus(out, tape.times(share, shared))
 
     def _of_experts(self, value: Value, elements: int, loaded: Layer, weight: Weight) -> Value:
-        """A product with the experts' matrices; peft adds an adapter to the matrices themselves, which makes a copy."""
+        """Multiply by the experts' matrices; peft adds the adapter to the matrices themselves, which makes a copy."""
         if loaded.rank:
             size = 2 if self.tape.autocast else loaded.bytes
             self.tape.save(Value(weight.weights, size, True))

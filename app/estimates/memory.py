@@ -1,4 +1,4 @@
-"""Memory of a training run by component, and the highest moment of a step."""
+"""Memory of a training run by component, and the peak within a step."""
 
 from dataclasses import asdict, dataclass
 
@@ -9,54 +9,54 @@ from app.estimates.parameters import SCORE, Trained, Weight, trained, weights
 from app.runs.config import TrainingConfig, TrainingMethod
 
 CONTEXT = {"cuda": 600 * 2**20, "cpu": 700 * 2**20}
-"""Assumed for what a process holds before any tensor: the CUDA context and its libraries; a CPU process with torch."""
+"""Assumed bytes of a process before any tensor: the CUDA context and its libraries; a CPU process with torch."""
 _BLOCK = 64
-"""Weights that share a constant of 4-bit quantisation."""
+"""Weights per 4-bit quantization constant."""
 _BLOCKS = 256
-"""Such constants that share one of the second quantisation, and elements that share one of an 8-bit optimizer."""
-_OF_PLUGINS = "adamw_torch"
+"""Constants per block of double quantization, and elements per block of an 8-bit optimizer."""
+_PLUGIN_OPTIMIZER = "adamw_torch"
 _SMALLEST_8BIT = 4096
-"""Tensors of fewer elements keep 32-bit optimizer state."""
+"""Tensors with fewer elements have 32-bit optimizer state."""
 
 
 @dataclass(frozen=True)
 class Components:
-    """Bytes on the device, by what they are for; not all of them are there at once."""
+    """Bytes on the device by purpose; not all of them are allocated at the same time."""
 
     weights: int
     quantization_constants: int
     adapter: int
-    """Adapters, and the copies of modules that train whole beside them."""
+    """Adapters, and copies of fully trained modules (`modules_to_save`)."""
     reference: int
-    """The copy of the base that `rlhf` without an adapter holds its policy against."""
+    """Reference copy of the base model, used by `rlhf` without an adapter."""
     gradients: int
     optimizer: int
     activations: int
     logits: int
-    """Of the loss, and of the tile in which hidden states become probabilities."""
+    """Tensors of the loss, including the logits tile."""
     workspace: int
-    """Temporary tensors of the backward pass or the optimizer, whichever takes more."""
+    """Temporary tensors of the backward pass or the optimizer, whichever is larger."""
     generation: int
-    """Keys and values of the completions that `rlhf` writes."""
+    """KV cache of the completions that `rlhf` generates."""
     context: int
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a run needs; bytes."""
+    """Memory requirement of a run, in bytes."""
 
     components: Components
     peak: int
-    """At the highest moment of a step, of tensors and context."""
+    """Peak within a step, tensors and context."""
     activations: Activations
 
     @property
     def tensors(self) -> int:
-        """The peak without the context: what torch counts as allocated on a GPU."""
+        """Peak without the context, as torch reports allocated GPU memory."""
         return self.peak - self.components.context
 
     def as_megabytes(self) -> dict[str, float]:
-        """Each component and `total`, in MiB."""
+        """Return each component and `total`, in MiB."""
         return {name: round(value / 2**20, 1) for name, value in asdict(self.components).items()} | {
             "total": round(self.peak / 2**20, 1)
         }
@@ -70,10 +70,10 @@ def memory(
     checkpointing: Checkpointing,
     attention: Attention,
 ) -> Memory:
-    """Of a run under an effective configuration, whose micro-batches have at most the shape of `batch`.
+    """Compute the memory of a run under an effective configuration with micro-batches no larger than `batch`.
 
     Raises:
-        CannotTrain: not with this configuration.
+        CannotTrain: The model cannot be trained with this configuration.
     """
     found = trained(model, config)
     held = activations(model, config, precision, batch, checkpointing, attention)
@@ -81,18 +81,18 @@ def memory(
     adapter, gradients = _trained(found, config, precision)
     optim = counted_optimizer(config)
     optimizer = _optimizer(found, optim, precision)
-    unpacked = _unpacked(model, config, precision)
-    stepping = _stepping(found, optim, precision)
+    dequantized = _dequantized(model, config, precision)
+    optimizer_workspace = _optimizer_workspace(found, optim, precision)
     generation = _generation(model, config, precision)
     copied = config.method is TrainingMethod.rlhf and config.rlhf.beta > 0 and config.lora_r is None
     reference = base if copied else 0
-    still = base + constants + adapter + reference + optimizer
+    static = base + constants + adapter + reference + optimizer
     kept = held.kept + held.mask + held.head
     accumulated = gradients if config.gradient_accumulation_steps > 1 else 0
-    inside = held.again + unpacked
+    inside = held.again + dequantized
     backward = max(
         kept + max(held.head_workspace, inside) + accumulated,
-        # At its end: every gradient, and the first layer's activations.
+        # At the end of the backward pass: all gradients, and the first layer's activations.
         gradients + inside + held.kept // max(model.layers, 1),
     )
     context = CONTEXT[precision.device]
@@ -106,27 +106,27 @@ def memory(
             optimizer=optimizer,
             activations=held.kept + held.mask + held.again,
             logits=held.head + held.head_workspace,
-            workspace=max(unpacked, stepping),
+            workspace=max(dequantized, optimizer_workspace),
             generation=generation,
             context=context,
         ),
-        still + max(backward, gradients + stepping, generation) + context,
+        static + max(backward, gradients + optimizer_workspace, generation) + context,
         held,
     )
 
 
 def counted_optimizer(config: TrainingConfig) -> str:
-    """The optimizer whose state is counted; of an installed one nobody knows it, so two 32-bit moments stand for it."""
-    return config.optim if config.trainer_options.optimizer is None else _OF_PLUGINS
+    """Return the optimizer whose state is counted; for a plugin, AdamW (two 32-bit moments) is assumed."""
+    return config.optim if config.trainer_options.optimizer is None else _PLUGIN_OPTIMIZER
 
 
 def _base(model: Architecture, config: TrainingConfig, precision: Precision) -> tuple[int, int]:
-    """Bytes of the weights as they are loaded, and of the constants of their quantisation."""
+    """Return the bytes of the loaded weights and of their quantization constants."""
     reward = config.method is TrainingMethod.reward
     doubled = config.trainer_options.double_quant
     base = constants = 0
     for one in weights(model, reward_head=reward):
-        if not _quantises(one, config):
+        if not _is_quantized(one, config):
             base += one.count * precision.base
             continue
         bias = (one.count - one.weights) * precision.base
@@ -141,20 +141,20 @@ def _base(model: Architecture, config: TrainingConfig, precision: Precision) -> 
     return base, constants
 
 
-def _quantises(one: Weight, config: TrainingConfig) -> bool:
+def _is_quantized(one: Weight, config: TrainingConfig) -> bool:
     asked = config.load_in_4bit or config.load_in_8bit
     return asked and one.kind == "linear" and one.name not in ("lm_head", SCORE)
 
 
 def _trained(found: Trained, config: TrainingConfig, precision: Precision) -> tuple[int, int]:
-    """Bytes of what trains beside the base, and of the gradients of all that trains."""
+    """Return the bytes of trainable weights in addition to the base, and of all gradients."""
     whole = sum(one.count for one in found.whole) * 4
     adapter = (found.adapter - found.magnitudes) * precision.adapter + found.magnitudes * 4
     return (adapter if config.lora_r is None else adapter + whole), adapter + whole
 
 
 def _optimizer(found: Trained, optim: str, precision: Precision) -> int:
-    """Bytes of the optimizer's state."""
+    """Return the bytes of the optimizer state."""
     moments = 0 if optim == "sgd" else 1 if "lion" in optim or optim == "rmsprop" else 2
     total = 0
     for kind, rows, columns in found.tensors():
@@ -164,25 +164,25 @@ def _optimizer(found: Trained, optim: str, precision: Precision) -> int:
         elif "8bit" in optim and count >= _SMALLEST_8BIT and kind != "embedding":
             total += moments * (count + 4 * -(-count // _BLOCKS))
         elif "torch" in optim or optim == "rmsprop":
-            # torch's own keep the type of the weight.
+            # torch optimizers keep state in the type of the weight.
             total += moments * count * (precision.adapter if kind == "adapter" else 4) + 4
         else:
             total += moments * count * 4
     return total
 
 
-def _stepping(found: Trained, optim: str, precision: Precision) -> int:
-    """Temporary tensors of an optimizer step: torch's own take all weights at once on a GPU."""
+def _optimizer_workspace(found: Trained, optim: str, precision: Precision) -> int:
+    """Return the bytes of temporary tensors of an optimizer step; on a GPU, torch processes all weights at once."""
     sizes = [rows * columns * 4 for _, rows, columns in found.tensors()]
     if optim in ("adamw_torch", "rmsprop"):
         return sum(sizes) if precision.device == "cuda" else max(sizes, default=0)
     return 2 * max(sizes, default=0) if optim == "adafactor" else 0
 
 
-def _unpacked(model: Architecture, config: TrainingConfig, precision: Precision) -> int:
-    """The largest quantised matrix, written out in 16 or 32 bits for the product of a backward pass."""
+def _dequantized(model: Architecture, config: TrainingConfig, precision: Precision) -> int:
+    """Return the bytes of the largest quantized matrix, dequantized to 16 or 32 bits for the backward pass."""
     size = 2 if precision.autocast else 4
-    found = [one.weights * size for one in weights(model) if _quantises(one, config)]
+    found = [one.weights * size for one in weights(model) if _is_quantized(one, config)]
     return max(found, default=0)
 
 

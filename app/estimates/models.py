@@ -1,4 +1,4 @@
-"""What was estimated of a run when it was created."""
+"""Table of the estimates stored at run creation."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from app.models import Base
 
 
 class StoredEstimate(Base):
-    """One for each run; it stays as it was, to be held against what was measured."""
+    """Estimate of a run; one per run, never updated, for comparison with measurements."""
 
     __tablename__ = "run_estimates"
 

@@ -1,4 +1,4 @@
-"""Parameters of a model and of what trains in it, by formula: exact, and without loading anything."""
+"""Exact counts of a model's total and trainable parameters by formula, without loading the model."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,48 +10,47 @@ from app.runs.config import TrainingConfig, TrainingMethod
 
 Kind = Literal["linear", "embedding", "norm", "router", "experts"]
 ADAPTED_EXPERTS = ("mixtral", "qwen3_moe")
-"""Families whose experts peft adapts when all linear layers are to be, although they are stored as tensors."""
+"""Families whose experts peft adapts with `all-linear`, although they are stored as plain tensors."""
 SCORE = "score"
-"""Name of the layer that gives a text one number, in a reward model."""
+"""Name of the score head of a reward model (one output per text)."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A matrix or vector of the model, with the bias that belongs to it.
+    """Matrix or vector of the model, with its bias.
 
-    `linear` are layers that an adapter or 4 and 8-bit loading can take; experts and what chooses among them are plain
-    tensors, which neither does.
+    `linear` layers support adapters and 4-bit or 8-bit loading; experts and routers are plain tensors, which do not.
     """
 
     name: str
     kind: Kind
     rows: int
-    """Outputs of a linear layer."""
+    """Output features of a linear layer."""
     columns: int = 1
-    """Its inputs."""
+    """Input features of a linear layer."""
     bias: bool = False
     copies: int = 1
-    """Experts in one tensor."""
+    """Number of experts stored in one tensor."""
     tensors: int = 1
 
     @property
     def weights(self) -> int:
-        """Elements of the matrix alone."""
+        """Number of elements without the bias."""
         return self.rows * self.columns * self.copies
 
     @property
     def count(self) -> int:
-        """Elements, the bias included."""
+        """Number of elements, including the bias."""
         return self.weights + (self.rows if self.bias else 0)
 
     def is_named(self, name: str) -> bool:
-        """Whether a name of the configuration (`q_proj`, `mlp.up_proj`) means it."""
+        """Return True if a module name of the configuration (`q_proj`, `mlp.up_proj`) matches this weight."""
         return self.name == name or self.name.endswith(f".{name}")
 
 
-@lru_cache(maxsize=4)  # asked for some ten times for each memory, and that for each change that is tried
+@lru_cache(maxsize=4)  # called about ten times per memory estimate, and one estimate per advised change
 def weights(model: Architecture, *, reward_head: bool = False) -> tuple[Weight, ...]:
-    """Every weight, in the order of the forward pass; a tied head is left out, since it is the embeddings' matrix."""
+    """Return all weights in forward order; a tied head is omitted because it is the embedding matrix."""
     found = list(_backbone(model))
     if reward_head:
         found.append(Weight(SCORE, "linear", 1, model.hidden))
@@ -63,9 +62,9 @@ def weights(model: Architecture, *, reward_head: bool = False) -> tuple[Weight, 
 
 
 def modules(model: Architecture) -> frozenset[str] | None:
-    """Names of all modules that hold weights, and of those that hold them; None: not known for certain.
+    """Return the names of all modules with weights and of their parents; None if they are not certain.
 
-    How experts are laid out differs from one version of transformers to another.
+    The layout of experts differs between versions of transformers.
     """
     if model.experts is not None:
         return None
@@ -74,16 +73,16 @@ def modules(model: Architecture) -> frozenset[str] | None:
 
 
 def total(model: Architecture, *, reward_head: bool = False) -> int:
-    """Parameters of the model without any adapter."""
+    """Return the number of parameters of the model without adapters."""
     return sum(one.count for one in weights(model, reward_head=reward_head))
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What of a model trains; counts are of parameters."""
+    """Trainable part of a model; counts are numbers of parameters."""
 
     whole: list[Weight]
-    """Weights that train as they are: all, or beside an adapter those of `modules_to_save`, which are copies."""
+    """Fully trained weights: all, or with an adapter those of `modules_to_save`, which are copies."""
     adapted: list[Weight]
     """Linear layers with an adapter."""
     rank: int
@@ -91,30 +90,30 @@ class Trained:
 
     @property
     def adapter(self) -> int:
-        """Parameters of the adapter."""
+        """Number of adapter parameters."""
         return sum(self.adapter_of(one) for one in self.adapted)
 
     @property
     def magnitudes(self) -> int:
-        """Of those the vectors of magnitudes that DoRA adds."""
+        """Number of adapter parameters in DoRA magnitude vectors."""
         return sum(one.rows for one in self.adapted) if self.dora else 0
 
     @property
     def count(self) -> int:
-        """Trainable parameters in all."""
+        """Total number of trainable parameters."""
         return self.adapter + sum(one.count for one in self.whole)
 
     def adapter_of(self, one: Weight) -> int:
-        """Parameters that the adapter adds to a layer."""
+        """Return the number of parameters that the adapter adds to a layer."""
         return self.rank_of(one) * (one.rows + one.columns) + (one.rows if self.dora else 0)
 
     def rank_of(self, one: Weight) -> int:
-        """Rank of a layer's adapter, of all experts together; two matrices stored as one have twice as much."""
+        """Return the rank of a layer's adapter, summed over experts; doubled for two matrices stored as one."""
         joined = one.kind == "experts" and one.is_named("gate_up_proj")
         return self.rank * one.copies * (2 if joined else 1)
 
     def tensors(self) -> list[tuple[str, int, int]]:
-        """Each trained tensor: kind of weight or `adapter`, rows, columns (1 of a vector)."""
+        """Return each trained tensor as (kind of weight or `adapter`, rows, columns); a vector has one column."""
         found: list[tuple[str, int, int]] = []
         for one in self.whole:
             found += [(one.kind, one.rows * one.copies, one.columns)] if one.kind != "norm" else []
@@ -127,14 +126,14 @@ class Trained:
 
 
 class CannotTrain(ValueError):
-    """A configuration that this model cannot be trained with; its text is a sentence."""
+    """Configuration with which this model cannot be trained; the message is a sentence."""
 
 
 def trained(model: Architecture, config: TrainingConfig) -> Trained:
-    """What of the model trains under an effective configuration (`lora_r` null: everything).
+    """Return the trainable part of the model under an effective configuration (`lora_r` null: everything).
 
     Raises:
-        CannotTrain: a name leads to no weight, or peft refuses the adapter.
+        CannotTrain: A module name matches no weight, or peft rejects the adapter.
     """
     reward = config.method is TrainingMethod.reward
     every = weights(model, reward_head=reward)
@@ -143,13 +142,13 @@ def trained(model: Architecture, config: TrainingConfig) -> Trained:
     linear = [one for one in every if one.kind == "linear" and one.name not in ("lm_head", SCORE)]
     for name in config.target_modules or ():
         if not any(one.is_named(name) for one in linear):
-            raise CannotTrain(f"`target_modules`: this model has no linear layer {name}.")
+            raise CannotTrain(f"`target_modules`: this model has no linear layer named {name}.")
     wanted = config.target_modules
     if wanted is None and any(one.kind == "experts" for one in every) and model.family in ADAPTED_EXPERTS:
         if config.lora_dropout > 0 or config.use_dora:
             raise CannotTrain(
-                f"On a {model.family} model adapters reach the experts too, which peft trains only with `lora_dropout` "
-                "0 and without `use_dora`: set these, or name `target_modules`."
+                f"On a {model.family} model adapters also target the experts, which peft supports only with "
+                "`lora_dropout` 0 and without `use_dora`. Change these options, or set `target_modules`."
             )
         linear += [one for one in every if one.kind in ("experts", "router")]
     adapted = [one for one in linear if wanted is None or any(one.is_named(name) for name in wanted)]
@@ -158,20 +157,20 @@ def trained(model: Architecture, config: TrainingConfig) -> Trained:
     for name in saved:
         found = [one for one in _saveable(model, every, reward) if _below(one.name, name)]
         if not found:
-            raise CannotTrain(f"`modules_to_save`: this model has no module {name}.")
+            raise CannotTrain(f"`modules_to_save`: this model has no module named {name}.")
         whole |= {one.name: one for one in found}
     adapted = [one for one in adapted if one.name not in whole]
     return Trained(list(whole.values()), adapted, config.lora_r, config.use_dora)
 
 
 def _saveable(model: Architecture, every: tuple[Weight, ...], reward: bool) -> tuple[Weight, ...]:
-    # A head that shares its matrix gets a copy of its own when it is to train.
+    # A tied head gets its own copy of the matrix when it is trained.
     tied = model.tied and not reward
     return (*every, Weight("lm_head", "linear", model.vocabulary, model.hidden)) if tied else every
 
 
 def _below(weight: str, module: str) -> bool:
-    """Whether the module of that name is or holds the weight."""
+    """Return True if the module of that name is or contains the weight."""
     return f".{module}." in f".{weight}."
 
 
@@ -189,7 +188,7 @@ def _backbone(model: Architecture) -> Iterator[Weight]:
 
 
 def layer(model: Architecture, at: int, prefix: str = "layer") -> Iterator[Weight]:
-    """The weights of layer `at`, counted from 0."""
+    """Yield the weights of layer `at` (0-based)."""
     names = _NORMS.get(model.family, ("input_layernorm", "post_attention_layernorm"))
     yield _norm(model, f"{prefix}.{names[0]}", model.hidden)
     yield from _attention(model, f"{prefix}.{'attn' if model.family == 'gpt2' else 'self_attn'}")
@@ -217,7 +216,7 @@ _NORMS = {
     "gemma2": _SANDWICH,
     "gemma3_text": _SANDWICH,
 }
-"""Norms of a layer, where these are not one before attention and one before the MLP."""
+"""Norms of a layer in families that deviate from one before attention and one before the MLP."""
 
 
 def _attention(model: Architecture, prefix: str) -> Iterator[Weight]:

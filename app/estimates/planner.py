@@ -1,4 +1,4 @@
-"""The memory planner: how much to compute again in the backward pass, from the estimate and the device's memory."""
+"""Memory planner: chooses gradient checkpointing from the memory estimate and the device's memory."""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -15,22 +15,22 @@ from app.estimates.plan import attention_of, micro_batch
 from app.runs.config import TrainingConfig, TrainingMethod
 
 ROOM = 0.9
-"""Part of a device's memory that may be planned with: the rest is for fragments and for what was not foreseen."""
+"""Fraction of a device's memory that the planner uses; the rest is reserved for fragmentation and estimate errors."""
 CHOICES: tuple[Checkpointing, ...] = ("off", "selective", "full")
-"""From the fastest to the smallest."""
+"""All choices, from the fastest to the smallest."""
 Needs = Callable[[Checkpointing], Memory]
 Value = bool | Literal["auto", "selective"]
 _RANK = 16
-"""Of the adapter that is advised."""
+"""Rank of the advised adapter."""
 _MOST_MICRO_BATCHES: int = next(
     bound.le for bound in TrainingConfig.model_fields["gradient_accumulation_steps"].metadata if hasattr(bound, "le")
 )
-"""Beyond this the configuration would be refused."""
+"""Maximum of `gradient_accumulation_steps` in the configuration."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, and why."""
+    """Chosen checkpointing, its memory, and the reason."""
 
     checkpointing: Checkpointing
     memory: Memory
@@ -39,12 +39,12 @@ class Choice:
 
 
 def as_value(checkpointing: Checkpointing) -> Value:
-    """As the configuration writes it."""
+    """Convert to the value used in the configuration."""
     return checkpointing if checkpointing == "selective" else checkpointing == "full"
 
 
 def asked(value: Value) -> tuple[Checkpointing, ...]:
-    """Those that a value of the configuration leaves open."""
+    """Return the choices that a configuration value allows."""
     if value == "auto":
         return CHOICES
     return ("selective",) if value == "selective" else ("full",) if value else ("off",)
@@ -58,16 +58,16 @@ def choose(
     room: int | None,
     choices: tuple[Checkpointing, ...] = CHOICES,
 ) -> Choice:
-    """The first of the choices whose peak stays within `room` bytes, else the last; None: room is not known.
+    """Return the first choice whose peak fits in `room` bytes (None: not known), else the last.
 
     Raises:
-        CannotTrain: not with this configuration.
+        CannotTrain: The model cannot be trained with this configuration.
     """
     return first_that_fits(needed(model, config, precision, batch), room, choices)
 
 
 def needed(model: Architecture, config: TrainingConfig, precision: Precision, batch: Batch) -> Needs:
-    """What tells how much each choice takes; it walks through each but once, however many devices ask."""
+    """Return a function that gives the memory of each choice; results are cached, so devices can share it."""
     attention = attention_of(model, config)
 
     @cache
@@ -78,7 +78,7 @@ def needed(model: Architecture, config: TrainingConfig, precision: Precision, ba
 
 
 def first_that_fits(needs: Needs, room: int | None, choices: tuple[Checkpointing, ...]) -> Choice:
-    """The same, where `needs` tells what each choice takes."""
+    """Return the first choice that fits in `room` bytes, else the last; `needs` gives the memory of each."""
     for one in choices:
         found = needs(one)
         fits = room is not None and found.peak <= room * ROOM
@@ -90,32 +90,32 @@ def first_that_fits(needs: Needs, room: int | None, choices: tuple[Checkpointing
     if fits:
         reason = f"The run needs about {need} of the {have} that the device has."
     else:
-        reason = f"The run needs about {need}; the device has {have}, of which {ROOM:.0%} may be planned with."
+        reason = f"The run needs about {need}; the device has {have}, of which {ROOM:.0%} can be used."
     return Choice(one, found, fits, reason)
 
 
 class Advice:
-    """What would make a run fit that does not, on any device of a kind; each change is walked through but once.
+    """Changes that make a run fit on devices of one kind; the memory of each change is computed once.
 
-    None of it changes what the run learns towards.
+    No change alters the training objective.
     """
 
     def __init__(
         self, model: Architecture, config: TrainingConfig, precision: Precision, length: int, rows: int | None
     ) -> None:
-        """`length` and `rows`: as `micro_batch` takes them."""
+        """Prepare the changes; `length` and `rows` have the meaning that they have in `micro_batch`."""
         self._model, self._config, self._precision = model, config, precision
         self._length, self._rows = length, rows
         self._known: list[tuple[str, Needs]] = []
         self._more = self._all()
 
     def within(self, room: int) -> list[str]:
-        """The mildest change with which the run needs no more than so many bytes; each alone, or nothing does."""
+        """Return the smallest single change with which the run fits in `room` bytes, or a sentence that none does."""
         for text, needs in self._each():
-            with suppress(CannotTrain):  # an adapter, by which this family does not train as it is asked to
+            with suppress(CannotTrain):  # an adapter that this family does not support with the requested options
                 if first_that_fits(needs, room, CHOICES).fits:
                     return [f"It fits with {text}."]
-        return ["No smaller batch, 4-bit base or shorter sequence makes it fit: take a smaller model."]
+        return ["No smaller batch, 4-bit base or shorter sequence makes it fit. Use a smaller model."]
 
     def _each(self) -> Iterator[tuple[str, Needs]]:
         yield from self._known
@@ -131,7 +131,7 @@ class Advice:
         size, steps = _smallest_batch(config)
         single = {"batch_size": size, "gradient_accumulation_steps": steps, "gradient_checkpointing": "auto"}
         least = max(64, config.rlhf.max_completion_length + 1 if config.method is TrainingMethod.rlhf else 0)
-        rows = None if config.packing else self._rows  # shorter ones hold less, so there are more of them
+        rows = None if config.packing else self._rows  # shorter packed sequences hold less, so there are more of them
         shorter = self._length // 2
         while shorter >= least:
             changed = config.model_copy(update={**single, "max_seq_length": shorter})
@@ -141,7 +141,7 @@ class Advice:
 
 
 def _changes(config: TrainingConfig) -> Iterator[tuple[str, TrainingConfig]]:
-    """Changes as a user would write them, each with the effective configuration that it leads to."""
+    """Yield changes as a user would write them, each with the resulting effective configuration."""
 
     def changed(**update: Any) -> TrainingConfig:
         return config.model_copy(update={"gradient_checkpointing": "auto", **update})
@@ -157,21 +157,21 @@ def _changes(config: TrainingConfig) -> Iterator[tuple[str, TrainingConfig]]:
     four_bit = {"load_in_4bit": True, "load_in_8bit": False}
     if config.lora_r is not None:
         if config.load_in_8bit:
-            yield "a 4-bit base (`load_in_4bit: true` in place of `load_in_8bit`)", changed(**four_bit)
+            yield "a 4-bit base (`load_in_4bit: true` instead of `load_in_8bit`)", changed(**four_bit)
         elif not config.load_in_4bit:
             how = "method: qlora" if config.method is TrainingMethod.lora else "load_in_4bit: true"
             yield f"a 4-bit base (`{how}`)", changed(**four_bit)
         return
-    # Only `full` is a method for the sake of its adapter, of which it has none; others keep theirs, and what it means.
+    # Only `full` is replaced by another method; other methods keep theirs and add an adapter by options.
     full = config.method is TrainingMethod.full
     how = "`method: lora`" if full else "`lora_r: 16` with `load_in_4bit: false`"
-    yield f"an adapter ({how}) in place of every weight", changed(lora_r=_RANK, load_in_4bit=False)
+    yield f"an adapter ({how}) instead of full training", changed(lora_r=_RANK, load_in_4bit=False)
     how = "`method: qlora`" if full else "`lora_r: 16` with `load_in_4bit: true`"
-    yield f"an adapter on a 4-bit base ({how}) in place of every weight", changed(lora_r=_RANK, **four_bit)
+    yield f"an adapter on a 4-bit base ({how}) instead of full training", changed(lora_r=_RANK, **four_bit)
 
 
 def _smallest_batch(config: TrainingConfig) -> tuple[int, int]:
-    """The smallest micro-batch, and how many of them make a step that stays as large as it was."""
+    """Return the smallest micro-batch size and the accumulation steps that keep the step size unchanged."""
     together = config.batch_size * config.gradient_accumulation_steps
     sizes = (size for size in range(1, config.batch_size + 1) if together % size == 0)
     size = next(size for size in sizes if together // size <= _MOST_MICRO_BATCHES)

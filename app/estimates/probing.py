@@ -1,4 +1,4 @@
-"""Probes: short runs that measure what a run would take, in the place of formulas."""
+"""Probes: short runs that measure the resources of a run instead of estimating them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,8 @@ from app.runs.schemas import MOST_TAGS, RunCreate, RunToEstimate, TrainingMetric
 
 TAG = "probe"
 _NEEDS_EVALUATIONS = ("eval_steps", "eval_split", "early_stopping_patience")
-_SENDS_ELSEWHERE = ("report_to", "push_to_hub")
-_LOOKS_AFTER_ITSELF = ("on_non_finite", "on_spike", "time_limit_seconds", "stop_at_step")
+_EXTERNAL_OUTPUTS = ("report_to", "push_to_hub")
+_PROTECTIONS = ("on_non_finite", "on_spike", "time_limit_seconds", "stop_at_step")
 _EXTRA = (
     "eval_on_start", "eval_batch_size", "metrics", "distributions_steps", "memory_profile", "checkpoint_engine",
     "spike_threshold", "max_rewinds",
@@ -25,8 +25,8 @@ _EXTRA = (
 
 
 def request_of(asked: RunToEstimate) -> RunCreate:
-    """The short run that measures what was asked for; `asked` would be accepted."""
-    left_out = {*_NEEDS_EVALUATIONS, *_SENDS_ELSEWHERE, *_LOOKS_AFTER_ITSELF, "extra"}
+    """Build the probe for a requested run; `asked` has passed validation."""
+    left_out = {*_NEEDS_EVALUATIONS, *_EXTERNAL_OUTPUTS, *_PROTECTIONS, "extra"}
     config = {name: value for name, value in asked.config.items() if name not in left_out}
     extra = {name: value for name, value in (asked.config.get("extra") or {}).items() if name not in _EXTRA}
     name = asked.name or f"{config.get('method', 'qlora')} of {config['base_model']}"
@@ -43,11 +43,11 @@ def request_of(asked: RunToEstimate) -> RunCreate:
 
 
 def seconds_of_step(points: Sequence[TrainingMetrics]) -> float | None:
-    """Seconds of a step of the newest stretch between two metrics, the waiting for its data included."""
+    """Return seconds per step between the two newest metrics, including the wait for data."""
     if len(points) < 2:
         return None
-    steps, told = points[-1].step - points[-2].step, points[-1].extra
-    parts = [told.get(name) for name in ("step_seconds", "data_seconds")]
+    steps, extra = points[-1].step - points[-2].step, points[-1].extra
+    parts = [extra.get(name) for name in ("step_seconds", "data_seconds")]
     if steps < 1 or not isinstance(parts[0], int | float):
         return None
     return round(sum(part for part in parts if isinstance(part, int | float)) / steps, 6)
@@ -56,7 +56,7 @@ def seconds_of_step(points: Sequence[TrainingMetrics]) -> float | None:
 async def told(
     session: AsyncSession, run: Run, estimate: KeptEstimate | None, measured: Measured | None
 ) -> ProbeResult | None:
-    """What a probe says about the whole run, of which `estimate` is; None: the run is no probe."""
+    """Return a probe's projection of the whole run that `estimate` describes; None if the run is not a probe."""
     if not is_probe(run.config):
         return None
     query = select(Attempt.report).where(Attempt.run_id == run.id, Attempt.attempt == run.attempt)
@@ -73,12 +73,12 @@ def _result(
         return _out_of_memory(run, steps, facts, report)
     if run.status in ("failed", "cancelled"):
         why = run.error_message or "it was stopped."
-        return _untold(steps, f"The probe has ended ({run.status}) before it had measured: {why}")
+        return _unknown_result(steps, f"The probe ended ({run.status}) before it measured anything: {why}")
     each = measured.step_seconds if measured else None
     if run.status != "completed":
-        return _untold(steps, "The probe has not ended yet.")
+        return _unknown_result(steps, "The probe has not ended yet.")
     if measured is None or each is None:
-        return _untold(steps, "The probe has ended and told no time of a step.")
+        return _unknown_result(steps, "The probe has ended without reporting a step time.")
     most = None if steps is None else steps * each
     seconds = most
     if most is not None and estimate and estimate.tokens and measured.tokens_per_second:
@@ -89,41 +89,47 @@ def _result(
         steps=steps,
         seconds=None if seconds is None else round(seconds, 1),
         seconds_at_most=None if most is None else round(most, 1),
-        message=f"The run fits on {device or 'this device'}: {PROBE_STEPS} steps on its longest rows went "
-        f"through{peak}, the second one in {each:.3g} s.",
+        message=f"The run fits on {device or 'this device'}: {PROBE_STEPS} steps on its longest rows completed"
+        f"{peak}; the second step took {each:.3g} s.",
     )
 
 
 def _out_of_memory(run: Run, steps: int | None, facts: dict[str, Any], report: dict[str, Any]) -> ProbeResult:
-    """Only the device's own memory says whether the run fits on it; `report` is that of the attempt."""
+    """Return the result of a probe that ran out of memory; `report` is the attempt's failure report.
+
+    Running out of host memory says nothing about a GPU, so `fits` is null then.
+    """
     why, phase, device = run.error_message or "", report.get("phase"), facts.get("device")
-    # Rows become tokens in the memory of the host, whatever the device is.
+    # Tokenization always uses host memory.
     on_host = report.get("killed_by_kernel") or phase == "tokenizing"
     if on_host and device != "cpu":
         during = f" during {phase}" if phase else ""
-        told = f"The host ran out of memory{during}, which says nothing about the device: nothing was measured."
-        return _untold(steps, f"{told} {why}".strip())
+        sentence = f"The host ran out of memory{during}, so nothing was measured about the device."
+        return _unknown_result(steps, f"{sentence} {why}".strip())
     name = facts.get("device_name") or device
     where = f" on {name}" if name else ""
     what = "its longest rows" if phase == "training" else "it"
     during = f" during {phase}" if phase and phase != "training" else ""
-    told = f"The run does not fit{where}: {what} ran out of memory{during}."
-    return _untold(steps, f"{told} {why}".strip(), fits=False)
+    sentence = f"The run does not fit{where}: {what} ran out of memory{during}."
+    return _unknown_result(steps, f"{sentence} {why}".strip(), fits=False)
 
 
-def _steps(config: Mapping[str, Any], estimate: KeptEstimate | None, told: int | None) -> int | None:
-    """Of the whole run: a trainer knows how much is packed or left out, but not what a probe leaves out itself."""
+def _steps(config: Mapping[str, Any], estimate: KeptEstimate | None, counted: int | None) -> int | None:
+    """Return the steps of the whole run.
+
+    The trainer's count includes packing and dropped rows, but not the settings that a probe omits.
+    """
     is_open = config.get("max_steps") is None
     is_rough = is_open and (config.get("packing") or config.get("method") == "rlhf")
     expected = estimate.steps if estimate else None
-    if told is None or not (is_rough or expected is None):
+    if counted is None or not (is_rough or expected is None):
         return expected
     if estimate is None:
-        return told
+        return counted
     if is_open:
-        told = max(math.ceil(told * (1 - estimate.eval_split)), int(config.get("min_steps") or 1))
-    return min(told, estimate.stop_at_step or told)
+        counted = max(math.ceil(counted * (1 - estimate.eval_split)), int(config.get("min_steps") or 1))
+    return min(counted, estimate.stop_at_step or counted)
 
 
-def _untold(steps: int | None, message: str, fits: bool | None = None) -> ProbeResult:
+def _unknown_result(steps: int | None, message: str, fits: bool | None = None) -> ProbeResult:
     return ProbeResult(fits=fits, steps=steps, seconds=None, seconds_at_most=None, message=message)

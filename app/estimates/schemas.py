@@ -1,4 +1,4 @@
-"""Estimates on the wire."""
+"""Wire models of estimates."""
 
 from typing import Annotated, Any, Literal
 
@@ -26,19 +26,19 @@ EXAMPLE: JsonDict = {
 
 
 def _in_order(memory: dict[str, float]) -> dict[str, float]:
-    """Components as they are documented and `total` last, however the database has kept them."""
+    """Sort components in the documented order with `total` last; the database does not preserve the order."""
     return {name: memory[name] for name in sorted(memory, key=(*MEMORY, *memory).index)}
 
 
 class Parameters(BaseModel):
-    """Parameters of the model."""
+    """Parameter counts of the model."""
 
-    total: int = Field(description="Of the base model; an adapter comes on top.")
+    total: int = Field(description="Parameters of the base model, without adapters.")
     trainable: int
 
 
 class EstimatedDevice(BaseModel):
-    """A kind of device that workers offer, or the one that is assumed while there is none."""
+    """Kind of device that online workers offer, or the assumed one if there is none."""
 
     kind: Literal["cpu", "cuda"]
     name: str | None
@@ -46,121 +46,127 @@ class EstimatedDevice(BaseModel):
 
 
 class Cost(BaseModel):
-    """What the time costs on the operator's terms (ANNEAL_GPU_HOUR_PRICE)."""
+    """Cost of the run at the operator's price per GPU hour (ANNEAL_GPU_HOUR_PRICE)."""
 
     amount: float
     currency: str
 
 
 class Confidence(BaseModel):
-    """Where figures come from."""
+    """Source of the figures."""
 
-    memory: Literal["formula"] | None = Field(description="`formula`: from the model's config.json; null: not known.")
+    memory: Literal["formula"] | None = Field(
+        description="`formula`: computed from the model's config.json; null: not known."
+    )
     seconds: Literal["history", "comparable", "assumed"] | None = Field(
-        description="`history`: runs of this model and method were this fast here; `comparable`: other runs were, by "
-        "operations a second; `assumed`: a stated speed; null: not known."
+        description="`history`: measured speed of earlier runs of the same model and method; `comparable`: measured "
+        "operations per second of other runs on this kind of device; `assumed`: an assumed speed; null: not known."
     )
 
 
 class Fit(BaseModel):
-    """Whether a kind of device has room for the run."""
+    """Fit of the run on one kind of device."""
 
     device: EstimatedDevice
-    fits: bool | None = Field(description="Null: not known.")
+    fits: bool | None = Field(description="True if the run fits in the device's memory; null if not known.")
     total_mb: float | None
     gradient_checkpointing: Literal["off", "selective", "full"] | None = Field(
-        description="What is computed again in the backward pass there."
+        description="Gradient checkpointing that would be used on this device."
     )
     reason: str
-    advice: list[str] = Field(description="What to change where it does not fit.")
+    advice: list[str] = Field(description="Changes that make the run fit; empty if it fits.")
 
 
 class Unknown(BaseModel):
-    """Something that cannot be estimated, and why."""
+    """Field that cannot be estimated, and the reason."""
 
     field: str
     reason: str
 
 
 class RunEstimate(BaseModel):
-    """What a run would take; null is what cannot be known, with its reason under `unknown`."""
+    """Estimated resources of a run; a value that cannot be estimated is null, with its reason under `unknown`."""
 
     model_config = ConfigDict(json_schema_extra={"example": EXAMPLE})
 
     parameters: Parameters | None
     memory_mb: Annotated[dict[str, float], AfterValidator(_in_order)] | None = Field(
-        description="MiB by component, and `total` at the highest moment of a step, at which not all are there at once."
+        description="MiB by component; `total` is the peak within a step. Not all components are allocated at the same "
+        "time, so `total` is less than their sum."
     )
-    device: EstimatedDevice = Field(description="What memory and time are told for.")
+    device: EstimatedDevice = Field(description="Device for which memory and time are estimated.")
     gradient_checkpointing: Literal["off", "selective", "full"] | None
     steps: int | None
-    tokens: int | None = Field(description="In all steps, padding left out.")
+    tokens: int | None = Field(description="Tokens in all steps, without padding.")
     flops: float | None = Field(
-        description="Operations of products in all steps, those done twice, of a reference and of writing completions "
-        "included."
+        description="Floating-point operations of matrix products in all steps, including recomputation, the reference "
+        "model and generation of completions."
     )
-    seconds: float | None = Field(description="Of training alone: no loading, evaluation or saving.")
-    cost: Cost | None = Field(description="Null without a price or a time.")
+    seconds: float | None = Field(description="Training time only, without loading, evaluation and saving.")
+    cost: Cost | None = Field(description="Cost of the training time; null if the price or the time is not known.")
     confidence: Confidence
     fits: list[Fit] = Field(
-        description="By kind of device that workers offer now; the estimate that a run keeps has the first alone."
+        description="Fit on each kind of device that online workers offer; an estimate stored with a run has only the "
+        "first."
     )
     assumptions: list[str]
     unknown: list[Unknown]
 
 
 class Measured(BaseModel):
-    """What a run has really taken, to be held against its estimate."""
+    """Measured resources of a run, for comparison with its estimate."""
 
     peak_memory_mb: float | None = Field(
-        description="On a GPU: of tensors, without the context; on a CPU: of the whole process."
+        description="Peak memory. On a GPU: tensors without the CUDA context; on a CPU: the whole process."
     )
     reserved_memory_mb: float | None = Field(
-        default=None, description="On a GPU: what the allocator had reserved at most, free pieces included."
+        default=None, description="On a GPU: peak memory reserved by the allocator, including free blocks."
     )
     tokens_per_second: float | None
     step_seconds: float | None = Field(
-        default=None, description="Of a step between its two newest metrics, the waiting for data included."
+        default=None, description="Seconds per step between the two newest metrics, including the wait for data."
     )
 
 
 class ProbeResult(BaseModel):
-    """What two steps on the longest rows say about the whole run."""
+    """Projection of the whole run from a probe: two steps on the longest rows."""
 
     fits: bool | None = Field(
-        description="On the device that measured. False: its memory ran out. Null: nothing is measured yet, the memory "
-        "of its host ran out, or the probe ended for another reason."
+        description="True if the run fits on the probed device. False: the device ran out of memory. Null: nothing is "
+        "measured yet, the host ran out of memory, or the probe ended for another reason."
     )
     steps: int | None = Field(
-        description="Of the whole run, as estimated; of packed data and `rlhf` as the trainer counts them, less what "
-        "`eval_split` holds out, and up to `stop_at_step`."
+        description="Steps of the whole run, as estimated; for packed data and `rlhf` as counted by the trainer, less "
+        "the rows held out by `eval_split`, and up to `stop_at_step`."
     )
     seconds: float | None = Field(
-        description="Of all these steps: the estimated tokens at the measured speed, and never more than at most."
+        description="Duration of these steps: the estimated tokens at the measured speed, at most `seconds_at_most`."
     )
-    seconds_at_most: float | None = Field(description="Of all these steps, were all rows as long as the longest.")
+    seconds_at_most: float | None = Field(
+        description="Duration of these steps if all rows were as long as the longest."
+    )
     message: str
 
 
 class Estimated(RunEstimate):
-    """An estimate, and the run that measures it if one was asked for."""
+    """Estimate, with the probe run if one was requested."""
 
     model_config = ConfigDict(json_schema_extra={"example": {**EXAMPLE, "probe_run_id": None}})
 
-    probe_run_id: str | None = Field(default=None, description="The run that measures; null without `probe`.")
-    measured: Measured | None = Field(default=None, description="What it has measured; null until then.")
-    probe: ProbeResult | None = Field(default=None, description="What that means; null without `probe`.")
+    probe_run_id: str | None = Field(default=None, description="ID of the probe run; null without `probe`.")
+    measured: Measured | None = Field(default=None, description="Measurements of the probe; null until it reports any.")
+    probe: ProbeResult | None = Field(default=None, description="Result of the probe; null without `probe`.")
 
 
 class KeptEstimate(RunEstimate):
-    """An estimate as it is written down; that of a probe with what the whole run has and the probe has not."""
+    """Estimate as stored; for a probe it includes settings of the whole run that the probe omits."""
 
     eval_split: float = 0.0
     stop_at_step: int | None = None
 
 
 def stored(document: dict[str, Any]) -> KeptEstimate | None:
-    """An estimate as it was written down; None: by a version that wrote something else."""
+    """Parse a stored estimate; return None if another version stored it in a different form."""
     try:
         return KeptEstimate.model_validate(document)
     except ValidationError:

@@ -1,4 +1,4 @@
-"""Estimates of runs: the model's files, the devices there are, and the formulas put together."""
+"""Estimates of runs: combines the model's files, the available devices and the formulas."""
 
 import asyncio
 import json
@@ -39,43 +39,43 @@ from app.workers.models import Device, Worker
 from app.workers.service import FRESH_LEASES
 
 _MOST_CONFIG_BYTES = 2**20
-_WITH_PARAMETERS = "It is not known without the parameters."
-# Each is some ten milliseconds of Python; one after the other they leave the requests their turns.
+_WITH_PARAMETERS = "Unknown, because the model's parameters are unknown."
+# An estimate takes about ten milliseconds of Python; a single thread keeps the event loop responsive.
 _thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="estimates")
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is to be estimated: a run that would be accepted."""
+    """Run to estimate; its configuration passes validation."""
 
     config: TrainingConfig
     given: list[str]
     backend: str
     data: Data
     loads_model: bool = True
-    """Whether the backend does; without a model there is nothing to tell."""
+    """True if the backend loads a model; without a model there is nothing to estimate."""
 
 
 class _NoConfig(Exception):
-    """The model's configuration cannot be read here; its text says why, as a sentence."""
+    """Raised when the model's configuration cannot be read here; the message is a sentence that says why."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """What the database says of a subject's surroundings."""
+    """Inputs of an estimate that are read from the database."""
 
     devices: list[EstimatedDevice]
-    """Kinds that workers offer now."""
+    """Kinds of devices that online workers offer."""
     attempt: int | None
-    """Whose output it builds on, where that is a run's."""
+    """Attempt whose output is the base model, if the base model is a run."""
 
 
 async def estimate(
     sessions: async_sessionmaker[AsyncSession], settings: Settings, storage: Storage, subject: Subject
 ) -> RunEstimate:
-    """What the run would take. No transaction is open while it is computed.
+    """Estimate the resources of a run; no transaction is open during the computation.
 
-    Never raises for what cannot be known: that is null, with its reason.
+    Never raises for unknown values: they are null, with a reason under `unknown`.
     """
     async with sessions() as session:
         known = await look_up(session, settings, subject)
@@ -89,7 +89,7 @@ async def estimate(
 
 
 async def look_up(session: AsyncSession, settings: Settings, subject: Subject) -> Known:
-    """Everything that `by_formula` needs of the database."""
+    """Read everything that `by_formula` needs from the database."""
     attempt = None
     if base_models.is_run(subject.config.base_model):
         attempt = await session.scalar(select(Run.output_attempt).where(Run.id == subject.config.base_model))
@@ -99,7 +99,7 @@ async def look_up(session: AsyncSession, settings: Settings, subject: Subject) -
 async def in_turn(
     settings: Settings, storage: Storage, subject: Subject, known: Known, *, thorough: bool
 ) -> tuple[RunEstimate, Work | None]:
-    """`by_formula` in the thread that makes all estimates."""
+    """Run `by_formula` in the thread that computes all estimates."""
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(_thread, by_formula, settings, storage, subject, known, thorough)
 
@@ -107,17 +107,17 @@ async def in_turn(
 def by_formula(
     settings: Settings, storage: Storage, subject: Subject, known: Known, thorough: bool
 ) -> tuple[RunEstimate, Work | None]:
-    """Everything but the time, and the work that the time is for (None: not known, or not asked for).
+    """Estimate everything except the duration; also return the work (None: not known, or not requested).
 
-    Reads the model's files and computes for some ten milliseconds: for a thread. `thorough`: for every device, with
-    what would make the run fit, and the work.
+    Reads the model's files and computes for about ten milliseconds, so call it in a thread. With `thorough`, covers
+    every device, advises changes that make the run fit, and returns the work.
     """
     if not subject.loads_model:
-        reason = f"Backend `{subject.backend}` loads no model, so there is nothing to tell."
+        reason = f"Backend `{subject.backend}` loads no model, so there is nothing to estimate."
         return _unknown(known.devices, reason, None), None
     for kind in ("recipe", "model_factory"):
         if plugin := getattr(subject.config.trainer_options, kind):
-            reason = f"`extra.{kind}` names `{plugin.type}`, which is the operator's own: only it knows what it takes."
+            reason = f"`extra.{kind}` is the plugin `{plugin.type}`; its resource use cannot be estimated."
             return _unknown(known.devices, reason, None if kind == "recipe" else subject), None
     try:
         model = read(_config_json(settings, storage, subject.config, known.attempt))
@@ -135,17 +135,17 @@ def by_formula(
         fits = fits[:1]
     choice = first.choose(devices[0])
     todo = work(model, first.config, first.precision, first.plan, choice.checkpointing) if thorough else None
-    return _told(model, first, devices[0], choice, fits, thorough, is_assumed=not known.devices), todo
+    return _run_estimate(model, first, devices[0], choice, fits, thorough, is_assumed=not known.devices), todo
 
 
 async def data_of(session: AsyncSession, dataset_id: str) -> Data:
-    """What is known of a data set that is there."""
+    """Return the known figures of an existing data set."""
     dataset = await session.get_one(Dataset, dataset_id)
     return Data(dataset.rows, dataset.bytes, dataset.token_statistics)
 
 
 async def _devices(session: AsyncSession, settings: Settings, backend: str) -> list[EstimatedDevice]:
-    """The kinds of devices that workers offer now, GPUs and those with most memory first."""
+    """Return the kinds of devices that online workers offer, GPUs and largest memory first."""
     fresh = func.clock_timestamp() - interval(settings.lease_seconds * FRESH_LEASES)
     query = select(Device.kind, Device.name, Device.memory_mb).distinct().join(Worker, Worker.id == Device.worker_id)
     online = query.where(Worker.state == "online", Worker.heartbeat_at > fresh, Worker.backends.contains([backend]))
@@ -174,21 +174,21 @@ def _of_folder(folder: Path, roots: tuple[Path, ...], depth: int = 0) -> dict[st
         inside = any(below.resolve().is_relative_to(root.resolve()) for root in roots)
         if inside and below.is_dir() and depth < 4:
             return _of_folder(below, roots, depth + 1)
-        raise _NoConfig(f"The base of the adapter {folder.name} is not on this machine any more.")
+        raise _NoConfig(f"The base model of the adapter {folder.name} is no longer on this machine.")
     return _of_hub(base, None)
 
 
 def _of_hub(name: str, revision: str | None) -> dict[str, Any]:
-    from huggingface_hub import try_to_load_from_cache  # it imports much that no other call needs
+    from huggingface_hub import try_to_load_from_cache  # a slow import that only this call needs
 
     cached = None
     if base_models.is_hub_name(name) and ".." not in (revision or ""):
-        with suppress(ValueError):  # a name that no repository can have
+        with suppress(ValueError):  # not a valid repository name
             cached = try_to_load_from_cache(name, "config.json", revision=revision)
     if not isinstance(cached, str):
         raise _NoConfig(
-            f"The configuration of {name[:100]!r} is not on the API's machine, which looks into its models root and "
-            "its cache of the hub and asks no network: put the model's folder below ANNEAL_MODELS_ROOT."
+            f"The configuration of {name[:100]!r} was not found on the API's machine. The API searches only its models "
+            "root and its hub cache, never the network. Place the model's folder below ANNEAL_MODELS_ROOT."
         )
     return _read(Path(cached))
 
@@ -196,14 +196,14 @@ def _of_hub(name: str, revision: str | None) -> dict[str, Any]:
 def _read(file: Path) -> dict[str, Any]:
     try:
         if file.stat().st_size > _MOST_CONFIG_BYTES:
-            raise _NoConfig(f"{file.name} of the model is larger than any configuration.")
+            raise _NoConfig(f"{file.name} of the model is too large for a configuration file.")
         found = json.loads(file.read_text())
     except OSError as error:
-        raise _NoConfig(f"{file.name} of the model cannot be read: {error.strerror or 'the file is gone'}.") from error
+        raise _NoConfig(f"{file.name} of the model cannot be read: {error.strerror or 'file not found'}.") from error
     except (ValueError, RecursionError) as error:
-        raise _NoConfig(f"{file.name} of the model cannot be read: it is no JSON.") from error
+        raise _NoConfig(f"{file.name} of the model cannot be read: it is not valid JSON.") from error
     if not isinstance(found, dict):
-        raise _NoConfig(f"{file.name} of the model is no object.")
+        raise _NoConfig(f"{file.name} of the model is not a JSON object.")
     return found
 
 
@@ -212,9 +212,9 @@ def _machine(kind: Literal["cpu", "cuda"]) -> Machine:
 
 
 class _OnKind:
-    """A run on one kind of device: its configuration there, its way through the data, and its memory.
+    """Run on one kind of device: its resolved configuration, its step plan, and its memory.
 
-    The memory is the same on all devices of the kind, so each way through the model is taken once.
+    Memory use is the same on all devices of a kind, so each variant is computed once.
     """
 
     def __init__(self, model: Architecture, subject: Subject, kind: Literal["cpu", "cuda"]) -> None:
@@ -226,12 +226,12 @@ class _OnKind:
         self._advice = planner.Advice(model, self.config, self.precision, length, self.plan.rows)
 
     def choose(self, device: EstimatedDevice) -> planner.Choice:
-        """What the planner would choose on that device."""
+        """Return the planner's choice for that device."""
         choices = planner.asked(self.config.gradient_checkpointing)
         return planner.first_that_fits(self._needs, _room(device), choices)
 
     def fit(self, device: EstimatedDevice, thorough: bool) -> Fit:
-        """Whether that device has room, and if `thorough` what to change where it has not."""
+        """Check that the run fits on the device; with `thorough`, advise a change if it does not."""
         chosen, room = self.choose(device), _room(device)
         advice = []
         if thorough and room is not None and not chosen.fits:
@@ -250,7 +250,7 @@ def _room(device: EstimatedDevice) -> int | None:
     return None if device.memory_mb is None else device.memory_mb * 2**20
 
 
-def _told(
+def _run_estimate(
     model: Architecture,
     on: _OnKind,
     device: EstimatedDevice,
@@ -260,8 +260,8 @@ def _told(
     *,
     is_assumed: bool,
 ) -> RunEstimate:
-    untold = "`POST /v1/runs/estimate` alone tells how long a run takes."
-    unknown = [] if thorough else [Unknown(field="seconds", reason=untold)]
+    reason_without_seconds = "The duration is estimated only by `POST /v1/runs/estimate`."
+    unknown = [] if thorough else [Unknown(field="seconds", reason=reason_without_seconds)]
     if source := on.config.trainer_options.data_source:
         reason = _of_source(source.type)
         known = ("steps",) if on.plan.steps is not None else ()
@@ -292,21 +292,21 @@ def _assumptions(on: _OnKind, device: EstimatedDevice, is_assumed: bool) -> list
     where = "A process with torch" if device.kind == "cpu" else "The context of CUDA and its libraries"
     sentences = [
         f"{where} takes {CONTEXT[device.kind] // 2**20} MiB before any tensor.",
-        "Memory is that of the longest sequences, and the total that of the highest moment of a step.",
+        "Memory is computed for the longest sequences; the total is the peak within a step.",
         *on.plan.assumptions,
         *left_out(config, on.plan),
     ]
     if is_assumed:
-        sentences.insert(0, "No worker of this backend is online: a GPU with bfloat16 is assumed.")
+        sentences.insert(0, "No worker of this backend is online; a GPU with bfloat16 is assumed.")
     if plugin := config.trainer_options.optimizer:
         sentences.append(
-            f"What `extra.optimizer` (`{plugin.type}`) keeps is not known: two numbers of 32 bits for each parameter "
-            "that trains are assumed, as AdamW has them."
+            f"The state of `extra.optimizer` (`{plugin.type}`) is unknown; two 32-bit values per trainable parameter "
+            "are assumed, as for AdamW."
         )
     elif config.optim.startswith("paged_"):
         sentences.append(
-            "Paged optimizer state counts, though it moves to the host when memory is scarce and is not part of what "
-            "torch measures as allocated."
+            "Paged optimizer state is included, although it moves to the host when memory is scarce and is not part "
+            "of the memory that torch reports as allocated."
         )
     return sentences
 
@@ -326,7 +326,10 @@ def _of_time(settings: Settings, found: RunEstimate, took: Speed, operations: fl
 
 
 def _unknown(devices: list[EstimatedDevice], reason: str, subject: Subject | None) -> RunEstimate:
-    """Without the model; `subject`: that has steps all the same, from its rows (None: they are not known either)."""
+    """Build an estimate without the model.
+
+    `subject`: run whose steps are estimated from its rows; None if these are not known either.
+    """
     unknown = [Unknown(field="parameters", reason=reason)]
     unknown += [Unknown(field=name, reason=_WITH_PARAMETERS) for name in ("memory_mb", "seconds")]
     steps = tokens = None
@@ -358,7 +361,7 @@ def _unknown(devices: list[EstimatedDevice], reason: str, subject: Subject | Non
 
 
 def _without_model(subject: Subject, unknown: list[Unknown]) -> tuple[int | None, int | None, list[str]]:
-    """Steps, tokens and what they stand on, as far as rows and batches tell them; the rest goes to `unknown`."""
+    """Return steps, tokens and assumptions derived from rows and batches; append the rest to `unknown`."""
     config = resolve(subject.config, subject.given, None).config
     course = course_of(config, subject.data, config.max_seq_length or 2**31)
     if source := config.trainer_options.data_source:
@@ -367,12 +370,12 @@ def _without_model(subject: Subject, unknown: list[Unknown]) -> tuple[int | None
         unknown.append(Unknown(field="tokens", reason=reason))
         return course.steps, None, []
     if config.max_seq_length is None:
-        reason = "Without `max_seq_length` the model alone says how long a sequence may be."
+        reason = "Without `max_seq_length` the sequence length depends on the model, which is not known."
         unknown.append(Unknown(field="tokens", reason=reason))
         return course.steps, None, []
-    limit = "No sequence is cut for the model's own limit of tokens, which is not known."
+    limit = "The model's own sequence limit is not known, so no sequence is assumed to be cut by it."
     return course.steps, course.tokens, [*course.assumptions, limit]
 
 
 def _of_source(name: str) -> str:
-    return f"`extra.data_source` names `{name}`, and only it knows the rows that it makes."
+    return f"`extra.data_source` is the plugin `{name}`; its number of rows is not known."

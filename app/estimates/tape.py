@@ -1,7 +1,7 @@
-"""What autograd keeps for the backward pass, operation by operation, without computing any.
+"""Simulated autograd tape: records the tensors kept for the backward pass without computing them.
 
-A value is a tensor of which only size, type and ancestry are known. Each operation keeps what torch's own keeps for
-it; what several operations keep is one storage and counts once. Parameters are no activations and never count.
+A value is a tensor with known size, type and gradient flag only. Each operation keeps what the corresponding torch
+operation keeps; storage shared by several operations counts once. Parameters are not activations and never count.
 """
 
 from dataclasses import dataclass, field
@@ -14,41 +14,41 @@ _storages = count(1)
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor: its elements, bytes of each, whether gradients flow through it, and where it lies."""
+    """Tensor: number of elements, bytes per element, gradient flag, and storage id."""
 
     elements: int
     bytes: int
     grad: bool
     storage: int = field(default_factory=lambda: next(_storages))
     storage_bytes: int | None = None
-    """Of a view: bytes of the whole tensor that it keeps alive."""
+    """For a view, bytes of the whole tensor that it keeps alive."""
 
     @property
     def kept(self) -> int:
-        """Bytes that stay while it is kept."""
+        """Bytes that stay allocated while the value is kept."""
         return self.elements * self.bytes if self.storage_bytes is None else self.storage_bytes
 
     def copied(self) -> "Value":
-        """Another tensor like it."""
+        """Return a new tensor of the same shape and type."""
         return Value(self.elements, self.bytes, self.grad)
 
     def part(self, elements: int) -> "Value":
-        """A view of some of its elements."""
+        """Return a view of some of its elements."""
         return Value(elements, self.bytes, self.grad, self.storage, self.kept)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear layer as it is loaded: outputs, inputs, what trains, and what it is multiplied as."""
+    """Linear layer as loaded: output and input features, trainable parts, and types."""
 
     rows: int
     columns: int
     trains: bool = False
     bytes: int = 4
-    """Of each of its weights; ignored where it is quantised."""
+    """Bytes per weight; ignored if the layer is quantized."""
     quantised: Literal["4bit", "8bit"] | None = None
     rank: int = 0
-    """Of its adapter; 0: none."""
+    """Rank of its adapter; 0 if it has none."""
     adapter_bytes: int = 4
     dropout: bool = False
     dora: bool = False
@@ -56,10 +56,10 @@ class Layer:
 
 @dataclass
 class Tape:
-    """Keeps what is kept, in bytes by storage.
+    """Record of kept bytes by storage.
 
-    `autocast`: products are computed in 2 bytes, whatever comes in. `adapters`: whether those layers' dropout draws
-    masks of a byte (a GPU) or of the type of their input (a CPU).
+    `autocast`: products are computed in 2 bytes regardless of the input type. `device`: dropout masks take one byte per
+    element on a GPU, and the type of the input on a CPU.
     """
 
     device: Device
@@ -67,11 +67,11 @@ class Tape:
     saved: dict[int, int] = field(default_factory=dict)
     forward_operations: int = 0
     backward_operations: int = 0
-    """Of products, as `worker.training.flops` counts them."""
+    """Operations of matrix products, as `worker.training.flops` counts them."""
 
     @property
     def total(self) -> int:
-        """Bytes kept so far."""
+        """Total kept bytes."""
         return sum(self.saved.values())
 
     def save(self, value: Value) -> None:
@@ -79,15 +79,15 @@ class Tape:
         self.saved[value.storage] = value.kept
 
     def cast(self, value: Value, size: int) -> Value:
-        """The value in another type, which is a copy; in its own, the value itself."""
+        """Return a copy of the value in another type, or the value itself if it already has that type."""
         return value if value.bytes == size else Value(value.elements, size, value.grad)
 
     def made(self, elements: int, size: int, *sources: Value, grad: bool = False) -> Value:
-        """A new tensor made of others, for which nothing is kept."""
+        """Return a new tensor computed from others without keeping anything."""
         return Value(elements, size, grad or any(one.grad for one in sources))
 
     def dropout(self, value: Value) -> Value:
-        """Some of the elements set to zero."""
+        """Apply dropout."""
         if self.device == "cuda":
             if value.grad:
                 self.save(Value(value.elements, 1, False))
@@ -96,12 +96,12 @@ class Tape:
         return self.made(value.elements, value.bytes, value)
 
     def linear(self, value: Value, layer: Layer) -> Value:
-        """A product with a matrix of weights, and its adapter."""
+        """Apply a linear layer and its adapter."""
         rows = value.elements // layer.columns * layer.rows
         result = self._base(value, layer, rows)
         if not layer.rank:
             return result
-        # What is on a 4 or 8-bit base leaves the cast to autocast, where there is one.
+        # An adapter on a 4-bit or 8-bit base relies on autocast for the cast, if autocast is on.
         cast = not (layer.quantised and self.autocast)
         narrow = self.cast(value, layer.adapter_bytes) if cast else value
         dropped = self.dropout(narrow) if layer.dropout else narrow
@@ -110,12 +110,12 @@ class Tape:
         return self.made(rows, result.bytes, result, self._adapter(dropped, layer, rows))
 
     def multiplied(self, operations: int, trains: bool, needed: bool) -> None:
-        """Count a product of so many operations: one more for its weights where they train, one for its input."""
+        """Count a product of `operations`: once forward, once more each for the gradients of weights and input."""
         self.forward_operations += operations
         self.backward_operations += operations * (trains + needed)
 
     def product(self, value: Value, elements: int, size: int, *, inner: int, trains: bool, weights: int = 0) -> Value:
-        """`value` times a parameter of `size` bytes an element (`weights` of them); keeps it where that trains.
+        """Multiply `value` by a parameter of `weights` elements with `size` bytes each; keep it if that trains.
 
         Each of the `elements` of the result is a sum of `inner` products.
         """
@@ -146,14 +146,14 @@ class Tape:
 
     def _dora(self, result: Value, layer: Layer, dropped: Value, rows: int) -> Value:
         up = self._adapter(dropped, layer, rows)
-        # The matrix of the adapter, of its norm and of what is scaled are tensors of the layer's own size, of which
-        # only the scale is kept; the scaled results are.
+        # The adapter's matrix, its norm and the scaled matrix have the size of the layer; of these only the scale
+        # is kept. The scaled results are kept.
         self.save(self.made(rows, result.bytes, result))
         self.save(up)
         return self.made(rows, result.bytes, result, up)
 
     def rms_norm(self, value: Value, *, trains: bool, size: int, gemma: bool, width: int) -> Value:
-        """Divide by the root mean square of `width` elements, in 32 bits, and scale by weights of `size` bytes."""
+        """Apply RMSNorm over `width` elements in 32 bits, and scale by weights of `size` bytes per element."""
         wide = self.cast(value, 4)
         if value.grad:
             self.save(wide)
@@ -171,7 +171,7 @@ class Tape:
         return self.made(value.elements, max(value.bytes, size), value, grad=trains)
 
     def layer_norm(self, value: Value, *, trains: bool, size: int, width: int) -> Value:
-        """Take off the mean, divide by the deviation, scale and shift."""
+        """Apply LayerNorm over `width` elements."""
         if self.autocast and self.device == "cuda":
             value = self.cast(value, 4)
         result = self.made(value.elements, value.bytes, value, grad=trains)
@@ -182,16 +182,16 @@ class Tape:
         return result
 
     def activation(self, value: Value, name: str) -> Value:
-        """A function of each element."""
+        """Apply an activation function to each element."""
         if value.grad:
             self.save(value)
             if name in ("gelu_new", "gelu_fast"):
-                for _ in range(3):  # a formula of several operations, of which each keeps what it takes
+                for _ in range(3):  # implemented as several operations, each of which keeps its input
                     self.save(self.made(value.elements, value.bytes, value))
         return self.made(value.elements, value.bytes, value)
 
     def times(self, one: Value, other: Value) -> Value:
-        """Element by element; each is kept where the other has a gradient."""
+        """Multiply element-wise; each factor is kept if the other requires a gradient."""
         if other.grad:
             self.save(one)
         if one.grad:
@@ -199,5 +199,5 @@ class Tape:
         return self.made(max(one.elements, other.elements), max(one.bytes, other.bytes), one, other)
 
     def plus(self, *values: Value) -> Value:
-        """A sum, for which nothing is kept."""
+        """Add the values without keeping anything."""
         return self.made(max(one.elements for one in values), max(one.bytes for one in values), *values)

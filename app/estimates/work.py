@@ -1,4 +1,4 @@
-"""Operations of a whole run: of training, of a reference that runs beside it, and of the completions that it writes."""
+"""Floating-point operations of a whole run: training, reference model and generation of completions."""
 
 from dataclasses import dataclass
 
@@ -11,23 +11,23 @@ from app.runs.config import TrainingConfig, TrainingMethod
 
 @dataclass(frozen=True)
 class Work:
-    """What there is to do in all steps."""
+    """Tokens and operations of all steps."""
 
     tokens: int
     training: float
-    """Operations as a worker counts them (`flops_per_token_hardware`): a reference in every step included."""
+    """Operations as a worker counts them (`flops_per_token_hardware`), including the reference model."""
     writing: float
-    """Operations of the completions that `rlhf` has the model write."""
+    """Operations for generating completions (`rlhf`)."""
     length: int
-    """Tokens that attention sees together, on average."""
+    """Mean number of tokens that attend to each other."""
 
 
 def work(
     model: Architecture, config: TrainingConfig, precision: Precision, planned: Plan, checkpointing: Checkpointing
 ) -> Work | None:
-    """Of an effective configuration; None: nobody knows how many tokens there will be.
+    """Return the operations of a run under an effective configuration; None if the number of tokens is not known.
 
-    Attention grows with the square of a text, so it counts for texts of the mean length: the longest is one of many.
+    Attention grows with the square of the length, so it is computed for the mean length, not the longest.
     """
     if planned.tokens is None:
         return None
@@ -38,28 +38,28 @@ def work(
 
     own = walked(config)
     of_token = (own.operations + own.operations_again) / shape.tokens
-    if _passes_reference(config, planned):
-        # The base alone multiplies forward as a model does of which every weight trains.
+    if _runs_reference(config, planned):
+        # The forward pass of the base without its adapter equals that of a fully trained model.
         of_token += walked(config.model_copy(update={"lora_r": None})).forward / shape.tokens
     written = own.forward / shape.tokens if config.method is TrainingMethod.rlhf else 0.0
     return Work(planned.tokens, of_token * planned.tokens, written * planned.tokens, shape.length)
 
 
 def left_out(config: TrainingConfig, planned: Plan) -> list[str]:
-    """What the operations are without, in sentences."""
+    """List, as sentences, the operations that are not counted."""
     found = []
-    if config.method is TrainingMethod.dpo and not _passes_reference(config, planned):
+    if config.method is TrainingMethod.dpo and not _runs_reference(config, planned):
         found.append(
-            "Log-probabilities of the reference are computed once, before the first step: a forward pass over all "
-            "pairs, which neither operations nor seconds count."
+            "Reference log-probabilities are computed once before the first step, in one forward pass on all pairs; "
+            "`flops` and `seconds` do not include it."
         )
     if config.method is TrainingMethod.rlhf and any(one.type == "model" for one in config.rlhf.rewards):
-        found.append("Reward models take memory and operations of their own, which are not counted.")
+        found.append("Memory and operations of reward models are not included.")
     return found
 
 
-def _passes_reference(config: TrainingConfig, planned: Plan) -> bool:
-    """Whether the base runs forward in every step, beside what trains."""
+def _runs_reference(config: TrainingConfig, planned: Plan) -> bool:
+    """Return True if the reference model runs a forward pass in every step."""
     if config.method is TrainingMethod.rlhf:
         return config.rlhf.beta > 0
     return config.method is TrainingMethod.dpo and config.lora_r is not None and not planned.repeats

@@ -1,4 +1,4 @@
-"""`GET /v1/runs/{id}/events`: the event stream of a run."""
+"""Endpoint `GET /v1/runs/{id}/events`: the event stream of a run."""
 
 from typing import Annotated, Literal
 
@@ -31,32 +31,37 @@ _EXAMPLE = (
     response_class=StreamingResponse,
     responses={
         200: {
-            "description": "Stored events behind the cursor, then live ones, until the run ends.",
+            "description": "Stored events after the cursor, then live ones, until the run ends.",
             "content": {
                 "text/event-stream": {"schema": serving.EVENTS_SCHEMA, "example": _EXAMPLE},
                 "application/x-ndjson": {"schema": {"type": "string"}},
             },
         },
-        204: {"description": "The run has ended and the cursor is behind its `end`: nothing will ever come."},
+        204: {"description": "The run has ended and the cursor is at or after its `end`: no more events follow."},
     },
 )
 async def stream_events(
     request: Request,
     run_id: str,
-    after: Annotated[int, Query(ge=0, le=2**62, description="Continue behind this `seq`.")] = 0,
+    after: Annotated[int, Query(ge=0, le=2**62, description="Return events after this `seq`.")] = 0,
     types: Annotated[
         str | None,
-        Query(max_length=200, description="Only these types, comma-separated; `end` and `truncated` always come."),
+        Query(
+            max_length=200,
+            description="Return only these types, comma-separated; `end` and `truncated` are always included.",
+        ),
     ] = None,
-    follow: Annotated[bool, Query(description="False: end at the newest event instead of waiting.")] = True,
-    format: Annotated[Literal["sse", "ndjson"], Query(description="`ndjson`: one JSON object a line.")] = "sse",
+    follow: Annotated[
+        bool, Query(description="If false, end after the newest event instead of waiting for more.")
+    ] = True,
+    format: Annotated[Literal["sse", "ndjson"], Query(description="`ndjson`: one JSON object per line.")] = "sse",
     last_event_id: serving.LastEventId = None,
 ) -> Response:
-    """Follow a run: logs, metrics, status and checkpoints in one order, from any cursor, without a gap."""
+    """Stream the events of a run (logs, metrics, status, checkpoints) in order and without gaps, from any cursor."""
     sent = serving.cursor(last_event_id)
     cursor = after if sent is None else sent
     chosen = _types(types)
-    # Streams live for days: the look at the run is over before the first byte, no session stays open.
+    # Streams can last for days: the run is read before the first byte is sent, and no session stays open.
     async with request.app.state.sessions() as session:
         run = (
             await session.execute(select(Run.status, Run.event_seq, Run.first_seq).where(Run.id == run_id))
@@ -68,7 +73,7 @@ async def stream_events(
     streams: Streams = request.app.state.streams
     batches = streams.batches(
         run_id,
-        # One that is ahead of the log (of another run, or from before the database was restored) is taken for its end.
+        # A cursor ahead of the log (of another run, or from before a database restore) counts as the end of the log.
         max(min(cursor, run.event_seq), run.first_seq - 1),
         until=None if follow and run.status not in TERMINAL else run.event_seq,
         wanted=None if chosen is None else lambda frame: frame.type in chosen,
@@ -86,6 +91,6 @@ def _types(text: str | None) -> frozenset[str] | None:
     wanted = frozenset(part.strip() for part in text.split(",") if part.strip())
     unknown = sorted(wanted - set(EVENT_TYPES))
     if unknown or not wanted:
-        message = f"unknown event types {', '.join(unknown) or '(none)'}: choose from {', '.join(EVENT_TYPES)}"
+        message = f"unknown event types {', '.join(unknown) or '(none)'}; valid types: {', '.join(EVENT_TYPES)}"
         raise ApiError(422, "invalid", message, errors=[FieldError(field="types", code="unknown", message=message)])
     return wanted | {"end", "truncated"}

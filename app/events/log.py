@@ -1,7 +1,7 @@
-"""The event log: appended to under the run's row lock, read after a cursor.
+"""Event log of runs: appended under the run's row lock, read after a cursor.
 
-Every writer raises `runs.event_seq` first and inserts after, in one transaction: the row lock makes the order of the
-sequence numbers the order of the commits, so a reader that has seen `seq` never finds a smaller one later.
+Every writer first increments `runs.event_seq` and then inserts, in one transaction. The row lock makes sequence order
+equal commit order, so a reader that has seen `seq` never finds a smaller one later.
 """
 
 import json
@@ -18,47 +18,47 @@ from app.db import column
 from app.events.models import RunEvent
 
 MEASURED = ("metric", "eval")
-"""The types of events that curves are made of."""
-# `json.dumps` with arguments makes an encoder each time.
+"""Event types that are shown as curves."""
+# `json.dumps` with arguments creates an encoder on each call.
 _as_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 class Fenced(Exception):
-    """The run belongs to somebody else by now (or has ended): write nothing more, kill the trainer."""
+    """Raised when the worker no longer owns the run or the run has ended: write nothing more, kill the trainer."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewEvent:
-    """An event that has no `seq` yet. `data` is its payload as one line of JSON, an object."""
+    """Event without a `seq`; `data` is its payload, a JSON object on one line."""
 
     type: str
     ts: datetime
     data: str
     measured: dict[str, Any] | None = field(default=None, compare=False, repr=False)
-    """The payload of metrics and evaluations, for who needs it once more; None where it has to be parsed again."""
+    """Payload of a metric or evaluation, so that it need not be parsed again; None otherwise."""
 
     @classmethod
     def of(cls, kind: str, ts: float, payload: dict[str, Any]) -> "NewEvent":
-        """From a payload of plain values, which nobody changes any more, and the time in seconds since 1970."""
+        """Create an event from a payload of plain values, not modified later, and a Unix time in seconds."""
         body = _as_json(payload)
         return cls(kind, datetime.fromtimestamp(ts, UTC), body, payload if kind in MEASURED else None)
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where a transaction has put events of an attempt: those behind its event number `number_before`."""
+    """Position of the attempt's events after number `number_before` that a transaction has stored."""
 
     number_before: int
     seq_before: int
 
     def seq_of(self, number: int) -> int:
-        """The `seq` of the attempt's event of this number, which must be one that was stored just now."""
+        """Return the `seq` of the attempt's event with this number; it must be one that was just stored."""
         return self.seq_before + number - self.number_before
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the trainer is, stored on the run together with the events that tell of it."""
+    """Progress of the trainer, stored on the run in the same transaction as the events that report it."""
 
     step: int
     epoch: float
@@ -66,8 +66,8 @@ class Progress:
     best_loss: float | None
 
 
-# In one statement: with a COPY behind the update, a hundred events take a third longer.
-# In the SELECT, the functions answer their rows in step; in FROM, two thousand events would take a quarter longer.
+# One statement: a COPY after the update takes a third longer for 100 events.
+# In the SELECT list the set-returning functions advance together; in FROM, 2,000 events take a quarter longer.
 _STORE = text(
     """
     WITH reserved AS (
@@ -86,12 +86,12 @@ _STORE = text(
     SELECT seq_before FROM reserved
     """
 )
-# With the lock: a transaction of the same caller, who has heard nothing of it, may still be at work in Postgres.
+# With a lock: an earlier transaction of the same caller, whose result was lost, may still be running.
 _WHERE_STORED = text(
     "SELECT src_hwm FROM runs WHERE id = :id AND epoch = :epoch "
     "AND status IN ('initializing', 'running', 'checkpointing') FOR NO KEY UPDATE"
 )
-# Legal in JSON as they are, and the end of a line to many clients, httpx's `iter_lines` for one.
+# Valid unescaped in JSON, but line ends to many clients, such as httpx's `iter_lines`.
 _LINE_ENDS = (("\x85", "\\u0085"), ("\u2028", "\\u2028"), ("\u2029", "\\u2029"))
 
 
@@ -105,12 +105,12 @@ def append(
 ) -> Stored | None:
     """Store the trainer's events number `first`, `first` + 1, … of this attempt, inside the caller's transaction.
 
-    Sending again what was stored already, wholly or in part, stores each event once: so a caller that does not know
-    whether its commit happened sends the same again, with more behind it if it likes. Answers where they are now;
-    None when all of them were stored before.
+    Idempotent: events that are already stored, all or some of them, are stored once. A caller that does not know
+    whether its commit succeeded can send the same events again, followed by more. Returns the position of the stored
+    events, or None if all of them were stored before.
 
     Raises:
-        Fenced: another epoch, or the run has ended.
+        Fenced: The run has another lease epoch, or it has ended.
     """
     seq_before = _store(connection, run_id, epoch, first, new, progress)
     if seq_before is None:
@@ -118,7 +118,7 @@ def append(
         if stored is None:
             raise Fenced(run_id)
         if stored < first - 1:
-            raise RuntimeError(f"{run_id}: event {first} of the attempt came, {stored} are stored")
+            raise RuntimeError(f"{run_id}: received event {first} of the attempt, but only {stored} are stored")
         new = new[stored - first + 1 :]
         if not new:
             return None
@@ -132,7 +132,7 @@ def append(
 def _store(
     connection: Connection, run_id: str, epoch: int, first: int, new: Sequence[NewEvent], progress: Progress | None
 ) -> int | None:
-    """The last `seq` before them; None, and nothing is stored, where `first` is not the next that is awaited."""
+    """Store the events and return the `seq` before them; store nothing and return None if `first` is not next."""
     values = {
         "id": run_id,
         "epoch": epoch,
@@ -151,12 +151,12 @@ def _store(
 
 
 def is_refused_data(error: Exception) -> bool:
-    """Whether Postgres refused what an event holds (and not the connection or the fence)."""
+    """Return True if Postgres rejected the content of an event (not the connection or the fence)."""
     return isinstance(error, DataError)
 
 
 def read_after(run_id: str, after: int, limit: int) -> Select[int, str, datetime, str]:
-    """The events behind the cursor `after`, at most `limit`: rows of seq, type, ts, data (text)."""
+    """Select at most `limit` events after the cursor `after`: rows of seq, type, ts, data (text)."""
     return (
         select(RunEvent.seq, RunEvent.type, RunEvent.ts, cast(RunEvent.data, Text))
         .where(RunEvent.run_id == run_id, RunEvent.seq > after)
@@ -166,7 +166,7 @@ def read_after(run_id: str, after: int, limit: int) -> Select[int, str, datetime
 
 
 def payload(run_id: str, seq: int, ts: datetime, data: str) -> str:
-    """The whole JSON object of an event, as it goes over the wire."""
+    """Build the complete JSON object of an event in its wire format."""
     if not data.isascii():
         for mark, escape in _LINE_ENDS:
             data = data.replace(mark, escape)

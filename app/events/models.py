@@ -1,4 +1,4 @@
-"""The event log of runs."""
+"""Table of the event log."""
 
 from datetime import datetime
 
@@ -10,12 +10,12 @@ from app.models import Base
 
 
 class RunEvent(Base):
-    """One event of a run. `seq` is 1, 2, 3 … per run, without a gap, in the order of the commits."""
+    """Event of a run; `seq` is 1, 2, 3 … per run, without gaps, in commit order."""
 
     __tablename__ = "run_events"
     __table_args__ = (
         Index("ix_run_events_metric", "run_id", "seq", postgresql_where=text("type IN ('metric', 'eval')")),
-        # Ids sort by time, so a range of run ids is a range of time, and old partitions can be dropped.
+        # Ids sort by time, so a range of run ids is a time range and old partitions can be dropped.
         {"postgresql_partition_by": "RANGE (run_id)"},
     )
 
@@ -24,5 +24,5 @@ class RunEvent(Base):
     type: Mapped[str]
     attempt: Mapped[int]
     ts: Mapped[datetime]
-    # JSON and not JSONB: the text goes to readers as it came, and is read far more often than queried.
+    # JSON instead of JSONB: the text is sent to readers unchanged, and read far more often than queried.
     data: Mapped[str] = mapped_column(JSON)

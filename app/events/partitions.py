@@ -11,13 +11,13 @@ _MONTHS_AHEAD = 3
 
 
 def ensure_partitions(connection: Connection, now: datetime) -> list[str]:
-    """Create what is missing of this month's and the next months' partitions; answers the new names."""
+    """Create missing partitions for this month and the following months; return the names created."""
     created = []
     for ahead in range(_MONTHS_AHEAD):
         start, end = _month(now, ahead), _month(now, ahead + 1)
         name = f"run_events_{start:%Y_%m}"
         if connection.scalar(text("SELECT to_regclass(:name)"), {"name": name}) is None:
-            # Names and bounds are made here, of digits and base32 alone: nothing of them comes from outside.
+            # Names and bounds consist of digits and base32 only and contain no external input.
             connection.execute(
                 text(
                     f"CREATE TABLE {name} PARTITION OF run_events "
@@ -29,7 +29,7 @@ def ensure_partitions(connection: Connection, now: datetime) -> list[str]:
 
 
 def month_after(start: datetime) -> datetime:
-    """The beginning of the next month."""
+    """Return the start of the next month."""
     return _month(start, 1)
 
 

@@ -1,4 +1,4 @@
-"""Live streams: one tail per run in this process reads new events once and hands the same bytes to every reader."""
+"""Live streams: one tail per run and process reads new events once and passes the same bytes to every reader."""
 
 import asyncio
 import logging
@@ -23,10 +23,10 @@ from app.runs.models import Run
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
-"""How often a tail looks when no wake-up comes (Redis away, a lost message)."""
+"""Interval at which a tail polls if no notification arrives (Redis down, a lost message)."""
 KEEP_ALIVE_SECONDS = 15.0
 RECHECK_SECONDS = 10.0
-"""How often it is asked whether the caller may still read."""
+"""Interval at which the caller's access is checked again."""
 _BATCH = 500
 _KEPT_BYTES = 512 * 1024
 _READS_AT_A_TIME = 5
@@ -35,10 +35,10 @@ _LAG_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 1.0, 2.5, 5.0, 15.0, 60.
 
 
 class Tail:
-    """The one reader of new events of a run in this process. It keeps the newest for all readers together.
+    """Single reader of a run's new events in this process; buffers the newest ones for all readers.
 
-    A reader is nothing but a position: whoever is so slow that its next event is not kept any more reads from
-    Postgres until it is level again, and no reader makes anything grow.
+    A reader is only a position. A reader so slow that its next event is no longer buffered reads from Postgres until it
+    has caught up, so slow readers never make the buffer grow.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class Tail:
         self.run_id = run_id
         self.position = position
         self.start = position
-        """Everything behind this is kept."""
+        """Position after which all events are buffered."""
         self.kept: deque[tuple[int, Batch]] = deque()
-        """Batches, each with the position before it."""
+        """Buffered batches, each with the position before it."""
         self.kept_bytes = 0
         self.readers = 0
         self.is_over = False
         self.is_gone = False
-        """The run was deleted: nothing will come, not even an end."""
+        """True if the run was deleted: no more events follow, not even `end`."""
         self.wake = asyncio.Event()
         self._waiting: list[asyncio.Future[None]] = []
         self._read = read
@@ -67,34 +67,34 @@ class Tail:
         self._lag = lag
 
     async def follow(self) -> None:
-        """Read and hand out until the run's end or until nobody is left."""
+        """Read and distribute events until the run ends or no reader is left."""
         ticking = asyncio.create_task(self._tick(), name=f"tick {self.run_id}")
-        # At once as well: whoever was in the middle of a run that has ended may find nothing because it is deleted.
-        looks_at = time.monotonic()
+        # Check for missed events at once as well: a read may return nothing because an ended run was deleted.
+        check_missed_at = time.monotonic()
         try:
             while self.readers:
-                # Cleared before reading: a wake-up that comes during the read must lead to another one.
+                # Clear before reading: a notification that arrives during the read must lead to another read.
                 self.wake.clear()
                 try:
                     frames = await self._read(self.run_id, self.position)
-                    if not frames and time.monotonic() >= looks_at:
-                        looks_at = time.monotonic() + KEEP_ALIVE_SECONDS
+                    if not frames and time.monotonic() >= check_missed_at:
+                        check_missed_at = time.monotonic() + KEEP_ALIVE_SECONDS
                         missed = await self._missed(self.run_id, self.position)
                         if missed is None:
                             self.is_gone = True
                             return
                         frames = missed
                 except (SQLAlchemyError, OSError) as error:
-                    log.info("events of %s cannot be read now, trying again: %s", self.run_id, error)
+                    log.info("cannot read events of %s, retrying: %s", self.run_id, error)
                     frames = Batch()
                 if frames:
-                    self._hand_out(frames)
+                    self._distribute(frames)
                     if frames[-1].type == "end":
                         return
                     if len(frames) == _BATCH:
-                        continue  # there is more, probably
-                    # The first event goes out at once; what comes shortly behind it goes out together, since each
-                    # read and each send costs far more than one event more in it.
+                        continue  # a full batch: there are probably more
+                    # The first event is sent at once. Events that follow shortly after are sent together, because
+                    # each read and each send costs far more than one additional event.
                     await asyncio.sleep(_GATHER_SECONDS)
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self.wake.wait(), POLL_SECONDS)
@@ -102,7 +102,7 @@ class Tail:
             await background.end(ticking)
 
     def behind(self, position: int) -> Batch:
-        """The next kept events of a reader that is not before `start`; empty when it has seen all."""
+        """Return the next buffered events for a reader at or after `start`; empty if it has seen all."""
         found = Batch()
         for before, batch in reversed(self.kept):
             if batch[-1].seq <= position:
@@ -111,19 +111,19 @@ class Tail:
         return found
 
     def wait(self) -> "asyncio.Future[None]":
-        """Done when there is something new, or after a while of silence."""
+        """Return a future that completes when there are new events, or after a short time without any."""
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiting)
         return waiting
 
     def wake_readers(self) -> None:
-        """Let all look who wait."""
+        """Wake all waiting readers."""
         waiting, self._waiting = self._waiting, []
         for future in waiting:
             if not future.done():
                 future.set_result(None)
 
-    def _hand_out(self, frames: Batch) -> None:
+    def _distribute(self, frames: Batch) -> None:
         self.kept.append((self.position, frames))
         self.kept_bytes += frames.size
         self.position = frames[-1].seq
@@ -133,18 +133,18 @@ class Tail:
             self.start = dropped[-1].seq
         self.wake_readers()
         if frames.oldest is not None:
-            # By two clocks, the trainer's and ours: one that runs ahead must not look like the future.
+            # The trainer and this process have different clocks, so the difference can be negative.
             self._lag.observe(max(0.0, time.time() - frames.oldest.timestamp()))
 
     async def _tick(self) -> None:
-        """Silence is news too: readers have keep-alives to send, also while the database does not answer."""
+        """Wake readers periodically, so that they send keep-alives even while the database does not respond."""
         while True:
             await asyncio.sleep(POLL_SECONDS)
             self.wake_readers()
 
 
 class Reader:
-    """One subscriber's place, and the tail that it has joined."""
+    """Position of one subscriber, and the tail that it has joined."""
 
     __slots__ = ("position", "tail")
 
@@ -154,7 +154,7 @@ class Reader:
 
 
 class Streams:
-    """All tails of this process."""
+    """Registry of all tails and readers of this process."""
 
     def __init__(self, engine: AsyncEngine, queue: Queue) -> None:
         self._engine = engine
@@ -165,20 +165,20 @@ class Streams:
         self._readers: set[tuple[str, Reader]] = set()
         self.lag = Histogram(
             "anneal_event_lag_seconds",
-            "From an event to its delivery to live streams, for the oldest of each batch.",
+            "Seconds from an event to its delivery to live streams, for the oldest event of each batch.",
             buckets=_LAG_BUCKETS,
             registry=None,
         )
-        # Readers that catch up must not take every connection from the requests beside them.
+        # Readers that catch up must leave database connections to other requests.
         self._reads = asyncio.Semaphore(_READS_AT_A_TIME)
 
     async def close(self) -> None:
-        """End every tail; their readers end with the server's shutdown."""
+        """End all tails; their readers end with the server's shutdown."""
         for task in list(self._tasks):
             await background.end(task)
 
     def load(self) -> tuple[int, int, int]:
-        """How many streams are live, how many catch up, and how many events read here they have yet to take."""
+        """Return the number of live streams, of streams that catch up, and of read events not yet delivered."""
         live = backlog = 0
         for run_id, reader in self._readers:
             live += reader.tail is not None
@@ -187,9 +187,9 @@ class Streams:
         return live, len(self._readers) - live, backlog
 
     async def read(self, run_id: str, after: int) -> Batch:
-        """The next stored events behind a cursor, encoded; one query for all who ask for the same meanwhile.
+        """Return the next stored events after a cursor, encoded; concurrent equal calls share one query.
 
-        It may have begun before the call and miss what was committed since: then the tail has that.
+        A shared query may have started before the call and miss later commits; the tail delivers these.
         """
         place = (run_id, after)
         reading = self._reading.get(place)
@@ -199,11 +199,11 @@ class Streams:
         return await asyncio.shield(reading)
 
     async def read_now(self, run_id: str, after: int) -> Batch:
-        """The same with everything that was committed before the call."""
+        """Read like `read`, but never share a query, so that everything committed before the call is included."""
         return await asyncio.shield(self._start_read(run_id, after))
 
     def _start_read(self, run_id: str, after: int) -> "asyncio.Task[Batch]":
-        # A reader that hangs up in the middle of a query must not cost the connection that the query runs on.
+        # A reader that disconnects during a query must not cancel it, which would invalidate its connection.
         reading = asyncio.create_task(self._read(run_id, after), name=f"read {run_id}")
         self._tasks.add(reading)
         reading.add_done_callback(self._tasks.discard)
@@ -217,7 +217,7 @@ class Streams:
         return batch
 
     async def _missed(self, run_id: str, position: int) -> Batch | None:
-        """What stands for events behind a position that are no longer kept; None: there is no such run any more."""
+        """Return the frames for dropped events after a position; None if the run no longer exists."""
         async with self._reads, self._engine.connect() as connection:
             query = select(Run.status, Run.event_seq, Run.first_seq).where(Run.id == run_id)
             run = (await connection.execute(query)).one_or_none()
@@ -233,11 +233,11 @@ class Streams:
         keep_alive: float | None = None,
         still_allowed: Callable[[], Awaitable[bool]] | None = None,
     ) -> AsyncIterator[tuple[int, Batch]]:
-        """Events behind `after` in order, without gap or duplicate, then live ones, as (cursor, frames).
+        """Yield stored events after `after`, then live ones, as (cursor, frames), in order without gaps or duplicates.
 
-        Only those that are `wanted`. Frames are empty when there were none for `keep_alive` seconds, however much
-        came that is not wanted. Ends after the `end` event, at `until`, when the run is deleted, or when
-        `still_allowed`, asked about every 10 s, says no.
+        Only frames for which `wanted` is true are included. An empty batch is yielded if none was sent for `keep_alive`
+        seconds, even if unwanted events arrived. Ends after the `end` event, at `until`, when the run is deleted, or
+        when `still_allowed`, called about every 10 s, returns False.
         """
         keep_alive = KEEP_ALIVE_SECONDS if keep_alive is None else keep_alive
         reader = Reader(after)
@@ -273,7 +273,7 @@ class Streams:
             self._leave(reader)
 
     async def _next(self, run_id: str, reader: Reader) -> Batch | None:
-        """What the reader has to see next; empty after a while without anything; None: the run is gone."""
+        """Return the reader's next frames; empty after a short time without any; None if the run was deleted."""
         tail = reader.tail
         if tail is not None and tail.start <= reader.position:
             if frames := tail.behind(reader.position):
@@ -283,7 +283,7 @@ class Streams:
             if not tail.is_over:
                 await tail.wait()
                 return tail.behind(reader.position) if tail.start <= reader.position else Batch()
-        # Not on a tail yet, too slow for it, or it has ended.
+        # The reader has no tail yet, is too slow for it, or the tail has ended.
         self._leave(reader)
         if self._join(run_id, reader):
             return Batch()
@@ -295,23 +295,23 @@ class Streams:
         if not frames and not self._join(run_id, reader):
             self._begin(run_id, reader)
             if reader.tail is None:
-                # A tail beyond what is stored; never seen, but it would make its readers ask without a pause.
+                # The tail is ahead of the stored events. Never observed, but it would cause a busy loop.
                 await asyncio.sleep(POLL_SECONDS)
         return frames
 
     def _join(self, run_id: str, reader: Reader) -> bool:
-        """Go on with the tail, if all is kept that the reader has to see next."""
+        """Join the tail if it buffers all events that the reader needs next; return False otherwise."""
         tail = self._tails.get(run_id)
         if tail is None or tail.start > reader.position:
-            return False  # nobody follows, or it is too far ahead: read from Postgres
+            return False  # there is no tail, or it is too far ahead: read from Postgres
         tail.readers += 1
         reader.tail = tail
         return True
 
     def _begin(self, run_id: str, reader: Reader) -> None:
-        """Follow the run from the reader's place, which is level with what is stored."""
+        """Start a tail at the reader's position, which is at the end of the stored events."""
         if run_id in self._tails:
-            return  # behind the tail: read from Postgres once more
+            return  # the reader is behind the existing tail: read from Postgres once more
         tail = self._tails[run_id] = Tail(run_id, reader.position, self.read_now, self._missed, self.lag)
         self._join(run_id, reader)
         task = asyncio.create_task(self._run(tail), name=f"tail {run_id}", context=bound_to_run(run_id))
@@ -331,7 +331,7 @@ class Streams:
             await self._queue.listen(tail.run_id, tail.wake.set)
             await tail.follow()
         finally:
-            # Off the table first: whoever comes now makes a new tail and loses nothing.
+            # Remove the tail first, so that a reader that arrives now starts a new one and misses nothing.
             self._tails.pop(tail.run_id, None)
             tail.is_over = True
             tail.wake_readers()

@@ -1,4 +1,4 @@
-"""`/v1/experiments`."""
+"""Endpoints `/v1/experiments`."""
 
 from fastapi import APIRouter, BackgroundTasks, Request, Response
 
@@ -16,7 +16,7 @@ router = APIRouter(prefix="/experiments", tags=["experiments"])
 async def create_experiment(
     body: ExperimentCreate, session: Session, caller: CurrentCaller, response: Response
 ) -> ExperimentView:
-    """Make a group to compare runs in."""
+    """Create an experiment, a group of runs to compare."""
     experiment = await service.create(session, body, caller.key_id)
     response.headers["Location"] = f"/v1/experiments/{experiment.id}"
     return await _view(session, experiment.id)
@@ -24,14 +24,14 @@ async def create_experiment(
 
 @router.get("")
 async def list_experiments(session: Session, paging: PageQuery) -> Page[ExperimentSummary]:
-    """Experiments, newest first."""
+    """List experiments, newest first."""
     rows, has_more = await service.page(session, paging)
     return Page(data=[ExperimentSummary.model_validate(row) for row in rows], has_more=has_more)
 
 
 @router.get("/{experiment_id}")
 async def get_experiment(experiment_id: str, session: Session) -> ExperimentView:
-    """One experiment: how its runs stand, and which is best."""
+    """Get an experiment with the status counts of its runs and its best run."""
     return await _view(session, experiment_id)
 
 
@@ -42,11 +42,13 @@ async def edit_experiment(experiment_id: str, body: ExperimentEdit, session: Ses
     return await _view(session, experiment_id)
 
 
-@router.delete("/{experiment_id}", status_code=204, responses={409: {"description": "One of its runs must stay."}})
+@router.delete(
+    "/{experiment_id}", status_code=204, responses={409: {"description": "One of its runs cannot be deleted."}}
+)
 async def delete_experiment(
     experiment_id: str, request: Request, session: Session, after_commit: BackgroundTasks
 ) -> None:
-    """Delete an experiment and all its runs, with their events, checkpoints and outputs."""
+    """Delete an experiment and all its runs with their events, checkpoints and outputs."""
     await service.remove(session, experiment_id)
     after_commit.add_task(removal.finish, request.app.state.sessions, request.app.state.storage)
 

@@ -1,4 +1,4 @@
-"""Experiments: named groups of runs."""
+"""Table of experiments."""
 
 from sqlalchemy import text
 from sqlalchemy.orm import Mapped, mapped_column
@@ -7,7 +7,7 @@ from app.models import Base, Owned
 
 
 class Experiment(Owned, Base):
-    """A named group of runs that are compared with each other."""
+    """Named group of runs that are compared with each other."""
 
     __tablename__ = "experiments"
 

@@ -1,4 +1,4 @@
-"""Experiments on the wire."""
+"""Wire models of experiments."""
 
 from typing import Annotated
 
@@ -9,7 +9,7 @@ from app.runs.schemas import Label, Moment
 
 
 class ExperimentCreate(BaseModel):
-    """A group to put runs into."""
+    """Request to create an experiment."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -28,7 +28,7 @@ class ExperimentCreate(BaseModel):
 
 
 class ExperimentEdit(BaseModel):
-    """What to change about an experiment; what is left out stays as it is."""
+    """Changes to an experiment; omitted fields stay unchanged."""
 
     model_config = ConfigDict(
         extra="forbid", json_schema_extra={"example": {"name": "docstrings, ranks", "tags": ["python"]}}
@@ -36,11 +36,13 @@ class ExperimentEdit(BaseModel):
 
     name: Label | None = None
     description: Annotated[str, StringConstraints(max_length=10_000)] | None = None
-    tags: Annotated[list[Label], Field(max_length=50)] | None = Field(default=None, description="All of them.")
+    tags: Annotated[list[Label], Field(max_length=50)] | None = Field(
+        default=None, description="Complete list of tags; replaces the existing ones."
+    )
 
 
 class ExperimentSummary(BaseModel):
-    """An experiment in a list."""
+    """Experiment as shown in lists."""
 
     model_config = ConfigDict(
         from_attributes=True,
@@ -65,7 +67,7 @@ class ExperimentSummary(BaseModel):
 
 
 class BestRun(BaseModel):
-    """The run with the lowest loss so far."""
+    """Run with the lowest loss so far."""
 
     run_id: str
     name: str
@@ -73,7 +75,7 @@ class BestRun(BaseModel):
 
 
 class ExperimentView(ExperimentSummary):
-    """An experiment with a look at its runs."""
+    """Experiment with a summary of its runs."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -99,5 +101,5 @@ class ExperimentView(ExperimentSummary):
     )
 
     runs: dict[TrainingStatus, int]
-    """How many of its runs have each status."""
+    """Number of its runs in each status."""
     best_run: BestRun | None

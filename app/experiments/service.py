@@ -1,4 +1,4 @@
-"""What can be done with experiments."""
+"""Operations on experiments."""
 
 from sqlalchemy import Select, func, select
 from sqlalchemy.dialects.postgresql import insert
@@ -16,11 +16,11 @@ from app.runs.models import TERMINAL, Run
 
 _NAMED = 3
 DEFAULT_ID = "exp_" + "0" * 26
-"""The experiment of runs that name none: a fixed id, so that two first runs at once make only one."""
+"""Experiment of runs that specify none; the id is fixed, so that two concurrent first runs create only one."""
 
 
 async def create(session: AsyncSession, body: ExperimentCreate, created_by: str | None) -> Experiment:
-    """A new experiment."""
+    """Create an experiment."""
     experiment = Experiment(id=new_id("exp"), created_by=created_by, **body.model_dump())
     session.add(experiment)
     await session.flush()
@@ -29,7 +29,7 @@ async def create(session: AsyncSession, body: ExperimentCreate, created_by: str 
 
 
 async def get(session: AsyncSession, experiment_id: str) -> Experiment:
-    """The experiment; `experiment_not_found` where there is none."""
+    """Return an experiment; raise 404 `experiment_not_found` if it does not exist."""
     experiment = await session.get(Experiment, experiment_id)
     if experiment is None:
         raise not_found("experiment", experiment_id)
@@ -37,12 +37,12 @@ async def get(session: AsyncSession, experiment_id: str) -> Experiment:
 
 
 async def page(session: AsyncSession, paging: Paging) -> tuple[list[Experiment], bool]:
-    """Experiments, newest first."""
+    """Return a page of experiments, newest first."""
     return await fetch(session, select(Experiment), Experiment.id, paging)
 
 
 async def default(session: AsyncSession, created_by: str | None) -> Experiment:
-    """The experiment of runs that name none, made by the first of them."""
+    """Return the default experiment for runs that specify none; the first such run creates it."""
     found = await session.get(Experiment, DEFAULT_ID)
     if found is not None:
         return found
@@ -52,14 +52,14 @@ async def default(session: AsyncSession, created_by: str | None) -> Experiment:
 
 
 async def count_runs(session: AsyncSession, experiment_id: str) -> dict[TrainingStatus, int]:
-    """How many runs of an experiment have each status, zeros included."""
+    """Count the runs of an experiment by status, including zeros."""
     query = select(Run.status, func.count()).where(Run.experiment_id == experiment_id).group_by(Run.status)
     found = {row[0]: row[1] for row in (await session.execute(query)).all()}
     return {status: found.get(status.value, 0) for status in TrainingStatus}
 
 
 async def best_run(session: AsyncSession, experiment_id: str) -> BestRun | None:
-    """The run with the lowest loss; the older one of two equals."""
+    """Return the run with the lowest loss; on a tie, the older one."""
     run = await best_of(session, experiment_id)
     if run is None or run.best_loss is None:
         return None
@@ -67,7 +67,7 @@ async def best_run(session: AsyncSession, experiment_id: str) -> BestRun | None:
 
 
 async def edit(session: AsyncSession, experiment_id: str, body: ExperimentEdit) -> Experiment:
-    """Change name, description or tags; what was not given stays."""
+    """Change name, description or tags; omitted fields stay unchanged."""
     experiment = await _locked(session, experiment_id)
     for name, value in body.model_dump(exclude_none=True).items():
         setattr(experiment, name, value)
@@ -76,24 +76,24 @@ async def edit(session: AsyncSession, experiment_id: str, body: ExperimentEdit) 
 
 
 async def remove(session: AsyncSession, experiment_id: str) -> None:
-    """Remove an experiment with its runs; 409 while one of them is live, pinned, or needed by a run elsewhere."""
+    """Delete an experiment and its runs; raise 409 if one is live, pinned, or needed by a run outside it."""
     runs = select(Run.id).where(Run.experiment_id == experiment_id)
-    # In the order in which a resume takes them: whoever resumes a run holds that run, then the experiment.
+    # Same lock order as a resume, which locks the run and then the experiment.
     await session.execute(runs.order_by(Run.id).with_for_update())
     experiment = await _locked(session, experiment_id)
     if live := await _some(session, runs.where(Run.status.not_in(TERMINAL))):
         raise conflict(
-            "experiment_is_live", f"Experiment {experiment_id} has runs that have not ended: {live}; stop them first."
+            "experiment_is_live", f"Experiment {experiment_id} has runs that have not ended: {live}. Stop them first."
         )
     if pinned := await _some(session, runs.where(Run.pinned)):
         raise conflict(
-            "run_is_pinned", f"Experiment {experiment_id} has pinned runs: {pinned}; unpin or move on without them."
+            "run_is_pinned", f"Experiment {experiment_id} has pinned runs: {pinned}. Unpin them, or keep it."
         )
     if needing := await _some(session, removal.needing(runs)):
         raise conflict(
             "run_is_needed",
-            f"Runs of other experiments went on from those of {experiment_id}, or build on them: {needing}; "
-            "delete these first.",
+            f"Runs of other experiments were resumed from runs of {experiment_id}, or use their output: {needing}. "
+            "Delete those runs first.",
         )
     await removal.drop(session, runs)
     await session.delete(experiment)
@@ -108,5 +108,5 @@ async def _locked(session: AsyncSession, experiment_id: str) -> Experiment:
 
 
 async def _some(session: AsyncSession, ids: Select[str]) -> str:
-    """The first few, for a sentence."""
+    """Return the first few ids as text for a message."""
     return ", ".join((await session.scalars(ids.limit(_NAMED))).all())

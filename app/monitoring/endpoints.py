@@ -1,4 +1,4 @@
-"""`GET /metrics`: what Prometheus scrapes."""
+"""Endpoint `GET /metrics` for Prometheus."""
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client.exposition import choose_encoder
@@ -18,7 +18,7 @@ _EXAMPLE = (
     response_class=Response,
     responses={
         200: {
-            "description": "The text format of Prometheus, or OpenMetrics when `Accept` asks for it.",
+            "description": "Prometheus text format, or OpenMetrics if `Accept` requests it.",
             "content": {
                 "text/plain": {"schema": {"type": "string"}, "example": _EXAMPLE},
                 "application/openmetrics-text": {"schema": {"type": "string"}},
@@ -27,12 +27,12 @@ _EXAMPLE = (
     },
 )
 async def get_metrics(request: Request) -> Response:
-    """Figures for Prometheus. While the database is away they are those of this process, and `anneal_database_up 0`."""
+    """Return metrics for Prometheus; without the database, only those of this process and `anneal_database_up 0`."""
     metrics: Metrics = request.app.state.metrics
     snapshots: Snapshots = request.app.state.snapshots
     metrics.show(await snapshots.latest())
     try:
         encode, media_type = choose_encoder(request.headers.get("accept", ""))
-    except (TypeError, ValueError):  # of a version that is no number
+    except (TypeError, ValueError):  # the requested version is not a number
         encode, media_type = choose_encoder("")
     return Response(encode(metrics.registry), headers={"Content-Type": media_type, "Cache-Control": "no-store"})

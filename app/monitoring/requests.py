@@ -1,4 +1,4 @@
-"""What is known of every request: a line in the log, a count, and how long its answer took to begin."""
+"""Log line, count and response latency of every request."""
 
 import logging
 import re
@@ -18,15 +18,15 @@ _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
 class RequestMetrics:
-    """How many requests, how they were answered, how soon."""
+    """Counters and latency histogram of requests."""
 
     def __init__(self) -> None:
         self.answered = Counter(
-            "anneal_http_requests", "Requests, by how they were answered.", ["method", "route", "status"], registry=None
+            "anneal_http_requests", "Requests by response status.", ["method", "route", "status"], registry=None
         )
         self.seconds = Histogram(
             "anneal_http_request_duration_seconds",
-            "From a request to the beginning of its answer; streams go on for days after that.",
+            "Seconds from a request to the start of its response, excluding the body, which can stream for days.",
             ["method", "route"],
             buckets=_BUCKETS,
             registry=None,
@@ -34,7 +34,7 @@ class RequestMetrics:
 
 
 class Requests:
-    """Outermost middleware: whatever is logged below it carries the id of its request, and of its run."""
+    """Outermost middleware; adds the request id and the run id to everything logged during a request."""
 
     def __init__(self, app: ASGIApp, metrics: RequestMetrics) -> None:
         self.app = app
@@ -61,7 +61,7 @@ class Requests:
             try:
                 await self.app(scope, receive, observed)
             finally:
-                self._tell(scope, status, time.perf_counter() - started)
+                self._log_request(scope, status, time.perf_counter() - started)
 
     def _count(self, scope: Scope, status: int, seconds: float) -> None:
         method, route = _method(scope), route_template(scope)
@@ -69,7 +69,7 @@ class Requests:
         self.metrics.seconds.labels(method, route).observe(seconds)
 
     @staticmethod
-    def _tell(scope: Scope, status: int, seconds: float) -> None:
+    def _log_request(scope: Scope, status: int, seconds: float) -> None:
         if not log.isEnabledFor(logging.INFO):
             return
         caller = scope["state"].get("caller")
@@ -81,15 +81,15 @@ class Requests:
             "ms": ms,
             "key_id": None if caller is None else caller.key_id,
         }
-        # Neither path nor query: there people have put keys, and names that are nobody's business.
-        log.info("%s %s answered with %s", method, route, status or "nothing: its client has gone", extra=extra)
+        # Path and query are not logged: they can contain keys and private names.
+        log.info("%s %s answered with %s", method, route, status or "no response: client disconnected", extra=extra)
 
 
 def route_template(scope: Scope) -> str:
-    """The path of a request as its route states it, so that there are as many as routes; `unmatched` for any other."""
+    """Return the path template of the request's route, which bounds the number of labels; `unmatched` if none."""
     route = scope.get("route")
     if route is not None:
-        # Routes know their path below the router that they were declared on, and not the prefix of that.
+        # A route has only its path below its router, without the router's prefix.
         found = re.search(route.path_regex.pattern.removeprefix("^"), scope["path"])
         prefix = scope["path"][: found.start()] if found else ""
         return f"{prefix}{route.path_format}"

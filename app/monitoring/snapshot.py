@@ -1,4 +1,4 @@
-"""What the database knows of the service's state: one statement, cheap however many runs there have been."""
+"""Service state read from the database in one statement, whose cost does not grow with the number of past runs."""
 
 import asyncio
 import logging
@@ -19,16 +19,16 @@ from app.workers.service import FRESH_LEASES
 log = logging.getLogger(__name__)
 
 FRESH_SECONDS = 5.0
-"""How old a snapshot may be: several scrapers cost the database no more than one."""
+"""Maximum age of a snapshot, so that several scrapers cost the database no more than one."""
 MOST_RECENT = 100_000
-"""Runs of the last day are counted one by one; so many of them at most."""
+"""Maximum number of runs of the last day that are counted."""
 MOST_LIVE = 200
-"""Live runs with figures of their own; the newest where there are more."""
+"""Maximum number of live runs with individual figures; the newest ones are used."""
 _WINDOW = timedelta(hours=24)
-_PATIENCE_SECONDS = 3.0
+_TIMEOUT_SECONDS = 3.0
 
-# Live and waiting runs are few and have partial indexes, which need the statuses spelled out. All others are as many
-# as there have ever been: of those only what was created within a day is looked at, a range of the primary key.
+# Live and pending runs are few and have partial indexes, which require literal statuses. Ended runs accumulate, so only
+# those created within a day are read, a range of the primary key.
 _QUERY = text(
     """
     WITH live AS MATERIALIZED (
@@ -72,38 +72,38 @@ _QUERY = text(
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of the service at one moment."""
+    """State of the service at one time."""
 
     live: dict[str, int]
-    """Runs that a worker has, by status."""
+    """Runs owned by a worker, by status."""
     waiting: int
     oldest_waiting_seconds: float
     recent: dict[str, int]
-    """Runs created within the last day, by their present status."""
+    """Runs created within the last day, by current status."""
     ended: dict[str, int]
     """Attempts that ended within the last day, of these runs and of unfinished ones, by outcome."""
     steps: list[tuple[str, int, int | None]]
-    """Run, step, and steps in all, of live runs."""
+    """Run id, current step and total steps of live runs."""
     workers: dict[str, int]
     devices: dict[tuple[str, bool], int]
-    """By kind, and by whether a run has it."""
+    """Number of devices by (kind, True if a run uses it)."""
     query_seconds: float
 
 
 class Snapshots:
-    """The newest snapshot, taken anew when somebody asks and it has grown old."""
+    """Cache of the newest snapshot; refreshed on request if it is older than `FRESH_SECONDS`."""
 
     def __init__(self, engine: AsyncEngine, settings: Settings) -> None:
-        """`engine` is best not that of the requests: many of those would look like an absent database."""
+        """Create the cache; do not share `engine` with requests, whose load could look like a database outage."""
         self._engine = engine
         self._silence = settings.lease_seconds * FRESH_LEASES
-        self._taking = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._taken_at = -FRESH_SECONDS
         self._latest: Snapshot | None = None
 
     async def latest(self) -> Snapshot | None:
-        """At most some seconds old; None while the database does not answer."""
-        async with self._taking:
+        """Return a snapshot at most `FRESH_SECONDS` old; None if the database does not answer."""
+        async with self._lock:
             if time.monotonic() - self._taken_at >= FRESH_SECONDS:
                 self._latest = await self._take()
                 self._taken_at = time.monotonic()
@@ -119,10 +119,10 @@ class Snapshots:
             "most_live": MOST_LIVE,
         }
         try:
-            async with asyncio.timeout(_PATIENCE_SECONDS), self._engine.connect() as connection:
+            async with asyncio.timeout(_TIMEOUT_SECONDS), self._engine.connect() as connection:
                 row = (await connection.execute(_QUERY, values)).one()
-        except (SQLAlchemyError, OSError) as error:  # a time-out is an OSError
-            log.warning("metrics without the database's figures: %s", str(error) or "it did not answer in time")
+        except (SQLAlchemyError, OSError) as error:  # TimeoutError is an OSError
+            log.warning("metrics without database figures: %s", str(error) or "the database did not answer in time")
             return None
         return _snapshot(row, time.monotonic() - asked)
 

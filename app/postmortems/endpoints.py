@@ -1,4 +1,4 @@
-"""`/v1/runs/{run_id}/postmortem`."""
+"""Endpoint `/v1/runs/{run_id}/postmortem`."""
 
 from fastapi import APIRouter
 
@@ -9,7 +9,7 @@ from app.postmortems.schemas import PostMortem
 router = APIRouter(prefix="/runs/{run_id}", tags=["runs"])
 
 
-@router.get("/postmortem", responses={409: {"description": "Nothing of the run has gone wrong."}})
+@router.get("/postmortem", responses={409: {"description": "The run and its attempts had no failure."}})
 async def get_postmortem(run_id: str, session: Session) -> PostMortem:
-    """Why a run failed, or its last attempt that went wrong: cause, memory, last lines, and what to change."""
+    """Explain why a run or its last unsuccessful attempt failed: cause, memory, last lines, advised changes."""
     return await service.examine(session, run_id)

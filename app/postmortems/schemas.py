@@ -1,4 +1,4 @@
-"""Post-mortems on the wire."""
+"""Wire models of post-mortems."""
 
 from typing import Any, Literal
 
@@ -9,33 +9,33 @@ from app.runs.schemas import RUN_ID, Moment
 
 
 class MemoryPoint(BaseModel):
-    """The memory of an attempt at one moment."""
+    """Memory use of an attempt at one time."""
 
-    seconds: float = Field(description="Since the attempt's start.")
+    seconds: float = Field(description="Seconds since the start of the attempt.")
     phase: str
-    host_mb: int = Field(description="Of the training process and all that it started.")
+    host_mb: int = Field(description="Host memory of the training process and its child processes.")
     host_free_mb: int
-    device_mb: int | None = Field(default=None, description="All that is in use on the GPU.")
+    device_mb: int | None = Field(default=None, description="GPU memory in use by all processes.")
     device_free_mb: int | None = None
 
 
 class AttemptEnd(BaseModel):
-    """How one attempt ended."""
+    """End of one attempt."""
 
     attempt: int
     worker_id: str
     started_at: Moment
     ended_at: Moment | None
     outcome: str | None = Field(description="completed, failed, cancelled, lost, handed_back, retried or repaired.")
-    phase: str | None = Field(description="What it was doing; null where nobody saw.")
+    phase: str | None = Field(description="Phase in which it ended; null if not observed.")
     step: int | None
     exit_code: int | None
-    exit_signal: str | None = Field(description="Such as SIGKILL.")
-    repair: dict[str, Any] | None = Field(description="What the next attempt did otherwise.")
+    exit_signal: str | None = Field(description="Signal that ended the process, such as SIGKILL.")
+    repair: dict[str, Any] | None = Field(description="Changes that the next attempt made to repair the run.")
 
 
 class CorrectedRequest(BaseModel):
-    """A request that can be sent as it is."""
+    """Request that can be sent without changes."""
 
     method: Literal["POST"] = "POST"
     path: str
@@ -43,17 +43,17 @@ class CorrectedRequest(BaseModel):
 
 
 class Correction(BaseModel):
-    """What to change."""
+    """Advised configuration changes."""
 
-    changes: dict[str, Any] = Field(description="Fields of the configuration and their new values.")
-    config: dict[str, Any] = Field(description="The configuration with them, as it can be posted.")
+    changes: dict[str, Any] = Field(description="Configuration fields and their new values.")
+    config: dict[str, Any] = Field(description="Complete configuration with the changes applied.")
     request: CorrectedRequest = Field(
-        description="Resumes the run where that is possible with these changes, and makes a new one otherwise."
+        description="Request that resumes the run if that is possible with these changes, or else creates a new run."
     )
 
 
 class PostMortem(BaseModel):
-    """Why a run ended, or an attempt of it, as far as it is known."""
+    """Known reasons for the end of a run or of one of its attempts."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -61,9 +61,9 @@ class PostMortem(BaseModel):
                 "run_id": RUN_ID, "status": "failed", "code": "out_of_memory",
                 "message": "Out of memory: CUDA out of memory. Lower `batch_size` …", "attempt": 4, "phase": "training",
                 "step": 120, "exit_code": 1, "exit_signal": None, "killed_by_kernel": False,
-                "probable_cause": "The memory of the device did not suffice while training: shortly before, 23,100 MB "
+                "probable_cause": "The device ran out of memory while training: shortly before, 23,100 MB "
                 "were in use and 410 MB free.",
-                "advice": "Rows that are longer are cut, or left out.",
+                "advice": "Longer rows are truncated or dropped.",
                 "peaks": {"host_mb": 5120, "device_mb": 23900},
                 "memory": [
                     {"seconds": 2.0, "phase": "training", "host_mb": 5120, "host_free_mb": 90000, "device_mb": 23100,
@@ -82,18 +82,22 @@ class PostMortem(BaseModel):
 
     run_id: str
     status: TrainingStatus
-    code: str | None = Field(description="Error code of the run; null while it goes on, or has ended well after all.")
+    code: str | None = Field(
+        description="Error code of the run; null if the run has not ended, or ended without an error."
+    )
     message: str | None
-    attempt: int | None = Field(description="The attempt that this is about: the last one that went wrong.")
+    attempt: int | None = Field(description="Attempt that this post-mortem describes: the last unsuccessful one.")
     phase: str | None
     step: int | None
     exit_code: int | None
     exit_signal: str | None
-    killed_by_kernel: bool = Field(description="The machine had no memory left, and the kernel chose this process.")
+    killed_by_kernel: bool = Field(
+        description="True if the machine ran out of memory and the kernel killed this process."
+    )
     probable_cause: str
     advice: str | None
-    peaks: dict[str, int] = Field(description="Highest `host_mb` and `device_mb` of that attempt.")
-    memory: list[MemoryPoint] = Field(description="Timeline of that attempt; empty where nobody saw.")
-    last_lines: list[str] = Field(description="What it printed last.")
-    attempts: list[AttemptEnd] = Field(description="All of them, the first one first.")
-    correction: Correction | None = Field(description="Null where no other configuration is known to help.")
+    peaks: dict[str, int] = Field(description="Peak `host_mb` and `device_mb` of the attempt.")
+    memory: list[MemoryPoint] = Field(description="Memory timeline of the attempt; empty if not observed.")
+    last_lines: list[str] = Field(description="Last lines that the attempt printed.")
+    attempts: list[AttemptEnd] = Field(description="All attempts, oldest first.")
+    correction: Correction | None = Field(description="Advised changes; null if none are known to help.")

@@ -1,4 +1,4 @@
-"""What there is to know about why a run, or an attempt of it, went wrong."""
+"""Post-mortem of a run or of one of its attempts."""
 
 import asyncio
 import signal
@@ -20,30 +20,30 @@ from app.runs.models import TERMINAL, Attempt, Run
 from app.runs.resume import as_asked
 
 _REPLACED = {"qlora": ("load_in_4bit", "load_in_8bit", "lora_r"), "lora": ("load_in_4bit", "load_in_8bit", "lora_r")}
-"""What somebody may have set that does not go with another method."""
+"""Fields that the user may have set and that are invalid with the advised method."""
 _LOSSES = 1000
-"""The newest points that tell whether a loss had been rising."""
-_WRONG = ("failed", "lost", "retried", "repaired")
+"""Number of newest points used to detect a rising loss."""
+_UNSUCCESSFUL = ("failed", "lost", "retried", "repaired")
 
 
 async def examine(session: AsyncSession, run_id: str) -> PostMortem:
-    """The post-mortem of a run that failed, or of its last attempt that went wrong.
+    """Return the post-mortem of a failed run, or of its last unsuccessful attempt.
 
-    Raises 409 `nothing_went_wrong` for a run without either.
+    Raises 409 `nothing_went_wrong` if there is neither.
     """
     run = await service.get(session, run_id)
     rows = await session.scalars(select(Attempt).where(Attempt.run_id == run.id).order_by(Attempt.attempt))
     attempts = rows.all()
-    last = next((one for one in reversed(attempts) if one.outcome in _WRONG), None)
+    last = next((one for one in reversed(attempts) if one.outcome in _UNSUCCESSFUL), None)
     if last is None and run.status != "failed":
         raise conflict(
             "nothing_went_wrong",
-            f"Run {run.id} is {run.status}, and no attempt of it has gone wrong: there is nothing to explain.",
+            f"Run {run.id} is {run.status} and all its attempts succeeded, so there is no post-mortem.",
         )
     report: dict[str, Any] = (last.report if last else None) or {}
-    told = (run.config | run.effective_config) if run.effective_config else run.config
+    trained_config = (run.config | run.effective_config) if run.effective_config else run.config
     outcome = last.outcome if last else None
-    cause = explain(run.error_code, run.error_message, report, told, outcome, await _before(session, run))
+    cause = explain(run.error_code, run.error_message, report, trained_config, outcome, await _before(session, run))
     return PostMortem(
         run_id=run.id,
         status=run.status,

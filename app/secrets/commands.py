@@ -1,4 +1,4 @@
-"""`anneal secrets`: tokens that runs and imports need, set by whoever has the database and the key file."""
+"""Commands `anneal secrets`: manage tokens for runs and imports; they need the database and the key file."""
 
 import sys
 from typing import Annotated, Any
@@ -10,17 +10,17 @@ from app.home import HomeError
 from app.plain_errors import plain_errors, settings_with_urls
 
 secrets = typer.Typer(
-    help="Tokens that runs and imports need, sealed in the database. Example: `anneal secrets set hf_token`.",
+    help="Manage tokens for runs and imports, encrypted in the database. Example: `anneal secrets set hf_token`.",
     no_args_is_help=True,
 )
 
 
 @secrets.command("set")
 def set_secret(
-    name: Annotated[str, typer.Argument(help="Such as hf_token, the token of the Hugging Face hub.")],
+    name: Annotated[str, typer.Argument(help="Name, such as hf_token for the token of the Hugging Face Hub.")],
     as_json: AsJson = False,
 ) -> None:
-    """Keep a secret: typed without an echo, or from standard input. It cannot be read again.
+    """Set a secret, typed without echo or read from standard input. Its value cannot be shown again.
 
     Example: `anneal secrets set hf_token < token.txt`
     """
@@ -39,15 +39,15 @@ def set_secret(
                 connection.execute(store.put(keyring, name, value, None))
                 connection.execute(of_command("secrets set", name))
         except UnicodeDecodeError:
-            raise HomeError("What came is no text: a secret is visible ASCII, without spaces.") from None
+            raise HomeError("The input is not text: a secret must be visible ASCII without spaces.") from None
         except (ValueError, KeyringError) as error:
             raise HomeError(str(error)) from None
-    _tell(f"{name} is set.", {"name": name, "set": True}, as_json)
+    _print_result(f"{name} is set.", {"name": name, "set": True}, as_json)
 
 
 @secrets.command("list")
 def list_secrets(as_json: AsJson = False) -> None:
-    """List names and when they were set; values cannot be shown.
+    """List names of secrets and when they were set; values cannot be shown.
 
     Example: `anneal secrets list`
     """
@@ -68,9 +68,9 @@ def list_secrets(as_json: AsJson = False) -> None:
 
 @secrets.command("delete")
 def delete_secret(
-    name: Annotated[str, typer.Argument(help="As `anneal secrets list` shows it.")], as_json: AsJson = False
+    name: Annotated[str, typer.Argument(help="Name as shown by `anneal secrets list`.")], as_json: AsJson = False
 ) -> None:
-    """Forget a secret; runs that have it already keep it to their end.
+    """Delete a secret; running attempts that have received it keep it until they end.
 
     Example: `anneal secrets delete hf_token`
     """
@@ -82,17 +82,17 @@ def delete_secret(
         settings = settings_with_urls()
         with sync_engine(settings.database_url or "", pool_size=0, name="anneal-secrets").begin() as connection:
             if connection.scalar(store.remove(name)) is None:
-                raise HomeError(f"There is no secret {name}; `anneal secrets list` shows what there is.")
+                raise HomeError(f"There is no secret {name}; list all secrets with `anneal secrets list`.")
             connection.execute(of_command("secrets delete", name))
-    _tell(f"{name} is deleted.", {"name": name, "deleted": True}, as_json)
+    _print_result(f"{name} is deleted.", {"name": name, "deleted": True}, as_json)
 
 
 @secrets.command("rotate")
 def rotate(as_json: AsJson = False) -> None:
-    """Seal all secrets with the first key of the key file.
+    """Encrypt all secrets with the first key of the key file.
 
-    To change keys: put a new one into the first line (`openssl rand -base64 32`) of the file on every machine, run
-    this once, then take the old line out.
+    To change keys, insert a new key (`openssl rand -base64 32`) as the first line of the file on every machine, run
+    this command once, then remove the old line.
 
     Example: `anneal secrets rotate`
     """
@@ -109,11 +109,11 @@ def rotate(as_json: AsJson = False) -> None:
                 connection.execute(of_command("secrets rotate", "*"))
         except KeyringError as error:
             raise HomeError(str(error)) from None
-    sentence = f"{changed} secrets were sealed anew; all are under the first key now."
-    _tell(sentence, {"sealed_anew": changed}, as_json)
+    sentence = f"{changed} secrets were encrypted again; all secrets now use the first key."
+    _print_result(sentence, {"sealed_anew": changed}, as_json)
 
 
-def _tell(sentence: str, found: dict[str, Any], as_json: bool) -> None:
+def _print_result(sentence: str, found: dict[str, Any], as_json: bool) -> None:
     if as_json:
         document(found)
     else:

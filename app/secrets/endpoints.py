@@ -1,4 +1,4 @@
-"""`/v1/secrets`: for keys with the scope `admin`."""
+"""Endpoints `/v1/secrets`, for keys with the scope `admin`."""
 
 from fastapi import APIRouter
 
@@ -14,18 +14,18 @@ router = APIRouter(prefix="/secrets", tags=["secrets"], dependencies=[AdminOnly]
 async def set_secret(
     name: str, body: SecretValue, session: Session, settings: CurrentSettings, caller: CurrentCaller
 ) -> SecretView:
-    """Keep a token that runs or imports need, such as `hf_token`; it replaces an earlier one. Nobody can read it."""
+    """Set a token for runs or imports, such as `hf_token`; it replaces an earlier one and cannot be read back."""
     secret = await service.put(session, settings, name, body.value.get_secret_value(), caller.key_id)
     return SecretView.model_validate(secret)
 
 
 @router.get("")
 async def list_secrets(session: Session) -> SecretList:
-    """Names of secrets, and when they were set; never their values."""
+    """List names of secrets and when they were set, never their values."""
     return SecretList(data=[SecretView.model_validate(secret) for secret in await service.every(session)])
 
 
 @router.delete("/{name}", status_code=204)
 async def delete_secret(name: str, session: Session) -> None:
-    """Forget a secret; runs that have it already keep it to their end."""
+    """Delete a secret; running attempts that have received it keep it until they end."""
     await service.remove(session, name)

@@ -1,4 +1,4 @@
-"""Secrets: tokens that runs and imports need, kept sealed."""
+"""Table of secrets: encrypted tokens for runs and imports."""
 
 from datetime import datetime
 
@@ -9,12 +9,12 @@ from app.models import Base, Owned
 
 
 class Secret(Owned, Base):
-    """A secret under its name; its value only as what `Keyring.seal` made of it."""
+    """Secret; its value is stored only in the encrypted form produced by `Keyring.seal`."""
 
     __tablename__ = "secrets"
 
     name: Mapped[str] = mapped_column(primary_key=True)
     key_id: Mapped[str]
-    """Which key of the key file opens it."""
+    """Id of the key in the key file that decrypts it."""
     sealed: Mapped[bytes]
     updated_at: Mapped[datetime] = mapped_column(server_default=func.now())

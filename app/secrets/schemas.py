@@ -1,4 +1,4 @@
-"""Secrets on the wire: values come in, and never go out."""
+"""Wire models of secrets: values are accepted but never returned."""
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, SecretStr
 
@@ -7,14 +7,14 @@ from app.secrets.store import VALUE
 
 
 class SecretValue(BaseModel):
-    """What to keep under a name."""
+    """Value of a secret."""
 
     model_config = ConfigDict(extra="forbid", json_schema_extra={"example": {"value": "hf_" + "x" * 34}})
 
     value: SecretStr = Field(
         min_length=8,
         max_length=4096,
-        description="Visible ASCII, without spaces.",
+        description="Visible ASCII characters without spaces.",
         json_schema_extra={"pattern": f"^{VALUE}$"},
     )
 
@@ -27,7 +27,7 @@ _VIEW: dict[str, JsonValue] = {
 
 
 class SecretView(BaseModel):
-    """A secret, without its value: nobody can read that again."""
+    """Secret without its value, which cannot be read back."""
 
     model_config = ConfigDict(from_attributes=True, json_schema_extra={"example": _VIEW})
 
@@ -37,7 +37,7 @@ class SecretView(BaseModel):
 
 
 class SecretList(BaseModel):
-    """All secrets by name."""
+    """All secrets, sorted by name."""
 
     model_config = ConfigDict(json_schema_extra={"example": {"data": [_VIEW], "has_more": False}})
 

@@ -1,4 +1,4 @@
-"""What can be done with secrets over the API."""
+"""Operations on secrets for the API."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 async def put(session: AsyncSession, settings: Settings, name: str, value: str, created_by: str) -> Secret:
-    """Keep a value under a name, in place of an earlier one; 422 for what cannot be one."""
+    """Store a value under a name, replacing an earlier one; raise 422 for an invalid name or value."""
     try:
         store.check(name, value)
     except ValueError as error:
@@ -29,18 +29,18 @@ async def put(session: AsyncSession, settings: Settings, name: str, value: str, 
 
 
 async def every(session: AsyncSession) -> Sequence[Secret]:
-    """All secrets by name."""
+    """Return all secrets, sorted by name."""
     return (await session.scalars(store.listing())).all()
 
 
 async def remove(session: AsyncSession, name: str) -> None:
-    """Forget a secret; `secret_not_found` where there is none."""
+    """Delete a secret; raise 404 `secret_not_found` if it does not exist."""
     if await session.scalar(store.remove(name)) is None:
         raise not_found("secret", name)
 
 
 async def find(session: AsyncSession, settings: Settings, name: str) -> str | None:
-    """The value of a secret, for a call of this server to somebody else; None where it is not set."""
+    """Return the value of a secret for a call from this server to another service; None if it is not set."""
     found = await _with_keys(session, lambda connection: store.read(connection, settings, [name]))
     return found.get(name)
 

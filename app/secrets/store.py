@@ -1,4 +1,4 @@
-"""The statements on secrets, for the API, workers and the command line alike. Free of FastAPI."""
+"""Statements on secrets for the API, workers and the command line; independent of FastAPI."""
 
 import re
 from collections.abc import Iterable
@@ -12,47 +12,47 @@ from app.config import Settings
 from app.secrets.keyring import Keyring
 from app.secrets.models import Secret
 
-HF_TOKEN = "hf_token"  # a name
+HF_TOKEN = "hf_token"  # the name of a secret, not a value
 NAME = r"[a-z][a-z0-9_]{0,62}"
 VALUE = r"[\x21-\x7e]{8,4096}"
-"""Tokens are made of visible ASCII; shorter ones could be guessed, and to redact them would redact half of a log."""
+"""Tokens are visible ASCII; shorter ones could be guessed, and redacting them would redact much of a log."""
 
 
 SHOWN = (Secret.name, Secret.key_id, Secret.created_at, Secret.updated_at)
 
 
 def check(name: str, value: str) -> None:
-    """Raises ValueError that says what is wrong with a name or a value, without the value."""
+    """Validate a name and a value; raise ValueError with a message that does not contain the value."""
     if re.fullmatch(NAME, name) is None:
-        raise ValueError("a name has small letters, digits and _, begins with a letter and has at most 63 characters")
+        raise ValueError("a name must be at most 63 lowercase letters, digits and _, and start with a letter")
     if re.fullmatch(VALUE, value) is None:
-        raise ValueError("a value has 8 to 4,096 visible ASCII characters, without spaces")
+        raise ValueError("a value must be 8 to 4,096 visible ASCII characters without spaces")
 
 
 def put(keyring: Keyring, name: str, value: str, created_by: str | None) -> ReturningInsert[Any]:
-    """Keep a value under a name, in place of an earlier one; answers the row."""
+    """Store a value under a name, replacing an earlier one; return the row."""
     changes = {"key_id": keyring.sealing_id, "sealed": keyring.seal(name, value), "updated_at": func.now()}
     statement = insert(Secret).values(name=name, created_by=created_by, **changes)
     return statement.on_conflict_do_update(index_elements=[Secret.name], set_=changes).returning(Secret)
 
 
 def listing() -> Select[Any]:
-    """All secrets by name."""
+    """Select all secrets, sorted by name."""
     return select(Secret).order_by(Secret.name)
 
 
 def remove(name: str) -> ReturningDelete[Any]:
-    """Forget a secret; answers its name where there was one."""
+    """Delete a secret; return its name if it existed."""
     return delete(Secret).where(Secret.name == name).returning(Secret.name)
 
 
 def sealed(names: Iterable[str]) -> "Select[str, str, bytes]":
-    """Name, key id and sealed value of those that are set."""
+    """Select name, key id and encrypted value of the secrets that are set."""
     return select(Secret.name, Secret.key_id, Secret.sealed).where(Secret.name.in_(list(names)))
 
 
 def read(connection: Connection, settings: Settings, names: Iterable[str]) -> dict[str, str]:
-    """The values of those secrets that are set. Raises KeyringError."""
+    """Return the values of the secrets that are set. Raises KeyringError."""
     rows = connection.execute(sealed(names)).all()
     if not rows:
         return {}
@@ -61,12 +61,12 @@ def read(connection: Connection, settings: Settings, names: Iterable[str]) -> di
 
 
 def for_sealing(connection: Connection, settings: Settings) -> Keyring:
-    """The keyring to seal with; a key file is made only while nothing is sealed yet. Raises KeyringError."""
+    """Return the keyring for encryption; create a key file only if no secret exists yet. Raises KeyringError."""
     return Keyring.of(settings, make=connection.scalar(select(Secret.name).limit(1)) is None)
 
 
 def rotate(connection: Connection, settings: Settings) -> int:
-    """Seal every secret with the first key of the key file; answers how many were not. Raises KeyringError."""
+    """Encrypt every secret with the first key of the key file; return the number changed. Raises KeyringError."""
     keyring = Keyring.of(settings)
     rows = connection.execute(select(Secret.name, Secret.key_id, Secret.sealed).with_for_update()).all()
     old = [row for row in rows if row.key_id != keyring.sealing_id]

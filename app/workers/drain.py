@@ -1,4 +1,4 @@
-"""`anneal worker --drain`: the workers of this machine and home finish what they have, and end."""
+"""Command `anneal worker --drain`: the workers of this machine and ANNEAL_HOME finish their runs and exit."""
 
 import time
 from collections.abc import Iterator
@@ -13,36 +13,36 @@ from app.workers.local import END_SOON, TAKE_NO_MORE, Note, notes
 
 _LOOK_SECONDS = 0.2
 _MORE_SECONDS = 15.0
-"""Than runs have to save: a worker that is there after that hangs."""
+"""Time beyond the save grace period after which a worker that is still running counts as hung."""
 
 
 def drain(settings: Settings, timeout: float | None = None, console: Console | None = None) -> int:
-    """Drain them, show what is still at work, return the exit code once they are gone.
+    """Drain the workers, show the runs in progress, and return the exit code when all workers have ended.
 
-    After `timeout` seconds the runs are saved and handed back, for other workers to go on with. Needs no database,
-    no broker, and may be run again at any time.
+    After `timeout` seconds the runs are saved and released, so that other workers can resume them. Needs neither
+    database nor broker, and can be repeated at any time.
     """
     view = View(console or Console())
     found = notes(settings.home)
     workers = [note for note in found if note.signal(TAKE_NO_MORE)]
     for note in found:
         if not note.is_near and not note.draining:
-            view.say(f"Worker {note.id} is not of this machine or container: drain it where it runs.")
+            view.say(f"Worker {note.id} belongs to another machine or container; drain it there.")
     if not workers:
-        view.say(f"No worker runs on this machine with ANNEAL_HOME={settings.home}: there is nothing to drain.")
+        view.say(f"No worker runs on this machine with ANNEAL_HOME={settings.home}; nothing to drain.")
         return 0
     for note in workers:
-        view.say(f"Worker {note.id} (process {note.pid}) takes no further run.")
+        view.say(f"Worker {note.id} (process {note.pid}) is draining and claims no more runs.")
     try:
         return _wait(settings, {note.id: note for note in workers}, timeout, view)
     except KeyboardInterrupt:
-        view.say("The workers go on draining; run the command again to watch them, or with --timeout 0 to end them.")
+        view.say("The workers continue draining. Run the command again to watch, or with --timeout 0 to stop them now.")
         return 130
 
 
 def _wait(settings: Settings, workers: dict[str, Note], timeout: float | None, view: "View") -> int:
     began = time.monotonic()
-    told_to_save = False
+    save_requested = False
     gone = 0
     with view.live():
         while workers:
@@ -54,14 +54,14 @@ def _wait(settings: Settings, workers: dict[str, Note], timeout: float | None, v
                 gone += 1
             view.show(list(workers.values()), time.monotonic() - began)
             waited = time.monotonic() - began - (timeout or 0.0)
-            if timeout is not None and workers and not told_to_save and waited >= 0:
-                told_to_save = True
-                view.say(f"After {timeout:g} s what still runs is saved and handed back.")
+            if timeout is not None and workers and not save_requested and waited >= 0:
+                save_requested = True
+                view.say(f"Timeout of {timeout:g} s reached: the remaining runs are saved and released.")
                 for note in workers.values():
                     note.signal(END_SOON)
-            if told_to_save and workers and waited > settings.save_grace_seconds + _MORE_SECONDS:
+            if save_requested and workers and waited > settings.save_grace_seconds + _MORE_SECONDS:
                 for note in workers.values():
-                    view.say(f"Worker {note.id} (process {note.pid}) does not end: look at its log, or kill it.")
+                    view.say(f"Worker {note.id} (process {note.pid}) does not exit. Check its log, or kill it.")
                 return 1
             if workers:
                 time.sleep(_LOOK_SECONDS)
@@ -71,25 +71,25 @@ def _wait(settings: Settings, workers: dict[str, Note], timeout: float | None, v
 
 def _ended(note: Note) -> str:
     if note.runs:
-        return f"Worker {note.id} was killed; other workers go on with {', '.join(note.runs)}."
+        return f"Worker {note.id} was killed; other workers will resume {', '.join(note.runs)}."
     return f"Worker {note.id} has ended."
 
 
 class View:
-    """What is still at work: a table that follows on a terminal, elsewhere a line for each change."""
+    """Display of the runs in progress: a live table on a terminal, otherwise one line per change."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live: Live | None = None
-        self._told: list[str] = []
+        self._printed: list[str] = []
 
     def say(self, line: str) -> None:
-        """A line that stays."""
+        """Print a permanent line."""
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
     def live(self) -> Iterator[None]:
-        """While `show` may be called."""
+        """Enter the context in which `show` can be called."""
         if not self._console.is_terminal:
             yield
             return
@@ -98,7 +98,7 @@ class View:
         self._live = None
 
     def show(self, workers: list[Note], seconds: float) -> None:
-        """What is at work now."""
+        """Show the runs in progress."""
         if self._live is not None:
             table = Table(box=None, pad_edge=False)
             for title in ("worker", "run", "step", ""):
@@ -108,11 +108,11 @@ class View:
                     table.add_row(note.id, run_id, _steps(step, total), f"{seconds:.0f} s")
             self._live.update(table)
             return
-        lines = [f"Still at work on {run_id}." for note in workers for run_id in note.runs]
+        lines = [f"Still running: {run_id}." for note in workers for run_id in note.runs]
         for line in lines:
-            if line not in self._told:
+            if line not in self._printed:
                 self.say(line)
-        self._told = lines
+        self._printed = lines
 
 
 def _steps(step: int | None, total: int | None) -> str:

@@ -1,4 +1,4 @@
-"""`/v1/workers`."""
+"""Endpoint `/v1/workers`."""
 
 from fastapi import APIRouter
 
@@ -12,7 +12,7 @@ router = APIRouter(prefix="/workers", tags=["workers"])
 
 @router.get("")
 async def list_workers(session: Session, settings: CurrentSettings, paging: PageQuery) -> Page[WorkerRead]:
-    """Workers with their devices and what each of them runs, newest first."""
+    """List workers with their devices and current runs, newest first."""
     found, has_more = await service.page(session, settings, paging)
     return Page(data=[_read(presence) for presence in found], has_more=has_more)
 

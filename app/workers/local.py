@@ -1,4 +1,4 @@
-"""The workers of this machine and home: notes that they keep below `run/workers`, and signals to them, no database."""
+"""Workers of this machine and ANNEAL_HOME: status files below `run/workers`, and signals; needs no database."""
 
 import json
 import os
@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 TAKE_NO_MORE = signal.SIGUSR1
-"""Asks a worker to take no further run, and to end when those at work have finished."""
+"""Signal to a worker to claim no more runs and to exit when its current runs have finished."""
 END_SOON = signal.SIGTERM
-"""Asks it to have its runs saved and handed back now, and to end."""
+"""Signal to a worker to save and release its runs now, and to exit."""
 _KEPT_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
 class Note:
-    """What a worker says of itself; `process_started`, boot and namespace make its process id unique for ever."""
+    """Status file of a worker; `process_started`, boot id and namespace make its process id unique."""
 
     id: str
     pid: int
@@ -28,20 +28,20 @@ class Note:
     namespace: str
     draining: bool = False
     runs: dict[str, list[int | None]] = field(default_factory=dict)
-    """The runs at work, each with its step and its steps in all as far as they are known."""
+    """Current runs, each with its step and total steps as far as they are known."""
 
     @property
     def is_near(self) -> bool:
-        """Whether its process id means something here: the same boot, the same pid namespace."""
+        """True if its process id is valid here: same boot and same pid namespace."""
         return (self.boot_id, self.namespace) == (boot_id(), namespace())
 
     @property
     def is_alive(self) -> bool:
-        """Whether this very process is there."""
+        """True if exactly this process is running."""
         return self.is_near and process_started(self.pid) == self.process_started
 
     def signal(self, number: signal.Signals) -> bool:
-        """Send a signal to this very process, never to another one that was given its id; False when it is gone."""
+        """Send a signal to exactly this process, never to another one that reused its id; False if it has ended."""
         if not self.is_near:
             return False
         try:
@@ -49,7 +49,7 @@ class Note:
         except ProcessLookupError:
             return False
         try:
-            # Looked at through the open descriptor: now the id cannot pass to another process unnoticed.
+            # Check after opening the pidfd: from here on a reuse of the id by another process is detected.
             if not self.is_alive:
                 return False
             signal.pidfd_send_signal(process, number)
@@ -61,7 +61,7 @@ class Note:
 
 
 class Notebook:
-    """A worker's own note, rewritten as things change; a disk that is full costs the note, not the worker."""
+    """Writer of a worker's status file, updated on changes; a full disk loses the file but does not stop the worker."""
 
     def __init__(self, home: Path, worker_id: str) -> None:
         self._folder = _folder(home)
@@ -70,19 +70,19 @@ class Notebook:
         self._note = Note(worker_id, pid, process_started(pid) or 0, boot_id(), namespace())
 
     def open(self) -> None:
-        """Write the first note, and clear away those of workers that are long gone."""
+        """Write the first status, and delete status files of workers that ended long ago."""
         for path in self._folder.glob("*.json"):
             note = _read(path)
             if note is not None and (not note.is_near or note.is_alive):
-                continue  # of another machine, of another container, or at work
+                continue  # of another machine or container, or still running
             with suppress(OSError):
-                # `anneal up` may still want to know that one was drained on purpose.
+                # `anneal up` may still need to know that a worker was drained on purpose.
                 if note is None or not note.draining or time.time() - path.stat().st_mtime > _KEPT_SECONDS:
                     path.unlink()
         self._write(self._note)
 
     def update(self, *, draining: bool | None = None, runs: dict[str, list[int | None]] | None = None) -> None:
-        """Say what has changed."""
+        """Update the given fields and rewrite the file if they changed."""
         with self._lock:
             changed = self._note
             if draining is not None:
@@ -94,7 +94,7 @@ class Notebook:
                 self._write(changed)
 
     def close(self) -> None:
-        """The worker has ended; that it was drained stays on record."""
+        """Delete the status file when the worker ends; keep it if the worker was drained."""
         if self._note.draining:
             self.update(runs={})
         else:
@@ -114,33 +114,33 @@ class Notebook:
 
 
 def notes(home: Path) -> list[Note]:
-    """All notes of this home, those of dead workers and of other machines included."""
+    """Read all status files of this home, including those of ended workers and of other machines."""
     found = [_read(path) for path in sorted(_folder(home).glob("*.json"))]
     return [note for note in found if note is not None]
 
 
 def was_drained(home: Path, pid: int) -> bool:
-    """Whether the worker that had this process id had been told to drain."""
+    """Return True if the ended worker with this process id had been requested to drain."""
     return any(note.pid == pid and note.draining and note.is_near and not note.is_alive for note in notes(home))
 
 
 def boot_id() -> str:
-    """The id of this boot of the machine."""
+    """Return the machine's current boot id."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def namespace() -> str:
-    """The pid namespace: a container has its own."""
+    """Return the pid namespace; each container has its own."""
     return str(Path("/proc/self/ns/pid").readlink())
 
 
 def process_started(pid: int) -> int | None:
-    """Start of a process in clock ticks since boot; None when there is none, or only a zombie."""
+    """Return the start time of a process in clock ticks since boot; None if it does not exist or is a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = text[text.rindex(")") + 2 :].split()  # the name in parentheses may hold anything
+    fields = text[text.rindex(")") + 2 :].split()  # the name in parentheses may contain any character
     return None if fields[0] in "ZX" else int(fields[19])
 
 

@@ -1,4 +1,4 @@
-"""Workers, and the devices that each of them offers."""
+"""Tables of workers and their devices."""
 
 from datetime import datetime
 from typing import Any
@@ -11,7 +11,7 @@ from app.models import Base
 
 
 class Worker(Base):
-    """One worker process, from its start to its end."""
+    """Worker process, from its start to its end."""
 
     __tablename__ = "workers"
     __table_args__ = (
@@ -24,22 +24,22 @@ class Worker(Base):
     pid: Mapped[int]
     boot_id: Mapped[str]
     process_started: Mapped[int] = mapped_column(BigInteger)
-    """Start of the process in clock ticks since boot: with boot id and pid it names a process for ever."""
+    """Start of the process in clock ticks since boot; unique together with boot id and pid."""
     version: Mapped[str]
     state: Mapped[str]
     slots: Mapped[int]
     backends: Mapped[list[str]] = mapped_column(ARRAY(Text))
     launch_mode: Mapped[str]
     launch_reason: Mapped[str] = mapped_column(server_default="")
-    """Why training processes start cold, when they do."""
+    """Reason for cold starts of training processes; empty otherwise."""
     plugins: Mapped[dict[str, Any] | None]
-    """Names of the operator's own that it has installed, by kind; null: its version tells none."""
+    """Names of installed plugins, by kind; null if the worker's version does not report them."""
     started_at: Mapped[datetime] = mapped_column(server_default=func.now())
     heartbeat_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
 class Device(Base):
-    """A GPU, or a share of the CPU, that runs one training process at a time."""
+    """GPU, or share of the CPU, that runs one training process at a time."""
 
     __tablename__ = "devices"
     __table_args__ = (
@@ -50,7 +50,7 @@ class Device(Base):
     worker_id: Mapped[str] = mapped_column(ForeignKey("workers.id", ondelete="CASCADE"), primary_key=True)
     index: Mapped[int] = mapped_column(primary_key=True)
     uid: Mapped[str]
-    """The hardware's own id (GPU UUID): the same device under two workers has one uid."""
+    """Hardware id (GPU UUID); the same device has the same uid under different workers."""
     kind: Mapped[str]
     name: Mapped[str]
     memory_mb: Mapped[int | None]

@@ -1,4 +1,4 @@
-"""Statements by which a worker makes itself known."""
+"""Statements with which a worker registers itself and its devices."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from app.workers.models import Device, Worker
 
 
 def register(values: dict[str, Any]) -> Executable:
-    """Write the worker's row; again after retention or an operator has removed it."""
+    """Insert the worker's row; insert it again if retention or an operator has removed it."""
     return (
         insert(Worker)
         .values(**values, state="online")
@@ -18,12 +18,12 @@ def register(values: dict[str, Any]) -> Executable:
 
 
 def offer(devices: list[dict[str, Any]]) -> Executable:
-    """Write the devices of a worker; what it has offered already keeps its run."""
+    """Insert the devices of a worker; existing rows keep their run."""
     return insert(Device).values(devices).on_conflict_do_nothing()
 
 
 def beat(worker_id: str, state: str, launch_mode: str, launch_reason: str) -> Executable:
-    """The worker lives; no row when it is not registered (any more)."""
+    """Record a heartbeat; returns no row if the worker is not (or no longer) registered."""
     return (
         update(Worker)
         .where(Worker.id == worker_id)
@@ -33,18 +33,18 @@ def beat(worker_id: str, state: str, launch_mode: str, launch_reason: str) -> Ex
 
 
 def on_host(host: str) -> Executable:
-    """Workers of a host that count as alive: id, pid, boot id, start of the process."""
+    """Select the workers of a host that are not offline: id, pid, boot id, process start."""
     return select(Worker.id, Worker.pid, Worker.boot_id, Worker.process_started).where(
         Worker.host == host, Worker.state != "offline"
     )
 
 
 def gone(worker_ids: list[str]) -> Executable:
-    """These workers have ended."""
+    """Mark workers as offline."""
     return update(Worker).where(Worker.id.in_(worker_ids)).values(state="offline")
 
 
 def forget(older_than_days: int) -> Executable:
-    """Remove workers that ended long ago; their runs keep the id."""
+    """Delete workers that ended long ago; their runs keep the worker id."""
     old = func.clock_timestamp() - func.make_interval(0, 0, 0, older_than_days)
     return delete(Worker).where(Worker.state == "offline", Worker.heartbeat_at < old)

@@ -1,4 +1,4 @@
-"""Workers on the wire."""
+"""Wire models of workers."""
 
 from typing import Literal
 
@@ -8,20 +8,20 @@ from app.runs.schemas import RUN_ID, Moment
 
 
 class DeviceRead(BaseModel):
-    """What one training process at a time can have."""
+    """Device that one training process at a time can use."""
 
     model_config = ConfigDict(from_attributes=True)
 
     index: int
-    uid: str = Field(description="The hardware's own id.")
+    uid: str = Field(description="Hardware id, such as a GPU UUID.")
     kind: Literal["cpu", "cuda"]
     name: str
     memory_mb: int | None
-    run_id: str | None = Field(description="The run that has it now.")
+    run_id: str | None = Field(description="Run that currently uses it.")
 
 
 class WorkerRead(BaseModel):
-    """A worker process, from its start to its end."""
+    """Worker process, from its start to its end."""
 
     model_config = ConfigDict(
         from_attributes=True,
@@ -59,18 +59,18 @@ class WorkerRead(BaseModel):
     pid: int
     version: str
     state: Literal["online", "draining", "offline"] = Field(
-        description="`offline`: it has ended, or said nothing for three lease times."
+        description="`offline`: it has ended, or sent no heartbeat for three lease times."
     )
     slots: int
     backends: list[str]
     launch_mode: Literal["zygote", "cold"] = Field(
-        description="How training processes start: forked from a warm process, or cold."
+        description="Start mode of training processes: `zygote` forks from a warm process, `cold` starts a new one."
     )
-    launch_reason: str = Field(description="Why they start cold, when they do.")
+    launch_reason: str = Field(description="Reason for cold starts; empty otherwise.")
     plugins: dict[str, list[str]] | None = Field(
-        description="Names of what the operator has installed for trainings, by kind; null: its version tells none."
+        description="Names of installed plugins, by kind; null if the worker's version does not report them."
     )
     started_at: Moment
     heartbeat_at: Moment
     devices: list[DeviceRead]
-    runs: list[str] = Field(description="What it runs now.")
+    runs: list[str] = Field(description="Ids of its current runs.")

@@ -1,4 +1,4 @@
-"""What there is to know about workers."""
+"""Queries on workers."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from app.runs.transitions import seconds
 from app.workers.models import Device, Worker
 
 FRESH_LEASES = 3
-"""A worker that has been silent for so many leases is not counted on any more."""
+"""Lease times without a heartbeat after which a worker counts as offline."""
 
 
 @dataclass(frozen=True)
 class Presence:
-    """A worker with its devices and the runs that it holds now."""
+    """Worker with its devices and current runs."""
 
     worker: Worker
     state: str
@@ -27,7 +27,7 @@ class Presence:
 
 
 async def page(session: AsyncSession, settings: Settings, paging: Paging) -> tuple[list[Presence], bool]:
-    """Workers, newest first; those that have ended or fallen silent are listed as `offline`."""
+    """Return a page of workers, newest first; workers that ended or stopped sending heartbeats are `offline`."""
     workers, has_more = await fetch(session, select(Worker), Worker.id, paging)
     ids = [worker.id for worker in workers]
     devices: dict[str, list[Device]] = defaultdict(list)

@@ -146,7 +146,7 @@ def test_a_refusal_that_cannot_be_written_down_is_in_the_log(
     answer = unwritable.client.delete("/v1/secrets/nothing")
     assert answer.status_code == 404
     unwritable.stop()
-    assert "not in the audit list" in caplog.text and answer.headers["x-request-id"] in caplog.text
+    assert "not in the audit log" in caplog.text and answer.headers["x-request-id"] in caplog.text
     unwritable.start()
 
 

@@ -74,7 +74,7 @@ class TestSecrets:
     def test_what_cannot_be_a_secret_is_told_without_it(self, servers: dict[str, str]) -> None:
         told = refused(anneal("secrets", "set", "hf_token", input="my secret of two words", **servers))
         assert "visible ASCII" in told and "words" not in told
-        assert "small letters" in refused(anneal("secrets", "set", "HF", input=TOKEN, **servers))
+        assert "lowercase letters" in refused(anneal("secrets", "set", "HF", input=TOKEN, **servers))
 
 
 class TestKeys:

@@ -81,7 +81,7 @@ class TestStepsAndTokens:
         for data in (Data(1000, None, old), Data(1000, 4_800_000)):
             found = plan(model, config, data)
             assert found.tokens == 2 * 1000 * 800
-            assert any("prompt of a pair and its two answers are assumed" in said for said in found.assumptions)
+            assert any("prompt and the two answers of a pair are assumed" in said for said in found.assumptions)
         assert plan(model, config, Data(1000, None)).attended == 2048
 
     @pytest.mark.parametrize(("asked", "steps"), [({}, None), ({"max_steps": 50}, 50)])
@@ -250,14 +250,14 @@ class TestAConfigJson:
     @pytest.mark.parametrize(
         ("file", "says"),
         [
-            ({"model_type": "phi3", "rope_scaling": "x"}, "of a kind that it cannot have"),
-            ({"model_type": "phi3", "rope_parameters": [1]}, "of a kind that it cannot have"),
-            ({"model_type": "phi3", "partial_rotary_factor": float("inf")}, "not a part of one"),
-            ({"model_type": "gpt2", "resid_pdrop": 10**400}, "not a part of one"),
-            ({"model_type": "gpt2", "attn_pdrop": float("nan")}, "not a part of one"),
-            ({"model_type": "llama", "hidden_size": 8, "num_attention_heads": 16}, "16 heads are more"),
-            ({"model_type": "gpt2", "n_embd": 8, "n_head": 16}, "16 heads are more"),
-            ({"model_type": "llama", "num_key_value_heads": 64}, "more than the 32 of queries"),
+            ({"model_type": "phi3", "rope_scaling": "x"}, "a value has the wrong type"),
+            ({"model_type": "phi3", "rope_parameters": [1]}, "a value has the wrong type"),
+            ({"model_type": "phi3", "partial_rotary_factor": float("inf")}, "not a number from 0 to 1"),
+            ({"model_type": "gpt2", "resid_pdrop": 10**400}, "not a number from 0 to 1"),
+            ({"model_type": "gpt2", "attn_pdrop": float("nan")}, "not a number from 0 to 1"),
+            ({"model_type": "llama", "hidden_size": 8, "num_attention_heads": 16}, "16 attention heads exceed"),
+            ({"model_type": "gpt2", "n_embd": 8, "n_head": 16}, "16 attention heads exceed"),
+            ({"model_type": "llama", "num_key_value_heads": 64}, "more than the 32 attention heads"),
         ],
     )
     def test_that_cannot_be_is_said_to_be_unknown(self, file: dict[str, Any], says: str) -> None:

@@ -102,11 +102,11 @@ def trained(engine: Engine, run: dict[str, Any], device: str, rate: float, lengt
 @pytest.mark.parametrize(
     ("file", "says"),
     [
-        ({"model_type": "phi3", "rope_scaling": "x"}, "of a kind that it cannot have"),
-        ({"model_type": "gpt2", "resid_pdrop": 10**400}, "not a part of one"),
+        ({"model_type": "phi3", "rope_scaling": "x"}, "a value has the wrong type"),
+        ({"model_type": "gpt2", "resid_pdrop": 10**400}, "not a number from 0 to 1"),
         ({"model_type": "llama", "hidden_size": 8, "num_attention_heads": 16}, "not describe a llama model"),
-        ({"model_type": "mamba2"}, "family is 'mamba2'"),
-        ([], "is no object"),
+        ({"model_type": "mamba2"}, "family 'mamba2' is not supported"),
+        ([], "is not a JSON object"),
     ],
 )
 def test_what_cannot_be_known_is_null_with_its_reason(api: ApiServer, engine: Engine, file: Any, says: str) -> None:
@@ -120,14 +120,14 @@ def test_what_cannot_be_known_is_null_with_its_reason(api: ApiServer, engine: En
 def test_a_hub_model_that_is_not_here_is_not_guessed(api: ApiServer, engine: Engine) -> None:
     found = estimated(api, make_dataset(engine), base_model="nobody/has-this")
     assert found["memory_mb"] is None
-    assert "asks no network" in found["unknown"][0]["reason"]
+    assert "never the network" in found["unknown"][0]["reason"]
 
 
 def test_steps_and_tokens_are_told_without_the_model(api: ApiServer, engine: Engine) -> None:
     dataset = make_dataset(engine)  # 8 rows of, by its bytes, 25 tokens
     there, away = (estimated(api, dataset, base_model=name, max_steps=20) for name in ("qwen", "nobody/has-this"))
     assert (away["steps"], away["tokens"]) == (there["steps"], there["tokens"]) == (20, 20 * 8 * 25)
-    assert any("the model's own limit" in sentence for sentence in away["assumptions"])
+    assert any("The model's own sequence limit" in sentence for sentence in away["assumptions"])
     unlimited = estimated(api, dataset, base_model="nobody/has-this", max_steps=20, max_seq_length=None)
     assert (unlimited["steps"], unlimited["tokens"]) == (20, None)
 
@@ -216,7 +216,7 @@ def test_a_mistake_of_the_estimator_undoes_no_run(
 
     monkeypatch.setattr(service, "by_formula", mistaken)
     made = make_run(api.client, make_dataset(engine), backend="celery", config={"base_model": "qwen"})
-    eventually(lambda: "has no estimate" in caplog.text)
+    eventually(lambda: "estimate failed" in caplog.text)
     assert made["id"] in caplog.text and "'qwen'" in caplog.text and "a mistake" in caplog.text
     found = api.client.get(f"/v1/runs/{made['id']}").json()
     assert (found["status"], found["estimate"]) == ("pending", None)
@@ -252,7 +252,7 @@ def test_what_an_installed_part_makes_is_not_counted(api: ApiServer, engine: Eng
     found = estimated(api, make_dataset(engine), extra={kind: {"type": "mine"}})
     assert (found["parameters"], found["memory_mb"]) == (None, None)
     assert found["steps"] == (None if kind == "recipe" else 3)
-    assert f"`extra.{kind}` names `mine`" in found["unknown"][0]["reason"]
+    assert f"`extra.{kind}` is the plugin `mine`" in found["unknown"][0]["reason"]
 
 
 def test_of_a_data_source_memory_alone_is_known_and_of_an_optimizer_it_is_assumed(

@@ -83,7 +83,7 @@ class TestAppend:
         assert stored_lines(engine, run) == expected(5)
 
     def test_refuses_to_leave_a_gap(self, engine: Engine, run: str) -> None:
-        with pytest.raises(RuntimeError, match="event 3 of the attempt came, 0 are stored"):
+        with pytest.raises(RuntimeError, match="received event 3 of the attempt, but only 0 are stored"):
             store(engine, run, 1, 3, 1)
 
     def test_a_stale_worker_writes_nothing(self, engine: Engine, run: str) -> None:

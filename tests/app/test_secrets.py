@@ -160,7 +160,7 @@ def test_a_new_key_takes_over_in_three_steps_and_secrets_can_be_read_after_each(
     settings.secret_key_path.write_text(f"{new}\n")
     assert _values(settings, "hf_token") == {"hf_token": TOKEN}
     settings.secret_key_path.write_text(old)
-    with pytest.raises(KeyringError, match="does not have"):
+    with pytest.raises(KeyringError, match="not in this machine's key file"):
         _values(settings, "hf_token")
 
 

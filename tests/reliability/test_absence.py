@@ -140,7 +140,7 @@ class TestLongerThanTheLease:
         reasons = [event["reason"] for event in stack.events(run_id) if event["type"] == "status"]
         assert any("the database was unreachable for" in reason for reason in reasons), reasons
         told = stack.client.get(f"/v1/runs/{run_id}/postmortem").json()
-        assert told["probable_cause"].startswith("The database was out of reach") and told["advice"] is None
+        assert told["probable_cause"].startswith("The database was unreachable") and told["advice"] is None
 
 
 class TestOfOneWorkerOnly:

@@ -206,11 +206,11 @@ class TestDrain:
         eventually(lambda: states(stack)[worker.process.pid] == "draining")
         watched.send_signal(signal.SIGINT)
         assert watched.wait(20) == 130
-        assert "go on draining" in (watched.stdout.read() if watched.stdout else "")
+        assert "continue draining" in (watched.stdout.read() if watched.stdout else "")
         said, _ = cli(stack, "--drain").communicate(timeout=60)
         assert worker.process.wait(1) == 0, "the command returns when the worker has ended"
-        assert f"process {worker.process.pid}) takes no further run" in said
-        assert f"Still at work on {at_work}" in said
+        assert f"process {worker.process.pid}) is draining and claims no more runs" in said
+        assert f"Still running: {at_work}" in said
         assert "Drained: 1 worker ended." in said
         shown = stack.run(at_work)
         assert (shown["status"], shown["attempt"]) == ("completed", 1)
@@ -219,7 +219,7 @@ class TestDrain:
         done = cli(stack, "--drain")
         said, _ = done.communicate(timeout=30)
         assert done.returncode == 0
-        assert said == f"No worker runs on this machine with ANNEAL_HOME={stack.home}: there is nothing to drain.\n"
+        assert said == f"No worker runs on this machine with ANNEAL_HOME={stack.home}; nothing to drain.\n"
         stack.add_worker()
         stack.until(waiting, "completed")
 
@@ -230,7 +230,7 @@ class TestDrain:
         command = cli(stack, "--drain", "--timeout", "0.5")
         said, _ = command.communicate(timeout=60)
         assert (command.returncode, worker.process.wait(1)) == (0, 0), said
-        assert "After 0.5 s what still runs is saved and handed back." in said
+        assert "Timeout of 0.5 s reached: the remaining runs are saved and released." in said
         assert (stack.run(run_id)["status"], lost_count(stack, run_id)) == ("pending", 0)
         assert stack.run(run_id)["checkpoint_path"]
         stack.stop(run_id)
@@ -307,7 +307,7 @@ class TestNotes:
             assert not note.signal(signal.SIGTERM)
             (folder / f"{note.id}.json").write_text(json.dumps(note.__dict__))
         said, _ = cli(tmp_path, "--drain").communicate(timeout=30)
-        assert re.search(r"wrk_1 is not of this machine", said) and "nothing to drain" in said
+        assert re.search(r"wrk_1 belongs to another machine", said) and "nothing to drain" in said
         assert stranger.poll() is None
         right = local.Note(id="wrk", pid=stranger.pid, process_started=started, **here)
         assert right.signal(signal.SIGTERM)

@@ -66,7 +66,7 @@ class TestOutOfMemory:
         assert [*repairs_told(stack, run_id)[-1]["changes"]] == ["gradient_checkpointing"]
         found = postmortem(stack, run_id)
         assert found["phase"] == "training" and found["step"] == 2 and found["memory"]
-        assert "did not suffice while training" in found["probable_cause"]
+        assert "ran out of memory while training" in found["probable_cause"]
         assert any("step 2 loss" in line for line in found["last_lines"])
         assert found["correction"]["changes"] == {"method": "lora"}
         request = found["correction"]["request"]
@@ -197,31 +197,37 @@ class TestPostmortem:
         assert explain("worker_lost", message, {}, {}, "failed").sentence.startswith(says)
 
     @pytest.mark.parametrize(("report", "says"), [
-        ({"exit_signal": signal.SIGKILL, "killed_for": "lease"}, "The database was out of reach for too long"),
-        ({"exit_signal": signal.SIGALRM}, "The training process ended by its own timer"),
-        ({"exit_signal": signal.SIGTERM}, "Somebody told the training process to end (SIGTERM)"),
-        ({"exit_signal": signal.SIGHUP}, "Somebody told the training process to end (SIGHUP)"),
-        ({}, "The process that training processes are forked from was lost"),
+        ({"exit_signal": signal.SIGKILL, "killed_for": "lease"}, "The database was unreachable for too long"),
+        ({"exit_signal": signal.SIGALRM}, "The training process ended itself"),
+        (
+            {"exit_signal": signal.SIGTERM},
+            "An external signal (SIGTERM), not from the service, ended the training process",
+        ),
+        (
+            {"exit_signal": signal.SIGHUP},
+            "An external signal (SIGHUP), not from the service, ended the training process",
+        ),
+        ({}, "The process from which training processes are forked was lost"),
     ])  # fmt: skip
     def test_an_attempt_that_another_follows_is_blamed_on_nobody_else_and_leaves_nothing_to_resume(
         self, report: dict[str, Any], says: str
     ) -> None:
         report = {"exit_code": None, "exit_signal": None, "killed_for": None, "phase": "training", **report}
         cause = explain(None, None, report, {}, "retried")
-        assert cause.sentence.startswith(says) and "another attempt goes on" in cause.sentence
+        assert cause.sentence.startswith(says) and "another attempt resumes" in cause.sentence
         assert cause.advice is None
         for number in (signal.SIGSEGV, signal.SIGKILL):  # its end got lost with its worker
             assert "esume" not in (explain(None, None, {**report, "exit_signal": number}, {}, "lost").advice or "")
         assert "esume" not in (explain(None, None, {}, {}, "lost").advice or "")
 
     @pytest.mark.parametrize(("report", "says"), [
-        ({"killed_for": "lease"}, "The database was out of reach"),
-        ({"exit_signal": signal.SIGALRM}, "The training process ended by its own timer"),
+        ({"killed_for": "lease"}, "The database was unreachable"),
+        ({"exit_signal": signal.SIGALRM}, "The training process ended itself"),
     ])  # fmt: skip
     def test_a_run_that_was_cut_off_too_often_can_be_resumed(self, report: dict[str, Any], says: str) -> None:
         message = "the database was unreachable for 40 s; the run continues from its last checkpoint (4 times …)"
         cause = explain("worker_lost", message, {**report, "phase": "training"}, {}, "failed")
-        assert cause.sentence.startswith(says) and "goes on" not in cause.sentence
+        assert cause.sentence.startswith(says) and "another attempt" not in cause.sentence
         assert cause.advice is not None and "resume" in cause.advice
 
     @pytest.mark.parametrize("code", ["out_of_memory", "non_finite_loss", "loss_spike", "disk_full", "time_limit"])

@@ -89,10 +89,10 @@ def test_what_trains_is_what_peft_makes_trainable(family: str, kind: str) -> Non
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({"model_type": "mamba"}, "family is 'mamba'"),
-        ({}, "family is 'None'"),
-        ({"model_type": "llama", "hidden_size": "wide"}, "`hidden_size` is 'wide' and not a size"),
-        ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, "family is 'gemma3'"),
+        ({"model_type": "mamba"}, "family 'mamba' is not supported"),
+        ({}, "family 'None' is not supported"),
+        ({"model_type": "llama", "hidden_size": "wide"}, "`hidden_size` is 'wide', which is not a valid size"),
+        ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, "family 'gemma3' is not supported"),
     ],
 )
 def test_a_model_that_cannot_be_counted_is_not_guessed(config: dict[str, Any], sentence: str) -> None:
@@ -116,5 +116,5 @@ def test_experts_that_peft_adapts_are_counted_as_it_does(family: str, sizes: dic
 def test_a_module_that_the_model_has_not_is_named() -> None:
     described = architecture.read({"model_type": "llama"})
     config = TrainingConfig(base_model="any", method="lora", target_modules=["query"])
-    with pytest.raises(parameters.CannotTrain, match="no linear layer query"):
+    with pytest.raises(parameters.CannotTrain, match="no linear layer named query"):
         parameters.trained(described, config)
