@@ -1,4 +1,4 @@
-"""The log files of child processes: kept small, and their important lines read along."""
+"""Log files of child processes: rotation, and extraction of error lines."""
 
 import json
 import re
@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _IMPORTANT = re.compile(r'\b(ERROR|CRITICAL|FATAL|PANIC)\b|"level": "(error|critical)"')
-# What PostgreSQL tells clients that come too early or stay too long: known to whoever restarts it.
+# PostgreSQL's messages to clients that connect during startup or stay connected during shutdown; they are expected.
 _EXPECTED = re.compile(r"the database system is|unexpected postmaster exit|due to administrator command")
 _LARGEST_BYTES = 10 * 1024**2
 _LINES_A_LOOK = 5
 
 
 class ChildLog:
-    """One file that a child appends to; its predecessor is kept beside it as `<name>.log.1`."""
+    """Log file that a child process appends to; the previous one is kept next to it as `<name>.log.1`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -24,7 +24,7 @@ class ChildLog:
             path.replace(path.with_name(path.name + ".1"))
 
     def important_lines(self) -> Iterator[str]:
-        """New lines that speak of an error, a handful at a time: the file has them all."""
+        """Yield new error lines, at most five per call; the file contains all of them."""
         try:
             size = self.path.stat().st_size
         except FileNotFoundError:
@@ -39,7 +39,7 @@ class ChildLog:
             found = [line for line in lines if _IMPORTANT.search(line) and not _EXPECTED.search(line)]
             yield from (_for_people(line)[:400] for line in found[:_LINES_A_LOOK])
         if size > _LARGEST_BYTES and self._read == size:
-            # Cut in place: the child writes with O_APPEND and goes on at the new end.
+            # Truncate in place: the child writes with O_APPEND and continues at the new end.
             shutil.copyfile(self.path, self.path.with_name(self.path.name + ".1"))
             with self.path.open("r+b") as file:
                 file.truncate(0)
@@ -47,7 +47,7 @@ class ChildLog:
 
 
 def _for_people(line: str) -> str:
-    """A line as it is; of a record in JSON, what it says."""
+    """Return the line unchanged, or level, logger and event if it is a JSON record."""
     try:
         record = json.loads(line)
         return f"{record['level'].upper()} {record['logger']}: {record['event']}"

@@ -1,18 +1,18 @@
-"""HTTP as uvicorn speaks it, with bounds for clients that send slowly or without an end."""
+"""uvicorn's HTTP protocol with limits for clients that send slowly or without end."""
 
 import asyncio
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_SECONDS = 20.0
-"""From the connection, or the first byte of a further request, to the end of its headers."""
+"""Seconds from the connection, or the first byte of a further request, to the end of its headers."""
 REST_SECONDS = 30.0
-"""What a client may go on sending of a body that was answered already, a refused upload say."""
+"""Seconds a client may continue to send a body that was already answered, such as a rejected upload."""
 MOST_HEAD_BYTES = 64 * 1024
 
 
 class Protocol(HttpToolsProtocol):
-    """One connection. Bodies have their own bounds in `app.intake`, idle connections in uvicorn."""
+    """One connection. Bodies are limited in `app.intake`, idle connections by uvicorn."""
 
     _timer: asyncio.TimerHandle | None = None
     _in_head = True
@@ -31,7 +31,7 @@ class Protocol(HttpToolsProtocol):
             self._head_bytes += len(data)
         super().data_received(data)
         if self._in_head and self._head_bytes > MOST_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response(f"The headers of a request may have {MOST_HEAD_BYTES:,} bytes.")
+            self.send_400_response(f"The headers of a request may have at most {MOST_HEAD_BYTES:,} bytes.")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
