@@ -1,4 +1,4 @@
-"""Native code that reads what a stranger sent, in a process of its own: bounded memory and time, nothing to steal."""
+"""Sandbox process for native code that parses untrusted input: limited memory and time, no credentials."""
 
 import os
 import resource
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MOST_MEMORY = 1024**3
 MOST_AT_A_TIME = 4
-"""Of each kind: one that counts tokens may wait for one that reads, never the other way round."""
+"""Maximum number of processes per program. Token counters may wait for readers, never the reverse."""
 _turns: dict[str, threading.BoundedSemaphore] = {}
 _making = threading.Lock()
 CANNOT_READ = 3
@@ -24,17 +24,18 @@ _PIECE = 256 * 1024
 
 
 class ChildFailed(Exception):
-    """The process cannot do its work, and why."""
+    """Failure of a sandbox process, with the reason."""
 
 
 class NoTurn(Exception):
-    """So many processes of this kind are at work: try again in a moment."""
+    """Maximum number of processes of this program reached; try again later."""
 
 
 class Child:
-    """Runs a module; killed when it is closed or forgotten. Raises `NoTurn` where there are enough of it.
+    """Sandbox process that runs a module; killed when it is closed or garbage-collected.
 
-    A single wait may take `silent` seconds and all of them together `most_seconds`.
+    Raises `NoTurn` if the maximum number of processes is running. A single wait may take `silent` seconds, and all
+    waits together `most_seconds`; otherwise methods raise `ChildFailed`.
     """
 
     def __init__(
@@ -49,10 +50,10 @@ class Child:
     ) -> None:
         turns = _turn(program)
         try:
-            # -P: a folder called `app` where the service happens to be started must not be taken for ours.
+            # -P: do not import a folder called `app` from the current directory.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", program, *arguments],
-                env={**settings.trainer_environment(), **(environment or {})},  # without any credential
+                env={**settings.trainer_environment(), **(environment or {})},  # contains no credentials
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -62,11 +63,11 @@ class Child:
             raise
         self._silent = silent
         self._left = self._most_seconds = most_seconds
-        # Its pipes close with the last reference: a thread that still reads must not meet another file instead.
+        # The pipes close with the last reference: a thread that still reads must not get a reused file descriptor.
         self.close = weakref.finalize(self, _end, self._process, turns)
 
     def send(self, data: bytes) -> None:
-        """Write all of it to the standard input."""
+        """Write all data to the standard input."""
         pipe = _pipe(self._process.stdin)
         os.set_blocking(pipe.fileno(), False)
         view = memoryview(data)
@@ -78,10 +79,10 @@ class Child:
                 continue
             except BrokenPipeError:
                 self._check_end()
-                raise ChildFailed("its process ended too early") from None
+                raise ChildFailed("its process exited early") from None
 
     def read(self) -> bytes:
-        """What comes next from the standard output; nothing once the process has done its work."""
+        """Return the next bytes of the standard output, or empty bytes once the process has finished."""
         pipe = _pipe(self._process.stdout)
         self._wait(pipe, select.POLLIN)
         piece = os.read(pipe.fileno(), _PIECE)
@@ -94,7 +95,7 @@ class Child:
         poll.register(pipe, event)
         began = time.monotonic()
         if not poll.poll(min(self._silent, self._left) * 1000):
-            raise ChildFailed(f"nothing came of it for {min(self._silent, self._left):.0f} seconds")
+            raise ChildFailed(f"its process produced no output for {min(self._silent, self._left):.0f} seconds")
         self._left -= time.monotonic() - began
         if self._left <= 0:
             raise ChildFailed(f"it takes more than {self._most_seconds:,.0f} seconds")
@@ -108,7 +109,7 @@ class Child:
 
 
 def confined(work: Callable[[], None], most_memory: int = MOST_MEMORY) -> int:
-    """In the child: do the work in that much memory; answers the exit status, having told why where it failed."""
+    """Run `work` in the child with limited memory; print the reason of a failure and return the exit status."""
     resource.setrlimit(resource.RLIMIT_AS, (most_memory, most_memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
@@ -118,7 +119,7 @@ def confined(work: Callable[[], None], most_memory: int = MOST_MEMORY) -> int:
     except MemoryError:
         return _cannot(f"it takes more than {most_memory:,} bytes of memory")
     except RecursionError:
-        return _cannot("it is nested too deep")
+        return _cannot("it is nested too deeply")
     except Exception as error:
         return _cannot(" ".join(str(error).split())[:300])
     return 0
@@ -136,7 +137,7 @@ def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
 
 
 def _turn(program: str) -> threading.BoundedSemaphore:
-    """One of the few of these processes that there may be; to be released when it has ended."""
+    """Acquire a slot for a process of this program, to be released when the process has exited."""
     with _making:
         turns = _turns.setdefault(program, threading.BoundedSemaphore(MOST_AT_A_TIME))
     if not turns.acquire(blocking=False):
