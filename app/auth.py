@@ -37,13 +37,13 @@ WITHOUT_DATABASE = {"/metrics"}
 """Paths that a recently verified key can still access while the database is unavailable, to report the outage."""
 OUTAGE_SECONDS = 900.0
 """Seconds after its last verification for which a key can access `WITHOUT_DATABASE` during an outage."""
-_OUTAGE_PATIENCE_SECONDS = 3.0
-_CACHED_KEYS = 1000
+_OUTAGE_TIMEOUT_SECONDS = 3.0
+_MAX_CACHED_KEYS = 1000
 _KEY = re.compile(r"anneal_[A-Za-z0-9_-]{43}")
-_SHOWN = len("anneal_") + 6
-_FAILURES = 20
-_FAILURE_SECONDS = 3.0
-_ADDRESSES = 10_000
+_PREFIX_LENGTH = len("anneal_") + 6
+_FAILURE_BURST = 20
+_FAILURE_INTERVAL_SECONDS = 3.0
+_MAX_ADDRESSES = 10_000
 
 
 @dataclass(frozen=True)
@@ -89,19 +89,19 @@ class FailureLimit:
 
     def exhausted(self, address: str) -> bool:
         """Return True if this address has no attempts left for now."""
-        return self._level(address) > _FAILURES - 1
+        return self._level(address) > _FAILURE_BURST - 1
 
     def count(self, address: str) -> None:
         """Record a wrong key from this address."""
         level = self._level(address) + 1
         self._spent[address] = (level, time.monotonic())
         self._spent.move_to_end(address)
-        while len(self._spent) > _ADDRESSES:
+        while len(self._spent) > _MAX_ADDRESSES:
             self._spent.popitem(last=False)
 
     def _level(self, address: str) -> float:
         level, since = self._spent.get(address, (0.0, 0.0))
-        return max(0.0, level - (time.monotonic() - since) / _FAILURE_SECONDS)
+        return max(0.0, level - (time.monotonic() - since) / _FAILURE_INTERVAL_SECONDS)
 
 
 class Auth:
@@ -110,8 +110,8 @@ class Auth:
     def __init__(self, sessions: async_sessionmaker[AsyncSession]) -> None:
         self._sessions = sessions
         self._callers: OrderedDict[str, tuple[Caller, float]] = OrderedDict()
-        self._known: OrderedDict[str, tuple[Caller, float]] = OrderedDict()
-        self._alive: OrderedDict[str, tuple[bool, float]] = OrderedDict()
+        self._recently_verified: OrderedDict[str, tuple[Caller, float]] = OrderedDict()
+        self._validity: OrderedDict[str, tuple[bool, float]] = OrderedDict()
         self.failures = FailureLimit()
 
     def remembered(self, key: str) -> Caller | None:
@@ -121,7 +121,7 @@ class Auth:
 
     def known(self, key: str) -> Caller | None:
         """Return the caller of a key verified within the last `OUTAGE_SECONDS`, for use during an outage."""
-        caller, until = self._known.get(_digest(key), (None, 0.0))
+        caller, until = self._recently_verified.get(_digest(key), (None, 0.0))
         return caller if time.monotonic() < until else None
 
     async def verify(self, key: str) -> Caller | None:
@@ -134,15 +134,15 @@ class Auth:
             row = (await session.execute(query.where(ApiKey.digest == digest, _valid()))).one_or_none()
             if row is None or not hmac.compare_digest(row[1], digest):
                 self._callers.pop(digest, None)
-                self._known.pop(digest, None)
+                self._recently_verified.pop(digest, None)
                 return None
             if row[3]:
                 await session.execute(update(ApiKey).where(ApiKey.id == row[0]).values(last_used_at=func.now()))
         caller = Caller(row[0], frozenset(row[2]), row[5])
         remaining_seconds = float("inf") if row[4] is None else float(row[4])
         now = time.monotonic()
-        _remember(self._callers, digest, (caller, now + min(CACHE_SECONDS, remaining_seconds)))
-        _remember(self._known, digest, (caller, now + min(OUTAGE_SECONDS, remaining_seconds)))
+        _cache_value(self._callers, digest, (caller, now + min(CACHE_SECONDS, remaining_seconds)))
+        _cache_value(self._recently_verified, digest, (caller, now + min(OUTAGE_SECONDS, remaining_seconds)))
         return caller
 
     async def still_valid(self, key_id: str) -> bool:
@@ -150,7 +150,7 @@ class Auth:
 
         While the database is unavailable the last result applies: a stream has no new events then either.
         """
-        verdict, until = self._alive.get(key_id, (True, 0.0))
+        verdict, until = self._validity.get(key_id, (True, 0.0))
         if time.monotonic() < until:
             return verdict
         try:
@@ -161,7 +161,7 @@ class Auth:
                 raise
         else:
             verdict = found is not None
-        _remember(self._alive, key_id, (verdict, time.monotonic() + CACHE_SECONDS))
+        _cache_value(self._validity, key_id, (verdict, time.monotonic() + CACHE_SECONDS))
         return verdict
 
 
@@ -215,7 +215,7 @@ def _scope_missing(caller: Caller, needed: str) -> ApiError:
 async def _verified(auth: Auth, key: str, path: str) -> Caller | None:
     known = auth.known(key) if path in WITHOUT_DATABASE else None
     try:
-        async with asyncio.timeout(_OUTAGE_PATIENCE_SECONDS if known else None):
+        async with asyncio.timeout(_OUTAGE_TIMEOUT_SECONDS if known else None):
             return await auth.verify(key)
     except Exception as error:
         answer = as_api_error(error)
@@ -232,7 +232,7 @@ def _wrong_key(failures: FailureLimit, address: str) -> ApiError:
             429,
             "too_many_failures",
             "Too many wrong keys were sent from your address; wait a few seconds and use a valid key.",
-            headers={"Retry-After": str(int(_FAILURE_SECONDS))},
+            headers={"Retry-After": str(int(_FAILURE_INTERVAL_SECONDS))},
         )
     failures.count(address)
     return _unauthorized("invalid_key", "This key is unknown, expired or revoked")
@@ -255,10 +255,10 @@ def _address(scope: Scope) -> str:
     return str(address)
 
 
-def _remember(cache: OrderedDict[str, T], name: str, value: T) -> None:
+def _cache_value(cache: OrderedDict[str, T], name: str, value: T) -> None:
     cache[name] = value
     cache.move_to_end(name)
-    while len(cache) > _CACHED_KEYS:
+    while len(cache) > _MAX_CACHED_KEYS:
         cache.popitem(last=False)
 
 
@@ -293,7 +293,7 @@ def create_key_sync(settings: Settings, name: str, scopes: Iterable[str], expire
     row = ApiKey(
         id=new_id("key"),
         name=name,
-        prefix=key[:_SHOWN],
+        prefix=key[:_PREFIX_LENGTH],
         digest=_digest(key),
         scopes=wanted,
         expires_at=None if expires_in is None else func.now() + expires_in,

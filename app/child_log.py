@@ -9,8 +9,8 @@ from pathlib import Path
 _IMPORTANT = re.compile(r'\b(ERROR|CRITICAL|FATAL|PANIC)\b|"level": "(error|critical)"')
 # PostgreSQL's messages to clients that connect during startup or stay connected during shutdown; they are expected.
 _EXPECTED = re.compile(r"the database system is|unexpected postmaster exit|due to administrator command")
-_LARGEST_BYTES = 10 * 1024**2
-_LINES_A_LOOK = 5
+_MAX_BYTES = 10 * 1024**2
+_MAX_LINES_PER_CALL = 5
 
 
 class ChildLog:
@@ -19,7 +19,7 @@ class ChildLog:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.name = path.stem
-        self._read = 0
+        self._offset = 0
         if path.exists() and path.stat().st_size:
             path.replace(path.with_name(path.name + ".1"))
 
@@ -29,24 +29,24 @@ class ChildLog:
             size = self.path.stat().st_size
         except FileNotFoundError:
             return
-        if size > self._read:
+        if size > self._offset:
             with self.path.open("rb") as file:
-                file.seek(self._read)
-                text = file.read(min(size - self._read, 1024**2))
+                file.seek(self._offset)
+                text = file.read(min(size - self._offset, 1024**2))
             whole = text.rfind(b"\n") + 1 or (len(text) if len(text) >= 1024**2 else 0)
-            self._read += whole
+            self._offset += whole
             lines = text[:whole].decode(errors="replace").splitlines()
             found = [line for line in lines if _IMPORTANT.search(line) and not _EXPECTED.search(line)]
-            yield from (_for_people(line)[:400] for line in found[:_LINES_A_LOOK])
-        if size > _LARGEST_BYTES and self._read == size:
+            yield from (_readable(line)[:400] for line in found[:_MAX_LINES_PER_CALL])
+        if size > _MAX_BYTES and self._offset == size:
             # Truncate in place: the child writes with O_APPEND and continues at the new end.
             shutil.copyfile(self.path, self.path.with_name(self.path.name + ".1"))
             with self.path.open("r+b") as file:
                 file.truncate(0)
-            self._read = 0
+            self._offset = 0
 
 
-def _for_people(line: str) -> str:
+def _readable(line: str) -> str:
     """Return the line unchanged, or level, logger and event if it is a JSON record."""
     try:
         record = json.loads(line)

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
-class _AtHome(BaseSettings):
+class _HomeSettings(BaseSettings):
     """Settings that servers and clients share."""
 
     model_config = SettingsConfigDict(env_prefix="ANNEAL_", extra="ignore", frozen=True, validate_default=True)
@@ -29,7 +29,7 @@ class _AtHome(BaseSettings):
         return self.home / "connection.json"
 
 
-class ClientSettings(_AtHome):
+class ClientSettings(_HomeSettings):
     """Service address and key used by the command line and the Python client by default."""
 
     url: str | None = None
@@ -38,7 +38,7 @@ class ClientSettings(_AtHome):
     """API key, as printed by `anneal keys create`."""
 
 
-class Settings(_AtHome):
+class Settings(_HomeSettings):
     """Server settings, each read from `ANNEAL_<NAME>`; the defaults run everything on one machine."""
 
     database_url: str | None = None
@@ -99,7 +99,7 @@ class Settings(_AtHome):
 
     @field_validator("mlflow_tracking_uri")
     @classmethod
-    def _keep_credentials_out(cls, uri: str | None) -> str | None:
+    def _reject_credentials(cls, uri: str | None) -> str | None:
         # The URI is written to job files, which must not contain a password.
         if uri is not None and re.fullmatch(r"https?://[^\s@]+", uri) is None:
             raise ValueError(
@@ -109,7 +109,7 @@ class Settings(_AtHome):
 
     @field_validator("checkpoint_url")
     @classmethod
-    def _name_a_place_alone(cls, url: str | None) -> str | None:
+    def _check_checkpoint_url(cls, url: str | None) -> str | None:
         # The URL appears in run logs; the storage libraries read credentials from the worker's environment.
         if url is not None and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s@?#]+", url) is None:
             raise ValueError(
@@ -172,20 +172,20 @@ class Settings(_AtHome):
 
     def trainer_environment(self) -> dict[str, str]:
         """Return the environment of the zygote and of training processes: an allowlist without credentials."""
-        kept = {name: value for name, value in os.environ.items() if _trainer_may_see(name)}
+        environment = {name: value for name, value in os.environ.items() if _is_trainer_variable(name)}
         # A fork of a process with OpenMP threads hangs, and one thread is faster when runs share few cores.
-        kept.setdefault("OMP_NUM_THREADS", "1")
-        kept.setdefault("TOKENIZERS_PARALLELISM", "false")
-        kept["PYTHONUNBUFFERED"] = "1"
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        environment.setdefault("TOKENIZERS_PARALLELISM", "false")
+        environment["PYTHONUNBUFFERED"] = "1"
         if not self.allow_hub:
             # With `local_files_only`, transformers still queries the hub for adapters and waits for the response.
-            kept["HF_HUB_OFFLINE"] = "1"
+            environment["HF_HUB_OFFLINE"] = "1"
         # glibc returns every large block to the kernel at once and requests it again in the next step. With blocks
         # below 256 MiB kept, a step of a small model on a CPU took 0.18 s instead of 0.30 s.
-        kept["MALLOC_MMAP_THRESHOLD_"] = kept["MALLOC_TRIM_THRESHOLD_"] = str(256 * 2**20)
+        environment["MALLOC_MMAP_THRESHOLD_"] = environment["MALLOC_TRIM_THRESHOLD_"] = str(256 * 2**20)
         # bitsandbytes queries the CUDA capability at import; NVML does so without creating a context.
-        kept["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-        return kept
+        environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+        return environment
 
 
 _TRAINER_VARIABLES = {
@@ -198,14 +198,14 @@ _TRAINER_VARIABLES = {
 }  # fmt: skip
 
 
-def _trainer_may_see(name: str) -> bool:
+def _is_trainer_variable(name: str) -> bool:
     return name in _TRAINER_VARIABLES or name.startswith(("LC_", "NCCL_", "NVIDIA_"))
 
 
 def postgres_environment() -> dict[str, str]:
     """Return the environment of the embedded PostgreSQL, without `PG*` and `ANNEAL_*` variables."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PG", "ANNEAL_"))}
-    return kept | {"LC_ALL": "C", "TZ": "UTC"}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PG", "ANNEAL_"))}
+    return environment | {"LC_ALL": "C", "TZ": "UTC"}
 
 
 def visible_gpus() -> str | None:

@@ -17,7 +17,7 @@ def driver_url(url: str) -> URL:
     return make_url(url).set(drivername="postgresql+psycopg")
 
 
-def _arguments(name: str, idle_seconds: int, statement_seconds: float = 30.0) -> dict[str, Any]:
+def _connect_arguments(name: str, idle_seconds: int, statement_seconds: float = 30.0) -> dict[str, Any]:
     return {
         "application_name": name,
         "connect_timeout": 5,
@@ -39,10 +39,10 @@ def async_engine(url: str, pool_size: int = 10) -> AsyncEngine:
         max_overflow=pool_size,
         pool_timeout=5,
         hide_parameters=True,  # keeps user data out of the log
-        connect_args=_arguments("anneal-api", idle_seconds=60),
+        connect_args=_connect_arguments("anneal-api", idle_seconds=60),
     )
-    event.listen(engine.sync_engine, "handle_error", _leave_read_only)
-    event.listen(engine.sync_engine, "checkout", _refuse_closed)
+    event.listen(engine.sync_engine, "handle_error", _disconnect_read_only)
+    event.listen(engine.sync_engine, "checkout", _discard_closed)
     return engine
 
 
@@ -50,7 +50,7 @@ def sync_engine(url: str, pool_size: int = 4, name: str = "anneal-worker", state
     """Create the engine of a worker or a command; `pool_size=0` opens a connection for each use."""
     # A worker that is disconnected in the middle of a transaction leaves its run locked, also for stops and for the
     # reaper, until PostgreSQL aborts the transaction. This must happen well before waiters for the lock time out.
-    arguments = _arguments(name, idle_seconds=15, statement_seconds=statement_seconds)
+    arguments = _connect_arguments(name, idle_seconds=15, statement_seconds=statement_seconds)
     if pool_size == 0:
         engine = create_engine(driver_url(url), poolclass=NullPool, hide_parameters=True, connect_args=arguments)
     else:
@@ -62,18 +62,18 @@ def sync_engine(url: str, pool_size: int = 4, name: str = "anneal-worker", state
             hide_parameters=True,  # keeps user data out of the log
             connect_args=arguments,
         )
-        event.listen(engine, "checkout", _refuse_closed)
-    event.listen(engine, "handle_error", _leave_read_only)
+        event.listen(engine, "checkout", _discard_closed)
+    event.listen(engine, "handle_error", _disconnect_read_only)
     return engine
 
 
-def _leave_read_only(context: ExceptionContext) -> None:
+def _disconnect_read_only(context: ExceptionContext) -> None:
     """Treat a read-only server as disconnected: it is or becomes a standby, so all its connections are invalidated."""
     if isinstance(context.original_exception, psycopg.errors.ReadOnlySqlTransaction):
         context.is_disconnect = True
 
 
-def _refuse_closed(_: Any, record: ConnectionPoolEntry, __: Any) -> None:
+def _discard_closed(_: Any, record: ConnectionPoolEntry, __: Any) -> None:
     """Discard a pooled connection that the server has closed: its socket is readable; the pool then opens a new one.
 
     SQLAlchemy's `pool_pre_ping` costs one more round trip for every transaction. Neither method detects a server

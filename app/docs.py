@@ -55,8 +55,8 @@ def _operation(document: dict[str, Any], method: str, path: str, operation: dict
         yield "<table>"
         for one in parameters:
             about = "required. " if one.get("required") else ""
-            told = escape(about + one.get("description", ""))
-            yield f"<tr><td><code>{escape(one['name'])}</code><td>{one['in']}<td>{told}"
+            notes = escape(about + one.get("description", ""))
+            yield f"<tr><td><code>{escape(one['name'])}</code><td>{one['in']}<td>{notes}"
         yield "</table>"
     for kind, content in operation.get("requestBody", {}).get("content", {}).items():
         yield f"<p>Body, {escape(kind)}:<table>"
@@ -76,13 +76,13 @@ def _fields(document: dict[str, Any], schema: dict[str, Any], prefix: str) -> It
     """Yield a table row for each field of an object, including fields of nested objects."""
     for name, field in schema.get("properties", {}).items():
         kind = _resolved(document, field)
-        told = [kind.get("description", "")]
+        notes = [kind.get("description", "")]
         if name in schema.get("required", ()):
-            told.append("Required.")
+            notes.append("Required.")
         elif "default" in field:
-            told.append(f"Default: {json.dumps(field['default'])}.")
+            notes.append(f"Default: {json.dumps(field['default'])}.")
         yield f"<tr><td><code>{escape(prefix + name)}</code><td>{escape(_kind(document, kind))}"
-        yield f"<td>{escape(' '.join(part for part in told if part))}"
+        yield f"<td>{escape(' '.join(part for part in notes if part))}"
         yield from _fields(document, kind, f"{prefix}{name}.")
 
 

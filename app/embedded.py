@@ -16,7 +16,7 @@ from app.home import HomeError, PortTaken, make_private_folder, read_json, write
 
 log = logging.getLogger(__name__)
 
-_MOST_PORTS = 3
+_MAX_PORTS = 3
 """Number of ports to try when another program takes the chosen one first."""
 
 
@@ -37,21 +37,21 @@ class EmbeddedServers:
     ) -> None:
         self.home = make_private_folder(home)
         logs = make_private_folder(home / "logs")
-        kept = _secrets(home)
+        passwords = _load_passwords(home)
         ports = read_json(home / "embedded.json") or {}
         self.postgres = (
             Postgres(
                 home / "postgres",
                 logs / "postgres.log",
-                admin_password=kept["postgres_admin"],
-                password=kept["postgres"],
+                admin_password=passwords["postgres_admin"],
+                password=passwords["postgres"],
                 durable=durable,
             )
             if postgres
             else None
         )
         self.valkey = (
-            Valkey(home / "valkey", logs / "valkey.log", password=kept["valkey"], databases=redis_databases)
+            Valkey(home / "valkey", logs / "valkey.log", password=passwords["valkey"], databases=redis_databases)
             if valkey
             else None
         )
@@ -105,7 +105,7 @@ class EmbeddedServers:
 
 def _wait_ready(server: Postgres | Valkey, check: Callable[[], None]) -> None:
     """Wait for a started server; restart it on another port if another program took its port."""
-    for _ in range(_MOST_PORTS - 1):
+    for _ in range(_MAX_PORTS - 1):
         try:
             return server.wait_ready(check)
         except PortTaken as error:
@@ -149,7 +149,7 @@ def check_urls(settings: Settings) -> None:
         raise HomeError(f"ANNEAL_REDIS_URL is not a valid Redis URL: {error}") from None
 
 
-def _secrets(home: Path) -> dict[str, str]:
+def _load_passwords(home: Path) -> dict[str, str]:
     """Return the servers' passwords, generated once per home."""
     path = home / "secrets.json"
     found = read_json(path)

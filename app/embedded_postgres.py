@@ -62,7 +62,7 @@ class Postgres:
         if not (self._data / "PG_VERSION").exists():
             self._create_cluster()
         self._check_version()
-        _give_to(self.folder, self._account.owner)
+        _change_owner(self.folder, self._account.owner)
         self.port = free_port(self.port)
         options = {
             "listen_addresses": "127.0.0.1",
@@ -103,7 +103,7 @@ class Postgres:
                 )
                 break
             except psycopg.OperationalError as error:
-                self._explain_failure(error, time.monotonic() > deadline)
+                self._raise_if_failed(error, time.monotonic() > deadline)
             check()
             time.sleep(0.02)
         with connection:
@@ -123,7 +123,7 @@ class Postgres:
         shutil.rmtree(unfinished, ignore_errors=True)
         password_file = self.folder / "initdb.password"
         write_private(password_file, self._admin_password + "\n")
-        _give_to(self.folder, self._account.owner)
+        _change_owner(self.folder, self._account.owner)
         done = subprocess.run(
             [
                 *self._account.prefix,
@@ -160,7 +160,7 @@ class Postgres:
                 "old version, or set ANNEAL_HOME to a new folder."
             )
 
-    def _explain_failure(self, error: psycopg.OperationalError, too_late: bool) -> None:
+    def _raise_if_failed(self, error: psycopg.OperationalError, timed_out: bool) -> None:
         code = None if self.process is None else self.process.poll()
         said = last_lines(self.log)
         if self.process is None or code is not None:
@@ -172,7 +172,7 @@ class Postgres:
                 f"PostgreSQL in {self.folder} rejects the password in secrets.json: restore the secrets.json that "
                 "belongs to this data, or set ANNEAL_HOME to a new folder."
             )
-        if too_late:
+        if timed_out:
             raise HomeError(f"PostgreSQL was not ready after {_READY_SECONDS:.0f} s. Last lines of {self.log}:\n{said}")
 
     def _ensure_database(self, connection: psycopg.Connection) -> None:
@@ -196,7 +196,7 @@ def _account(folder: Path) -> _Account:
     if os.geteuid() != 0:
         return _Account((), (os.geteuid(), os.getegid()))
     mapped = _Account(("unshare", "--user", "--map-user=1000", "--map-group=1000", "--"), (0, 0))
-    if _works(mapped, folder):
+    if _is_usable(mapped, folder):
         return mapped
     # No user namespaces (many containers): use another user, with the capability to traverse root-only folders.
     for user in ("anneal", "postgres", "nobody"):
@@ -207,7 +207,7 @@ def _account(folder: Path) -> _Account:
         switch = ("setpriv", f"--reuid={entry.pw_uid}", f"--regid={entry.pw_gid}", "--clear-groups")
         rights = ("--inh-caps=+dac_override", "--ambient-caps=+dac_override", "--pdeathsig=QUIT", "--")
         account = _Account(switch + rights, (entry.pw_uid, entry.pw_gid))
-        if _works(account, folder):
+        if _is_usable(account, folder):
             return account
     raise HomeError(
         "PostgreSQL does not run as root, and this machine allows root neither user namespaces (`unshare --user`) "
@@ -215,20 +215,20 @@ def _account(folder: Path) -> _Account:
     )
 
 
-def _works(account: _Account, folder: Path) -> bool:
+def _is_usable(account: _Account, folder: Path) -> bool:
     previous = folder.stat()
-    _give_to(folder, account.owner)
+    _change_owner(folder, account.owner)
     probe = [*account.prefix, "sh", "-c", 'test -w "$0" && test "$(id -u)" != 0 && exec "$1" --version']
     try:
         done = subprocess.run([*probe, str(folder), str(_binaries() / "postgres")], capture_output=True)
     except OSError:
         return False
     finally:
-        _give_to(folder, (previous.st_uid, previous.st_gid))
+        _change_owner(folder, (previous.st_uid, previous.st_gid))
     return done.returncode == 0
 
 
-def _give_to(folder: Path, owner: tuple[int, int]) -> None:
+def _change_owner(folder: Path, owner: tuple[int, int]) -> None:
     """Change the owner of a folder and its contents where it differs; only needed as root."""
     if folder.stat().st_uid == owner[0] and all(entry.stat().st_uid == owner[0] for entry in folder.iterdir()):
         return

@@ -67,8 +67,8 @@ class Valkey:
                 except (redis.ConnectionError, redis.TimeoutError):  # BusyLoadingError is a ConnectionError
                     pass
                 if self.process is None or self.process.poll() is not None:
-                    if set_aside or not self._set_broken_log_aside():
-                        self._explain_failure()
+                    if set_aside or not self._restart_without_corrupt_log():
+                        self._raise_failure()
                     set_aside = True
                 if time.monotonic() > deadline:
                     raise HomeError(
@@ -84,7 +84,7 @@ class Valkey:
             stop_child(self.process, grace)
             self.process = None
 
-    def _set_broken_log_aside(self) -> bool:
+    def _restart_without_corrupt_log(self) -> bool:
         """Restart empty if a corrupt append-only file prevents the start: it holds only hints, so no data is lost."""
         if "bad file format" not in last_lines(self.log, 10).lower():
             return False
@@ -93,7 +93,7 @@ class Valkey:
         self.start()
         return True
 
-    def _explain_failure(self) -> None:
+    def _raise_failure(self) -> None:
         said = last_lines(self.log)
         if "already in use" in said:
             raise PortTaken(f"Port {self.port} for Valkey was taken by another program; start again.")

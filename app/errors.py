@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
 RETRY_SECONDS = 5
-_MOST_ERRORS = 100
+_MAX_ERRORS = 100
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
@@ -50,7 +50,7 @@ class ApiError(Exception):
 def not_found(kind: str, id: str) -> ApiError:
     """Create a 404 error for a resource, such as `not_found("run", run_id)`."""
     listing = f"list the existing ones with GET /v1/{kind}s"
-    return ApiError(404, f"{kind}_not_found", f"There is no {kind} {_shown(id)}; {listing}.")
+    return ApiError(404, f"{kind}_not_found", f"There is no {kind} {_short_id(id)}; {listing}.")
 
 
 def conflict(code: str, detail: str) -> ApiError:
@@ -154,7 +154,7 @@ def problem(scope: Scope, error: ApiError) -> Response:
                 "code": clean(item.code, 100),
                 "message": clean(item.message, 500),
             }
-            for item in error.errors[:_MOST_ERRORS]
+            for item in error.errors[:_MAX_ERRORS]
         ]
     headers = {**error.headers, "x-request-id": id}
     return JSONResponse(body, error.status, headers, MEDIA_TYPE)
@@ -166,7 +166,7 @@ def clean(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
-def _shown(id: str) -> str:
+def _short_id(id: str) -> str:
     return clean(id, 60)
 
 
@@ -181,7 +181,7 @@ def _summary(errors: Sequence[FieldError]) -> str:
 def from_validation(problems: Sequence[Any]) -> list[FieldError]:
     """Convert pydantic's errors to field errors, without the input values."""
     found = []
-    for item in problems[:_MOST_ERRORS]:
+    for item in problems[:_MAX_ERRORS]:
         location = [str(part) for part in item["loc"]]
         if location and location[0] in ("body", "query", "path", "header", "cookie"):
             location = location[1:]
@@ -220,10 +220,10 @@ async def _http_error(request: Request, raised: Exception) -> Response:
     error = cast(HTTPException, raised)
     if error.status_code < 400:
         return Response(status_code=error.status_code, headers=error.headers)
-    return problem(request.scope, _of_status(error.status_code, str(error.detail), error.headers))
+    return problem(request.scope, _status_error(error.status_code, str(error.detail), error.headers))
 
 
-def _of_status(status: int, detail: str, headers: Mapping[str, str] | None) -> ApiError:
+def _status_error(status: int, detail: str, headers: Mapping[str, str] | None) -> ApiError:
     """Create the error for a status code that the framework set."""
     detail = _HTTP_DETAILS.get(status, detail)
     if status == 405:
@@ -240,13 +240,13 @@ def _is_plain(headers: list[tuple[bytes, bytes]]) -> bool:
 
 def _plain_problem(scope: Scope, status: int, headers: list[tuple[bytes, bytes]]) -> Response:
     """Create the problem+json response that replaces such a response, with its other headers."""
-    told = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
-    kept = {name: value for name, value in told.items() if not name.lower().startswith("content-l")}
+    decoded = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
+    kept = {name: value for name, value in decoded.items() if not name.lower().startswith("content-l")}
     kept.pop("content-type", None)
-    return problem(scope, _of_status(status, "The request cannot be processed; see /docs.", kept))
+    return problem(scope, _status_error(status, "The request cannot be processed; see /docs.", kept))
 
 
-async def _foundation_error(request: Request, error: Exception) -> Response:
+async def _infrastructure_error(request: Request, error: Exception) -> Response:
     answer = as_api_error(error)
     if answer is None:
         raise error
@@ -254,7 +254,7 @@ async def _foundation_error(request: Request, error: Exception) -> Response:
     return problem(request.scope, answer)
 
 
-async def _gone(request: Request, error: Exception) -> Response:
+async def _client_gone(request: Request, error: Exception) -> Response:
     # No client reads this response; it only keeps a closed browser tab from being logged as a server error.
     return problem(request.scope, ApiError(400, "client_gone", "The connection was closed; send the request again."))
 
@@ -264,9 +264,9 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(ClientDisconnect, _gone)
+    app.add_exception_handler(ClientDisconnect, _client_gone)
     for kind in (sqlalchemy.exc.SQLAlchemyError, psycopg.Error, OSError):
-        app.add_exception_handler(kind, _foundation_error)
+        app.add_exception_handler(kind, _infrastructure_error)
 
 
 class RequestIds:

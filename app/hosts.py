@@ -26,16 +26,16 @@ class Hosts:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Health probes send the address of the container as Host, and /healthz reveals nothing.
         if scope["type"] == "http" and scope["path"] != "/healthz":
-            refused = self._refuse(scope)
+            refused = self._check(scope)
             if refused is not None:
                 await problem(scope, refused)(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
-    def _refuse(self, scope: Scope) -> ApiError | None:
+    def _check(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
         hosts = headers.getlist("host")
-        if len(hosts) != 1 or not self._known(_name(hosts[0])):
+        if len(hosts) != 1 or not self._is_allowed(_host_name(hosts[0])):
             shown = clean(hosts[0], 80) if hosts else "(none)"
             return ApiError(
                 400,
@@ -55,7 +55,7 @@ class Hosts:
             f"Write requests from pages of {clean(origin, 80)} are not allowed; open the page from this server.",
         )
 
-    def _known(self, name: str) -> bool:
+    def _is_allowed(self, name: str) -> bool:
         if name in self.allowed:
             return True
         if not name or not self.any_address:
@@ -68,7 +68,7 @@ class Hosts:
         return True
 
 
-def _name(host: str) -> str:
+def _host_name(host: str) -> str:
     """Return the host without port and trailing dot (`[::1]:80` is `::1`), or an empty string if it is invalid."""
     found = _HOST.fullmatch(host.lower())
     return (found["six"] or found["name"].removesuffix(".")) if found else ""

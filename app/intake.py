@@ -39,14 +39,14 @@ class Intake:
     async def _check(self, scope: Scope, receive: Receive) -> Receive | None:
         """Return the `receive` for the endpoint, or None if the client has disconnected."""
         if "\0" in scope["path"] or b"%00" in scope["query_string"]:
-            raise _unfit("nul_in_text", "the URL has a NUL character (%00); remove it")
+            raise _invalid_text("nul_in_text", "the URL has a NUL character (%00); remove it")
         headers = Headers(scope=scope)
         length = _length(headers)
         if (scope["method"], scope["path"]) in STREAMED:
             limit = self.settings.max_upload_bytes
             if length > limit + _MULTIPART_OVERHEAD:
                 raise too_large("An upload", limit)
-            return _counted(receive, limit)
+            return _limited(receive, limit)
         if length == 0 and "transfer-encoding" not in headers:
             return receive
         limit = 0 if is_public(scope) else self.settings.max_json_bytes
@@ -70,7 +70,7 @@ def _length(headers: Headers) -> int:
 async def _read(receive: Receive, limit: int) -> bytes | None:
     body = bytearray()
     while True:
-        message = await _next(receive)
+        message = await _receive_next(receive)
         if message["type"] == "http.disconnect":
             return None
         body += message.get("body", b"")
@@ -80,7 +80,7 @@ async def _read(receive: Receive, limit: int) -> bytes | None:
             return bytes(body)
 
 
-async def _next(receive: Receive) -> Message:
+async def _receive_next(receive: Receive) -> Message:
     """Return the next piece of a body; raises a 408 error if the client sends nothing for `_IDLE_SECONDS`."""
     try:
         async with asyncio.timeout(_IDLE_SECONDS):
@@ -97,10 +97,10 @@ async def _check_json(body: bytes) -> None:
         elif body:
             strict_json.parse(body)
     except strict_json.BadJson as error:
-        raise _unfit(error.code, error.message) from None
+        raise _invalid_text(error.code, error.message) from None
 
 
-def _unfit(code: str, message: str) -> ApiError:
+def _invalid_text(code: str, message: str) -> ApiError:
     return invalid([FieldError(field="", code=code, message=message)])
 
 
@@ -113,15 +113,15 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replayed
 
 
-def _counted(receive: Receive, limit: int) -> Receive:
+def _limited(receive: Receive, limit: int) -> Receive:
     total = 0
 
-    async def counted() -> Message:
+    async def limited() -> Message:
         nonlocal total
-        message = await _next(receive)
+        message = await _receive_next(receive)
         total += len(message.get("body", b""))
         if total > limit + _MULTIPART_OVERHEAD:
             raise too_large("An upload", limit)
         return message
 
-    return counted
+    return limited

@@ -19,16 +19,16 @@ VERSIONS = (Path(migrations.__file__).parent / "versions",)
 _LOCK = 0x616E6E65  # "anne" in ASCII; allows one migration at a time across replicas
 LOCK_SECONDS = 1.0
 """Lock timeout of a migration: while it waits for a table, every append to that table waits behind it."""
-_PAUSE_SECONDS = 1.0
-_LONGEST_PAUSE_SECONDS = 10.0
+_RETRY_SECONDS = 1.0
+_MAX_RETRY_SECONDS = 10.0
 PATIENCE_SECONDS = 600.0
 """Seconds of retries after which the migration fails, because an operator must find out what holds the table."""
-_TURN_SECONDS = 0.1
+_LOCK_POLL_SECONDS = 0.1
 
 Say = Callable[[str], None]
 
 
-def _silently(_: str) -> None:
+def _discard(_: str) -> None:
     """Discard a progress message."""
 
 
@@ -58,7 +58,7 @@ def too_old(revision: str) -> str | None:
     return f"The database is at revision {revision or 'none'}, but this version needs {head()}: run `anneal migrate`."
 
 
-def upgrade(settings: Settings, say: Say = _silently) -> tuple[str, str]:
+def upgrade(settings: Settings, say: Say = _discard) -> tuple[str, str]:
     """Migrate to the newest revision, one transaction per migration; returns the revisions before and after.
 
     Safe to call from several replicas at once: one migrates while the others wait. A database migrated by a later
@@ -72,14 +72,14 @@ def upgrade(settings: Settings, say: Say = _silently) -> tuple[str, str]:
     engine = sync_engine(settings.database_url, pool_size=0, name="anneal-migrate", statement_seconds=0)
     try:
         # A session lock, held outside a transaction: `CREATE INDEX CONCURRENTLY` waits for all open transactions.
-        with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as turn:
-            while not turn.scalar(text("SELECT pg_try_advisory_lock(:key)"), {"key": _LOCK}):
-                time.sleep(_TURN_SECONDS)
-            before = current(turn)
+        with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as lock_connection:
+            while not lock_connection.scalar(text("SELECT pg_try_advisory_lock(:key)"), {"key": _LOCK}):
+                time.sleep(_LOCK_POLL_SECONDS)
+            before = current(lock_connection)
             if before <= head():
-                _patiently(engine, _migrate, say)
-            _patiently(engine, _make_partitions, say)
-            return before, current(turn)
+                _with_retries(engine, _migrate, say)
+            _with_retries(engine, _make_partitions, say)
+            return before, current(lock_connection)
     finally:
         engine.dispose()
 
@@ -89,11 +89,11 @@ def _migrate(connection: Connection) -> None:
     import alembic.config
 
     config = alembic.config.Config()
-    places = "\n".join(str(folder) for folder in VERSIONS)
+    folders = "\n".join(str(folder) for folder in VERSIONS)
     for name, value in (
         ("script_location", str(Path(migrations.__file__).parent)),
         ("path_separator", "newline"),
-        ("version_locations", places),
+        ("version_locations", folders),
     ):
         config.set_main_option(name, value.replace("%", "%%"))
     config.attributes["connection"] = connection
@@ -105,9 +105,9 @@ def _make_partitions(connection: Connection) -> None:
         ensure_partitions(connection, utc_now())
 
 
-def _patiently(engine: Engine, work: Callable[[Connection], None], say: Say) -> None:
+def _with_retries(engine: Engine, work: Callable[[Connection], None], say: Say) -> None:
     """Run `work` with a short lock timeout and retry until it gets its locks."""
-    began, pause = time.monotonic(), _PAUSE_SECONDS
+    began, pause = time.monotonic(), _RETRY_SECONDS
     while True:
         try:
             with engine.connect() as connection:
@@ -119,15 +119,15 @@ def _patiently(engine: Engine, work: Callable[[Connection], None], say: Say) -> 
                 raise
         if time.monotonic() - began > PATIENCE_SECONDS:
             raise HomeError(
-                f"A table to migrate has been in use for {PATIENCE_SECONDS:.0f} s by {_oldest(engine)}; "
+                f"A table to migrate has been in use for {PATIENCE_SECONDS:.0f} s by {_oldest_transaction(engine)}; "
                 "stop that process and run `anneal migrate` again. No migration is partially applied."
             )
-        say(f"A table to migrate is in use by {_oldest(engine)}; trying again in {pause:g} s.")
+        say(f"A table to migrate is in use by {_oldest_transaction(engine)}; trying again in {pause:g} s.")
         time.sleep(pause)
-        pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
+        pause = min(pause * 2, _MAX_RETRY_SECONDS)
 
 
-def _oldest(engine: Engine) -> str:
+def _oldest_transaction(engine: Engine) -> str:
     """Describe the client with the oldest open transaction, which most likely holds the lock."""
     query = text(
         "SELECT coalesce(nullif(application_name, ''), 'a client') || ', process ' || pid || ', in a transaction for '"

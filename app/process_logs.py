@@ -23,7 +23,7 @@ Format = Literal["json", "console"]
 EventDict = MutableMapping[str, Any]
 """Fields of a log record."""
 
-_FIRST = ("timestamp", "level", "logger", "event")
+_LEADING_FIELDS = ("timestamp", "level", "logger", "event")
 _ONLY_WARNINGS = ("alembic", "celery", "httpcore", "httpx", "kombu")
 # Keys and passwords in URLs are never logged on purpose, but an error of a library may contain one.
 _SECRET = re.compile(r"(\banneal_)[A-Za-z0-9_-]{43}|(://[^\s:/@]*:)[^\s@]+(?=@)")
@@ -67,26 +67,26 @@ def _formatter(render: Callable[[Any, str, EventDict], str]) -> ProcessorFormatt
             add_log_level,
             add_logger_name,
             ExtraAdder(),
-            _without_colours,
+            _without_colors,
             TimeStamper(fmt="%Y-%m-%dT%H:%M:%S.%fZ", utc=True),
         ],
         processors=[ProcessorFormatter.remove_processors_meta, format_exc_info, render],
     )
 
 
-def _without_colours(_logger: Any, _name: str, event: EventDict) -> EventDict:
+def _without_colors(_logger: Any, _name: str, event: EventDict) -> EventDict:
     event.pop("color_message", None)  # uvicorn's message a second time, with colors for terminals
     return event
 
 
 def _json(_logger: Any, _name: str, event: EventDict) -> str:
-    ordered = {name: event.pop(name) for name in _FIRST}
+    ordered = {name: event.pop(name) for name in _LEADING_FIELDS}
     return json.dumps({**ordered, **event}, ensure_ascii=False, default=str)
 
 
 def _console(_logger: Any, _name: str, event: EventDict) -> str:
-    timestamp, level, logger, said = (event.pop(name) for name in _FIRST)
+    timestamp, level, logger, message = (event.pop(name) for name in _LEADING_FIELDS)
     traceback = event.pop("exception", None)
     ids = "".join(f" {name}={value}" for name, value in event.items() if value is not None)
-    line = f"{timestamp} {level.upper()} {logger}: {said}{ids}"
+    line = f"{timestamp} {level.upper()} {logger}: {message}{ids}"
     return f"{line}\n{traceback}" if traceback else line

@@ -20,10 +20,10 @@ class Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._end_after(HEAD_SECONDS)
+        self._abort_after(HEAD_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._go_on()
+        self._cancel_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -37,26 +37,26 @@ class Protocol(HttpToolsProtocol):
         super().on_message_begin()
         self._in_head, self._head_bytes = True, 0
         if self._timer is None:
-            self._end_after(HEAD_SECONDS)
+            self._abort_after(HEAD_SECONDS)
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        self._go_on()
+        self._cancel_timer()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        self._go_on()
+        self._cancel_timer()
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.cycle is not None and self.cycle.more_body and self._timer is None:
-            self._end_after(REST_SECONDS)
+            self._abort_after(REST_SECONDS)
 
-    def _end_after(self, seconds: float) -> None:
+    def _abort_after(self, seconds: float) -> None:
         self._timer = self.loop.call_later(seconds, self.transport.abort)
 
-    def _go_on(self) -> None:
+    def _cancel_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -92,7 +92,7 @@ class Queue:
         self._closing = False
         self._counted_at = -_COUNT_SECONDS
         self._has_room = False
-        self._is_away = False
+        self._is_unreachable = False
 
     async def start(self) -> None:
         """Start listening for wake-ups."""
@@ -115,14 +115,14 @@ class Queue:
             now = time.monotonic()
             if now - self._counted_at >= _COUNT_SECONDS:
                 self._has_room = await self._redis.llen(QUEUE) < MOST_HINTS
-                self._counted_at, self._is_away = now, False
+                self._counted_at, self._is_unreachable = now, False
             if self._has_room:
                 await asyncio.get_running_loop().run_in_executor(self._sender, self._send, count)
         except Exception as error:  # for any error of the broker's client, the dispatcher sends hints again
             # Until the next check, no other call waits for a broker that hangs.
-            self._has_room, self._is_away = False, True
+            self._has_room, self._is_unreachable = False, True
             log.warning("could not send a hint; the dispatcher will send it: %s", error)
-        return not self._is_away
+        return not self._is_unreachable
 
     async def wake(self, run_id: str) -> None:
         """Notify the streams of a run of new events."""
@@ -187,8 +187,8 @@ class Queue:
                         message: dict[str, Any] | None = await pubsub.get_message(timeout=15)
                         if message is None:
                             await pubsub.ping()
-                        elif message["type"] == "message" and (heard := self._listeners.get(message["channel"])):
-                            heard()
+                        elif message["type"] == "message" and (callback := self._listeners.get(message["channel"])):
+                            callback()
             except (RedisError, OSError, RuntimeError) as error:
                 log.info("lost the wake-up subscription; streams poll until it is back: %s", error)
             finally:

@@ -56,13 +56,13 @@ def base_url(listener: socket.socket) -> str:
 class Server(uvicorn.Server):
     """uvicorn server that handles signals sent before startup and drops clients that do not read on shutdown."""
 
-    def __init__(self, told_to_end: list[int], config: uvicorn.Config) -> None:
+    def __init__(self, stop_signals: list[int], config: uvicorn.Config) -> None:
         super().__init__(config)
-        self._told_to_end = told_to_end
+        self._stop_signals = stop_signals
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        if self._told_to_end:
+        if self._stop_signals:
             self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -86,18 +86,18 @@ class Server(uvicorn.Server):
 
 def serve(settings: Settings, listener: socket.socket) -> None:
     """Serve the API until SIGTERM or SIGINT; publishes URL and process id in `run/api.json`."""
-    told_to_end: list[int] = []
+    stop_signals: list[int] = []
     # For a signal sent before uvicorn installs its handlers; uvicorn re-raises its own after the shutdown.
     for ending in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(ending, lambda number, _: told_to_end.append(number))
+        signal.signal(ending, lambda number, _: stop_signals.append(number))
     from app.main import create_app
 
     process_logs.set_up(settings.log_format)
     refuse_older_database(settings)
-    told = make_private_folder(settings.home / "run") / "api.json"
-    write_private_json(told, {"url": base_url(listener), "pid": os.getpid()})
+    info_file = make_private_folder(settings.home / "run") / "api.json"
+    write_private_json(info_file, {"url": base_url(listener), "pid": os.getpid()})
     server = Server(
-        told_to_end,
+        stop_signals,
         uvicorn.Config(
             create_app(settings),
             loop="uvloop",
@@ -114,8 +114,8 @@ def serve(settings: Settings, listener: socket.socket) -> None:
         ),
     )
     server.run(sockets=[listener])
-    if (read_json(told) or {}).get("pid") == os.getpid():
-        told.unlink(missing_ok=True)
+    if (read_json(info_file) or {}).get("pid") == os.getpid():
+        info_file.unlink(missing_ok=True)
     if not server.started:
         raise HomeError("The API did not start; the lines above say why.")
 

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any, NoReturn
 
 MAX_DEPTH = 32
-_ESCAPED_TROUBLE = re.compile(rb"\\u(?:0000|[dD][89a-fA-F])")
+_ESCAPED_INVALID = re.compile(rb"\\u(?:0000|[dD][89a-fA-F])")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -37,12 +37,12 @@ def parse(raw: bytes) -> Any:
         raise
     except ValueError:
         raise BadJson("number_too_long", "a number has too many digits") from None
-    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH or _ESCAPED_TROUBLE.search(raw):
-        _look_through(value)
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH or _ESCAPED_INVALID.search(raw):
+        _check_values(value)
     return value
 
 
-def _look_through(value: Any) -> None:
+def _check_values(value: Any) -> None:
     """Check depth and text of all values, iteratively: deeply nested input could exhaust the stack of a recursion."""
     level = [value]
     for _ in range(MAX_DEPTH):
@@ -93,8 +93,8 @@ def _finite(digits: str) -> float:
     return number
 
 
-def _no_constant(name: str) -> NoReturn:
+def _reject_constant(name: str) -> NoReturn:
     raise BadJson("not_finite", f"{name} is not a JSON value; use null or a number")
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite, parse_constant=_no_constant)
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite, parse_constant=_reject_constant)

@@ -29,14 +29,13 @@ from app.serve import REQUEST_GRACE_SECONDS, base_url, listen
 from app.workers import local
 from app.workers.models import Worker
 
-_STEADY_SECONDS = 30.0  # a process that ran this long before it exited is restarted at once
-_LONGEST_BACKOFF_SECONDS = 30.0
-_PATIENCE_SECONDS = 60.0  # after which a startup that is not ready yet is reported
+_STABLE_SECONDS = 30.0  # a process that ran this long before it exited is restarted at once
+_MAX_BACKOFF_SECONDS = 30.0
+_NOT_READY_REPORT_SECONDS = 60.0  # after which a startup that is not ready yet is reported
 _TICK_SECONDS = 0.2
 _API_GRACE_SECONDS = REQUEST_GRACE_SECONDS + 5.0
-_WORKER_MORE_SECONDS = (
-    10.0  # more than its trainers have to save: the worker then kills those that did not, and reports it
-)
+_WORKER_EXTRA_GRACE_SECONDS = 10.0
+"""Seconds beyond the save grace of trainers: the worker then kills those that did not save, and reports it."""
 
 Say = Callable[[str], None]
 
@@ -105,8 +104,8 @@ class Supervised:
                 self._retired = True
                 self._say(f"{self.target.name} was drained and has exited; the next `anneal up` starts one again")
                 return True
-            self._failures = 0 if now - self._since > _STEADY_SECONDS else self._failures + 1
-            self._back_off(now, f"{self.target.name} {_ending(code)}")
+            self._failures = 0 if now - self._since > _STABLE_SECONDS else self._failures + 1
+            self._back_off(now, f"{self.target.name} {_describe_exit(code)}")
             return True
         if self._retired or now < self._due:
             return False
@@ -122,12 +121,12 @@ class Supervised:
         return True
 
     def _back_off(self, now: float, what: str) -> None:
-        delay = 0.0 if self._failures <= 1 else min(_LONGEST_BACKOFF_SECONDS, 0.5 * 2 ** (self._failures - 2))
+        delay = 0.0 if self._failures <= 1 else min(_MAX_BACKOFF_SECONDS, 0.5 * 2 ** (self._failures - 2))
         self._due = now + delay
         self._say(f"{what}; restarting it" + (f" in {delay:g} s" if delay else ""))
 
 
-class _EndedEarly(Exception):
+class _StoppedEarly(Exception):
     """Signal that a stop was requested during startup."""
 
 
@@ -142,7 +141,7 @@ class Up:
         self._ready = False
         self._key = ""
         self._url = ""
-        self._asked = time.monotonic()
+        self._reported_at = time.monotonic()
         self._supervised: list[Supervised] = []
 
     def run(self) -> int:
@@ -159,19 +158,19 @@ class Up:
             self._api.descriptors = (listener.fileno(),)
             self._worker = Program("worker", ["worker.main"], logs / "worker.log", self._env)
             try:
-                with suppress(_EndedEarly):
+                with suppress(_StoppedEarly):
                     self._start()
                 while not self._stopping:
-                    self._tend()
+                    self._poll()
                     _wait(wake)
-                self._end_gently()
+                self._stop_gracefully()
             finally:
-                self._end_at_once()
+                self._kill_remaining()
         return 0
 
     @property
     def _worker_grace(self) -> float:
-        return self.settings.save_grace_seconds + _WORKER_MORE_SECONDS
+        return self.settings.save_grace_seconds + _WORKER_EXTRA_GRACE_SECONDS
 
     def _start(self) -> None:
         if self._servers.servers:
@@ -197,9 +196,9 @@ class Up:
     def _check(self) -> None:
         """Raise if a stop was requested; the signal handler does not, because destructors swallow exceptions."""
         if self._stopping:
-            raise _EndedEarly
+            raise _StoppedEarly
 
-    def _tend(self) -> None:
+    def _poll(self) -> None:
         ports = [server.port for server in self._servers.servers]
         changed = [supervised for supervised in self._supervised if supervised.tend()]
         if [server.port for server in self._servers.servers] != ports:
@@ -226,8 +225,8 @@ class Up:
             if self._worker_registered():
                 return True
             missing = "No worker has registered."
-        if time.monotonic() - self._asked > _PATIENCE_SECONDS:
-            self._asked = time.monotonic()
+        if time.monotonic() - self._reported_at > _NOT_READY_REPORT_SECONDS:
+            self._reported_at = time.monotonic()
             self._say(f"Not ready yet: {missing} See the log files in {self._home / 'logs'}.")
         return False
 
@@ -278,7 +277,7 @@ class Up:
         for_people = {"ANNEAL_LOG_FORMAT": "console"}
         return for_people | self._resolved().child_environment() | {"PYTHONUNBUFFERED": "1"}
 
-    def _end_gently(self) -> None:
+    def _stop_gracefully(self) -> None:
         """Stop the worker first: its trainers save, and their updates need the database."""
         self._say("Stopping: runs save a checkpoint and are released (Ctrl-C again stops at once) …")
         if not self._worker.stop(self._worker_grace):
@@ -286,7 +285,7 @@ class Up:
         self._api.stop(_API_GRACE_SECONDS)
         self._servers.stop()
 
-    def _end_at_once(self) -> None:
+    def _kill_remaining(self) -> None:
         """Kill the remaining processes, so that no process outlives `run`; does nothing after a graceful stop."""
         for program in (self._worker, self._api):
             program.stop(0)
@@ -299,7 +298,7 @@ class Up:
     @contextmanager
     def _signals(self) -> Iterator[int]:
         """Yield a descriptor that becomes readable on a signal, including SIGCHLD when a child exits."""
-        wake, poke = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        wake, wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
         def stop(number: int, _: object) -> None:
             if self._stopping and number == signal.SIGINT:
@@ -313,7 +312,7 @@ class Up:
             signal.SIGCHLD: lambda *_: None,
         }
         previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-        previous_descriptor = signal.set_wakeup_fd(poke, warn_on_full_buffer=False)
+        previous_descriptor = signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
         try:
             yield wake
         finally:
@@ -321,7 +320,7 @@ class Up:
             for number, handler in previous.items():
                 signal.signal(number, handler)
             os.close(wake)
-            os.close(poke)
+            os.close(wake_writer)
 
 
 def _wait(wake: int) -> None:
@@ -344,7 +343,7 @@ def _get(url: str, key: str) -> tuple[int, str]:
         connection.close()
 
 
-def _ending(code: int) -> str:
+def _describe_exit(code: int) -> str:
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"exited with code {code}"

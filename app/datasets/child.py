@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 MOST_MEMORY = 1024**3
 MOST_AT_A_TIME = 4
 """Maximum number of processes per program. Token counters may wait for readers, never the reverse."""
-_turns: dict[str, threading.BoundedSemaphore] = {}
-_making = threading.Lock()
+_slots: dict[str, threading.BoundedSemaphore] = {}
+_slots_lock = threading.Lock()
 CANNOT_READ = 3
 _PIECE = 256 * 1024
 
@@ -48,7 +48,7 @@ class Child:
         most_seconds: float,
         environment: dict[str, str] | None = None,
     ) -> None:
-        turns = _turn(program)
+        slots = _acquire_slot(program)
         try:
             # -P: do not import a folder called `app` from the current directory.
             self._process = subprocess.Popen(
@@ -59,12 +59,12 @@ class Child:
                 stderr=subprocess.PIPE,
             )
         except BaseException:
-            turns.release()
+            slots.release()
             raise
         self._silent = silent
         self._left = self._most_seconds = most_seconds
         # The pipes close with the last reference: a thread that still reads must not get a reused file descriptor.
-        self.close = weakref.finalize(self, _end, self._process, turns)
+        self.close = weakref.finalize(self, _kill, self._process, slots)
 
     def send(self, data: bytes) -> None:
         """Write all data to the standard input."""
@@ -101,9 +101,9 @@ class Child:
             raise ChildFailed(f"it takes more than {self._most_seconds:,.0f} seconds")
 
     def _check_end(self) -> None:
-        _, told = self._process.communicate()
+        _, stderr = self._process.communicate()
         if self._process.returncode == CANNOT_READ:
-            raise ChildFailed(told.decode(errors="replace").strip())
+            raise ChildFailed(stderr.decode(errors="replace").strip())
         if self._process.returncode != 0:
             raise ChildFailed("the process that read it crashed")
 
@@ -117,15 +117,15 @@ def confined(work: Callable[[], None], most_memory: int = MOST_MEMORY) -> int:
     except BrokenPipeError:
         return 0
     except MemoryError:
-        return _cannot(f"it takes more than {most_memory:,} bytes of memory")
+        return _fail(f"it takes more than {most_memory:,} bytes of memory")
     except RecursionError:
-        return _cannot("it is nested too deeply")
+        return _fail("it is nested too deeply")
     except Exception as error:
-        return _cannot(" ".join(str(error).split())[:300])
+        return _fail(" ".join(str(error).split())[:300])
     return 0
 
 
-def _cannot(why: str) -> int:
+def _fail(why: str) -> int:
     print(why, file=sys.stderr)  # noqa: T201
     return CANNOT_READ
 
@@ -136,16 +136,16 @@ def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
     return pipe
 
 
-def _turn(program: str) -> threading.BoundedSemaphore:
+def _acquire_slot(program: str) -> threading.BoundedSemaphore:
     """Acquire a slot for a process of this program, to be released when the process has exited."""
-    with _making:
-        turns = _turns.setdefault(program, threading.BoundedSemaphore(MOST_AT_A_TIME))
-    if not turns.acquire(blocking=False):
+    with _slots_lock:
+        slots = _slots.setdefault(program, threading.BoundedSemaphore(MOST_AT_A_TIME))
+    if not slots.acquire(blocking=False):
         raise NoTurn
-    return turns
+    return slots
 
 
-def _end(process: subprocess.Popen[bytes], turns: threading.BoundedSemaphore) -> None:
+def _kill(process: subprocess.Popen[bytes], slots: threading.BoundedSemaphore) -> None:
     process.kill()
     process.wait()
-    turns.release()
+    slots.release()

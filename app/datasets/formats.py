@@ -6,7 +6,7 @@ from typing import Any
 
 Row = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
-_WORD = re.compile(r"\S")
+_NON_SPACE = re.compile(r"\S")
 
 
 class BadRow(ValueError):
@@ -67,7 +67,7 @@ def _texts(row: Row, columns: tuple[str, ...]) -> Iterator[str]:
 
 
 def _chat(row: Row) -> Row:
-    messages = _present(row, "messages", "chat")
+    messages = _required(row, "messages", "chat")
     _check_messages(messages, "messages")
     if all(message["role"] != "assistant" for message in messages):
         raise BadRow("no_assistant_message", "`messages` has no message of the role `assistant` to train on")
@@ -76,23 +76,23 @@ def _chat(row: Row) -> Row:
 
 def _prompt_completion(row: Row) -> Row:
     for column in ("prompt", "completion"):
-        _present(row, column, "prompt_completion")
+        _required(row, column, "prompt_completion")
     for column in ("prompt", "completion"):
         _check_text(row[column], column)
     return row
 
 
 def _plain_text(row: Row) -> Row:
-    _check_text(_present(row, "text", "text"), "text")
+    _check_text(_required(row, "text", "text"), "text")
     return row
 
 
 def _preference(row: Row) -> Row:
     if "preferred_output" in row or "non_preferred_output" in row:
-        row = _of_input(row)
+        row = _from_openai(row)
     columns = ("prompt", "chosen", "rejected")
     for column in columns:
-        _present(row, column, "preference")
+        _required(row, column, "preference")
     if any(isinstance(row[column], list) for column in columns):
         for column in columns:
             _check_messages(row[column], column)
@@ -105,10 +105,10 @@ def _preference(row: Row) -> Row:
     return row
 
 
-def _of_input(row: Row) -> Row:
+def _from_openai(row: Row) -> Row:
     """Convert a preference pair from OpenAI's format; other members of `input` (`tools`) become columns."""
     for column in _OPENAI:
-        _present(row, column, "preference")
+        _required(row, column, "preference")
     given = row["input"]
     if not isinstance(given, dict) or "messages" not in given:
         raise BadRow("wrong_type", '`input` must be an object such as {"messages": [{"role": "user", …}]}')
@@ -117,16 +117,16 @@ def _of_input(row: Row) -> Row:
         _check_messages(row[column], column)
     _check_messages(given["messages"], "input.messages")
     rest = {key: value for key, value in row.items() if key not in _OPENAI}
-    beside = {key: value for key, value in given.items() if key != "messages"}
-    if twice := sorted((rest.keys() | beside.keys()) & pair.keys() | (rest.keys() & beside.keys())):
+    extra = {key: value for key, value in given.items() if key != "messages"}
+    if twice := sorted((rest.keys() | extra.keys()) & pair.keys() | (rest.keys() & extra.keys())):
         raise BadRow(
             "column_conflict", f"`{twice[0][:40]}` occurs twice after `input` is expanded into columns; remove one"
         )
-    return {**pair, **beside, **rest}
+    return {**pair, **extra, **rest}
 
 
 def _prompt(row: Row) -> Row:
-    prompt = _present(row, "prompt", "prompt")
+    prompt = _required(row, "prompt", "prompt")
     if isinstance(prompt, list):
         _check_messages(prompt, "prompt")
     else:
@@ -136,7 +136,7 @@ def _prompt(row: Row) -> Row:
     return row
 
 
-def _present(row: Row, column: str, format: str) -> Any:
+def _required(row: Row, column: str, format: str) -> Any:
     if column not in row:
         raise BadRow("missing_column", f"`{column}` is missing; every row of the format {format} needs it")
     return row[column]
@@ -161,7 +161,7 @@ def _check_messages(messages: Any, name: str) -> None:
 def _check_text(text: Any, name: str) -> None:
     if not isinstance(text, str):
         raise BadRow("wrong_type", f"`{name}` must be a string")
-    if _WORD.search(text) is None:
+    if _NON_SPACE.search(text) is None:
         raise BadRow("empty_text", f"`{name}` is empty; fill it or remove the row")
 
 

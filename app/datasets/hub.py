@@ -19,9 +19,9 @@ from app.datasets.schemas import HubImport
 from app.errors import ApiError, FieldError, clean, invalid
 from app.outgoing import is_public
 
-_MOST_LISTING_BYTES = 16 * 1024**2
-_MOST_FILES = 10_000
-_TOKEN = "if it is private or gated, an admin must set the secret `hf_token`"
+_MAX_LISTING_BYTES = 16 * 1024**2
+_MAX_FILES = 10_000
+_TOKEN_HINT = "if it is private or gated, an admin must set the secret `hf_token`"
 _SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".json", ".csv")
 """Supported file types, in order of preference."""
 
@@ -38,7 +38,7 @@ class _Unusable(Exception):
     """Unusable response of the hub, with the reason."""
 
 
-class _Guarded(httpx.AsyncBaseTransport):
+class _GuardedTransport(httpx.AsyncBaseTransport):
     """HTTP transport that connects only to the hub, to a proxy from the environment, or to public addresses.
 
     It resolves a name once, checks the address and connects to that address, because a second lookup could return
@@ -48,7 +48,7 @@ class _Guarded(httpx.AsyncBaseTransport):
     def __init__(self, hub: str) -> None:
         self._hub = hub
         self._tls = httpx.create_ssl_context()
-        self._opened: dict[str, httpx.AsyncHTTPTransport] = {}
+        self._transports: dict[str, httpx.AsyncHTTPTransport] = {}
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         host = request.url.host
@@ -59,7 +59,7 @@ class _Guarded(httpx.AsyncBaseTransport):
             return await self._transport(host).handle_async_request(request)
         failed: httpx.TransportError | None = None
         for address in await _public_addresses(host):
-            there = httpx.Request(
+            direct = httpx.Request(
                 request.method,
                 request.url.copy_with(host=address),
                 headers=request.headers,
@@ -67,20 +67,20 @@ class _Guarded(httpx.AsyncBaseTransport):
                 extensions={**request.extensions, "sni_hostname": host},
             )
             try:
-                return await self._transport(host).handle_async_request(there)
+                return await self._transport(host).handle_async_request(direct)
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                 failed = error
         raise failed or _Unusable(f"it redirected to {host}, which cannot be resolved")
 
     async def aclose(self) -> None:
-        for transport in self._opened.values():
+        for transport in self._transports.values():
             await transport.aclose()
 
     def _transport(self, name: str, proxy: str | None = None) -> httpx.AsyncHTTPTransport:
         """Return the transport of a host name; separate ones keep connections from being reused for another host."""
-        if name not in self._opened:
-            self._opened[name] = httpx.AsyncHTTPTransport(verify=self._tls, proxy=proxy)
-        return self._opened[name]
+        if name not in self._transports:
+            self._transports[name] = httpx.AsyncHTTPTransport(verify=self._tls, proxy=proxy)
+        return self._transports[name]
 
 
 def _proxy_of(url: httpx.URL) -> str | None:
@@ -109,11 +109,11 @@ async def client(token: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
 
     The token is sent only to the hub: a redirect to another origin is followed without it.
     """
-    endpoint = httpx.URL(hub_endpoint() or _usual_endpoint())
+    endpoint = httpx.URL(hub_endpoint() or _default_endpoint())
     async with httpx.AsyncClient(
         base_url=endpoint,
         headers={} if token is None else {"Authorization": f"Bearer {token}"},
-        transport=_Guarded(endpoint.host),
+        transport=_GuardedTransport(endpoint.host),
         timeout=httpx.Timeout(30.0),
         follow_redirects=True,
         max_redirects=5,
@@ -137,8 +137,8 @@ async def files_of_split(client: httpx.AsyncClient, request: HubImport) -> list[
         item["rfilename"] for item in siblings if isinstance(item, dict) and isinstance(item.get("rfilename"), str)
     ]
     chosen = _choose(sorted(paths), request)
-    if len(chosen) > _MOST_FILES:
-        message = f"the split has {len(chosen):,} files, but at most {_MOST_FILES:,} are supported; upload larger files"
+    if len(chosen) > _MAX_FILES:
+        message = f"the split has {len(chosen):,} files, but at most {_MAX_FILES:,} are supported; upload larger files"
         raise _refused("split", "too_many_files", message)
     prefix = f"/datasets/{request.hub}/resolve/{commit}/"
     return [HubFile(path, prefix + quote(path)) for path in chosen]
@@ -149,7 +149,7 @@ async def download(client: httpx.AsyncClient, file: HubFile) -> AsyncIterator[by
     async with client.stream("GET", file.url) as response:
         if response.status_code in (401, 403, 404):  # a gated dataset lists its files publicly
             raise _refused(
-                "hub", "hub_dataset_not_found", f"the hub does not allow this server to read {file.path}; {_TOKEN}"
+                "hub", "hub_dataset_not_found", f"the hub does not allow this server to read {file.path}; {_TOKEN_HINT}"
             )
         if response.status_code != 200:
             raise _Unusable(f"it returned status {response.status_code} for {file.path}")
@@ -161,7 +161,7 @@ async def fetch_tokenizer(client: httpx.AsyncClient, model: str, target: Path, m
     """Write the tokenizer.json of a hub model to `target`."""
     async with client.stream("GET", f"/{model}/resolve/main/tokenizer.json") as response:
         if response.status_code in (401, 403, 404):
-            message = f"the hub has no model {model!r} with a tokenizer.json that this server can read; {_TOKEN}"
+            message = f"the hub has no model {model!r} with a tokenizer.json that this server can read; {_TOKEN_HINT}"
             raise _refused("tokenizer", "tokenizer_not_found", message)
         if response.status_code != 200:
             raise _Unusable(f"it returned status {response.status_code}")
@@ -186,8 +186,10 @@ def _choose(paths: list[str], request: HubImport) -> list[str]:
         if found := [path for path in fitting if path.endswith(suffix)]:
             break
     else:
-        there = ", ".join(path for path in paths if not path.startswith("."))
-        message = f"no file of {request.hub} has rows of this split (JSONL, JSON, CSV, Parquet); it has {there[:200]}"
+        available = ", ".join(path for path in paths if not path.startswith("."))
+        message = (
+            f"no file of {request.hub} has rows of this split (JSONL, JSON, CSV, Parquet); it has {available[:200]}"
+        )
         raise _refused("split", "split_not_found", message)
     folders = sorted({path.rpartition("/")[0] for path in found})
     if len(folders) > 1:
@@ -203,18 +205,18 @@ def _has_word(text: str, word: str, borders: str) -> bool:
 async def _json(client: httpx.AsyncClient, url: str, name: str) -> dict[str, Any]:
     async with client.stream("GET", url) as response:
         if response.status_code in (401, 403, 404):
-            message = f"the hub has no dataset {name!r} at this revision that this server can read; {_TOKEN}"
+            message = f"the hub has no dataset {name!r} at this revision that this server can read; {_TOKEN_HINT}"
             raise _refused("hub", "hub_dataset_not_found", message)
         if response.status_code != 200:
             raise _Unusable(f"it returned status {response.status_code}")
-        content = await _read(response, _MOST_LISTING_BYTES)
+        content = await _read(response, _MAX_LISTING_BYTES)
     try:
-        told = json.loads(content)
+        value = json.loads(content)
     except (ValueError, RecursionError):
-        told = None
-    if not isinstance(told, dict):
+        value = None
+    if not isinstance(value, dict):
         raise _Unusable("its response is not JSON")
-    return told
+    return value
 
 
 async def _read(response: httpx.Response, most_bytes: int) -> bytes:
@@ -226,7 +228,7 @@ async def _read(response: httpx.Response, most_bytes: int) -> bytes:
     return bytes(content)
 
 
-def _usual_endpoint() -> str:
+def _default_endpoint() -> str:
     from huggingface_hub import constants
 
     return constants.ENDPOINT

@@ -25,10 +25,10 @@ from app.errors import ApiError, FieldError, invalid, too_large
 
 _WRITE_BYTES = 256 * 1024
 # A separate pool: imports that wait for a reader process must not block other users of the default pool.
-_THREADS = ThreadPoolExecutor(max_workers=32, thread_name_prefix="upload")
+_THREAD_POOL = ThreadPoolExecutor(max_workers=32, thread_name_prefix="upload")
 
 PATIENCE_SECONDS = 60.0
-_PAUSE_SECONDS = 0.1
+_RETRY_SECONDS = 0.1
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -37,7 +37,7 @@ T = TypeVar("T")
 async def in_thread(work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
     """Run `work` in the thread pool of uploads, like `asyncio.to_thread`."""
     call = partial(copy_context().run, partial(work, *arguments, **named))
-    return await asyncio.get_running_loop().run_in_executor(_THREADS, call)
+    return await asyncio.get_running_loop().run_in_executor(_THREAD_POOL, call)
 
 
 async def in_turn(work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
@@ -45,15 +45,15 @@ async def in_turn(work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -
 
     No thread is blocked during the wait. Raises a 503 `ApiError` after one minute.
     """
-    patient_until = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:
             return await in_thread(work, *arguments, **named)
         except NoTurn:
-            if time.monotonic() > patient_until:
+            if time.monotonic() > deadline:
                 detail = "This server is already reading too many files; send yours again a little later."
                 raise ApiError(503, "too_many_uploads", detail, headers={"Retry-After": "30"}) from None
-        await asyncio.sleep(_PAUSE_SECONDS)
+        await asyncio.sleep(_RETRY_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,12 @@ class Receiving:
         self._folder = folder
         self._settings = settings
         self._reading = reading
-        self._stored = _Stored(folder / "data", settings.max_upload_bytes)
+        self._stored = _StoredFile(folder / "data", settings.max_upload_bytes)
         self._rows = Rows(reading.format, self._stored.write, reading.columns, reading.tokens)
         self._reader: Reader | None = None
         self._name = ""
         self._head = bytearray()
-        self._came = 0
+        self._bytes_received = 0
         self._sha256 = hashlib.sha256()
 
     @property
@@ -124,8 +124,8 @@ class Receiving:
 
     def feed(self, data: bytes) -> None:
         """Process the next bytes of the file."""
-        self._came += len(data)
-        if self._came > self._settings.max_upload_bytes:
+        self._bytes_received += len(data)
+        if self._bytes_received > self._settings.max_upload_bytes:
             raise too_large("A dataset", self._settings.max_upload_bytes)
         self._sha256.update(data)
         try:
@@ -134,34 +134,34 @@ class Receiving:
                 return
             self._head += data
             if len(self._head) >= HEAD_BYTES:
-                self._choose().feed(bytes(self._head))
+                self._create_reader().feed(bytes(self._head))
         except TooManyBadRows:
-            raise self._refusal() from None
+            raise self._bad_rows_error() from None
 
     def end(self) -> None:
         """Handle the end of the file."""
         try:
             if self._reader is None:
-                self._choose().feed(bytes(self._head))
+                self._create_reader().feed(bytes(self._head))
             if self._reader is not None:
                 self._reader.end()
         except TooManyBadRows:
-            raise self._refusal() from None
+            raise self._bad_rows_error() from None
 
     def more(self) -> bool:
         """Continue reading for a short time; return False once the file is completely read."""
         try:
             return self._reader is not None and self._reader.more()
         except TooManyBadRows:
-            raise self._refusal() from None
+            raise self._bad_rows_error() from None
 
     def finish(self, name: str, digest: str = "") -> Received:
         """Complete the dataset after the last file and return it."""
         try:
             if self._rows.finish():
-                raise self._refusal()
+                raise self._bad_rows_error()
         except TooManyBadRows:
-            raise self._refusal() from None
+            raise self._bad_rows_error() from None
         self._stored.finish()
         tokens = self._reading.tokens
         return Received(
@@ -182,7 +182,7 @@ class Receiving:
         self._drop_reader()
         self._stored.close()
 
-    def _choose(self) -> Reader:
+    def _create_reader(self) -> Reader:
         kind = self._reading.file_format or kind_of(self._name, bytes(self._head))
         most = self._settings.max_line_bytes
         if kind is None:
@@ -204,7 +204,7 @@ class Receiving:
             self._reader.close()
         self._reader = None
 
-    def _refusal(self) -> ApiError:
+    def _bad_rows_error(self) -> ApiError:
         errors = self._rows.errors
         whole = [error for error in errors if not error.field]
         if len(whole) == len(errors):
@@ -219,7 +219,7 @@ class Receiving:
         return invalid(errors, detail, code="bad_rows")
 
 
-class _Stored:
+class _StoredFile:
     """Stored file: written in blocks, counted and hashed."""
 
     def __init__(self, path: Path, most_bytes: int) -> None:

@@ -75,7 +75,7 @@ class Rows:
     def take(self, place: str, row: Any, raw: bytes | None = None) -> None:
         """Add a row; `raw` is its original line, which is written unchanged if the row does not change."""
         try:
-            kept = self._judge(row)
+            kept = self._validated(row)
         except BadRow as error:
             self.refuse(place, error.code, error.message)
             return
@@ -109,7 +109,7 @@ class Rows:
             self.refuse("", "empty_file", "the file has no rows; it needs at least one")
         return self.errors
 
-    def _judge(self, row: Any) -> formats.Row:
+    def _validated(self, row: Any) -> formats.Row:
         if not isinstance(row, dict):
             raise BadRow(
                 "not_an_object",
@@ -121,7 +121,7 @@ class Rows:
         if self._sources:
             row = self._renamed(row)
         if self._is_table:
-            row = {name: _cell(name, value) for name, value in row.items() if _holds(name, value)}
+            row = {name: _parse_cell(name, value) for name, value in row.items() if _has_value(name, value)}
         if self.format is None:
             self.format = formats.detect(row)
         kept = formats.checked(self.format, row)
@@ -150,11 +150,11 @@ class Rows:
         self.columns.update(dict.fromkeys(row))
 
 
-def _holds(name: str, value: Any) -> bool:
+def _has_value(name: str, value: Any) -> bool:
     return name in formats.NEEDED or (value is not None and value != "")
 
 
-def _cell(name: str, value: Any) -> Any:
+def _parse_cell(name: str, value: Any) -> Any:
     if name not in formats.NEVER_TEXT or not isinstance(value, str):
         return value
     try:

@@ -25,13 +25,13 @@ EXTENSION = "jsonl"
 # Longer than any upload and any clock jump: newer files may belong to an active request.
 _ORPHAN_SECONDS = 24 * 3600.0
 ASIDE_SECONDS = 30 * 24 * 3600.0
-_SWEEP_EVERY = 3600.0
-_RUNS_TOLD = 5
-_TRIES = 2
+_SWEEP_INTERVAL_SECONDS = 3600.0
+_MAX_LISTED_RUNS = 5
+_CLAIM_ATTEMPTS = 2
 """Attempts to claim an idempotency key, in case the dataset of a concurrent request is deleted at once."""
 
 
-class _MadeByATwin(Exception):
+class _CreatedConcurrently(Exception):
     """Signal that a concurrent request with the same idempotency key was first."""
 
 
@@ -48,16 +48,16 @@ async def keep(
     The same idempotency key returns the same dataset, also for concurrent requests. Uses its own transaction,
     because the upload held no session.
     """
-    if earlier := await _replayed(sessions, created_by, idempotency):
+    if earlier := await _find_earlier(sessions, created_by, idempotency):
         return earlier
     id = new_id("ds")
     await asyncio.to_thread(storage.promote, received.path, storage.dataset_file(id, EXTENSION))
     try:
-        for _ in range(_TRIES):
+        for _ in range(_CLAIM_ATTEMPTS):
             try:
                 return await _commit(sessions, id, received, created_by, idempotency, call)
-            except _MadeByATwin:
-                if earlier := await _replayed(sessions, created_by, idempotency):
+            except _CreatedConcurrently:
+                if earlier := await _find_earlier(sessions, created_by, idempotency):
                     await asyncio.to_thread(storage.remove_dataset, id)
                     return earlier
                 # The dataset of the concurrent request was deleted, and its key with it.
@@ -111,10 +111,10 @@ async def _claim(session: AsyncSession, dataset_id: str, created_by: str, idempo
     row = {"created_by": created_by, "idempotency_key": idempotency.key, "request_digest": idempotency.digest}
     statement = insert(UploadKey).values(**row, dataset_id=dataset_id).on_conflict_do_nothing()
     if await session.scalar(statement.returning(UploadKey.dataset_id)) is None:
-        raise _MadeByATwin
+        raise _CreatedConcurrently
 
 
-async def _replayed(
+async def _find_earlier(
     sessions: async_sessionmaker[AsyncSession], created_by: str, idempotency: Idempotency | None
 ) -> Dataset | None:
     """Return the dataset of an earlier request with this key; raises a 422 error if that request was different."""
@@ -170,11 +170,11 @@ async def delete(session: AsyncSession, dataset_id: str) -> None:
     if dataset is None:
         raise not_found("dataset", dataset_id)
     uses = or_(Run.dataset_id == dataset_id, Run.eval_dataset_id == dataset_id)
-    query = select(Run.id, Run.status).where(uses).order_by(Run.id.desc()).limit(_RUNS_TOLD + 1)
+    query = select(Run.id, Run.status).where(uses).order_by(Run.id.desc()).limit(_MAX_LISTED_RUNS + 1)
     runs = (await session.execute(query)).all()
     if runs:
-        named = ", ".join(f"{run.id} ({run.status})" for run in runs[:_RUNS_TOLD])
-        more = " and more" if len(runs) > _RUNS_TOLD else ""
+        named = ", ".join(f"{run.id} ({run.status})" for run in runs[:_MAX_LISTED_RUNS])
+        more = " and more" if len(runs) > _MAX_LISTED_RUNS else ""
         raise conflict(
             "dataset_in_use",
             f"Dataset {dataset_id} is used by {named}{more}, for training or a later resume; delete these runs first.",
@@ -239,6 +239,6 @@ def sweep_in_background(sessions: async_sessionmaker[AsyncSession], storage: Sto
             except Exception as error:
                 if as_api_error(error) is None:
                     log.exception("sweeping unfinished uploads failed")
-            await asyncio.sleep(_SWEEP_EVERY)
+            await asyncio.sleep(_SWEEP_INTERVAL_SECONDS)
 
     return asyncio.create_task(loop(), name="sweep")

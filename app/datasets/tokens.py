@@ -14,7 +14,7 @@ from app.errors import ApiError, FieldError, clean, invalid
 MOST_TOKENIZER_BYTES = 64 * 1024**2
 _PROGRAM = "app.datasets.tokens_process"
 _SILENT_SECONDS = 60.0
-_MOST_SECONDS = 3600.0
+_MAX_SECONDS = 3600.0
 _BATCH_CHARACTERS = 256 * 1024
 _PIECE_CHARACTERS = 64 * 1024
 
@@ -34,19 +34,19 @@ class TokenCounter:
             [str(file), str(MOST_TOKENIZER_BYTES)],
             settings,
             silent=_SILENT_SECONDS,
-            most_seconds=_MOST_SECONDS,
+            most_seconds=_MAX_SECONDS,
             # Each thread may take 128 MB of the limited address space.
             environment={"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(min(4, os.cpu_count() or 1))},
         )
         self._answer = bytearray()
         self._sent: tuple[list[int], int, bool] | None = None
         try:
-            self._line()
+            self._read_line()
         except BaseException:
             self.close()
             raise
-        self._of_length: Counter[int] = Counter()
-        self._begun = 0
+        self._length_counts: Counter[int] = Counter()
+        self._partial_length = 0
         """Tokens so far of a row that continues in the next batch."""
         self._texts: list[tuple[int, str]] = []
         self._rows = 0
@@ -68,7 +68,7 @@ class TokenCounter:
         """Return the token statistics after all sequences, of `rows` rows in total, were added."""
         self._count()
         self._collect()
-        lengths = sorted(self._of_length.items())
+        lengths = sorted(self._length_counts.items())
         sequences = sum(count for _, count in lengths)
         total = sum(length * count for length, count in lengths)
         return {
@@ -93,7 +93,7 @@ class TokenCounter:
         try:
             self._child.send(json.dumps([text for _, text in self._texts]).encode() + b"\n")
         except ChildFailed as error:
-            raise self._bad(error) from None
+            raise self._tokenizer_error(error) from None
         self._sent = ([row for row, _ in self._texts], self._rows, goes_on)
         self._texts.clear()
         self._rows = self._characters = 0
@@ -105,14 +105,14 @@ class TokenCounter:
         (rows, count, goes_on), self._sent = self._sent, None
         lengths = [0] * (count + goes_on)
         if lengths:
-            lengths[0], self._begun = self._begun, 0
-        for row, length in zip(rows, json.loads(self._line()), strict=True):
+            lengths[0], self._partial_length = self._partial_length, 0
+        for row, length in zip(rows, json.loads(self._read_line()), strict=True):
             lengths[row] += length
         if goes_on:
-            self._begun = lengths.pop()
-        self._of_length.update(lengths)
+            self._partial_length = lengths.pop()
+        self._length_counts.update(lengths)
 
-    def _line(self) -> bytes:
+    def _read_line(self) -> bytes:
         self._answer.clear()
         try:
             while not self._answer.endswith(b"\n"):
@@ -121,10 +121,10 @@ class TokenCounter:
                     raise ChildFailed("its process exited early")
                 self._answer += piece
         except ChildFailed as error:
-            raise self._bad(error) from None
+            raise self._tokenizer_error(error) from None
         return bytes(self._answer)
 
-    def _bad(self, error: ChildFailed) -> ApiError:
+    def _tokenizer_error(self, error: ChildFailed) -> ApiError:
         message = clean(f"the tokenizer of {self._name!r} cannot be used: {error}", 450)
         return invalid([FieldError(field="tokenizer", code="bad_tokenizer", message=message)], code="bad_tokenizer")
 

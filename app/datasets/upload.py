@@ -19,9 +19,9 @@ from app.errors import ApiError, FieldError, clean, invalid
 from app.strict_json import BadJson, parse
 
 _BATCH = 1024 * 1024
-_MOST_FIELD_BYTES = {"columns": 16 * 1024}
-_USUAL_FIELD_BYTES = 1024
-_MOST_PARTS = 10
+_MAX_FIELD_BYTES = {"columns": 16 * 1024}
+_DEFAULT_FIELD_BYTES = 1024
+_MAX_PARTS = 10
 _FIELDS = ("name", "format", "file_format", "columns", "tokenizer")
 _BEFORE_THE_FILE = ("file_format", "columns", "tokenizer")
 """Fields that must precede the file, because the file is parsed while it is received."""
@@ -99,8 +99,8 @@ class _Upload:
         self._settings = settings
         self._receiving: Receiving | None = None
         self.tokens: TokenCounter | None = None
-        self._wanted: str | None = None
-        self._waiting: list[Callable[[], None]] = []
+        self._wanted_tokenizer: str | None = None
+        self._deferred: list[Callable[[], None]] = []
         self._fields: dict[str, bytearray] = {}
         self._file_name: str | None = None
         self._parts = 0
@@ -116,21 +116,21 @@ class _Upload:
             self._parser.write(data)
         except FormParserError as error:
             raise _broken(str(error)) from None
-        return self._wanted
+        return self._wanted_tokenizer
 
     def go_on(self) -> None:
         """Run the steps that waited for the tokenizer."""
-        self._wanted = None
-        waiting, self._waiting = self._waiting, []
-        for step in waiting:
+        self._wanted_tokenizer = None
+        deferred, self._deferred = self._deferred, []
+        for step in deferred:
             step()
 
-    def _in_turn(self, step: Callable[[], None]) -> None:
+    def _run_or_defer(self, step: Callable[[], None]) -> None:
         """Run a step that processes the file, or queue it while a requested tokenizer is being loaded."""
-        if self._wanted is None:
+        if self._wanted_tokenizer is None:
             step()
         else:
-            self._waiting.append(step)
+            self._deferred.append(step)
 
     def end(self) -> None:
         if not self._ended:
@@ -152,8 +152,8 @@ class _Upload:
     def _on_part_begin(self) -> None:
         self._headers = {}
         self._parts += 1
-        if self._parts > _MOST_PARTS:
-            raise _broken(f"it has more than {_MOST_PARTS} parts")
+        if self._parts > _MAX_PARTS:
+            raise _broken(f"it has more than {_MAX_PARTS} parts")
 
     def _on_header_field(self, data: bytes, start: int, end: int) -> None:
         self._header_name += data[start:end]
@@ -175,7 +175,7 @@ class _Upload:
             raise _wrong(self._part, "given_twice", f"there are two parts `{self._part}`; send one")
         if self._part == "file":
             self._file_name = options.get(b"filename", b"").decode(errors="replace")
-            self._in_turn(self._begin_file)
+            self._run_or_defer(self._begin_file)
             return
         if self._part in _BEFORE_THE_FILE and self._file_name is not None:
             raise _wrong(
@@ -186,21 +186,21 @@ class _Upload:
     def _on_part_data(self, data: bytes, start: int, end: int) -> None:
         piece = data[start:end]
         if self._part == "file":
-            self._in_turn(lambda: self._file.feed(piece))
+            self._run_or_defer(lambda: self._file.feed(piece))
             return
         field = self._fields[self._part]
         field += piece
-        most = _MOST_FIELD_BYTES.get(self._part, _USUAL_FIELD_BYTES)
+        most = _MAX_FIELD_BYTES.get(self._part, _DEFAULT_FIELD_BYTES)
         if len(field) > most:
             raise _wrong(self._part, "too_long", f"may have at most {most:,} bytes")
 
     def _on_part_end(self) -> None:
         if self._part == "file":
-            self._in_turn(lambda: self._file.end())
+            self._run_or_defer(lambda: self._file.end())
         elif self._part == "tokenizer":
-            self._wanted = self._field("tokenizer") or ""
+            self._wanted_tokenizer = self._field("tokenizer") or ""
         elif self._part == "format":
-            self._in_turn(self._expect_format)
+            self._run_or_defer(self._expect_format)
 
     def _on_end(self) -> None:
         self._ended = True
@@ -251,8 +251,8 @@ class _Upload:
     def _digest(self, file: str) -> str:
         """Return a digest of the file and the fields; not of the raw body, whose boundary differs each time."""
         fields = {name: value.hex() for name, value in self._fields.items()}
-        told = json.dumps([file, self._name(), fields], sort_keys=True)
-        return hashlib.sha256(told.encode()).hexdigest()
+        request = json.dumps([file, self._name(), fields], sort_keys=True)
+        return hashlib.sha256(request.encode()).hexdigest()
 
     def _name(self) -> str:
         given = self._field("name")

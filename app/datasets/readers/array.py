@@ -9,7 +9,7 @@ from app.strict_json import MAX_DEPTH
 _OUTSIDE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{},"]', re.DOTALL)
 _INSIDE = re.compile(rb'["\\]')
 _OPENING = re.compile(rb'\s*(?:(\[)|\{\s*"data"\s*:\s*\[)')
-_MOST_OPENING_BYTES = 4096
+_MAX_OPENING_BYTES = 4096
 
 
 class ArrayReader:
@@ -34,8 +34,8 @@ class ArrayReader:
     def feed(self, data: bytes) -> None:
         if self._head is not None:
             self._head += data
-            is_told = len(self._head) >= _MOST_OPENING_BYTES or _OPENING.match(self._head) is not None
-            data = self._open() if is_told else b""
+            is_decided = len(self._head) >= _MAX_OPENING_BYTES or _OPENING.match(self._head) is not None
+            data = self._open() if is_decided else b""
         if data:
             self._read(data)
 

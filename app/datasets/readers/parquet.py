@@ -11,7 +11,7 @@ from app.errors import clean, too_large
 
 _PROGRAM = "app.datasets.readers.parquet_process"
 _SILENT_SECONDS = 60.0
-_MOST_SECONDS = 1800.0
+_MAX_SECONDS = 1800.0
 
 
 class ParquetReader:
@@ -23,12 +23,12 @@ class ParquetReader:
         self._spool = spool
         self._settings = settings
         self._file: BinaryIO = spool.open("wb", buffering=0)
-        self._is_whole = False
+        self._is_complete = False
         self._child: Child | None = None
-        self._came = 0
+        self._bytes_read = 0
         self._line = bytearray()
         self._number = 0
-        self._began = False
+        self._has_header = False
 
     def feed(self, data: bytes) -> None:
         view = memoryview(data)
@@ -37,10 +37,10 @@ class ParquetReader:
 
     def end(self) -> None:
         self._file.close()
-        self._is_whole = self._spool.stat().st_size > 0
+        self._is_complete = self._spool.stat().st_size > 0
 
     def more(self) -> bool:
-        if not self._is_whole:
+        if not self._is_complete:
             return False
         if self._child is None:
             self._child = self._start()
@@ -49,8 +49,8 @@ class ParquetReader:
         except ChildFailed as error:
             self._cannot_read(str(error))
             return False
-        self._came += len(piece)
-        if self._came > self._settings.max_upload_bytes:
+        self._bytes_read += len(piece)
+        if self._bytes_read > self._settings.max_upload_bytes:
             raise too_large("A dataset, converted to JSONL,", self._settings.max_upload_bytes)
         return self._take(piece) if piece else False
 
@@ -66,7 +66,7 @@ class ParquetReader:
             [str(self._spool), str(self._most_bytes), *self._rows.needed],
             self._settings,
             silent=_SILENT_SECONDS,
-            most_seconds=_MOST_SECONDS,
+            most_seconds=_MAX_SECONDS,
             environment={"ARROW_DEFAULT_MEMORY_POOL": "system"},  # releases freed memory to the system
         )
 
@@ -86,8 +86,8 @@ class ParquetReader:
     def _end_line(self) -> None:
         raw = bytes(self._line)
         self._line.clear()
-        if not self._began:
-            self._began = True
+        if not self._has_header:
+            self._has_header = True
             self._rows.begin_table(json.loads(raw))
             return
         self._number += 1

@@ -16,7 +16,7 @@ from typing import Any
 from app.datasets.child import confined
 
 _BATCH_BYTES = 4 * 1024**2
-_MOST_BATCH_ROWS = 1024
+_MAX_BATCH_ROWS = 1024
 _ARROW_BYTES = 4
 """Maximum ratio of Arrow to JSON bytes: a small number in a list takes three bytes as JSON and eight in memory."""
 
@@ -33,7 +33,7 @@ def _write_rows(path: str, most_row_bytes: int, always: set[str]) -> None:
     number = 0
     for batch in file.iter_batches(batch_size=_batch_rows(file.metadata), use_threads=False):
         # Rows take many times their size as Python objects, so large rows are checked one by one first.
-        step = 1 if batch.nbytes > _BATCH_BYTES else _MOST_BATCH_ROWS
+        step = 1 if batch.nbytes > _BATCH_BYTES else _MAX_BATCH_ROWS
         for start in range(0, batch.num_rows, step):
             part = batch.slice(start, step)
             if step == 1 and part.nbytes > most_row_bytes * _ARROW_BYTES:
@@ -55,7 +55,7 @@ def _batch_rows(metadata: Any) -> int:
     groups = range(metadata.num_row_groups)
     size = sum(metadata.row_group(at).total_byte_size for at in groups)
     # Repeated values are stored once, so rows may be far larger than the metadata says: limit their number.
-    return int(max(1, min(_MOST_BATCH_ROWS, _BATCH_BYTES * max(metadata.num_rows, 1) // max(size, 1))))
+    return int(max(1, min(_MAX_BATCH_ROWS, _BATCH_BYTES * max(metadata.num_rows, 1) // max(size, 1))))
 
 
 def _plain(value: Any) -> Any:

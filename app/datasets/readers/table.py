@@ -8,7 +8,7 @@ from app.datasets.rows import MOST_COLUMNS, MOST_KEY_CHARACTERS, Rows, TooManyBa
 
 # Disables the csv module's limit of 128 KiB per cell: the size of the whole record is checked before parsing.
 csv.field_size_limit(2**31 - 1)
-_MARK = b"\xef\xbb\xbf"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # One cell and its terminator. Possessive quantifiers prevent backtracking.
 _CELL = re.compile(rb'(?:"[^"]*+(?:""[^"]*+)*+"[^,]*+|[^",][^,]*+|)(?:,|\Z)')
 _OTHER_MARKS = (b"\xff\xfe", b"\xfe\xff")
@@ -94,7 +94,7 @@ class TableReader:
         """Return the cells of a record, or None after reporting an error if it is invalid."""
         if self._began == 1:
             # Spreadsheets write a byte order mark into UTF-8 CSV files.
-            record = record.removeprefix(_MARK)
+            record = record.removeprefix(_BYTE_ORDER_MARK)
             if record.startswith(_OTHER_MARKS):
                 self._refuse("byte_order_mark", "the file is UTF-16; save it as CSV in UTF-8")
                 return None
