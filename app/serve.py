@@ -104,7 +104,7 @@ def serve(settings: Settings, listener: socket.socket) -> None:
             http=Protocol,
             ws="none",
             lifespan="on",
-            access_log=False,  # app.monitoring.requests has one with ids and without query strings
+            access_log=False,  # app.monitoring.requests writes the access log, with ids and without query strings
             log_config=None,
             log_level="info",
             # A client could bypass the limit on wrong keys with a forged address header.

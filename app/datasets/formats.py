@@ -190,7 +190,7 @@ _READ: dict[str, tuple[tuple[str, ...], ...]] = {
     "preference": (("prompt", "chosen"), ("prompt", "rejected")),
     "prompt": (("prompt",),),
 }
-"""Columns of each sequence."""
+"""Columns that make up each sequence, by format."""
 FORMATS = tuple(_CHECKS)
 NEEDED = frozenset[str]().union(*(needed for choices in _SIGNATURES.values() for needed in choices)) - {"answer"}
 """Columns that a format requires: an empty cell in them is an error, not a missing value."""

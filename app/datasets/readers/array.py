@@ -105,7 +105,7 @@ class ArrayReader:
 
     def _keep(self, piece: bytes) -> None:
         if len(self._row) + len(piece) > self._most_bytes:
-            self._fail("row_too_long", f"a row may have {self._most_bytes:,} bytes; split it", self._number)
+            self._fail("row_too_long", f"a row may have at most {self._most_bytes:,} bytes; split it", self._number)
             self._row.clear()
         elif not self._broken:
             self._row += piece
