@@ -1,4 +1,4 @@
-"""API keys, and the middleware that asks for one before a byte of the body is read."""
+"""API keys, and the middleware that verifies one before the request body is read."""
 
 import asyncio
 import hashlib
@@ -34,28 +34,28 @@ SCOPES = ("read", "write", "admin")
 PUBLIC = {"/healthz"}
 CACHE_SECONDS = 10.0
 WITHOUT_DATABASE = {"/metrics"}
-"""What a key still opens while the database is away and nobody can verify it: what tells of just that."""
+"""Paths that a recently verified key can still access while the database is unavailable, to report the outage."""
 OUTAGE_SECONDS = 900.0
-"""For so long after it was last verified."""
-_OUTAGE_PATIENCE_SECONDS = 3.0
-_CACHED_KEYS = 1000
+"""Seconds after its last verification for which a key can access `WITHOUT_DATABASE` during an outage."""
+_OUTAGE_TIMEOUT_SECONDS = 3.0
+_MAX_CACHED_KEYS = 1000
 _KEY = re.compile(r"anneal_[A-Za-z0-9_-]{43}")
-_SHOWN = len("anneal_") + 6
-_FAILURES = 20
-_FAILURE_SECONDS = 3.0
-_ADDRESSES = 10_000
+_PREFIX_LENGTH = len("anneal_") + 6
+_FAILURE_BURST = 20
+_FAILURE_INTERVAL_SECONDS = 3.0
+_MAX_ADDRESSES = 10_000
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who makes a request: the key, and what it may do."""
+    """Authenticated caller of a request: the API key's id, scopes and name."""
 
     key_id: str
     scopes: frozenset[str]
     name: str
 
     def may(self, scope: str) -> bool:
-        """Whether the key has this scope; `admin` has all of them."""
+        """Return True if the key has this scope; `admin` includes every scope."""
         return scope in self.scopes or "admin" in self.scopes
 
 
@@ -73,59 +73,59 @@ async def _needs_admin(caller: CurrentCaller) -> None:
 
 
 AdminOnly = Depends(_needs_admin)
-"""For routers of calls that reading or writing alone is not enough for."""
+"""Dependency for routers whose endpoints require the `admin` scope."""
 
 
 def is_public(scope: Scope) -> bool:
-    """Whether this request needs no key."""
+    """Return True if the request needs no key."""
     return scope["path"] in PUBLIC and scope["method"] in ("GET", "HEAD")
 
 
 class FailureLimit:
-    """How many wrong keys an address may try: 20 at once, then one every 3 seconds."""
+    """Rate limit on wrong keys per address: a burst of 20, then one every 3 seconds."""
 
     def __init__(self) -> None:
         self._spent: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def exhausted(self, address: str) -> bool:
-        """Whether this address has to wait."""
-        return self._level(address) > _FAILURES - 1
+        """Return True if this address has no attempts left for now."""
+        return self._level(address) > _FAILURE_BURST - 1
 
     def count(self, address: str) -> None:
-        """One more wrong key from this address."""
+        """Record a wrong key from this address."""
         level = self._level(address) + 1
         self._spent[address] = (level, time.monotonic())
         self._spent.move_to_end(address)
-        while len(self._spent) > _ADDRESSES:
+        while len(self._spent) > _MAX_ADDRESSES:
             self._spent.popitem(last=False)
 
     def _level(self, address: str) -> float:
         level, since = self._spent.get(address, (0.0, 0.0))
-        return max(0.0, level - (time.monotonic() - since) / _FAILURE_SECONDS)
+        return max(0.0, level - (time.monotonic() - since) / _FAILURE_INTERVAL_SECONDS)
 
 
 class Auth:
-    """Verifies keys against the database, and remembers the verdict for ten seconds."""
+    """Verifies keys against the database and caches the result for ten seconds."""
 
     def __init__(self, sessions: async_sessionmaker[AsyncSession]) -> None:
         self._sessions = sessions
         self._callers: OrderedDict[str, tuple[Caller, float]] = OrderedDict()
-        self._known: OrderedDict[str, tuple[Caller, float]] = OrderedDict()
-        self._alive: OrderedDict[str, tuple[bool, float]] = OrderedDict()
+        self._recently_verified: OrderedDict[str, tuple[Caller, float]] = OrderedDict()
+        self._validity: OrderedDict[str, tuple[bool, float]] = OrderedDict()
         self.failures = FailureLimit()
 
     def remembered(self, key: str) -> Caller | None:
-        """The caller of a key that was verified a moment ago."""
+        """Return the cached caller of a key that was verified in the last ten seconds."""
         caller, until = self._callers.get(_digest(key), (None, 0.0))
         return caller if time.monotonic() < until else None
 
     def known(self, key: str) -> Caller | None:
-        """The caller of a key that was verified before the database went away, not long ago."""
-        caller, until = self._known.get(_digest(key), (None, 0.0))
+        """Return the caller of a key verified within the last `OUTAGE_SECONDS`, for use during an outage."""
+        caller, until = self._recently_verified.get(_digest(key), (None, 0.0))
         return caller if time.monotonic() < until else None
 
     async def verify(self, key: str) -> Caller | None:
-        """The caller of this key; None when it is unknown, expired or revoked."""
+        """Return the caller of this key, or None if the key is unknown, expired or revoked."""
         digest = _digest(key)
         idle = func.coalesce(ApiKey.last_used_at < func.now() - timedelta(minutes=1), True)
         remaining = func.extract("epoch", ApiKey.expires_at - func.now())
@@ -134,23 +134,23 @@ class Auth:
             row = (await session.execute(query.where(ApiKey.digest == digest, _valid()))).one_or_none()
             if row is None or not hmac.compare_digest(row[1], digest):
                 self._callers.pop(digest, None)
-                self._known.pop(digest, None)
+                self._recently_verified.pop(digest, None)
                 return None
             if row[3]:
                 await session.execute(update(ApiKey).where(ApiKey.id == row[0]).values(last_used_at=func.now()))
         caller = Caller(row[0], frozenset(row[2]), row[5])
         remaining_seconds = float("inf") if row[4] is None else float(row[4])
         now = time.monotonic()
-        _remember(self._callers, digest, (caller, now + min(CACHE_SECONDS, remaining_seconds)))
-        _remember(self._known, digest, (caller, now + min(OUTAGE_SECONDS, remaining_seconds)))
+        _cache_value(self._callers, digest, (caller, now + min(CACHE_SECONDS, remaining_seconds)))
+        _cache_value(self._recently_verified, digest, (caller, now + min(OUTAGE_SECONDS, remaining_seconds)))
         return caller
 
     async def still_valid(self, key_id: str) -> bool:
-        """Whether a stream that this key opened may go on; asks the database at most every ten seconds.
+        """Return True if a stream opened with this key may continue; queries the database at most every ten seconds.
 
-        While the database is away the last verdict stands: a stream has nothing to tell then either.
+        While the database is unavailable the last result applies: a stream has no new events then either.
         """
-        verdict, until = self._alive.get(key_id, (True, 0.0))
+        verdict, until = self._validity.get(key_id, (True, 0.0))
         if time.monotonic() < until:
             return verdict
         try:
@@ -161,12 +161,12 @@ class Auth:
                 raise
         else:
             verdict = found is not None
-        _remember(self._alive, key_id, (verdict, time.monotonic() + CACHE_SECONDS))
+        _cache_value(self._validity, key_id, (verdict, time.monotonic() + CACHE_SECONDS))
         return verdict
 
 
 class Authentication:
-    """Middleware: denies everything that is mounted but `PUBLIC`, and puts the `Caller` into the state."""
+    """Middleware that requires a key for every path except `PUBLIC` and stores the `Caller` in the request state."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -192,7 +192,7 @@ async def _authenticate(scope: Scope) -> Caller:
     kind, _, key = sent[0].partition(" ")
     caller = auth.remembered(key)
     if caller is None:
-        # Malformed ones never reach the database; a right one gets in whatever others tried from its address.
+        # A malformed key never reaches the database. A valid key is accepted even if its address has no attempts left.
         if len(sent) == 1 and kind.lower() == "bearer" and _KEY.fullmatch(key):
             caller = await _verified(auth, key, scope["path"])
         if caller is None:
@@ -207,15 +207,15 @@ def _scope_missing(caller: Caller, needed: str) -> ApiError:
     return ApiError(
         403,
         "scope_missing",
-        f"This key has the scopes {', '.join(sorted(caller.scopes))}; this call needs `{needed}`: "
-        f"use a key made with `anneal keys create --scope {needed}`.",
+        f"This key has the scopes {', '.join(sorted(caller.scopes))}, but this request requires `{needed}`: "
+        f"use a key created with `anneal keys create --scope {needed}`.",
     )
 
 
 async def _verified(auth: Auth, key: str, path: str) -> Caller | None:
     known = auth.known(key) if path in WITHOUT_DATABASE else None
     try:
-        async with asyncio.timeout(_OUTAGE_PATIENCE_SECONDS if known else None):
+        async with asyncio.timeout(_OUTAGE_TIMEOUT_SECONDS if known else None):
             return await auth.verify(key)
     except Exception as error:
         answer = as_api_error(error)
@@ -231,20 +231,20 @@ def _wrong_key(failures: FailureLimit, address: str) -> ApiError:
         return ApiError(
             429,
             "too_many_failures",
-            "Too many wrong keys came from your address; wait a few seconds and use a valid key.",
-            headers={"Retry-After": str(int(_FAILURE_SECONDS))},
+            "Too many wrong keys were sent from your address; wait a few seconds and use a valid key.",
+            headers={"Retry-After": str(int(_FAILURE_INTERVAL_SECONDS))},
         )
     failures.count(address)
     return _unauthorized("invalid_key", "This key is unknown, expired or revoked")
 
 
 def _unauthorized(code: str, what: str) -> ApiError:
-    detail = f"{what}; `anneal keys create` on the server makes one."
+    detail = f"{what}; create one on the server with `anneal keys create`."
     return ApiError(401, code, detail, headers={"WWW-Authenticate": 'Bearer realm="anneal"'})
 
 
 def _address(scope: Scope) -> str:
-    """What failures are counted by: an IPv4 address, or the /64 that an IPv6 client has to itself."""
+    """Return the address that failures are counted by: an IPv4 address, or the /64 prefix of an IPv6 client."""
     client = scope.get("client")
     try:
         address = ipaddress.ip_address(client[0] if client else "")
@@ -255,10 +255,10 @@ def _address(scope: Scope) -> str:
     return str(address)
 
 
-def _remember(cache: OrderedDict[str, T], name: str, value: T) -> None:
+def _cache_value(cache: OrderedDict[str, T], name: str, value: T) -> None:
     cache[name] = value
     cache.move_to_end(name)
-    while len(cache) > _CACHED_KEYS:
+    while len(cache) > _MAX_CACHED_KEYS:
         cache.popitem(last=False)
 
 
@@ -272,7 +272,7 @@ def _valid() -> ColumnElement[bool]:
 
 @dataclass(frozen=True)
 class KeyView:
-    """What can be told of a key: never the key itself."""
+    """Public attributes of a key; never the key itself."""
 
     id: str
     name: str
@@ -285,15 +285,15 @@ class KeyView:
 
 
 def create_key_sync(settings: Settings, name: str, scopes: Iterable[str], expires_in: timedelta | None = None) -> str:
-    """Make a key and answer it: the only time that it can be seen. Raises `ValueError` for unknown scopes."""
+    """Create a key and return it: it cannot be retrieved again. Raises `ValueError` for unknown scopes."""
     wanted = sorted(set(scopes))
     if not wanted or not set(wanted) <= set(SCOPES):
-        raise ValueError(f"scopes are one or more of {', '.join(SCOPES)}, not {', '.join(wanted) or 'none'}")
+        raise ValueError(f"scopes must be one or more of {', '.join(SCOPES)}, not {', '.join(wanted) or 'none'}")
     key = "anneal_" + secrets.token_urlsafe(32)
     row = ApiKey(
         id=new_id("key"),
         name=name,
-        prefix=key[:_SHOWN],
+        prefix=key[:_PREFIX_LENGTH],
         digest=_digest(key),
         scopes=wanted,
         expires_at=None if expires_in is None else func.now() + expires_in,
@@ -305,7 +305,7 @@ def create_key_sync(settings: Settings, name: str, scopes: Iterable[str], expire
 
 
 def list_keys_sync(settings: Settings) -> list[KeyView]:
-    """All keys, newest first, revoked and expired ones too."""
+    """Return all keys, newest first, including revoked and expired ones."""
     with _sync_session(settings) as session:
         rows = session.scalars(select(ApiKey).order_by(ApiKey.id.desc())).all()
         names = KeyView.__dataclass_fields__
@@ -313,7 +313,10 @@ def list_keys_sync(settings: Settings) -> list[KeyView]:
 
 
 def revoke_key_sync(settings: Settings, key_id: str) -> bool:
-    """Revoke a key; within 30 seconds nobody gets in with it, and its streams end. False: no such key."""
+    """Revoke a key; return False if it does not exist.
+
+    Within 30 seconds the key is rejected everywhere and its streams are closed.
+    """
     revoked = update(ApiKey).where(ApiKey.id == key_id).returning(ApiKey.id)
     with _sync_session(settings) as session, session.begin():
         at = func.coalesce(ApiKey.revoked_at, func.now())

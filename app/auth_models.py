@@ -1,4 +1,4 @@
-"""API keys."""
+"""Table of API keys."""
 
 from datetime import datetime
 
@@ -10,7 +10,7 @@ from app.models import Base, Owned
 
 
 class ApiKey(Owned, Base):
-    """A key: its first characters to recognise it by, and the SHA-256 of the whole; never the key itself."""
+    """API key: its first characters for identification and the SHA-256 of the whole key; never the key itself."""
 
     __tablename__ = "api_keys"
     __table_args__ = (

@@ -1,14 +1,14 @@
-"""Ending background tasks."""
+"""Cancellation of background tasks."""
 
 import asyncio
 from typing import Any
 
 
 async def end(task: asyncio.Task[Any]) -> None:
-    """Cancel a task until it is over.
+    """Cancel a task repeatedly until it is done.
 
-    Once is not enough: a library that handles its own time-out at the moment of the cancellation takes the one for
-    the other, and the task goes on.
+    One cancellation is not enough: a library that handles its own timeout at that moment may mistake the
+    cancellation for the timeout, and the task continues.
     """
     while not task.done():
         task.cancel()

@@ -1,4 +1,4 @@
-"""The command line: servers, keys and the demo here; what goes over HTTP in `app.commands`, loaded when it is used."""
+"""Command line: servers, keys and the demo; commands that use HTTP are in `app.commands` and are loaded on use."""
 
 import importlib
 import os
@@ -17,7 +17,7 @@ from app.plain_errors import given_settings, plain_errors, settings_with_urls
 from app.secrets.commands import secrets
 
 NOUNS = ("actions", "datasets", "experiments", "runs", "workers")
-"""Commands over HTTP: each a module of `app.commands`, which a command without HTTP never loads."""
+"""Commands that use HTTP: each is a module of `app.commands` and is imported only when it runs."""
 
 
 class _Commands(TyperGroup):
@@ -35,14 +35,14 @@ class _Commands(TyperGroup):
 cli = typer.Typer(
     cls=_Commands,
     help="Fine-tune language models on your own machines. Start with `anneal up`.",
-    epilog="Exit codes: 0 done, 1 told why not, 2 not understood. Commands that follow a run to its end: 0 completed, "
-    "3 failed, 4 cancelled. ANNEAL_URL and ANNEAL_API_KEY name a service elsewhere.",
+    epilog="Exit codes: 0 success, 1 error, 2 invalid usage. Commands that follow a run to its end: 0 completed, "
+    "3 failed, 4 cancelled. Set ANNEAL_URL and ANNEAL_API_KEY to use a service on another machine.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-keys = typer.Typer(help="API keys. Example: `anneal keys create laptop --scope write`.", no_args_is_help=True)
+keys = typer.Typer(help="Manage API keys. Example: `anneal keys create laptop --scope write`.", no_args_is_help=True)
 cli.add_typer(keys, name="keys")
 cli.add_typer(secrets, name="secrets")
 cli.command()(audit)
@@ -50,10 +50,10 @@ cli.command()(audit)
 
 @cli.command()
 def up() -> None:
-    """Run everything on this machine: PostgreSQL, Valkey, API and a worker.
+    """Run everything on this machine: PostgreSQL, Valkey, the API and a worker.
 
-    Example: `ANNEAL_PORT=8800 anneal up`. With ANNEAL_DATABASE_URL or ANNEAL_REDIS_URL set, it uses those servers
-    and starts none of its own.
+    Example: `ANNEAL_PORT=8800 anneal up`. If ANNEAL_DATABASE_URL or ANNEAL_REDIS_URL is set, that server is used
+    instead of an embedded one.
     """
     from app.up import Up
 
@@ -63,10 +63,12 @@ def up() -> None:
 
 @cli.command()
 def api(
-    port: Annotated[int | None, typer.Option(help="Instead of ANNEAL_PORT; 0 takes any free one.")] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port to listen on, overriding ANNEAL_PORT; 0 selects any free port.")
+    ] = None,
     fd: Annotated[int | None, typer.Option(help="Serve on this inherited listening socket.", hidden=True)] = None,
 ) -> None:
-    """Run the API alone, on the servers of a running `anneal up` or on yours.
+    """Run only the API, with the servers of a running `anneal up` or with your own.
 
     Example: `ANNEAL_DATABASE_URL=postgresql://… ANNEAL_REDIS_URL=redis://… anneal api --port 8800`
     """
@@ -84,18 +86,18 @@ def api(
 @cli.command()
 def worker(
     drain: Annotated[
-        bool, typer.Option("--drain", help="Have the workers of this machine and home end once their runs are done.")
+        bool, typer.Option("--drain", help="Make the workers of this machine and home exit once their runs are done.")
     ] = False,
     timeout: Annotated[
-        float | None, typer.Option(min=0, help="With --drain: seconds after which runs are saved and handed back.")
+        float | None, typer.Option(min=0, help="With --drain: seconds after which runs are saved and released.")
     ] = None,
 ) -> None:
-    """Run a worker alone: as many runs at a time as this machine has GPUs (ANNEAL_SLOTS sets another number).
+    """Run only a worker, with one run at a time per GPU (ANNEAL_SLOTS sets another number).
 
     Example: `ANNEAL_DATABASE_URL=postgresql://… ANNEAL_REDIS_URL=redis://… anneal worker`
 
-    With --drain, workers that run already take no further run, finish those at work, and end; the command shows what
-    is still running and returns when they are gone. Ctrl-C ends the command, not the draining.
+    With --drain, running workers accept no new runs, finish their current runs, and exit. The command shows the
+    remaining runs and returns when the workers have exited. Ctrl-C stops the command, not the draining.
     Example: `anneal worker --drain --timeout 3600`
     """
     with plain_errors():
@@ -104,15 +106,17 @@ def worker(
 
             raise typer.Exit(drain_workers(given_settings(), timeout))
         if timeout is not None:
-            raise HomeError("--timeout goes with --drain: it says when what still runs is to be saved and handed back.")
-        settings_with_urls()  # a missing URL is told here, in a sentence
+            raise HomeError(
+                "--timeout requires --drain: it is the time after which the remaining runs are saved and released."
+            )
+        settings_with_urls()  # reports a missing URL as a readable error
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-P", "-m", "worker.main"])
 
 
 @cli.command()
 def migrate(as_json: AsJson = False) -> None:
-    """Bring the database to the schema of this version; harmless at any time, from any number of machines.
+    """Migrate the database to the schema of this version; safe at any time, from any number of machines.
 
     Example: `ANNEAL_DATABASE_URL=postgresql://… anneal migrate`
     """
@@ -125,7 +129,7 @@ def migrate(as_json: AsJson = False) -> None:
     if as_json:
         document({"before": before or None, "after": after})
     elif before > head():
-        typer.echo(f"At revision {after}, which a later version made; this one, of {head()}, works with it.")
+        typer.echo(f"At revision {after}, created by a later version; this version (revision {head()}) works with it.")
     else:
         typer.echo(f"Already at revision {after}." if before == after else f"From {before or 'nothing'} to {after}.")
 
@@ -133,21 +137,23 @@ def migrate(as_json: AsJson = False) -> None:
 @cli.command()
 def prune(
     events_days: Annotated[
-        float | None, typer.Option(min=0, max=36_500, help="Events of runs that ended before.")
+        float | None,
+        typer.Option(min=0, max=36_500, help="Delete events of runs that ended more than this many days ago."),
     ] = None,
     checkpoints_days: Annotated[
-        float | None, typer.Option(min=0, max=36_500, help="Checkpoints of those, but the furthest and the best.")
+        float | None,
+        typer.Option(min=0, max=36_500, help="Delete checkpoints of such runs, except the latest and the best."),
     ] = None,
     runs_days: Annotated[
-        float | None, typer.Option(min=0, max=36_500, help="The runs themselves, with all of theirs.")
+        float | None, typer.Option(min=0, max=36_500, help="Delete such runs with all their data.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only report what would be deleted.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete what is so many days old; an option that is not given is as the settings (ANNEAL_KEEP_…_DAYS) have it.
+    """Delete old events, checkpoints and runs; options that are not given default to ANNEAL_KEEP_…_DAYS.
 
-    No run and no checkpoint goes that is pinned, that a run which has not ended needs, or that a later run goes on
-    from or builds on. Events go by the month, once all runs of the month are old enough; those of pinned runs stay.
+    A run or checkpoint is kept if it is pinned, if an unfinished run needs it, or if a later run resumes from it or
+    builds on it. Events are deleted by month, once all runs of the month are old enough; events of pinned runs stay.
 
     Example: `anneal prune --events-days 90 --checkpoints-days 30 --dry-run`
     """
@@ -159,11 +165,11 @@ def prune(
         policy = Policy(events_days, checkpoints_days, runs_days).or_else(Policy.of(settings))
         if policy == Policy():
             raise HomeError(
-                "There is no policy: give --events-days, --checkpoints-days or --runs-days, or set ANNEAL_KEEP_…_DAYS."
+                "No retention is set: pass --events-days, --checkpoints-days or --runs-days, or set ANNEAL_KEEP_…_DAYS."
             )
         found = prune_now(settings, policy, dry_run)
         if found.is_busy:
-            raise HomeError("Somebody else is pruning at this moment; try again when they have finished.")
+            raise HomeError("Another process is pruning; try again when it has finished.")
         if as_json:
             shown = ("runs", "checkpoints", "checkpoint_bytes", "months")
             document({"dry_run": dry_run, **{name: getattr(found, name) for name in shown}})
@@ -173,16 +179,16 @@ def prune(
 
 @keys.command("create")
 def create_key(
-    name: Annotated[str, typer.Argument(help="What you will recognise it by.")],
+    name: Annotated[str, typer.Argument(help="Name to identify the key by.")],
     scope: Annotated[
-        list[str] | None, typer.Option(help="read, write or admin; repeat for several. [default: read write]")
+        list[str] | None, typer.Option(help="Scope: read, write or admin; repeat for several. [default: read write]")
     ] = None,
     expires_days: Annotated[
-        float | None, typer.Option(min=0.001, max=36_500, help="Days until it ends; unset: never.")
+        float | None, typer.Option(min=0.001, max=36_500, help="Days until the key expires. Unset: never.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a key and print it; it cannot be shown again.
+    """Create a key and print it; it cannot be shown again.
 
     Example: `anneal keys create laptop --scope read --scope write --expires-days 90`
     """
@@ -190,7 +196,7 @@ def create_key(
 
     with plain_errors():
         if unknown := set(scope or []) - set(SCOPES):
-            raise HomeError(f"There is no scope {', '.join(sorted(unknown))}; there are {', '.join(SCOPES)}.")
+            raise HomeError(f"Unknown scope {', '.join(sorted(unknown))}; the scopes are {', '.join(SCOPES)}.")
         lasts = None if expires_days is None else timedelta(days=expires_days)
         settings = settings_with_urls()
         key = create_key_sync(settings, name, scope or ["read", "write"], lasts)
@@ -203,7 +209,7 @@ def create_key(
 
 @keys.command("list")
 def list_keys(as_json: AsJson = False) -> None:
-    """List all keys by id, first characters, scopes and state.
+    """List all keys with id, prefix, scopes and state.
 
     Example: `anneal keys list`
     """
@@ -227,9 +233,9 @@ def list_keys(as_json: AsJson = False) -> None:
 
 @keys.command("revoke")
 def revoke_key(
-    key_id: Annotated[str, typer.Argument(help="The id that `anneal keys list` shows.")], as_json: AsJson = False
+    key_id: Annotated[str, typer.Argument(help="Id of the key, from `anneal keys list`.")], as_json: AsJson = False
 ) -> None:
-    """End a key: within 30 seconds nobody gets in with it.
+    """Revoke a key: within 30 seconds it is rejected.
 
     Example: `anneal keys revoke key_01k…`
     """
@@ -237,7 +243,7 @@ def revoke_key(
 
     with plain_errors():
         if not revoke_key_sync(settings_with_urls(), key_id):
-            raise HomeError(f"There is no key {key_id}; `anneal keys list` shows what there is.")
+            raise HomeError(f"There is no key {key_id}; `anneal keys list` shows all keys.")
     if as_json:
         document({"id": key_id, "revoked": True})
     else:
@@ -246,10 +252,13 @@ def revoke_key(
 
 @cli.command()
 def demo(
-    model: Annotated[str | None, typer.Option(help="A model of the hub to tune; unset: one trained here.")] = None,
-    keep: Annotated[bool, typer.Option(help="Leave the service and its data in place.")] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Model of the Hugging Face Hub to fine-tune. Unset: a small model trained on this machine."),
+    ] = None,
+    keep: Annotated[bool, typer.Option(help="Keep the service running and keep its data.")] = False,
 ) -> None:
-    """Fine-tune a model through the API, from nothing to an adapter, and watch.
+    """Fine-tune a model through the API, from a dataset to an adapter, and show the progress.
 
     Example: `anneal demo --model Qwen/Qwen3-0.6B`
     """

@@ -1,4 +1,4 @@
-"""Settings of every process, and the only place that reads the environment."""
+"""Settings of every process; the only module that reads the environment."""
 
 import os
 import re
@@ -10,13 +10,13 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
-class _AtHome(BaseSettings):
-    """What servers and clients have in common."""
+class _HomeSettings(BaseSettings):
+    """Settings that servers and clients share."""
 
     model_config = SettingsConfigDict(env_prefix="ANNEAL_", extra="ignore", frozen=True, validate_default=True)
 
     home: Path = Field(default_factory=lambda: Path.home() / ".anneal")
-    """Data of the embedded servers, `connection.json`, and storage unless that is set."""
+    """Folder of the embedded servers' data, `connection.json`, and the storage unless `storage` is set."""
 
     @field_validator("home")
     @classmethod
@@ -25,82 +25,82 @@ class _AtHome(BaseSettings):
 
     @property
     def connection_file(self) -> Path:
-        """Where a running `anneal up` tells url, key and process ids (mode 0600)."""
+        """File in which a running `anneal up` publishes its URL, key and process ids (mode 0600)."""
         return self.home / "connection.json"
 
 
-class ClientSettings(_AtHome):
-    """Where the command line and the Python client find the service, unless they are told."""
+class ClientSettings(_HomeSettings):
+    """Service address and key used by the command line and the Python client by default."""
 
     url: str | None = None
-    """Of the service; unset: the one that `connection.json` names."""
+    """URL of the service; unset: the URL in `connection.json`."""
     api_key: str | None = Field(default=None, repr=False)
-    """What `anneal keys create` printed."""
+    """API key, as printed by `anneal keys create`."""
 
 
-class Settings(_AtHome):
-    """What can be set for a server, each as `ANNEAL_<NAME>`; the defaults run everything on one machine."""
+class Settings(_HomeSettings):
+    """Server settings, each read from `ANNEAL_<NAME>`; the defaults run everything on one machine."""
 
     database_url: str | None = None
-    """Your own PostgreSQL (`postgresql://user:password@host/name`); unset: the embedded server."""
+    """URL of your PostgreSQL (`postgresql://user:password@host/name`); unset: the embedded server."""
     redis_url: str | None = None
-    """Your own Redis or Valkey (`redis://…`); unset: the embedded server."""
+    """URL of your Redis or Valkey (`redis://…`); unset: the embedded server."""
     host: str = "127.0.0.1"
     port: int = Field(default=8700, ge=0, le=65535)
-    """Port of the API; 0 takes any free one."""
+    """Port of the API; 0 selects any free port."""
     slots: int | None = Field(default=None, ge=1, le=256)
-    """Runs at a time on this worker; unset: one per GPU, or one on a machine without."""
+    """Number of concurrent runs on this worker; unset: one per GPU, or one on a machine without GPUs."""
     lease_seconds: float = Field(default=60.0, ge=1.0, le=3600.0)
-    """How long a run belongs to a worker that has gone silent; renewal, kill and grace times follow from it."""
+    """Seconds that a run stays leased to an unresponsive worker; renewal, kill and grace times derive from it."""
     hang_seconds: float = Field(default=1800.0, ge=1.0)
-    """A trainer that neither reports nor prints anything for this long hangs: it is killed and its run tried again."""
+    """Seconds without reports or output after which a trainer counts as hung: it is killed and its run retried."""
     models_root: Path | None = None
-    """Folder of local base models, named in `base_model` by their path below it."""
+    """Folder of local base models; `base_model` names them by their path relative to it."""
     storage: Path | None = None
-    """Folder of data sets, checkpoints and outputs, shared by API and workers."""
+    """Folder of datasets, checkpoints and outputs, shared by the API and all workers."""
     secret_key_file: Path | None = None
-    """Keys with which secrets are sealed, the same file on every machine; unset: `secret.key` below `home`."""
+    """File of the keys that encrypt secrets, identical on every machine; unset: `secret.key` in `home`."""
     trainer_user: str | None = None
     """Unix user that training processes run as."""
     token_cache_bytes: int = Field(default=10 * 1024**3, ge=0)
-    """Room for tokenised data that later runs take up again, of each user that trains; 0 keeps none."""
+    """Size limit of the tokenized-data cache, per Unix user that trains; 0 disables the cache."""
     disk_reserve_bytes: int = Field(default=1024**3, ge=0)
-    """Bytes below the storage that checkpoints leave free: one that would take them is left out, or fails its run."""
+    """Bytes that checkpoints must leave free on the storage; one that would use them is skipped or fails its run."""
     checkpoint_url: str | None = None
-    """Where workers keep a second copy of each checkpoint (`s3://bucket/prefix`, `file:///share`); unset: nowhere."""
+    """URL where workers store checkpoint replicas (`s3://bucket/prefix`, `file:///share`); unset: no replicas."""
     launch: Literal["auto", "zygote", "cold"] = "auto"
-    """How training processes start: forked from a warm process, or cold; auto prefers warm."""
+    """Launch of training processes: forked from a preloaded process (`zygote`) or `cold`; `auto` prefers the zygote."""
     max_upload_bytes: int = Field(default=4 * 1024**3, ge=1)
     max_json_bytes: int = Field(default=1024**2, ge=1024)
     max_line_bytes: int = Field(default=16 * 1024**2, ge=1024)
-    """Longest line (one row) that a data set may have."""
+    """Maximum size of one row of a dataset, in bytes."""
     keep_events_days: float | None = Field(default=None, ge=0, le=36_500)
-    """Days after the end of a run for which its events stay, by the month; unset: for ever. Its curves stay longer."""
+    """Days for which events are kept after a run ends, deleted by month; unset: forever. Metric curves stay longer."""
     keep_checkpoints_days: float | None = Field(default=None, ge=0, le=36_500)
-    """Days after the end of a run for which it keeps all its checkpoints, not just the furthest and the best."""
+    """Days after a run ends for which all its checkpoints are kept; later only the latest and the best are kept."""
     keep_runs_days: float | None = Field(default=None, ge=0, le=36_500)
-    """Days after its end for which a run stays, with everything that belongs to it; unset: for ever."""
+    """Days after a run ends for which the run and all its data are kept; unset: forever."""
     trust_remote_code: bool = False
-    """Let models from the hub bring their own code; only the operator can switch this on."""
+    """Allow models from the hub to run their own code; only the operator can enable this."""
     allow_hub: bool = True
-    """Let `base_model` name a model of the Hugging Face hub, and an import a data set of it."""
+    """Allow `base_model` to name a model, and an import to name a dataset, of the Hugging Face Hub."""
     allowed_models: str = ""
-    """Which base models may be named, as patterns such as `qwen3-*, meta-llama/*`, comma-separated; unset: all."""
+    """Allowed base models, as comma-separated patterns such as `qwen3-*, meta-llama/*`; unset: all."""
     mlflow_tracking_uri: str | None = None
-    """MLflow server that runs with `report_to: ["mlflow"]` are told to, `http(s)://…`; its token is a secret."""
+    """URL of the MLflow server for runs with `report_to: ["mlflow"]` (`http(s)://…`); its token is set as a secret."""
     gpu_hour_price: float | None = Field(default=None, ge=0)
-    """What an hour of a GPU costs, for the cost of estimates; unset: none is told."""
+    """Price of a GPU hour, for the cost in estimates; unset: estimates have no cost."""
     price_currency: str = Field(default="EUR", min_length=1, max_length=10)
-    """Of `gpu_hour_price`."""
+    """Currency of `gpu_hour_price`."""
     log_format: Literal["json", "console"] | None = None
-    """How API and workers log; unset: for people on a terminal, as JSON anywhere else."""
+    """Log format of the API and workers; unset: `console` on a terminal, `json` otherwise."""
     allowed_hosts: str = ""
-    """Further Host headers that the API answers to, comma-separated, beside loopback and `host`."""
+    """Additional Host headers that the API accepts, comma-separated; loopback and `host` are always accepted."""
 
     @field_validator("mlflow_tracking_uri")
     @classmethod
-    def _keep_credentials_out(cls, uri: str | None) -> str | None:
-        # It stands in job files, which are no place for a password.
+    def _reject_credentials(cls, uri: str | None) -> str | None:
+        # The URI is written to job files, which must not contain a password.
         if uri is not None and re.fullmatch(r"https?://[^\s@]+", uri) is None:
             raise ValueError(
                 "must be http(s)://host[:port][/path] without user and password; set the secret mlflow_tracking_token"
@@ -109,12 +109,12 @@ class Settings(_AtHome):
 
     @field_validator("checkpoint_url")
     @classmethod
-    def _name_a_place_alone(cls, url: str | None) -> str | None:
-        # It is shown in the logs of runs; the libraries of the stores find credentials in the worker's environment.
+    def _check_checkpoint_url(cls, url: str | None) -> str | None:
+        # The URL appears in run logs; the storage libraries read credentials from the worker's environment.
         if url is not None and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s@?#]+", url) is None:
             raise ValueError(
                 "must be a URL such as s3://bucket/prefix or file:///mnt/share, without user, password and options; "
-                "credentials of S3 belong into the worker's environment (AWS_ACCESS_KEY_ID and so on)"
+                "set S3 credentials in the worker's environment (AWS_ACCESS_KEY_ID and so on)"
             )
         return url
 
@@ -127,7 +127,7 @@ class Settings(_AtHome):
 
     @property
     def storage_root(self) -> Path:
-        """Folder of data sets, checkpoints and outputs."""
+        """Folder of datasets, checkpoints and outputs."""
         return self.storage or self.home / "storage"
 
     @property
@@ -137,31 +137,31 @@ class Settings(_AtHome):
 
     @property
     def renew_seconds(self) -> float:
-        """Time between two renewals of a lease."""
+        """Seconds between two lease renewals."""
         return self.lease_seconds / 6
 
     @property
     def kill_after_seconds(self) -> float:
-        """A trainer is killed this long after the last renewal was sent, well before its lease can be reaped."""
+        """Seconds after the last sent renewal at which a trainer is killed, well before its lease can be reaped."""
         return self.lease_seconds * 2 / 3
 
     @property
     def save_after_seconds(self) -> float:
-        """A trainer is asked for a checkpoint this long after the last renewal, while there is time to write one."""
+        """Seconds after the last renewal at which a trainer must save a checkpoint, while there is still time."""
         return self.lease_seconds / 2
 
     @property
     def save_grace_seconds(self) -> float:
-        """Time that a training process gets to save when it is asked to stop."""
+        """Seconds that a training process has to save a checkpoint when it is asked to stop."""
         return self.lease_seconds * 2
 
     @property
     def secret_key_path(self) -> Path:
-        """Keys with which secrets are sealed."""
+        """File of the keys that encrypt secrets."""
         return (self.secret_key_file or self.home / "secret.key").expanduser().absolute()
 
     def child_environment(self) -> dict[str, str]:
-        """The environment of a child process of ours: this process's own, with these settings pinned."""
+        """Return the environment for a service child process: this process's environment with these settings pinned."""
         pinned = {
             f"ANNEAL_{name.upper()}": str(value)
             for name, value in self.model_dump().items()
@@ -171,21 +171,21 @@ class Settings(_AtHome):
         return {**inherited, **pinned}
 
     def trainer_environment(self) -> dict[str, str]:
-        """The environment of the zygote and of training processes: an allow-list without any credential."""
-        kept = {name: value for name, value in os.environ.items() if _trainer_may_see(name)}
-        # A fork of a process with OpenMP threads hangs, and one thread is faster beside other runs on few cores.
-        kept.setdefault("OMP_NUM_THREADS", "1")
-        kept.setdefault("TOKENIZERS_PARALLELISM", "false")
-        kept["PYTHONUNBUFFERED"] = "1"
+        """Return the environment of the zygote and of training processes: an allowlist without credentials."""
+        environment = {name: value for name, value in os.environ.items() if _is_trainer_variable(name)}
+        # A fork of a process with OpenMP threads hangs, and one thread is faster when runs share few cores.
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        environment.setdefault("TOKENIZERS_PARALLELISM", "false")
+        environment["PYTHONUNBUFFERED"] = "1"
         if not self.allow_hub:
-            # Being told of local files only, transformers still asks the hub for adapters, and waits for its answer.
-            kept["HF_HUB_OFFLINE"] = "1"
-        # glibc gives every large block back to the kernel at once and asks for it again in the next step: with
-        # blocks below 256 MiB kept, a step of a small model on a CPU took 0.18 s in place of 0.30 s.
-        kept["MALLOC_MMAP_THRESHOLD_"] = kept["MALLOC_TRIM_THRESHOLD_"] = str(256 * 2**20)
-        # bitsandbytes asks CUDA for its capability at import; NVML answers without creating a context.
-        kept["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-        return kept
+            # With `local_files_only`, transformers still queries the hub for adapters and waits for the response.
+            environment["HF_HUB_OFFLINE"] = "1"
+        # glibc returns every large block to the kernel at once and requests it again in the next step. With blocks
+        # below 256 MiB kept, a step of a small model on a CPU took 0.18 s instead of 0.30 s.
+        environment["MALLOC_MMAP_THRESHOLD_"] = environment["MALLOC_TRIM_THRESHOLD_"] = str(256 * 2**20)
+        # bitsandbytes queries the CUDA capability at import; NVML does so without creating a context.
+        environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+        return environment
 
 
 _TRAINER_VARIABLES = {
@@ -198,27 +198,27 @@ _TRAINER_VARIABLES = {
 }  # fmt: skip
 
 
-def _trainer_may_see(name: str) -> bool:
+def _is_trainer_variable(name: str) -> bool:
     return name in _TRAINER_VARIABLES or name.startswith(("LC_", "NCCL_", "NVIDIA_"))
 
 
 def postgres_environment() -> dict[str, str]:
-    """The environment of the embedded PostgreSQL: nothing of another server's settings, nothing of ours."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PG", "ANNEAL_"))}
-    return kept | {"LC_ALL": "C", "TZ": "UTC"}
+    """Return the environment of the embedded PostgreSQL, without `PG*` and `ANNEAL_*` variables."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PG", "ANNEAL_"))}
+    return environment | {"LC_ALL": "C", "TZ": "UTC"}
 
 
 def visible_gpus() -> str | None:
-    """Which GPUs the operator leaves to us (CUDA_VISIBLE_DEVICES); None: all of them."""
+    """Return the GPUs that the operator makes available (CUDA_VISIBLE_DEVICES); None means all."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def hub_endpoint() -> str | None:
-    """Where the Hugging Face hub is, when it is a mirror (HF_ENDPOINT); None: the usual place."""
+    """Return the URL of a Hugging Face Hub mirror (HF_ENDPOINT); None means the default endpoint."""
     return os.environ.get("HF_ENDPOINT")
 
 
 @lru_cache(maxsize=1)
 def get_settings() -> Settings:
-    """The settings of this process, read from the environment once."""
+    """Return the settings of this process, read from the environment once."""
     return Settings()

@@ -1,4 +1,4 @@
-"""Connections to Postgres: async for the API, sync for workers, one driver for both."""
+"""PostgreSQL connections: async for the API, sync for workers, with one driver for both."""
 
 import select
 from collections.abc import Iterable
@@ -13,15 +13,15 @@ from sqlalchemy.pool import ConnectionPoolEntry, NullPool
 
 
 def driver_url(url: str) -> URL:
-    """The URL as SQLAlchemy wants it, whatever of the usual spellings the user wrote."""
+    """Return the URL with SQLAlchemy's psycopg driver name, for any common spelling of the scheme."""
     return make_url(url).set(drivername="postgresql+psycopg")
 
 
-def _arguments(name: str, idle_seconds: int, statement_seconds: float = 30.0) -> dict[str, Any]:
+def _connect_arguments(name: str, idle_seconds: int, statement_seconds: float = 30.0) -> dict[str, Any]:
     return {
         "application_name": name,
         "connect_timeout": 5,
-        # A peer that vanished without a word is noticed within seconds, not after the kernel's 15 minutes.
+        # Detect a vanished peer within seconds instead of the kernel's 15 minutes.
         "keepalives_idle": 10,
         "keepalives_interval": 5,
         "keepalives_count": 3,
@@ -32,25 +32,25 @@ def _arguments(name: str, idle_seconds: int, statement_seconds: float = 30.0) ->
 
 
 def async_engine(url: str, pool_size: int = 10) -> AsyncEngine:
-    """Engine of the API process."""
+    """Create the engine of the API process."""
     engine = create_async_engine(
         driver_url(url),
         pool_size=pool_size,
         max_overflow=pool_size,
         pool_timeout=5,
-        hide_parameters=True,  # rows of users are no business of the log
-        connect_args=_arguments("anneal-api", idle_seconds=60),
+        hide_parameters=True,  # keeps user data out of the log
+        connect_args=_connect_arguments("anneal-api", idle_seconds=60),
     )
-    event.listen(engine.sync_engine, "handle_error", _leave_read_only)
-    event.listen(engine.sync_engine, "checkout", _refuse_closed)
+    event.listen(engine.sync_engine, "handle_error", _disconnect_read_only)
+    event.listen(engine.sync_engine, "checkout", _discard_closed)
     return engine
 
 
 def sync_engine(url: str, pool_size: int = 4, name: str = "anneal-worker", statement_seconds: float = 30.0) -> Engine:
-    """Engine of a worker or a command; `pool_size=0` opens a connection for each use."""
-    # A worker that is cut off in the middle of a transaction leaves its run locked, for stops and for the reaper too,
-    # until Postgres gives the transaction up: well before whoever waits for the lock gives up itself.
-    arguments = _arguments(name, idle_seconds=15, statement_seconds=statement_seconds)
+    """Create the engine of a worker or a command; `pool_size=0` opens a connection for each use."""
+    # A worker that is disconnected in the middle of a transaction leaves its run locked, also for stops and for the
+    # reaper, until PostgreSQL aborts the transaction. This must happen well before waiters for the lock time out.
+    arguments = _connect_arguments(name, idle_seconds=15, statement_seconds=statement_seconds)
     if pool_size == 0:
         engine = create_engine(driver_url(url), poolclass=NullPool, hide_parameters=True, connect_args=arguments)
     else:
@@ -59,25 +59,25 @@ def sync_engine(url: str, pool_size: int = 4, name: str = "anneal-worker", state
             pool_size=pool_size,
             max_overflow=pool_size * 2,
             pool_timeout=5,
-            hide_parameters=True,  # rows of users are no business of the log
+            hide_parameters=True,  # keeps user data out of the log
             connect_args=arguments,
         )
-        event.listen(engine, "checkout", _refuse_closed)
-    event.listen(engine, "handle_error", _leave_read_only)
+        event.listen(engine, "checkout", _discard_closed)
+    event.listen(engine, "handle_error", _disconnect_read_only)
     return engine
 
 
-def _leave_read_only(context: ExceptionContext) -> None:
-    """A server that takes no writes is a standby, or will be: for us it is away, and with it all its connections."""
+def _disconnect_read_only(context: ExceptionContext) -> None:
+    """Treat a read-only server as disconnected: it is or becomes a standby, so all its connections are invalidated."""
     if isinstance(context.original_exception, psycopg.errors.ReadOnlySqlTransaction):
         context.is_disconnect = True
 
 
-def _refuse_closed(_: Any, record: ConnectionPoolEntry, __: Any) -> None:
-    """A connection that the server has closed has its end to read; another one is opened in its place.
+def _discard_closed(_: Any, record: ConnectionPoolEntry, __: Any) -> None:
+    """Discard a pooled connection that the server has closed: its socket is readable; the pool then opens a new one.
 
-    SQLAlchemy's `pool_pre_ping` asks the server, one more round trip for every transaction. What neither sees is a
-    server that vanished without a word: there the statement finds out, or the question did.
+    SQLAlchemy's `pool_pre_ping` costs one more round trip for every transaction. Neither method detects a server
+    that vanished without closing its connections: the next statement (or the ping) fails after its timeout.
     """
     connection = record.driver_connection
     if connection is None or connection.closed:
@@ -89,7 +89,7 @@ def _refuse_closed(_: Any, record: ConnectionPoolEntry, __: Any) -> None:
 
 
 def is_away(error: BaseException) -> bool:
-    """Whether the database could not be reached or gave up, so that trying again may help; else we made a mistake."""
+    """Return True if the database was unreachable or failed, so that a retry may help; False means a bug."""
     if isinstance(error, DBAPIError) and error.connection_invalidated:
         return True
     return isinstance(
@@ -98,13 +98,13 @@ def is_away(error: BaseException) -> bool:
 
 
 def column(values: Iterable[object]) -> str:
-    """A column of rows as one text, for `string_to_table(…, chr(31))`.
+    """Join the values of a column into one text, for `string_to_table(…, chr(31))`.
 
-    To write down an array takes many times as long. No JSON has this character as it is, and no number.
+    Serializing an array takes many times as long. Neither JSON nor a number contains this character unescaped.
     """
     return "\x1f".join(map(str, values))
 
 
 def session_maker(engine: AsyncEngine) -> async_sessionmaker[AsyncSession]:
-    """Sessions whose objects stay readable after the commit."""
+    """Create a session factory whose objects stay readable after the commit."""
     return async_sessionmaker(engine, expire_on_commit=False)

@@ -1,4 +1,4 @@
-"""What endpoints ask FastAPI for."""
+"""FastAPI dependencies shared by the endpoints."""
 
 from collections.abc import AsyncIterator
 from typing import Annotated
@@ -12,9 +12,9 @@ from app.storage import Storage
 
 
 async def get_session(request: Request, response: Response) -> AsyncIterator[AsyncSession]:
-    """One request, one transaction: committed before the answer leaves, rolled back on any error.
+    """Provide one transaction per request, committed before the response is sent and rolled back on any error.
 
-    A call that changes something is written into the audit list by it, or changes nothing.
+    The audit entry of a request that changes something is written in the same transaction.
     """
     async with request.app.state.sessions() as session, session.begin():
         yield session
@@ -24,18 +24,18 @@ async def get_session(request: Request, response: Response) -> AsyncIterator[Asy
 
 
 async def get_reading(request: Request) -> AsyncIterator[AsyncSession]:
-    """A session that only reads and opens no transaction, which would cost as much as a short query."""
+    """Provide a read-only session without a transaction, which would cost as much as a short query."""
     async with request.app.state.reading_sessions() as session:
         yield session
 
 
 async def get_snapshot(request: Request) -> AsyncIterator[AsyncSession]:
-    """A session that only reads, and sees the database as it was at its first statement."""
+    """Provide a read-only session that sees the database as of its first statement."""
     async with request.app.state.snapshot_sessions() as session, session.begin():
         yield session
 
 
-# Async, as all others: FastAPI hands a plain function to a thread, which takes as long as a short query.
+# Async like all dependencies: FastAPI runs a sync function in a thread, which takes as long as a short query.
 async def _settings(request: Request) -> Settings:
     settings: Settings = request.app.state.settings
     return settings
@@ -55,7 +55,7 @@ CurrentStorage = Annotated[Storage, Depends(_storage)]
 IdempotencyKey = Annotated[
     str | None,
     Header(
-        description="The same key with the same request answers the same run, so that a call can be repeated.",
+        description="Repeating a request with the same key returns the same run, so a request can be retried safely.",
         examples=["6f1c0a52-6d0e-4d5c-8a53-0f8c7a8f1b6e"],
     ),
 ]

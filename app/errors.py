@@ -1,4 +1,4 @@
-"""Errors are values: a stable code, a sentence that says what to do next, and one form on the wire."""
+"""API errors: a stable code, a message that says what to do next, and one wire format."""
 
 import errno
 import logging
@@ -24,12 +24,12 @@ log = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
 RETRY_SECONDS = 5
-_MOST_ERRORS = 100
+_MAX_ERRORS = 100
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 class ApiError(Exception):
-    """Something that the caller can act on. `detail` tells what to do next, `code` never changes."""
+    """Error that the caller can act on. `detail` says what to do next; `code` never changes."""
 
     def __init__(
         self,
@@ -48,37 +48,37 @@ class ApiError(Exception):
 
 
 def not_found(kind: str, id: str) -> ApiError:
-    """404 for a resource of our own, such as `not_found("run", run_id)`."""
-    listing = f"GET /v1/{kind}s lists the ones there are"
-    return ApiError(404, f"{kind}_not_found", f"There is no {kind} {_shown(id)}; {listing}.")
+    """Create a 404 error for a resource, such as `not_found("run", run_id)`."""
+    listing = f"list the existing ones with GET /v1/{kind}s"
+    return ApiError(404, f"{kind}_not_found", f"There is no {kind} {_short_id(id)}; {listing}.")
 
 
 def conflict(code: str, detail: str) -> ApiError:
-    """409; `detail` names the present state."""
+    """Create a 409 error; `detail` names the current state."""
     return ApiError(409, code, detail)
 
 
 def invalid(errors: Sequence[FieldError], detail: str | None = None, code: str = "invalid_request") -> ApiError:
-    """422 with every problem at once."""
+    """Create a 422 error that lists every problem at once."""
     return ApiError(422, code, detail or _summary(errors), errors)
 
 
 def too_large(what: str, limit: int) -> ApiError:
-    """413 with the limit."""
-    return ApiError(413, "body_too_large", f"{what} may have {limit:,} bytes; send less, or in parts.")
+    """Create a 413 error that names the limit."""
+    return ApiError(413, "body_too_large", f"{what} may have at most {limit:,} bytes; send less, or in parts.")
 
 
 def disk_full() -> ApiError:
-    """507: nothing of the request was kept."""
+    """Create a 507 error: nothing of the request was stored."""
     return ApiError(
         507,
         "disk_full",
-        "The disk of the server is full and nothing was kept; free some space and try again.",
+        "The disk of the server is full and nothing was stored; free some space and try again.",
     )
 
 
 def database_unavailable() -> ApiError:
-    """503 with `Retry-After`."""
+    """Create a 503 error with `Retry-After`."""
     return ApiError(
         503,
         "database_unavailable",
@@ -88,22 +88,22 @@ def database_unavailable() -> ApiError:
 
 
 def took_too_long() -> ApiError:
-    """503 for a statement that Postgres ended at its time limit: the database is there, this was too much for it."""
+    """Create a 503 error for a statement that PostgreSQL cancelled at its timeout: the database is up, but too slow."""
     return ApiError(
         503,
         "statement_timeout",
-        "The database was still at this after its time limit and gave it up; ask for less at once, or try again "
+        "The database query exceeded its time limit and was cancelled; request less data at once, or try again "
         f"in {RETRY_SECONDS} seconds.",
         headers={"Retry-After": str(RETRY_SECONDS)},
     )
 
 
 def is_database_away(error: BaseException) -> bool:
-    """Whether the database could not be reached or gave up, as against a mistake of ours."""
+    """Return True if the database was unreachable or failed, as opposed to a bug in this code."""
     if isinstance(error, sqlalchemy.exc.DBAPIError) and error.connection_invalidated:
         return True
     if isinstance(getattr(error, "orig", None) or error, psycopg.errors.QueryCanceled):
-        return False  # it is there, and busy
+        return False  # the database is reachable, but busy
     return isinstance(
         error,
         sqlalchemy.exc.OperationalError
@@ -115,7 +115,7 @@ def is_database_away(error: BaseException) -> bool:
 
 
 def as_api_error(error: BaseException) -> ApiError | None:
-    """The answer to a failure of what we stand on (database, disk); None for anything else."""
+    """Return the API error for a failure of the database or the disk; None for any other exception."""
     original = getattr(error, "orig", None) or error
     if isinstance(original, psycopg.errors.DiskFull):
         return disk_full()
@@ -129,7 +129,7 @@ def as_api_error(error: BaseException) -> ApiError | None:
 
 
 def request_id(scope: Scope) -> str:
-    """The id of this request, also in its `x-request-id` header and in our log."""
+    """Return the id of this request, as in its `x-request-id` header and in the log."""
     state = scope.setdefault("state", {})
     if "request_id" not in state:
         state["request_id"] = new_id("req")
@@ -137,7 +137,7 @@ def request_id(scope: Scope) -> str:
 
 
 def problem(scope: Scope, error: ApiError) -> Response:
-    """The answer that carries `error`."""
+    """Create the problem+json response for `error`."""
     id = request_id(scope)
     body: dict[str, Any] = {
         "type": f"urn:anneal:problem:{error.code}",
@@ -154,40 +154,40 @@ def problem(scope: Scope, error: ApiError) -> Response:
                 "code": clean(item.code, 100),
                 "message": clean(item.message, 500),
             }
-            for item in error.errors[:_MOST_ERRORS]
+            for item in error.errors[:_MAX_ERRORS]
         ]
     headers = {**error.headers, "x-request-id": id}
     return JSONResponse(body, error.status, headers, MEDIA_TYPE)
 
 
 def clean(text: str, most: int) -> str:
-    """`text` fit to be sent back: no control characters, no lone surrogates, at most `most` characters."""
+    """Return `text` without control characters and lone surrogates, cut to `most` characters, for use in responses."""
     text = _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text[: most + 1])
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
-def _shown(id: str) -> str:
+def _short_id(id: str) -> str:
     return clean(id, 60)
 
 
 def _summary(errors: Sequence[FieldError]) -> str:
     if not errors:
-        return "The request cannot be taken as it is; correct it and send it again."
+        return "The request is invalid; correct it and send it again."
     first = f"`{errors[0].field}`: {errors[0].message}" if errors[0].field else errors[0].message
     more = f" and {len(errors) - 1} more (see `errors`)" if len(errors) > 1 else ""
     return f"{clean(first, 500).rstrip('.')}{more}. Correct it and send the request again."
 
 
 def from_validation(problems: Sequence[Any]) -> list[FieldError]:
-    """What pydantic found, without the input that it found it in."""
+    """Convert pydantic's errors to field errors, without the input values."""
     found = []
-    for item in problems[:_MOST_ERRORS]:
+    for item in problems[:_MAX_ERRORS]:
         location = [str(part) for part in item["loc"]]
         if location and location[0] in ("body", "query", "path", "header", "cookie"):
             location = location[1:]
         message = str(item["msg"]).removeprefix("Value error, ")
         if named := item.get("ctx", {}).get("field"):
-            location.append(str(named))  # the one that tells what the rest is to be
+            location.append(str(named))  # the discriminator field
         if item["type"] == "json_invalid":
             location, message = [], f"the body is not JSON: {item.get('ctx', {}).get('error', message)}"
         found.append(
@@ -201,10 +201,10 @@ def from_validation(problems: Sequence[Any]) -> list[FieldError]:
 
 
 _HTTP_DETAILS = {
-    400: "The request could not be read; see /docs for what this call takes.",
-    404: "There is nothing at this path; /docs lists what there is.",
-    405: "There is no such call at this path; `Allow` names the methods that it takes, /docs lists all calls.",
-    416: "The range lies behind the end of the file; `Content-Range` tells how long it is.",
+    400: "The request could not be read; see /docs for the parameters of this endpoint.",
+    404: "Nothing exists at this path; /docs lists all endpoints.",
+    405: "This path does not support the method; `Allow` lists the supported ones, and /docs lists all endpoints.",
+    416: "The range starts after the end of the file; `Content-Range` has its length.",
 }
 
 
@@ -220,33 +220,33 @@ async def _http_error(request: Request, raised: Exception) -> Response:
     error = cast(HTTPException, raised)
     if error.status_code < 400:
         return Response(status_code=error.status_code, headers=error.headers)
-    return problem(request.scope, _of_status(error.status_code, str(error.detail), error.headers))
+    return problem(request.scope, _status_error(error.status_code, str(error.detail), error.headers))
 
 
-def _of_status(status: int, detail: str, headers: Mapping[str, str] | None) -> ApiError:
-    """The error for a status that the framework chose."""
+def _status_error(status: int, detail: str, headers: Mapping[str, str] | None) -> ApiError:
+    """Create the error for a status code that the framework set."""
     detail = _HTTP_DETAILS.get(status, detail)
     if status == 405:
-        status = 404  # calls that a later version adds are not there yet, whatever else their path takes
+        status = 404  # endpoints that a later version adds do not exist yet, even if their path supports other methods
     code = re.sub(r"[^a-z]+", "_", HTTPStatus(status).phrase.lower()).strip("_")
     return ApiError(status, code, detail, headers=headers)
 
 
 def _is_plain(headers: list[tuple[bytes, bytes]]) -> bool:
-    """Whether an answer is a bare sentence of the framework's, or nothing at all."""
+    """Return True if a response of the framework is plain text or empty."""
     kinds = [value for name, value in headers if name.lower() == b"content-type"]
     return not kinds or kinds[0].startswith(b"text/plain")
 
 
 def _plain_problem(scope: Scope, status: int, headers: list[tuple[bytes, bytes]]) -> Response:
-    """The problem in place of such an answer, with what its headers told."""
-    told = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
-    kept = {name: value for name, value in told.items() if not name.lower().startswith("content-l")}
+    """Create the problem+json response that replaces such a response, with its other headers."""
+    decoded = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
+    kept = {name: value for name, value in decoded.items() if not name.lower().startswith("content-l")}
     kept.pop("content-type", None)
-    return problem(scope, _of_status(status, "The request cannot be answered as it is; see /docs.", kept))
+    return problem(scope, _status_error(status, "The request cannot be processed; see /docs.", kept))
 
 
-async def _foundation_error(request: Request, error: Exception) -> Response:
+async def _infrastructure_error(request: Request, error: Exception) -> Response:
     answer = as_api_error(error)
     if answer is None:
         raise error
@@ -254,23 +254,23 @@ async def _foundation_error(request: Request, error: Exception) -> Response:
     return problem(request.scope, answer)
 
 
-async def _gone(request: Request, error: Exception) -> Response:
-    # Nobody reads this answer; it only keeps a closed browser tab from looking like a failure of ours.
-    return problem(request.scope, ApiError(400, "client_gone", "The connection was closed; send it again."))
+async def _client_gone(request: Request, error: Exception) -> Response:
+    # No client reads this response; it only keeps a closed browser tab from being logged as a server error.
+    return problem(request.scope, ApiError(400, "client_gone", "The connection was closed; send the request again."))
 
 
 def install(app: FastAPI) -> None:
-    """Answer every error of `app` as problem+json."""
+    """Install handlers that return every error of `app` as problem+json."""
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(ClientDisconnect, _gone)
+    app.add_exception_handler(ClientDisconnect, _client_gone)
     for kind in (sqlalchemy.exc.SQLAlchemyError, psycopg.Error, OSError):
-        app.add_exception_handler(kind, _foundation_error)
+        app.add_exception_handler(kind, _infrastructure_error)
 
 
 class RequestIds:
-    """Outermost middleware: an id on every answer, and no exception without an answer or a log entry."""
+    """Outermost middleware: sets a request id on every response; answers and logs unhandled exceptions."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -303,8 +303,8 @@ class RequestIds:
                 answer = ApiError(
                     500,
                     "internal",
-                    f"The server made a mistake; its log has the details under {id}. Trying again may help.",
+                    f"Internal server error; the server's log has the details under {id}. Trying again may help.",
                 )
             if started:
-                raise  # the headers are out: a connection cut short is the only way left to say so
+                raise  # the headers are already sent: aborting the connection is the only way to signal the error
             await problem(scope, answer)(scope, receive, send_with_id)

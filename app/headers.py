@@ -1,4 +1,4 @@
-"""What every answer tells a browser: to run nothing of it, to keep nothing of it, to guess nothing about it."""
+"""Security headers of every response: no script execution, no caching, no content-type sniffing."""
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -12,11 +12,11 @@ UNLESS_SAID = {
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
     "Cache-Control": "no-store",
 }
-"""For answers that do not have their own: a page has to say exactly what it needs."""
+"""Defaults for responses without these headers; a page sets its own, with exactly what it needs."""
 
 
 class ResponseHeaders:
-    """Middleware: adds these to everything that this process answers."""
+    """Middleware that adds these headers to every response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

@@ -1,4 +1,4 @@
-"""Whether the service is alive, and whether it can work."""
+"""Liveness and readiness endpoints."""
 
 import asyncio
 from typing import Literal
@@ -16,7 +16,7 @@ _CHECK_SECONDS = 5.0
 
 
 class Alive(BaseModel):
-    """The process answers."""
+    """Liveness: the process responds."""
 
     model_config = ConfigDict(json_schema_extra={"example": {"status": "ok"}})
 
@@ -24,7 +24,7 @@ class Alive(BaseModel):
 
 
 class Ready(BaseModel):
-    """Everything that a run needs of this process is there."""
+    """Readiness: everything that a run needs from this process is available."""
 
     model_config = ConfigDict(json_schema_extra={"example": {"database": "ok", "migrations": "0001", "broker": "ok"}})
 
@@ -35,13 +35,13 @@ class Ready(BaseModel):
 
 @router.get("/healthz")
 async def healthz() -> Alive:
-    """Alive; the one call that needs no key."""
+    """Report liveness; the only endpoint that needs no key."""
     return Alive()
 
 
-@router.get("/readyz", responses={503: {"description": "Names what is missing."}})
+@router.get("/readyz", responses={503: {"description": "Not ready; `errors` lists what is missing."}})
 async def readyz(request: Request) -> Ready:
-    """Database reachable, its schema at the version of this code or a later one, broker reachable."""
+    """Check that the database and the broker are reachable and that the schema is at this version or a later one."""
     state = request.app.state
     database, broker = await asyncio.gather(_database(state.engine), _broker(state.queue))
     missing = [found for found in (database, broker) if isinstance(found, FieldError)]
@@ -57,7 +57,7 @@ async def readyz(request: Request) -> Ready:
 
 
 async def _database(engine: AsyncEngine) -> FieldError | str:
-    """The revision of the schema, or what is wrong."""
+    """Return the revision of the schema, or an error."""
     try:
         async with asyncio.timeout(_CHECK_SECONDS), engine.connect() as connection:
             revision = await connection.run_sync(migrate.current)
@@ -82,5 +82,5 @@ async def _broker(queue: Queue) -> FieldError | None:
     return FieldError(
         field="broker",
         code="unreachable",
-        message="Redis does not answer; runs are accepted and start when it is back.",
+        message="Redis does not answer; runs are accepted and start when it is available again.",
     )

@@ -1,4 +1,4 @@
-"""Files below ANNEAL_HOME that processes share: written whole or not at all, readable by their owner only."""
+"""Files below ANNEAL_HOME that processes share: written atomically, readable only by their owner."""
 
 import fcntl
 import json
@@ -9,24 +9,26 @@ from typing import Any
 
 
 class HomeError(Exception):
-    """Something about the folder or the machine keeps the service from starting; the text tells what to do."""
+    """Problem with the home folder or the machine that the user can fix; the message says how."""
 
 
 class PortTaken(HomeError):
-    """Another program listens on the port of a server, which was free when it was chosen."""
+    """Port of an embedded server that was free when chosen but that another program took."""
 
 
 def make_private_folder(folder: Path) -> Path:
-    """Create `folder` (mode 0700 where it is new); a sentence instead of a traceback where that is refused."""
+    """Create `folder` with mode 0700 if it does not exist; raises `HomeError` if that fails."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise HomeError(f"Cannot create {folder} ({error.strerror}); set ANNEAL_HOME to a folder of yours.") from None
+        raise HomeError(
+            f"Cannot create {folder} ({error.strerror}); set ANNEAL_HOME to a folder that you can write to."
+        ) from None
     return folder
 
 
 def write_private(path: Path, text: str) -> None:
-    """Replace `path` atomically, mode 0600 from its first byte on."""
+    """Replace `path` atomically, with mode 0600 from its creation."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as file:
@@ -37,12 +39,12 @@ def write_private(path: Path, text: str) -> None:
 
 
 def write_private_json(path: Path, value: dict[str, Any]) -> None:
-    """As `write_private`, for a JSON object."""
+    """Replace `path` atomically with a JSON object, mode 0600."""
     write_private(path, json.dumps(value, indent=2) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in `path`; None where there is no such file or nothing sensible in it."""
+    """Return the JSON object in `path`, or None if the file is missing or invalid."""
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -51,7 +53,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 class HomeLock:
-    """One `anneal up` per home: held by a file lock, which the kernel lets go however the process ends."""
+    """File lock that allows one `anneal up` per home; the kernel releases it however the process ends."""
 
     def __init__(self, home: Path) -> None:
         self.path = home / "lock"
@@ -66,7 +68,7 @@ class HomeLock:
             holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
             os.close(descriptor)
             raise HomeError(
-                f"`anneal up` is already running on {self.path.parent} (process {holder}): use it, end it, "
+                f"`anneal up` is already running on {self.path.parent} (process {holder}): use it, stop it, "
                 "or set ANNEAL_HOME to another folder."
             ) from None
         os.ftruncate(descriptor, 0)

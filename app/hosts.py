@@ -1,4 +1,4 @@
-"""Which names this server answers to, and which pages may write to it: the guard against DNS rebinding and CSRF."""
+"""Checks of `Host` and `Origin` headers, against DNS rebinding and CSRF."""
 
 import ipaddress
 import re
@@ -15,7 +15,7 @@ _SAFE = {"GET", "HEAD", "OPTIONS"}
 
 
 class Hosts:
-    """Middleware: refuses unknown `Host` headers, and writes from the pages of another origin."""
+    """Middleware that rejects unknown `Host` headers and write requests from other origins."""
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self.app = app
@@ -24,44 +24,43 @@ class Hosts:
         self.any_address = settings.host in ("0.0.0.0", "::")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Probes come with the address of the container as Host, and /healthz tells nothing.
+        # Health probes send the address of the container as Host, and /healthz reveals nothing.
         if scope["type"] == "http" and scope["path"] != "/healthz":
-            refused = self._refuse(scope)
+            refused = self._check(scope)
             if refused is not None:
                 await problem(scope, refused)(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
-    def _refuse(self, scope: Scope) -> ApiError | None:
+    def _check(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
         hosts = headers.getlist("host")
-        if len(hosts) != 1 or not self._known(_name(hosts[0])):
+        if len(hosts) != 1 or not self._is_allowed(_host_name(hosts[0])):
             shown = clean(hosts[0], 80) if hosts else "(none)"
             return ApiError(
                 400,
                 "host_not_allowed",
-                f"This server does not answer to the host {shown}; "
-                "name it in ANNEAL_ALLOWED_HOSTS on the server if it should.",
+                f"The host {shown} is not allowed; to allow it, add it to ANNEAL_ALLOWED_HOSTS on the server.",
             )
         origins = headers.getlist("origin")
         if not origins or scope["method"] in _SAFE:
             return None
         origin = ", ".join(origins)
-        # Behind a proxy that ends TLS this server sees http where the page has https.
+        # Behind a proxy that terminates TLS, this server sees http while the page uses https.
         if origin.lower() in {f"{scheme}://{hosts[0]}".lower() for scheme in (scope["scheme"], "https")}:
             return None
         return ApiError(
             403,
             "origin_not_allowed",
-            f"Pages of {clean(origin, 80)} may not change anything here; open the page from this server.",
+            f"Write requests from pages of {clean(origin, 80)} are not allowed; open the page from this server.",
         )
 
-    def _known(self, name: str) -> bool:
+    def _is_allowed(self, name: str) -> bool:
         if name in self.allowed:
             return True
         if not name or not self.any_address:
             return False
-        # Bound to every address of the machine: a literal address cannot be rebound, a name can.
+        # When bound to all addresses of the machine, accept literal addresses: only names can be rebound.
         try:
             ipaddress.ip_address(name)
         except ValueError:
@@ -69,7 +68,7 @@ class Hosts:
         return True
 
 
-def _name(host: str) -> str:
-    """The host without its port and without the dot that may end a name; `[::1]:80` is `::1`. Empty: none at all."""
+def _host_name(host: str) -> str:
+    """Return the host without port and trailing dot (`[::1]:80` is `::1`), or an empty string if it is invalid."""
     found = _HOST.fullmatch(host.lower())
     return (found["six"] or found["name"].removesuffix(".")) if found else ""

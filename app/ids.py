@@ -13,11 +13,11 @@ _last = 0
 
 
 def new_id(prefix: str) -> str:
-    """A new id such as `run_01k…`: 48 bits of milliseconds, 80 random bits, rising within a process."""
+    """Return a new id such as `run_01k…`: 48 bits of milliseconds, 80 random bits, increasing within a process."""
     global _last
     value = (time.time_ns() // 1_000_000) << 80 | int.from_bytes(os.urandom(10))
     with _lock:
-        # Two ids of one millisecond, or a clock set back, must still sort in the order they were made.
+        # Ids must sort by creation even within one millisecond or after the clock is set back.
         value = _last = value if value > _last else _last + 1
     return f"{prefix}_" + _encode(value)
 
@@ -27,11 +27,11 @@ def _encode(value: int) -> str:
 
 
 def id_at(prefix: str, moment: datetime) -> str:
-    """The smallest id that could have been made at `moment`: a bound for ranges of time."""
-    value = max(0, int(moment.timestamp() * 1000)) << 80  # before 1970 nothing was made
+    """Return the smallest id that could have been created at `moment`, as a bound for time ranges."""
+    value = max(0, int(moment.timestamp() * 1000)) << 80  # no ids exist from before 1970
     return f"{prefix}_" + _encode(value)
 
 
 def is_id(text: str, prefix: str) -> bool:
-    """Whether `text` has the form of an id with this prefix."""
+    """Return True if `text` has the form of an id with this prefix."""
     return text.startswith(prefix + "_") and _PATTERN.fullmatch(text) is not None

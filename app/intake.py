@@ -1,4 +1,4 @@
-"""What every request must look like before an endpoint sees it: size, text, well-formed JSON."""
+"""Checks of every request before an endpoint sees it: body size, valid text, well-formed JSON."""
 
 import asyncio
 
@@ -11,14 +11,14 @@ from app.config import Settings
 from app.errors import ApiError, FieldError, invalid, problem, too_large
 
 STREAMED = {("POST", "/v1/datasets")}
-"""Calls that read their body piece by piece, up to `max_upload_bytes`; all others are JSON of modest size."""
+"""Endpoints that stream their body, up to `max_upload_bytes`; all others take JSON up to `max_json_bytes`."""
 _MULTIPART_OVERHEAD = 64 * 1024
 _PARSE_IN_THREAD = 64 * 1024
 _IDLE_SECONDS = 60.0
 
 
 class Intake:
-    """Middleware behind authentication: caps bodies with and without a length, and refuses unfit text."""
+    """Middleware after authentication: limits bodies with and without a length, and rejects invalid text."""
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self.app = app
@@ -37,21 +37,21 @@ class Intake:
             await self.app(scope, checked, send)
 
     async def _check(self, scope: Scope, receive: Receive) -> Receive | None:
-        """The `receive` to go on with; None when the client has gone."""
+        """Return the `receive` for the endpoint, or None if the client has disconnected."""
         if "\0" in scope["path"] or b"%00" in scope["query_string"]:
-            raise _unfit("nul_in_text", "the address has a NUL character (%00); remove it")
+            raise _invalid_text("nul_in_text", "the URL has a NUL character (%00); remove it")
         headers = Headers(scope=scope)
         length = _length(headers)
         if (scope["method"], scope["path"]) in STREAMED:
             limit = self.settings.max_upload_bytes
             if length > limit + _MULTIPART_OVERHEAD:
                 raise too_large("An upload", limit)
-            return _counted(receive, limit)
+            return _limited(receive, limit)
         if length == 0 and "transfer-encoding" not in headers:
             return receive
         limit = 0 if is_public(scope) else self.settings.max_json_bytes
         if length > limit:
-            raise too_large("The body of this call", limit)
+            raise too_large("The body of this request", limit)
         body = await _read(receive, limit)
         if body is None:
             return None
@@ -70,23 +70,23 @@ def _length(headers: Headers) -> int:
 async def _read(receive: Receive, limit: int) -> bytes | None:
     body = bytearray()
     while True:
-        message = await _next(receive)
+        message = await _receive_next(receive)
         if message["type"] == "http.disconnect":
             return None
         body += message.get("body", b"")
         if len(body) > limit:
-            raise too_large("The body of this call", limit)
+            raise too_large("The body of this request", limit)
         if not message.get("more_body", False):
             return bytes(body)
 
 
-async def _next(receive: Receive) -> Message:
-    """The next piece of a body; a client that falls silent in the middle of one is not waited for for ever."""
+async def _receive_next(receive: Receive) -> Message:
+    """Return the next piece of a body; raises a 408 error if the client sends nothing for `_IDLE_SECONDS`."""
     try:
         async with asyncio.timeout(_IDLE_SECONDS):
             return await receive()
     except TimeoutError:
-        detail = f"No byte of the body came for {_IDLE_SECONDS:.0f} seconds; send the request again."
+        detail = f"No data of the body was received for {_IDLE_SECONDS:.0f} seconds; send the request again."
         raise ApiError(408, "body_timeout", detail) from None
 
 
@@ -97,10 +97,10 @@ async def _check_json(body: bytes) -> None:
         elif body:
             strict_json.parse(body)
     except strict_json.BadJson as error:
-        raise _unfit(error.code, error.message) from None
+        raise _invalid_text(error.code, error.message) from None
 
 
-def _unfit(code: str, message: str) -> ApiError:
+def _invalid_text(code: str, message: str) -> ApiError:
     return invalid([FieldError(field="", code=code, message=message)])
 
 
@@ -113,15 +113,15 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replayed
 
 
-def _counted(receive: Receive, limit: int) -> Receive:
+def _limited(receive: Receive, limit: int) -> Receive:
     total = 0
 
-    async def counted() -> Message:
+    async def limited() -> Message:
         nonlocal total
-        message = await _next(receive)
+        message = await _receive_next(receive)
         total += len(message.get("body", b""))
         if total > limit + _MULTIPART_OVERHEAD:
             raise too_large("An upload", limit)
         return message
 
-    return counted
+    return limited

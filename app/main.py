@@ -1,4 +1,4 @@
-"""The API process."""
+"""FastAPI application of the API process."""
 
 import asyncio
 import gc
@@ -51,14 +51,14 @@ DESCRIPTION = "Fine-tune language models on your own machines: durable runs, liv
 
 
 class Anneal(FastAPI):
-    """FastAPI, with errors and keys described once for every call."""
+    """FastAPI application whose OpenAPI document describes errors and keys once for every endpoint."""
 
     def openapi(self) -> dict[str, Any]:
         return openapi.describe(self)
 
 
 def create_app(settings: Settings | None = None) -> FastAPI:
-    """The application; without settings it reads the environment, without URLs it uses the embedded servers."""
+    """Create the application; settings default to the environment, and URLs to the embedded servers."""
     settings = embedded.resolve_urls(settings or get_settings())
     requests = RequestMetrics()
     api = Anneal(
@@ -66,12 +66,12 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         version=version("anneal"),
         description=DESCRIPTION,
         lifespan=_lifespan,
-        # Theirs load scripts from a foreign host, and work on no server without one.
+        # FastAPI's pages load scripts from another host, so they do not work offline.
         docs_url=None,
         redoc_url=None,
-        # A redirect to the path with its slash would send the key a second time, perhaps elsewhere.
+        # A redirect to the path with a slash would send the key a second time, possibly to another host.
         redirect_slashes=False,
-        # From the outside in: a line and an id for everything, then who may ask, then what may be asked.
+        # From the outside in: access log and request id, then authentication, then checks of the request.
         middleware=[
             Middleware(Requests, metrics=requests),
             Middleware(ResponseHeaders),
@@ -109,7 +109,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
 
 @asynccontextmanager
 async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
-    """What lives as long as the process; nothing here waits for a server that may be away."""
+    """Create and close the resources of the process; does not wait for servers that may be unavailable."""
     settings: Settings = api.state.settings
     engine = async_engine(settings.database_url or "")
     sessions = session_maker(engine)
@@ -127,8 +127,8 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     api.state.forecasts = Forecasts(settings, sorted(RULES), api.state.reading_sessions)
     api.state.snapshots = Snapshots(dispatching, settings)
     api.state.metrics = Metrics(api.state.requests, streams, queue, dispatcher)
-    # Every stream stalls while the collector passes over all that lives: so it leaves out what was imported, and takes
-    # a full pass after some millions of new objects instead of every 70,000 (a thousand streams have 300,000).
+    # Every stream stalls during a full garbage collection, so collections skip all objects that exist now, and a full
+    # one runs after some millions of new objects instead of every 70,000 (a thousand streams have 300,000).
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)

@@ -1,4 +1,4 @@
-"""Bringing the database to the schema of this version, while replicas of the version before serve."""
+"""Migration of the database to the schema of this version, while replicas of the previous version serve requests."""
 
 import time
 from collections.abc import Callable
@@ -15,71 +15,71 @@ from app.events.partitions import ensure_partitions
 from app.home import HomeError
 
 VERSIONS = (Path(migrations.__file__).parent / "versions",)
-"""Where the migrations lie."""
-_LOCK = 0x616E6E65  # "anne": one migration at a time, whichever replica starts first
+"""Folders of the migrations."""
+_LOCK = 0x616E6E65  # "anne" in ASCII; allows one migration at a time across replicas
 LOCK_SECONDS = 1.0
-"""A migration waits no longer for a table: while it does, every append to that table queues up behind it."""
-_PAUSE_SECONDS = 1.0
-_LONGEST_PAUSE_SECONDS = 10.0
+"""Lock timeout of a migration: while it waits for a table, every append to that table waits behind it."""
+_RETRY_SECONDS = 1.0
+_MAX_RETRY_SECONDS = 10.0
 PATIENCE_SECONDS = 600.0
-"""After so long of trying, something holds the table for good, and an operator has to look."""
-_TURN_SECONDS = 0.1
+"""Seconds of retries after which the migration fails, because an operator must find out what holds the table."""
+_LOCK_POLL_SECONDS = 0.1
 
 Say = Callable[[str], None]
 
 
-def _silently(_: str) -> None:
-    """Who is not asked about progress says nothing."""
+def _discard(_: str) -> None:
+    """Discard a progress message."""
 
 
 _IS_MIGRATED = text("SELECT to_regclass('alembic_version') IS NOT NULL")
 _CURRENT = text("SELECT version_num FROM alembic_version")
 
 
-# These two do without Alembic, which would be a tenth of the start of every API and worker.
+# `head` and `current` avoid importing Alembic, which would take a tenth of the startup of every API and worker.
 def head() -> str:
-    """The revision that this version of the code works with: the highest number of a file."""
+    """Return the revision that this version of the code needs: the highest file number."""
     return max(file.name[:4] for folder in VERSIONS for file in folder.glob("[0-9]*.py"))
 
 
 def current(connection: Connection) -> str:
-    """The revision that the database has; empty before the first migration."""
+    """Return the revision of the database; empty before the first migration."""
     return (connection.scalar(_CURRENT) or "") if connection.scalar(_IS_MIGRATED) else ""
 
 
 def too_old(revision: str) -> str | None:
-    """What to do about a database that this code cannot work with; None when it can.
+    """Return an error message if the database is too old for this code; None if it is compatible.
 
-    A newer database is fine: a migration leaves what the version before it needs (`migrations` says how). Revisions
-    are numbers of four digits, so the order of their names is their order.
+    A newer database is compatible: a migration keeps what the previous version needs (`migrations` says how).
+    Revisions are four-digit numbers, so they sort by name.
     """
     if revision >= head():
         return None
-    return f"The database is at revision {revision or 'none'}, this version needs {head()}: run `anneal migrate`."
+    return f"The database is at revision {revision or 'none'}, but this version needs {head()}: run `anneal migrate`."
 
 
-def upgrade(settings: Settings, say: Say = _silently) -> tuple[str, str]:
-    """Migrate to the newest revision, each migration in its own transaction; answers the revisions before and after.
+def upgrade(settings: Settings, say: Say = _discard) -> tuple[str, str]:
+    """Migrate to the newest revision, one transaction per migration; returns the revisions before and after.
 
-    Safe to call from any number of replicas at once: one migrates, the others wait and find it done. A database that
-    a later version has migrated stays as it is. A table that is in use is tried again and again.
+    Safe to call from several replicas at once: one migrates while the others wait. A database migrated by a later
+    version stays unchanged. If a table is in use, the migration is retried for `PATIENCE_SECONDS`.
 
     Raises:
-        HomeError: a table was in use all the time.
+        HomeError: A table was in use during all retries.
     """
     if settings.database_url is None:
         raise ValueError("no database URL: start `anneal up` first or set ANNEAL_DATABASE_URL")
     engine = sync_engine(settings.database_url, pool_size=0, name="anneal-migrate", statement_seconds=0)
     try:
-        # Held by the session, not in a transaction: an index that is built beside the appends waits for all of those.
-        with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as turn:
-            while not turn.scalar(text("SELECT pg_try_advisory_lock(:key)"), {"key": _LOCK}):
-                time.sleep(_TURN_SECONDS)
-            before = current(turn)
+        # A session lock, held outside a transaction: `CREATE INDEX CONCURRENTLY` waits for all open transactions.
+        with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as lock_connection:
+            while not lock_connection.scalar(text("SELECT pg_try_advisory_lock(:key)"), {"key": _LOCK}):
+                time.sleep(_LOCK_POLL_SECONDS)
+            before = current(lock_connection)
             if before <= head():
-                _patiently(engine, _migrate, say)
-            _patiently(engine, _make_partitions, say)
-            return before, current(turn)
+                _with_retries(engine, _migrate, say)
+            _with_retries(engine, _make_partitions, say)
+            return before, current(lock_connection)
     finally:
         engine.dispose()
 
@@ -89,11 +89,11 @@ def _migrate(connection: Connection) -> None:
     import alembic.config
 
     config = alembic.config.Config()
-    places = "\n".join(str(folder) for folder in VERSIONS)
+    folders = "\n".join(str(folder) for folder in VERSIONS)
     for name, value in (
         ("script_location", str(Path(migrations.__file__).parent)),
         ("path_separator", "newline"),
-        ("version_locations", places),
+        ("version_locations", folders),
     ):
         config.set_main_option(name, value.replace("%", "%%"))
     config.attributes["connection"] = connection
@@ -105,9 +105,9 @@ def _make_partitions(connection: Connection) -> None:
         ensure_partitions(connection, utc_now())
 
 
-def _patiently(engine: Engine, work: Callable[[Connection], None], say: Say) -> None:
-    """Do it, waiting for locks only shortly, until nobody is in the way."""
-    began, pause = time.monotonic(), _PAUSE_SECONDS
+def _with_retries(engine: Engine, work: Callable[[Connection], None], say: Say) -> None:
+    """Run `work` with a short lock timeout and retry until it gets its locks."""
+    began, pause = time.monotonic(), _RETRY_SECONDS
     while True:
         try:
             with engine.connect() as connection:
@@ -119,16 +119,16 @@ def _patiently(engine: Engine, work: Callable[[Connection], None], say: Say) -> 
                 raise
         if time.monotonic() - began > PATIENCE_SECONDS:
             raise HomeError(
-                f"A table that has to change has been in use for {PATIENCE_SECONDS:.0f} s by {_oldest(engine)}; "
-                "end that and run `anneal migrate` again. Nothing is half done."
+                f"A table to migrate has been in use for {PATIENCE_SECONDS:.0f} s by {_oldest_transaction(engine)}; "
+                "stop that process and run `anneal migrate` again. No migration is partially applied."
             )
-        say(f"A table that has to change is in use by {_oldest(engine)}; trying again in {pause:g} s.")
+        say(f"A table to migrate is in use by {_oldest_transaction(engine)}; trying again in {pause:g} s.")
         time.sleep(pause)
-        pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
+        pause = min(pause * 2, _MAX_RETRY_SECONDS)
 
 
-def _oldest(engine: Engine) -> str:
-    """Who has had a transaction open for the longest time: who holds the lock, most likely."""
+def _oldest_transaction(engine: Engine) -> str:
+    """Describe the client with the oldest open transaction, which most likely holds the lock."""
     query = text(
         "SELECT coalesce(nullif(application_name, ''), 'a client') || ', process ' || pid || ', in a transaction for '"
         " || round(extract(epoch FROM clock_timestamp() - xact_start)) || ' s' FROM pg_stat_activity"

@@ -1,4 +1,4 @@
-"""What every table shares; importing this module's `all_models` registers the whole schema."""
+"""Base classes of the tables; calling `all_models` registers the whole schema."""
 
 from datetime import datetime
 from typing import Any
@@ -17,7 +17,7 @@ NAMING = {
 
 
 class Base(DeclarativeBase):
-    """Base of all tables: text without length limits, JSONB for documents, timestamps with a zone."""
+    """Base of all tables: text without length limits, JSONB for documents, timestamps with time zone."""
 
     metadata = MetaData(naming_convention=NAMING)
     type_annotation_map = {
@@ -30,15 +30,15 @@ class Base(DeclarativeBase):
 
 
 class Owned:
-    """Columns of everything that somebody created: who and when."""
+    """Creator and creation time, for every table whose rows are created through the API."""
 
     created_by: Mapped[str | None]
-    """Id of the API key; null for what the service made itself."""
+    """Id of the API key; null for rows created by the service."""
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
 def all_models() -> MetaData:
-    """The metadata of the whole schema."""
+    """Return the metadata of the whole schema."""
     import app.actions.models
     import app.audit.models
     import app.auth_models

@@ -1,4 +1,4 @@
-"""What /openapi.json says of errors and keys: the same for every call, so it is said once."""
+"""Errors and keys in /openapi.json, described once for all endpoints."""
 
 from typing import Any
 
@@ -11,22 +11,22 @@ from app.errors import MEDIA_TYPE, FieldError, Problem
 _ALWAYS = {
     "400": "The request could not be read.",
     "401": "No key, or one that is unknown, expired or revoked.",
-    "403": "The key lacks the scope, or the page that asked is of another origin.",
+    "403": "The key lacks the scope, or the request came from a page of another origin.",
     "429": "Too many wrong keys from this address.",
-    "500": "A mistake of the server; its log has the details under `request_id`.",
-    "503": "The database does not answer; `Retry-After` says when to come back.",
+    "500": "Internal server error; the server's log has the details under `request_id`.",
+    "503": "The database does not answer; try again after the time in `Retry-After`.",
 }
-_WITH_INPUT = {"422": "Something in the request is wrong; `errors` lists what."}
+_WITH_INPUT = {"422": "The request is invalid; `errors` lists the problems."}
 _WITH_BODY = {
-    "408": "The body stopped in the middle.",
-    "413": "The body is larger than the server takes.",
-    "507": "The disk is full; nothing was kept.",
+    "408": "The body was not received completely in time.",
+    "413": "The body exceeds the size limit.",
+    "507": "The disk is full; nothing was stored.",
 }
 _METHODS = {"get", "put", "post", "delete", "patch", "head", "options"}
 
 
 def describe(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document of `app`."""
+    """Return the OpenAPI document of `app`."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
@@ -46,14 +46,14 @@ def describe(app: FastAPI) -> dict[str, Any]:
 
 
 def _complete(path: str, operation: dict[str, Any]) -> None:
-    """Add the key that `operation` needs and the errors that it can answer."""
+    """Add the security scheme and the error responses of `operation`."""
     responses: dict[str, Any] = operation["responses"]
     described = {} if path in PUBLIC else dict(_ALWAYS)
     if path not in PUBLIC:
         operation["security"] = [{"key": []}]
         described |= _WITH_INPUT
     if "{" in path:
-        described["404"] = "There is no such thing; `detail` says where to look."
+        described["404"] = "The resource does not exist; `detail` says where to look."
     if "requestBody" in operation:
         described |= _WITH_BODY
     responses.pop("422", None)

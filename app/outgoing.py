@@ -1,4 +1,4 @@
-"""Which addresses others may lead this server to: those of the internet, none of the network that it stands in."""
+"""Check of outgoing connections: untrusted URLs may lead only to public addresses (protection against SSRF)."""
 
 import ipaddress
 
@@ -7,7 +7,7 @@ _PROTOCOLS = ipaddress.ip_network("192.0.0.0/24")
 
 
 def is_public(address: str) -> bool:
-    """Whether an address is one of the internet, whatever other address it may have inside it."""
+    """Return True if an address is public, and so is any IPv4 address embedded in it."""
     try:
         ip = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

@@ -1,4 +1,4 @@
-"""Lists: newest first by id, the next page after the last id seen, never an offset."""
+"""Keyset pagination: newest first by id; each page continues after the last id of the previous one."""
 
 import re
 from dataclasses import dataclass
@@ -18,15 +18,17 @@ _ID = re.compile(r"[a-z]{1,12}_[0-9a-z]{26}")
 
 @dataclass(frozen=True)
 class Paging:
-    """What a caller asked for: at most `limit` items older than the id `after`."""
+    """Requested page: at most `limit` items older than the id `after`."""
 
     limit: int
     after: str | None
 
 
 async def _paging(
-    limit: Annotated[int, Query(ge=1, le=200, description="Most items to answer.", examples=[50])] = 50,
-    after: Annotated[str | None, Query(description="Id of the last item seen; answers older ones.")] = None,
+    limit: Annotated[int, Query(ge=1, le=200, description="Maximum number of items to return.", examples=[50])] = 50,
+    after: Annotated[
+        str | None, Query(description="Id of the last item of the previous page; older items are returned.")
+    ] = None,
 ) -> Paging:
     if after is not None and _ID.fullmatch(after) is None:
         raise invalid([FieldError(field="after", code="not_an_id", message="must be the id of an item of this list")])
@@ -42,7 +44,7 @@ async def fetch(
     id: InstrumentedAttribute[str] | ColumnElement[str],
     paging: Paging,
 ) -> tuple[list[T], bool]:
-    """The objects of one page of `query` by descending `id`, and whether there are more."""
+    """Return the objects of one page of `query` by descending `id`, and True if there are more."""
     rows, has_more = await fetch_rows(session, query, id, paging)
     return [row[0] for row in rows], has_more
 
@@ -53,7 +55,7 @@ async def fetch_rows(
     id: InstrumentedAttribute[str] | ColumnElement[str],
     paging: Paging,
 ) -> tuple[list[Any], bool]:
-    """The same for a query of several columns."""
+    """Return the rows of one page of a query of several columns, and True if there are more."""
     rows = list((await session.execute(newest_first(query, id, paging))).all())
     return rows[: paging.limit], len(rows) > paging.limit
 
@@ -61,6 +63,6 @@ async def fetch_rows(
 def newest_first(
     query: Select[*tuple[Any, ...]], id: InstrumentedAttribute[str] | ColumnElement[str], paging: Paging
 ) -> Select[*tuple[Any, ...]]:
-    """The rows of one page by descending `id`, and one more if there are more."""
+    """Return the query for one page by descending `id`, plus one extra row that shows if there are more."""
     page = query.order_by(id.desc()).limit(paging.limit + 1)
     return page if paging.after is None else page.where(id < paging.after)

@@ -1,4 +1,4 @@
-"""How a command ends: what a user can cause or mend is told in a sentence, a traceback is a bug of ours."""
+"""Error handling of commands: errors that a user can fix become one sentence; a traceback means a bug."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import typer
 
 from app.home import HomeError
 
-if TYPE_CHECKING:  # what a help text does not need takes most of its time
+if TYPE_CHECKING:  # these imports would take most of the time of `--help`
     from pydantic import ValidationError
 
     from app.config import Settings
@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # what a help text does not need takes most of its time
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """What a user can cause or mend is told in a sentence, with exit code 1; a traceback is a bug of ours."""
+    """Print errors that a user can fix as one sentence and exit with code 1; other exceptions propagate."""
     from pydantic import ValidationError
     from sqlalchemy.exc import OperationalError, ProgrammingError
 
@@ -32,7 +32,7 @@ def plain_errors() -> Iterator[None]:
     except ProgrammingError as error:
         if getattr(error.orig, "sqlstate", None) != "42P01":  # undefined_table
             raise
-        sentence = "The database has no tables of Anneal yet: run `anneal migrate`."
+        sentence = "The database does not have Anneal's tables yet: run `anneal migrate`."
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     else:
@@ -48,14 +48,14 @@ def _setting_error(error: "ValidationError") -> str:
 
 
 def given_settings() -> "Settings":
-    """Settings as the environment has them."""
+    """Return the settings from the environment."""
     from app.config import get_settings
 
     return get_settings()
 
 
 def settings_with_urls() -> "Settings":
-    """Settings with URLs, of the running `anneal up` where none are set."""
+    """Return the settings with URLs, using those of the running `anneal up` where none are set."""
     from app.embedded import resolve_urls
 
     return resolve_urls(given_settings())

@@ -1,4 +1,4 @@
-"""How the API and workers log: lines for people or JSON for collectors, with the ids that they belong to."""
+"""Logging of the API and workers: console lines or JSON, with the ids of the request or run."""
 
 import json
 import logging
@@ -21,16 +21,16 @@ from app.lean_structlog import (
 
 Format = Literal["json", "console"]
 EventDict = MutableMapping[str, Any]
-"""What is known of a record."""
+"""Fields of a log record."""
 
-_FIRST = ("timestamp", "level", "logger", "event")
+_LEADING_FIELDS = ("timestamp", "level", "logger", "event")
 _ONLY_WARNINGS = ("alembic", "celery", "httpcore", "httpx", "kombu")
-# Nobody means to log a key or the password of a URL; in an error of a library it may come along.
+# Keys and passwords in URLs are never logged on purpose, but an error of a library may contain one.
 _SECRET = re.compile(r"(\banneal_)[A-Za-z0-9_-]{43}|(://[^\s:/@]*:)[^\s@]+(?=@)")
 
 
 def set_up(chosen: Format | None) -> None:
-    """Send what this process logs to standard error; unset: for people on a terminal, as JSON anywhere else."""
+    """Log to standard error in the chosen format; None selects `console` on a terminal and `json` otherwise."""
     render = _console if (chosen or ("console" if sys.stderr.isatty() else "json")) == "console" else _json
     handler = logging.StreamHandler()
     handler.setFormatter(_formatter(render))
@@ -41,20 +41,20 @@ def set_up(chosen: Format | None) -> None:
 
 
 def bound_to_run(run_id: str) -> Context:
-    """A context to begin a task in: what it logs belongs to a run, and to no request that happened to start it."""
+    """Return a context for a task whose log records belong to a run, not to the request that started it."""
     context = Context()
     context.run(bind_contextvars, run_id=run_id)
     return context
 
 
 def in_this_context(work: Callable[[], None]) -> Callable[[], None]:
-    """`work` for a thread that is to log under the same ids as the one that starts it."""
+    """Return `work` bound to the current context, so that a new thread logs with the same ids."""
     context = copy_context()
     return lambda: context.run(work)
 
 
 class _Redacting(ProcessorFormatter):
-    """Formats a record, its traceback too, and takes out what must not be in a log."""
+    """Formatter that redacts keys and passwords from a record, including its traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         return _SECRET.sub(lambda found: f"{found[1] or found[2]}[redacted]", super().format(record))
@@ -67,26 +67,26 @@ def _formatter(render: Callable[[Any, str, EventDict], str]) -> ProcessorFormatt
             add_log_level,
             add_logger_name,
             ExtraAdder(),
-            _without_colours,
+            _without_colors,
             TimeStamper(fmt="%Y-%m-%dT%H:%M:%S.%fZ", utc=True),
         ],
         processors=[ProcessorFormatter.remove_processors_meta, format_exc_info, render],
     )
 
 
-def _without_colours(_logger: Any, _name: str, event: EventDict) -> EventDict:
-    event.pop("color_message", None)  # what uvicorn says, once more, for terminals
+def _without_colors(_logger: Any, _name: str, event: EventDict) -> EventDict:
+    event.pop("color_message", None)  # uvicorn's message a second time, with colors for terminals
     return event
 
 
 def _json(_logger: Any, _name: str, event: EventDict) -> str:
-    ordered = {name: event.pop(name) for name in _FIRST}
+    ordered = {name: event.pop(name) for name in _LEADING_FIELDS}
     return json.dumps({**ordered, **event}, ensure_ascii=False, default=str)
 
 
 def _console(_logger: Any, _name: str, event: EventDict) -> str:
-    timestamp, level, logger, said = (event.pop(name) for name in _FIRST)
+    timestamp, level, logger, message = (event.pop(name) for name in _LEADING_FIELDS)
     traceback = event.pop("exception", None)
     ids = "".join(f" {name}={value}" for name, value in event.items() if value is not None)
-    line = f"{timestamp} {level.upper()} {logger}: {said}{ids}"
+    line = f"{timestamp} {level.upper()} {logger}: {message}{ids}"
     return f"{line}\n{traceback}" if traceback else line

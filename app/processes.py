@@ -1,4 +1,4 @@
-"""Starting child processes that cannot outlive us, and the few questions to the machine that go with it."""
+"""Child processes that cannot outlive their parent, free ports, and log tails."""
 
 import ctypes
 import os
@@ -13,8 +13,7 @@ import psutil
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
-# Below the range from which the kernel takes ports of outgoing connections: a server that is restarted must
-# find its port free, and an unlucky client must not sit on it.
+# Below the kernel's ephemeral range: an outgoing connection must not occupy the port of a server that restarts.
 _PORTS = range(20000, 32000)
 
 
@@ -27,15 +26,15 @@ def start_child(
     descriptors: Sequence[int] = (),
     death_signal: signal.Signals = signal.SIGKILL,
 ) -> subprocess.Popen[bytes]:
-    """Start a process in its own group (a Ctrl-C reaches only us) that gets `death_signal` when we die.
+    """Start a process in its own session (Ctrl-C does not reach it) that gets `death_signal` when this process dies.
 
     Call it from the main thread: the kernel sends the signal when the *thread* that started the child ends.
-    Both output streams are appended to `log`; without one they are the caller's. `descriptors` stay open in it.
+    Both output streams are appended to `log`, or inherited without one. The child inherits `descriptors`.
     """
     parent = os.getpid()
 
     def before_exec() -> None:
-        # Runs between fork and exec: only calls that were loaded before, no allocation worth the name.
+        # Runs between fork and exec: use only functions that are already loaded, and allocate almost nothing.
         _libc.prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)
         if os.getppid() != parent:
             os._exit(1)
@@ -59,7 +58,7 @@ def start_child(
 
 
 def stop_child(child: subprocess.Popen[bytes], grace: float, stop_signal: signal.Signals = signal.SIGTERM) -> bool:
-    """End `child` with `stop_signal`, after `grace` seconds with SIGKILL; False when it took the SIGKILL."""
+    """Stop `child` with `stop_signal`, and with SIGKILL after `grace` seconds; return False if SIGKILL was needed."""
     if child.poll() is not None:
         return True
     child.send_signal(stop_signal)
@@ -73,10 +72,10 @@ def stop_child(child: subprocess.Popen[bytes], grace: float, stop_signal: signal
 
 
 def end_leftovers(folder: Path, program: str) -> int:
-    """End every `program` that still runs in `folder`, left by a start that was killed; answers how many.
+    """Kill every `program` that still runs in `folder` after a killed start; return their number.
 
-    Only for a caller who holds the lock on the folder. Process ids in files lie (they are reused), the working
-    folder of a live process does not.
+    The caller must hold the lock on the folder. Process ids in files are unreliable because they are reused; the
+    working directory of a live process is reliable.
     """
     leftovers = [process for process in psutil.process_iter() if _runs_in(process, folder, program)]
     for process in leftovers:
@@ -96,10 +95,10 @@ def _runs_in(process: psutil.Process, folder: Path, program: str) -> bool:
 
 
 def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether a server may listen on this port now."""
+    """Return True if a server can listen on this port now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # As servers do: connections of a predecessor that are still closing are no hindrance.
+        # As servers do: ignore connections of a previous server that are still closing.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -109,10 +108,10 @@ def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def free_port(preferred: int | None = None) -> int:
-    """A loopback port that is free now: the preferred one if it is."""
+    """Return a free loopback port: the preferred one if it is free."""
     if preferred is not None and port_is_free(preferred):
         return preferred
-    # Of the system: where two processes have seeded Python's the same way, they would pick the same ports.
+    # Use the system's generator: two processes with the same Python seed would pick the same ports.
     for port in random.SystemRandom().sample(_PORTS, 200):
         if port_is_free(port):
             return port
@@ -120,7 +119,7 @@ def free_port(preferred: int | None = None) -> int:
 
 
 def last_lines(log: Path, count: int = 5) -> str:
-    """The end of a log file, for an error message."""
+    """Return the last lines of a log file, for an error message."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 4096))

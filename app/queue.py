@@ -1,4 +1,4 @@
-"""What goes over Redis: hints that work waits, and wake-ups. None of it is the truth; all of it may get lost."""
+"""Messages over Redis: hints that runs are pending, and wake-ups; all may be lost, PostgreSQL is authoritative."""
 
 import asyncio
 import logging
@@ -26,15 +26,15 @@ CONTROL_CHANNEL = "anneal:control"
 
 
 def events_channel(run_id: str) -> str:
-    """Where a message says that a run has new events."""
+    """Return the channel that announces new events of a run."""
     return f"anneal:run:{run_id}"
 
 
 def celery_app(redis_url: str) -> Celery:
-    """The Celery application, the same for those who send hints and those who take them.
+    """Create the Celery application, which senders and receivers of hints share.
 
-    A hint is lost, doubled or late without harm: the pending row in Postgres is what counts. So hints are
-    acknowledged at once, never redelivered (Redis redelivery would start long tasks twice), and have no result.
+    A hint may be lost, duplicated or late without harm, because the pending row in PostgreSQL is authoritative. So
+    hints are acknowledged early, never redelivered (redelivery would start long tasks twice), and have no result.
     """
     app = Celery("anneal", broker=broker_url(redis_url), set_as_current=False)
     app.conf.update(
@@ -70,17 +70,17 @@ def celery_app(redis_url: str) -> Celery:
 
 
 def broker_url(redis_url: str) -> str:
-    """The broker's URL in the spelling that Celery understands."""
+    """Return the broker's URL with the scheme that Celery expects."""
     return redis_url.replace("unix://", "redis+socket://", 1) if redis_url.startswith("unix://") else redis_url
 
 
 class Queue:
-    """The API's side of Redis. Nothing here raises or waits long: without Redis all still happens, only later."""
+    """Redis client of the API. No method raises or blocks for long; without Redis, work starts later."""
 
     def __init__(self, settings: Settings) -> None:
         url = settings.redis_url or ""
         self._celery = celery_app(url)
-        # Workers wait for hints on the same settings for longer than a sender may.
+        # Workers use the same settings to wait for hints, which takes longer than a sender may block.
         self._celery.conf.broker_transport_options["socket_timeout"] = _SEND_SECONDS
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="hints")
         self._redis: Redis = Redis.from_url(
@@ -92,15 +92,15 @@ class Queue:
         self._closing = False
         self._counted_at = -_COUNT_SECONDS
         self._has_room = False
-        self._is_away = False
+        self._is_unreachable = False
 
     async def start(self) -> None:
-        """Begin to listen for wake-ups."""
+        """Start listening for wake-ups."""
         self._listening = asyncio.create_task(self._listen(), name="wake-ups")
 
     async def close(self) -> None:
         """Stop listening and close every connection."""
-        self._closing = True  # the client's own time-out around a read may swallow the cancellation
+        self._closing = True  # the client's own timeout around a read may swallow the cancellation
         if self._listening:
             await background.end(self._listening)
         await self._redis.aclose()
@@ -108,32 +108,32 @@ class Queue:
         await asyncio.to_thread(self._celery.close)
 
     async def hint(self, count: int = 1) -> bool:
-        """Tell `count` idle worker threads that work waits; False while the broker cannot be told."""
+        """Notify `count` idle worker threads of pending runs; return False while the broker is unreachable."""
         try:
-            # Hints do not expire: Celery would judge that by the worker's clock, and one that runs ahead would never
-            # hear of anything. What nobody takes is bounded here instead.
+            # Hints do not expire: Celery would check that against the worker's clock, and a worker whose clock is ahead
+            # would discard every hint. Instead, the number of waiting hints is limited here.
             now = time.monotonic()
             if now - self._counted_at >= _COUNT_SECONDS:
                 self._has_room = await self._redis.llen(QUEUE) < MOST_HINTS
-                self._counted_at, self._is_away = now, False
+                self._counted_at, self._is_unreachable = now, False
             if self._has_room:
                 await asyncio.get_running_loop().run_in_executor(self._sender, self._send, count)
-        except Exception as error:  # whatever the broker's client raises, the next round of hints comes
-            # Nobody else waits for a broker that hangs before it was asked once more.
-            self._has_room, self._is_away = False, True
-            log.warning("no hint sent, the dispatcher will: %s", error)
-        return not self._is_away
+        except Exception as error:  # for any error of the broker's client, the dispatcher sends hints again
+            # Until the next check, no other call waits for a broker that hangs.
+            self._has_room, self._is_unreachable = False, True
+            log.warning("could not send a hint; the dispatcher will send it: %s", error)
+        return not self._is_unreachable
 
     async def wake(self, run_id: str) -> None:
-        """Tell readers of a run that it has new events."""
+        """Notify the streams of a run of new events."""
         await self._publish(events_channel(run_id), "")
 
     async def call_worker(self, run_id: str) -> None:
-        """Tell the worker of a run that a stop or an action was asked for; its next renewal would tell it too."""
+        """Notify a run's worker of a requested stop or action, which it would otherwise see at its next renewal."""
         await self._publish(CONTROL_CHANNEL, run_id)
 
     async def ping(self) -> bool:
-        """Whether Redis answers."""
+        """Return True if Redis responds."""
         try:
             return bool(await self._redis.ping())
         except (RedisError, OSError):
@@ -141,16 +141,16 @@ class Queue:
 
     @property
     def is_listening(self) -> bool:
-        """Whether wake-ups reach us; without them streams poll."""
+        """True while the subscription is active; without it streams poll."""
         return self._pubsub is not None
 
     async def listen(self, run_id: str, callback: Callable[[], None]) -> None:
-        """Call `callback` whenever a run has new events, or may have had some unheard."""
+        """Call `callback` whenever a run has new events, or may have had some that were missed."""
         self._listeners[events_channel(run_id)] = callback
         await self._subscription("subscribe", run_id)
 
     async def unlisten(self, run_id: str) -> None:
-        """End what `listen` began."""
+        """Remove the callback of a run."""
         self._listeners.pop(events_channel(run_id), None)
         await self._subscription("unsubscribe", run_id)
 
@@ -162,7 +162,7 @@ class Queue:
         try:
             await self._redis.publish(channel, message)
         except (RedisError, OSError) as error:
-            log.debug("no wake-up on %s: %s", channel, error)
+            log.debug("could not publish a wake-up on %s: %s", channel, error)
 
     async def _subscription(self, verb: str, run_id: str) -> None:
         pubsub = self._pubsub
@@ -171,15 +171,15 @@ class Queue:
         try:
             await getattr(pubsub, verb)(events_channel(run_id))
         except (RedisError, OSError) as error:
-            log.debug("%s for %s failed, polling covers it: %s", verb, run_id, error)
+            log.debug("%s for %s failed; its streams poll instead: %s", verb, run_id, error)
 
     async def _listen(self) -> None:
         while not self._closing:
             try:
-                # Answers to our own commands count as messages here: passed over by the client, each looks like a
-                # silence, which we end with a command.
+                # Subscribe confirmations are not ignored here: an ignored one would look like a timeout, and a
+                # timeout sends a ping.
                 async with self._redis.pubsub() as pubsub:
-                    # A subscription to one's own channel keeps the connection alive while no stream is open.
+                    # Subscribing to a fixed channel keeps the connection alive while no stream is open.
                     await pubsub.subscribe("anneal:api", *self._listeners)
                     self._pubsub = pubsub
                     self._call_all()
@@ -187,16 +187,16 @@ class Queue:
                         message: dict[str, Any] | None = await pubsub.get_message(timeout=15)
                         if message is None:
                             await pubsub.ping()
-                        elif message["type"] == "message" and (heard := self._listeners.get(message["channel"])):
-                            heard()
+                        elif message["type"] == "message" and (callback := self._listeners.get(message["channel"])):
+                            callback()
             except (RedisError, OSError, RuntimeError) as error:
-                log.info("wake-ups are away, streams poll until they are back: %s", error)
+                log.info("lost the wake-up subscription; streams poll until it is back: %s", error)
             finally:
                 self._pubsub = None
             if not self._closing:
                 await asyncio.sleep(1)
 
     def _call_all(self) -> None:
-        """After a gap in listening everybody looks once."""
+        """Call every callback once, because messages may have been missed while disconnected."""
         for callback in list(self._listeners.values()):
             callback()

@@ -1,4 +1,4 @@
-"""The API's socket and its server."""
+"""Listening socket and HTTP server of the API."""
 
 import asyncio
 import errno
@@ -17,13 +17,13 @@ from app.home import HomeError, make_private_folder, read_json, write_private_js
 from app.protocol import Protocol
 
 REQUEST_GRACE_SECONDS = 20
-"""Time that requests in flight, an upload say, get to finish once the API is to end. Streams end at once."""
+"""Seconds that requests in flight, such as uploads, have to finish on shutdown. Streams are closed at once."""
 _FLUSH_SECONDS = 2.5
-"""Time that a client gets to take the last of an answer: a rolling deploy closes all streams within 5 s."""
+"""Seconds a client has to receive the end of a response: a rolling deploy closes all streams within 5 s."""
 
 
 def listen(settings: Settings) -> socket.socket:
-    """The listening socket on `host` and `port` (0: any free one); HomeError when it cannot be had."""
+    """Return the listening socket on `host` and `port` (0: any free port); raises `HomeError` if that fails."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -34,35 +34,35 @@ def listen(settings: Settings) -> socket.socket:
         listener.close()
         where = f"{settings.host}:{settings.port}"
         if isinstance(error, socket.gaierror):
-            raise HomeError(f"ANNEAL_HOST={settings.host} is no address of this machine.") from None
+            raise HomeError(f"ANNEAL_HOST={settings.host} is not an address of this machine.") from None
         if isinstance(error, PermissionError):
-            raise HomeError(f"You may not listen on {where}; set ANNEAL_PORT to a port above 1023.") from None
+            raise HomeError(f"Permission denied to listen on {where}; set ANNEAL_PORT to a port above 1023.") from None
         if error.errno == errno.EADDRINUSE:
             raise HomeError(
-                f"Port {settings.port} on {settings.host} is taken by another program; end that, or set ANNEAL_PORT "
-                "to another port (0 takes any free one)."
+                f"Port {settings.port} on {settings.host} is in use by another program; stop it, or set ANNEAL_PORT "
+                "to another port (0 selects any free port)."
             ) from None
         raise HomeError(f"Cannot listen on {where}: {error.strerror}; set ANNEAL_HOST and ANNEAL_PORT.") from None
     return listener
 
 
 def base_url(listener: socket.socket) -> str:
-    """Where a client on this machine reaches the API."""
+    """Return the URL at which a client on this machine reaches the API."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Server(uvicorn.Server):
-    """uvicorn, for signals that come early, and for clients that read nothing, for whom it would wait a whole grace."""
+    """uvicorn server that handles signals sent before startup and drops clients that do not read on shutdown."""
 
-    def __init__(self, told_to_end: list[int], config: uvicorn.Config) -> None:
+    def __init__(self, stop_signals: list[int], config: uvicorn.Config) -> None:
         super().__init__(config)
-        self._told_to_end = told_to_end
+        self._stop_signals = stop_signals
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        if self._told_to_end:
+        if self._stop_signals:
             self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -73,7 +73,7 @@ class Server(uvicorn.Server):
             cutting.cancel()
 
     async def _cut(self) -> None:
-        """Reset connections that are closed on our side and whose last bytes nobody takes."""
+        """Abort connections that are closing and whose client does not read the remaining bytes."""
         closing_since: dict[object, float] = {}
         while True:
             await asyncio.sleep(0.1)
@@ -85,43 +85,43 @@ class Server(uvicorn.Server):
 
 
 def serve(settings: Settings, listener: socket.socket) -> None:
-    """Serve the API until SIGTERM or SIGINT; tells url and process id in `run/api.json`."""
-    told_to_end: list[int] = []
-    # For a signal that comes before uvicorn listens to them; it repeats its own once it has shut down.
+    """Serve the API until SIGTERM or SIGINT; publishes URL and process id in `run/api.json`."""
+    stop_signals: list[int] = []
+    # For a signal sent before uvicorn installs its handlers; uvicorn re-raises its own after the shutdown.
     for ending in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(ending, lambda number, _: told_to_end.append(number))
+        signal.signal(ending, lambda number, _: stop_signals.append(number))
     from app.main import create_app
 
     process_logs.set_up(settings.log_format)
     refuse_older_database(settings)
-    told = make_private_folder(settings.home / "run") / "api.json"
-    write_private_json(told, {"url": base_url(listener), "pid": os.getpid()})
+    info_file = make_private_folder(settings.home / "run") / "api.json"
+    write_private_json(info_file, {"url": base_url(listener), "pid": os.getpid()})
     server = Server(
-        told_to_end,
+        stop_signals,
         uvicorn.Config(
             create_app(settings),
             loop="uvloop",
             http=Protocol,
             ws="none",
             lifespan="on",
-            access_log=False,  # app.monitoring.requests has one with ids and without query strings
+            access_log=False,  # app.monitoring.requests writes the access log, with ids and without query strings
             log_config=None,
             log_level="info",
-            # A client's word on its own address would get round the limit on wrong keys.
+            # A client could bypass the limit on wrong keys with a forged address header.
             proxy_headers=False,
             server_header=False,
             timeout_graceful_shutdown=REQUEST_GRACE_SECONDS,
         ),
     )
     server.run(sockets=[listener])
-    if (read_json(told) or {}).get("pid") == os.getpid():
-        told.unlink(missing_ok=True)
+    if (read_json(info_file) or {}).get("pid") == os.getpid():
+        info_file.unlink(missing_ok=True)
     if not server.started:
         raise HomeError("The API did not start; the lines above say why.")
 
 
 def refuse_older_database(settings: Settings) -> None:
-    """Raises HomeError when the schema is older than this code; one that cannot be reached is waited for later."""
+    """Check the schema's revision: raises `HomeError` if it is too old; an unreachable database is not an error."""
     engine = sync_engine(settings.database_url or "", pool_size=0, name="anneal-start")
     try:
         with engine.connect() as connection:

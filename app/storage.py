@@ -1,4 +1,4 @@
-"""Where files lie. Nothing else knows a path below `ANNEAL_STORAGE`."""
+"""Layout of `ANNEAL_STORAGE`; the only module that builds paths below it."""
 
 import os
 import re
@@ -17,18 +17,18 @@ _CHECKPOINT = re.compile(r"checkpoint-[0-9]+")
 
 
 class OutsideStorage(ValueError):
-    """A path that leaves the folder it should stay in, or goes through a link."""
+    """Path that leaves its root folder or contains a symbolic link."""
 
 
 class Storage:
-    """Folders of data sets and runs below one root, which API and workers share."""
+    """Folders of datasets and runs below one root that the API and workers share."""
 
     def __init__(self, settings: Settings) -> None:
         self.root = settings.storage_root
 
     @contextmanager
     def staging(self) -> Iterator[Path]:
-        """A fresh folder to build something in; what was not promoted out of it is gone afterwards."""
+        """Provide a new temporary folder; what is not promoted out of it is deleted at the end."""
         folder = self.root / "staging" / uuid4().hex
         folder.mkdir(parents=True, mode=0o700)
         try:
@@ -37,7 +37,7 @@ class Storage:
             shutil.rmtree(folder, ignore_errors=True)
 
     def sweep_staging(self, older_than_seconds: float) -> int:
-        """Remove staging folders that a killed process left; answers how many."""
+        """Remove staging folders left by killed processes; return their number."""
         removed = 0
         for folder in self._folders("staging"):
             if _age(folder) > older_than_seconds:
@@ -46,7 +46,7 @@ class Storage:
         return removed
 
     def promote(self, source: Path, target: Path) -> None:
-        """Move a finished file or folder of `staging()` to its place, so that it survives a power cut."""
+        """Move a finished file or folder of `staging()` to its target durably (with fsync)."""
         if source.is_file():
             fsync(source)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -57,15 +57,15 @@ class Storage:
                 break
 
     def dataset_file(self, dataset_id: str, extension: str) -> Path:
-        """The bytes of a data set."""
+        """Return the path of a dataset's file."""
         return self._dataset_dir(dataset_id) / f"data.{extension}"
 
     def remove_dataset(self, dataset_id: str) -> None:
-        """Remove the files of a data set; no error where there are none."""
+        """Remove the files of a dataset; no error if there are none."""
         shutil.rmtree(self._dataset_dir(dataset_id), ignore_errors=True)
 
     def put_dataset_aside(self, dataset_id: str) -> Path:
-        """Move the files of a data set to where they stay for some time, and nobody looks for them; answers where."""
+        """Move the files of a dataset to the `aside` folder, where they are kept for some time; return the new path."""
         folder = self._dataset_dir(dataset_id)
         target = self.root / "aside" / f"{folder.name}-{uuid4().hex[:8]}"
         target.parent.mkdir(mode=0o700, exist_ok=True)
@@ -74,71 +74,71 @@ class Storage:
         return target
 
     def sweep_aside(self, older_than_seconds: float) -> None:
-        """Remove what was put aside so long ago."""
+        """Remove folders that were put aside longer ago than this."""
         for folder in self._folders("aside"):
             if _age(folder) > older_than_seconds:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def dataset_ids(self, older_than_seconds: float) -> list[str]:
-        """Data sets that have files here, last changed at least so long ago."""
+        """Return the ids of datasets whose files were last changed longer ago than this."""
         folders = self._folders("datasets")
         return [it.name for it in folders if is_id(it.name, "ds") and _age(it) > older_than_seconds]
 
     def token_cache(self, user: str | None) -> Path:
-        """Tokenised data of all runs that are trained by one unix user (None: the worker's own); may be deleted."""
+        """Return the folder of tokenized data of one Unix user's runs (None: the worker's user); may be deleted."""
         return self.root / "cache" / ("tokens" if user is None else f"tokens-{user}")
 
     def run_dir(self, run_id: str) -> Path:
-        """Everything of a run."""
+        """Return the folder of a run."""
         return self.root / "runs" / _checked(run_id, "run")
 
     def remove_run(self, run_id: str) -> None:
-        """Remove everything of a run, where there is anything; raises OSError when something stays."""
+        """Remove the folder of a run if it exists; raises `OSError` if something cannot be removed."""
         with suppress(FileNotFoundError):
             shutil.rmtree(self.run_dir(run_id))
 
     def journal(self, run_id: str) -> Path:
-        """The trainers' own account of a run, one for all its attempts."""
+        """Return the path of the journal that the trainers of all attempts of a run write."""
         return self.run_dir(run_id) / "journal.jsonl"
 
     def attempt_dir(self, run_id: str, attempt: int) -> Path:
-        """What one attempt writes, and no other."""
+        """Return the folder that only one attempt writes."""
         return self.run_dir(run_id) / f"a{attempt}"
 
     def shown(self, run_id: str, attempt: int, name: str) -> str:
-        """The path of something in `attempt_dir`, for lists: to make a `Path` of each takes longer than the query."""
+        """Return a path in `attempt_dir` as text, for lists: creating a `Path` for each takes longer than the query."""
         return f"{self.root}/runs/{run_id}/a{attempt}/{name}"
 
     def checkpoint_dir(self, run_id: str, attempt: int, step: int) -> Path:
-        """A checkpoint; it exists only when it is whole."""
+        """Return the folder of a checkpoint; it exists only once it is complete."""
         return self.attempt_dir(run_id, attempt) / checkpoint_name(step)
 
     def named_checkpoint(self, run_id: str, attempt: int, name: str) -> Path:
-        """The folder of a checkpoint by the name that its row has."""
+        """Return the folder of a checkpoint by the name in its row."""
         if _CHECKPOINT.fullmatch(name) is None:
             raise OutsideStorage(f"not the name of a checkpoint: {name!r}")
         return self.attempt_dir(run_id, attempt) / name
 
     def remove_checkpoint(self, run_id: str, attempt: int, name: str) -> None:
-        """Remove the folder of a checkpoint, where there is one; raises OSError when something stays."""
+        """Remove the folder of a checkpoint if it exists; raises `OSError` if something cannot be removed."""
         with suppress(FileNotFoundError):
             shutil.rmtree(self.named_checkpoint(run_id, attempt, name))
 
     def key_of(self, path: Path) -> str:
-        """What something below the root is called in a second storage: the same path, below the root of that one."""
+        """Return the key of a path in the replica storage: the path relative to the root."""
         return path.relative_to(self.root).as_posix()
 
     def output_dir(self, run_id: str, attempt: int) -> Path:
-        """The fine-tuned model and what belongs to it."""
+        """Return the folder of the fine-tuned model and its other files."""
         return self.attempt_dir(run_id, attempt) / "output"
 
     @staticmethod
     def open_below(root: Path, relative: str) -> int:
-        """A descriptor of the plain file at `relative` below `root`, for reading.
+        """Open the regular file at `relative` below `root` for reading and return its descriptor.
 
-        Each folder is opened from the one before, so that nobody who may write there can put a link into the way in
-        between; `root` itself must be no link either. Raises `OutsideStorage` as `resolve_below` does, and for what is
-        no plain file; OSError for what is not there.
+        Each folder is opened relative to its parent, so that a process with write access cannot insert a symbolic
+        link in between; `root` must not be a link either. Raises `OutsideStorage` like `resolve_below`, also if the
+        file is not a regular file; `OSError` if it does not exist.
         """
         _refuse_outside(relative)
         *folders, name = relative.split("/")
@@ -149,20 +149,20 @@ class Storage:
                 below = os.open(part, way | os.O_DIRECTORY, dir_fd=folder)
                 os.close(folder)
                 folder = below
-            file = os.open(name, way | os.O_NONBLOCK, dir_fd=folder)  # a pipe would be waited for
+            file = os.open(name, way | os.O_NONBLOCK, dir_fd=folder)  # opening a pipe would block
         finally:
             os.close(folder)
         if not stat.S_ISREG(os.fstat(file).st_mode):
             os.close(file)
-            raise OutsideStorage(f"no plain file: {relative!r}")
+            raise OutsideStorage(f"not a regular file: {relative!r}")
         return file
 
     @staticmethod
     def resolve_below(root: Path, relative: str) -> Path:
-        """The path of `relative` below `root`.
+        """Return the path of `relative` below `root`.
 
-        Raises `OutsideStorage` for `..`, absolute paths, NUL, backslashes and for anything that is, or lies
-        behind, a symbolic link. The file itself need not exist.
+        Raises `OutsideStorage` for `..`, absolute paths, NUL, backslashes and for any path that is, or goes
+        through, a symbolic link. The file itself need not exist.
         """
         _refuse_outside(relative)
         path = root
@@ -181,12 +181,12 @@ class Storage:
 
 
 def checkpoint_name(step: int) -> str:
-    """What the folder of a checkpoint is called."""
+    """Return the folder name of a checkpoint."""
     return f"checkpoint-{step}"
 
 
 def fsync(path: Path) -> None:
-    """Bring a file, or the entries of a folder, to the disk."""
+    """Flush a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""JSON as we take it: finite, shallow, with one value per key, and only text that Postgres can keep."""
+"""Strict JSON parser: finite numbers, limited depth, unique keys, and only text that PostgreSQL can store."""
 
 import json
 import math
@@ -7,12 +7,12 @@ from collections import Counter
 from typing import Any, NoReturn
 
 MAX_DEPTH = 32
-_ESCAPED_TROUBLE = re.compile(rb"\\u(?:0000|[dD][89a-fA-F])")
+_ESCAPED_INVALID = re.compile(rb"\\u(?:0000|[dD][89a-fA-F])")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class BadJson(ValueError):
-    """Why a text is refused: a stable code, and a sentence."""
+    """Invalid JSON: a stable code and a message."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -21,7 +21,7 @@ class BadJson(ValueError):
 
 
 def parse(raw: bytes) -> Any:
-    """The value of `raw`, which is UTF-8; raises `BadJson`."""
+    """Parse UTF-8 JSON; raises `BadJson`."""
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
@@ -36,14 +36,14 @@ def parse(raw: bytes) -> Any:
     except BadJson:
         raise
     except ValueError:
-        raise BadJson("number_too_long", "a number has more digits than can be kept") from None
-    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH or _ESCAPED_TROUBLE.search(raw):
-        _look_through(value)
+        raise BadJson("number_too_long", "a number has too many digits") from None
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH or _ESCAPED_INVALID.search(raw):
+        _check_values(value)
     return value
 
 
-def _look_through(value: Any) -> None:
-    """Depth and text of everything in `value`, level by level: recursion is what deep input attacks."""
+def _check_values(value: Any) -> None:
+    """Check depth and text of all values, iteratively: deeply nested input could exhaust the stack of a recursion."""
     level = [value]
     for _ in range(MAX_DEPTH):
         below: list[Any] = []
@@ -67,9 +67,9 @@ def _look_through(value: Any) -> None:
 
 def _check_text(text: str) -> None:
     if "\0" in text:
-        raise BadJson("nul_in_text", "text has a NUL character (\\u0000), which cannot be kept; remove it")
+        raise BadJson("nul_in_text", "text has a NUL character (\\u0000), which cannot be stored; remove it")
     if _SURROGATE.search(text):
-        raise BadJson("lone_surrogate", "text has half of a character (a lone surrogate such as \\ud800)")
+        raise BadJson("lone_surrogate", "text has a lone surrogate such as \\ud800; replace it")
 
 
 def _too_deep() -> BadJson:
@@ -82,7 +82,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         # In one pass: a row of 16 MiB may have a million keys.
         times = Counter(name for name, _ in pairs)
         twice = next(name for name, count in times.items() if count > 1)
-        raise BadJson("duplicate_key", f"the key {twice[:60]!r} is there twice")
+        raise BadJson("duplicate_key", f"the key {twice[:60]!r} occurs twice")
     return found
 
 
@@ -93,8 +93,8 @@ def _finite(digits: str) -> float:
     return number
 
 
-def _no_constant(name: str) -> NoReturn:
+def _reject_constant(name: str) -> NoReturn:
     raise BadJson("not_finite", f"{name} is not a JSON value; use null or a number")
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite, parse_constant=_no_constant)
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite, parse_constant=_reject_constant)

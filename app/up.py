@@ -1,4 +1,4 @@
-"""`anneal up`: everything on this machine, kept running until it is told to end."""
+"""`anneal up`: runs all services on this machine and restarts them until it is stopped."""
 
 import http.client
 import json
@@ -29,18 +29,19 @@ from app.serve import REQUEST_GRACE_SECONDS, base_url, listen
 from app.workers import local
 from app.workers.models import Worker
 
-_STEADY_SECONDS = 30.0  # who lived this long before dying is started again at once
-_LONGEST_BACKOFF_SECONDS = 30.0
-_PATIENCE_SECONDS = 60.0  # after which a start that is not ready yet is worth a word
+_STABLE_SECONDS = 30.0  # a process that ran this long before it exited is restarted at once
+_MAX_BACKOFF_SECONDS = 30.0
+_NOT_READY_REPORT_SECONDS = 60.0  # after which a startup that is not ready yet is reported
 _TICK_SECONDS = 0.2
 _API_GRACE_SECONDS = REQUEST_GRACE_SECONDS + 5.0
-_WORKER_MORE_SECONDS = 10.0  # than its trainers have to save: it then kills those that did not, and tells of it
+_WORKER_EXTRA_GRACE_SECONDS = 10.0
+"""Seconds beyond the save grace of trainers: the worker then kills those that did not save, and reports it."""
 
 Say = Callable[[str], None]
 
 
 class Startable(Protocol):
-    """What can be supervised: the embedded servers and our own programs alike."""
+    """Interface of supervised processes: the embedded servers, the API and the worker."""
 
     @property
     def name(self) -> str: ...
@@ -52,13 +53,13 @@ class Startable(Protocol):
 
 
 class Program:
-    """One of our own processes."""
+    """Python process of the service: the API or a worker."""
 
     def __init__(self, name: str, arguments: list[str], log: Path, environment: Callable[[], dict[str, str]]) -> None:
         self.name = name
         self.process: Popen[bytes] | None = None
         self.descriptors: tuple[int, ...] = ()
-        # -P: a folder called `app` where the user happens to be must not be taken for ours.
+        # -P: do not import a folder called `app` from the current directory.
         self._arguments = [sys.executable, "-P", "-m", *arguments]
         self._log = log
         self._environment = environment
@@ -69,15 +70,15 @@ class Program:
         )
 
     def stop(self, grace: float) -> bool:
-        """End with SIGTERM; False when that took longer than `grace` seconds and SIGKILL did it."""
+        """Stop with SIGTERM, and with SIGKILL after `grace` seconds; return False if SIGKILL was needed."""
         return self.process is None or stop_child(self.process, grace)
 
 
 class Supervised:
-    """Keeps one process running: starts it again when it dies, less eagerly each time."""
+    """Keeps one process running: restarts it when it exits, with an increasing delay."""
 
     def __init__(self, target: Startable, say: Say, meant: Callable[[int], bool] = lambda _pid: False) -> None:
-        """`meant` answers whether the end of a process was asked for, by others than us: it then stays ended."""
+        """Initialize; `meant(pid)` returns True if another command stopped the process: it is then not restarted."""
         self.target = target
         self._say = say
         self._meant = meant
@@ -88,11 +89,11 @@ class Supervised:
 
     @property
     def pid(self) -> int | None:
-        """The process id while it runs."""
+        """Process id; None while it does not run."""
         return self.target.process.pid if self._running and self.target.process is not None else None
 
     def tend(self) -> bool:
-        """Look after it; True when it died or was started since the last look."""
+        """Check the process and restart it if due; return True if it exited or was started since the last call."""
         now = time.monotonic()
         if self._running:
             code = self.target.process.poll() if self.target.process is not None else 0
@@ -101,36 +102,36 @@ class Supervised:
             self._running = False
             if self.target.process is not None and self._meant(self.target.process.pid):
                 self._retired = True
-                self._say(f"{self.target.name} was drained and has ended; the next `anneal up` starts one again")
+                self._say(f"{self.target.name} was drained and has exited; the next `anneal up` starts one again")
                 return True
-            self._failures = 0 if now - self._since > _STEADY_SECONDS else self._failures + 1
-            self._back_off(now, f"{self.target.name} {_ending(code)}")
+            self._failures = 0 if now - self._since > _STABLE_SECONDS else self._failures + 1
+            self._back_off(now, f"{self.target.name} {_describe_exit(code)}")
             return True
         if self._retired or now < self._due:
             return False
         try:
             self.target.start()
         except Exception as error:
-            # Whatever keeps it from starting, the others go on, and so do the attempts.
+            # For any reason, the other processes continue, and so do the restarts.
             self._failures += 1
-            self._back_off(now, f"{self.target.name} does not start: {error}")
+            self._back_off(now, f"{self.target.name} could not be started: {error}")
             return False
         self._running, self._since = True, now
-        self._say(f"{self.target.name} runs again (process {self.pid})")
+        self._say(f"{self.target.name} was restarted (process {self.pid})")
         return True
 
     def _back_off(self, now: float, what: str) -> None:
-        delay = 0.0 if self._failures <= 1 else min(_LONGEST_BACKOFF_SECONDS, 0.5 * 2 ** (self._failures - 2))
+        delay = 0.0 if self._failures <= 1 else min(_MAX_BACKOFF_SECONDS, 0.5 * 2 ** (self._failures - 2))
         self._due = now + delay
-        self._say(f"{what}; starting it again" + (f" in {delay:g} s" if delay else ""))
+        self._say(f"{what}; restarting it" + (f" in {delay:g} s" if delay else ""))
 
 
-class _EndedEarly(Exception):
-    """A signal to end came while things were still being started."""
+class _StoppedEarly(Exception):
+    """Signal that a stop was requested during startup."""
 
 
 class Up:
-    """One `anneal up`; `run` returns the exit code, or raises HomeError before anything was started."""
+    """One `anneal up`; `run` returns the exit code, or raises `HomeError` before anything was started."""
 
     def __init__(self, settings: Settings, say: Say) -> None:
         self.settings = settings
@@ -140,11 +141,11 @@ class Up:
         self._ready = False
         self._key = ""
         self._url = ""
-        self._asked = time.monotonic()
+        self._reported_at = time.monotonic()
         self._supervised: list[Supervised] = []
 
     def run(self) -> int:
-        """Start everything, keep it running until SIGINT or SIGTERM, end everything."""
+        """Start everything, keep it running until SIGINT, SIGTERM or SIGHUP, then stop everything."""
         check_urls(self.settings)
         with HomeLock(self._home), self._signals() as wake, closing(listen(self.settings)) as listener:
             self._url = base_url(listener)
@@ -157,19 +158,19 @@ class Up:
             self._api.descriptors = (listener.fileno(),)
             self._worker = Program("worker", ["worker.main"], logs / "worker.log", self._env)
             try:
-                with suppress(_EndedEarly):
+                with suppress(_StoppedEarly):
                     self._start()
                 while not self._stopping:
-                    self._tend()
+                    self._poll()
                     _wait(wake)
-                self._end_gently()
+                self._stop_gracefully()
             finally:
-                self._end_at_once()
+                self._kill_remaining()
         return 0
 
     @property
     def _worker_grace(self) -> float:
-        return self.settings.save_grace_seconds + _WORKER_MORE_SECONDS
+        return self.settings.save_grace_seconds + _WORKER_EXTRA_GRACE_SECONDS
 
     def _start(self) -> None:
         if self._servers.servers:
@@ -179,7 +180,7 @@ class Up:
         settings = self._resolved()
         before, after = migrate.upgrade(settings, self._say)
         if before != after:
-            self._say(f"Database brought to revision {after}.")
+            self._say(f"Database migrated to revision {after}.")
         self._key = str((read_json(self.settings.connection_file) or {}).get("api_key") or "")
         if not self._key:
             self._make_key()
@@ -193,15 +194,15 @@ class Up:
         self._publish()
 
     def _check(self) -> None:
-        """Raise when a signal to end came. The handler does not: in a destructor, say, that would be lost."""
+        """Raise if a stop was requested; the signal handler does not, because destructors swallow exceptions."""
         if self._stopping:
-            raise _EndedEarly
+            raise _StoppedEarly
 
-    def _tend(self) -> None:
+    def _poll(self) -> None:
         ports = [server.port for server in self._servers.servers]
         changed = [supervised for supervised in self._supervised if supervised.tend()]
         if [server.port for server in self._servers.servers] != ports:
-            # Its old port was taken while it was down: those who use it start again, knowing the new one.
+            # The server's old port was taken while it was down: restart its clients with the new port.
             self._servers.publish()
             self._api.stop(_API_GRACE_SECONDS)
             self._worker.stop(self._worker_grace)
@@ -217,16 +218,16 @@ class Up:
     def _is_ready(self) -> bool:
         status, missing = _get(self._url + "/readyz", self._key)
         if status == 401:
-            # Kept from another database, or revoked.
+            # The stored key belongs to another database, or was revoked.
             self._make_key()
             self._publish()
         if status == 200:
             if self._worker_registered():
                 return True
             missing = "No worker has registered."
-        if time.monotonic() - self._asked > _PATIENCE_SECONDS:
-            self._asked = time.monotonic()
-            self._say(f"Not ready yet: {missing} The files in {self._home / 'logs'} tell more.")
+        if time.monotonic() - self._reported_at > _NOT_READY_REPORT_SECONDS:
+            self._reported_at = time.monotonic()
+            self._say(f"Not ready yet: {missing} See the log files in {self._home / 'logs'}.")
         return False
 
     def _worker_registered(self) -> bool:
@@ -250,7 +251,7 @@ class Up:
             f"  key  {self._key}\n\n"
             f'  curl -H "Authorization: Bearer {self._key}" {self._url}/v1/workers\n\n'
             f"The same is in {self.settings.connection_file}.\n"
-            "Ctrl-C ends it; runs are saved then, and go on at the next start."
+            "Ctrl-C stops it; active runs save a checkpoint and resume at the next start."
         )
 
     def _make_key(self) -> None:
@@ -272,32 +273,32 @@ class Up:
         )
 
     def _env(self) -> dict[str, str]:
-        # What they log goes to files below ANNEAL_HOME, where people read it.
+        # Their logs go to files below ANNEAL_HOME, which people read.
         for_people = {"ANNEAL_LOG_FORMAT": "console"}
         return for_people | self._resolved().child_environment() | {"PYTHONUNBUFFERED": "1"}
 
-    def _end_gently(self) -> None:
-        """The worker first: its trainers save, and what they say must still find a database."""
-        self._say("Ending: runs save and are handed back (Ctrl-C again ends at once) …")
+    def _stop_gracefully(self) -> None:
+        """Stop the worker first: its trainers save, and their updates need the database."""
+        self._say("Stopping: runs save a checkpoint and are released (Ctrl-C again stops at once) …")
         if not self._worker.stop(self._worker_grace):
-            self._say("The worker did not end in time and was killed; its runs go on from their last checkpoint.")
+            self._say("The worker did not stop in time and was killed; its runs resume from their last checkpoint.")
         self._api.stop(_API_GRACE_SECONDS)
         self._servers.stop()
 
-    def _end_at_once(self) -> None:
-        """Nothing may be left behind, however `run` ends; after a gentle end there is nothing left to do."""
+    def _kill_remaining(self) -> None:
+        """Kill the remaining processes, so that no process outlives `run`; does nothing after a graceful stop."""
         for program in (self._worker, self._api):
             program.stop(0)
         self._servers.stop()
         if self._supervised:
             self._supervised = []
             write_private_json(self.settings.connection_file, {"url": self._url, "api_key": self._key, "pids": {}})
-            self._say("Ended.")
+            self._say("Stopped.")
 
     @contextmanager
     def _signals(self) -> Iterator[int]:
-        """Yields a descriptor that becomes readable when a signal came: an ending of a child wakes us as well."""
-        wake, poke = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        """Yield a descriptor that becomes readable on a signal, including SIGCHLD when a child exits."""
+        wake, wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
         def stop(number: int, _: object) -> None:
             if self._stopping and number == signal.SIGINT:
@@ -311,7 +312,7 @@ class Up:
             signal.SIGCHLD: lambda *_: None,
         }
         previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-        previous_descriptor = signal.set_wakeup_fd(poke, warn_on_full_buffer=False)
+        previous_descriptor = signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
         try:
             yield wake
         finally:
@@ -319,17 +320,17 @@ class Up:
             for number, handler in previous.items():
                 signal.signal(number, handler)
             os.close(wake)
-            os.close(poke)
+            os.close(wake_writer)
 
 
 def _wait(wake: int) -> None:
-    """Until a signal comes, or until it is time to look around anyway."""
+    """Wait for a signal, at most `_TICK_SECONDS`."""
     if select.select([wake], [], [], _TICK_SECONDS)[0]:
         os.read(wake, 4096)
 
 
 def _get(url: str, key: str) -> tuple[int, str]:
-    """Status of a GET and what its problem says; 0 when there is no answer."""
+    """Send a GET request; return its status and problem `detail`, or status 0 if there is no response."""
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=2)
     try:
@@ -342,7 +343,7 @@ def _get(url: str, key: str) -> tuple[int, str]:
         connection.close()
 
 
-def _ending(code: int) -> str:
+def _describe_exit(code: int) -> str:
     if code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
-    return f"ended with exit code {code}"
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"exited with code {code}"

@@ -1,4 +1,4 @@
-"""What every call has on the wire: pages, problems, moments. Plain pydantic, so that a client can use it too."""
+"""Wire models that all endpoints share: pages, errors, timestamps. Only pydantic, so that clients can import it."""
 
 from datetime import datetime
 from typing import Annotated, Any, Generic, TypeVar
@@ -10,11 +10,11 @@ from app.clock import timestamp
 T = TypeVar("T")
 
 Moment = Annotated[datetime, PlainSerializer(timestamp, return_type=str, when_used="json")]
-"""RFC 3339 in UTC with milliseconds."""
+"""Timestamp that serializes as RFC 3339 in UTC with milliseconds."""
 
 
 def _with_example(schema: dict[str, Any], page: type[BaseModel]) -> None:
-    """The example of a page is a page of its item's example."""
+    """Build the example of a page from the example of its item."""
     for item in page.__pydantic_generic_metadata__["args"]:
         extra = getattr(item, "model_config", {}).get("json_schema_extra")
         if isinstance(extra, dict) and "example" in extra:
@@ -22,7 +22,7 @@ def _with_example(schema: dict[str, Any], page: type[BaseModel]) -> None:
 
 
 class Page(BaseModel, Generic[T]):
-    """One page; `has_more` says whether `?after=<last id>` has another."""
+    """One page of a list; `has_more` is true if `?after=<last id>` returns another page."""
 
     model_config = ConfigDict(json_schema_extra=_with_example)
 
@@ -31,7 +31,7 @@ class Page(BaseModel, Generic[T]):
 
 
 class FieldError(BaseModel):
-    """One thing that is wrong, and where."""
+    """Error in one field of the request."""
 
     field: str
     code: str
@@ -39,7 +39,7 @@ class FieldError(BaseModel):
 
 
 class Problem(BaseModel):
-    """The body of every answer that is not a success (RFC 9457)."""
+    """Body of every error response (RFC 9457)."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -47,7 +47,7 @@ class Problem(BaseModel):
                 "type": "urn:anneal:problem:run_not_found",
                 "title": "Not Found",
                 "status": 404,
-                "detail": "There is no run run_01k0q3x7…; GET /v1/runs lists the ones there are.",
+                "detail": "There is no run run_01k0q3x7…; list the existing ones with GET /v1/runs.",
                 "code": "run_not_found",
                 "request_id": "req_01k0q3x7v5m2n8p4r6t0w9y1z3",
             }

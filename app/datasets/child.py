@@ -1,4 +1,4 @@
-"""Native code that reads what a stranger sent, in a process of its own: bounded memory and time, nothing to steal."""
+"""Sandbox process for native code that parses untrusted input: limited memory and time, no credentials."""
 
 import os
 import resource
@@ -16,25 +16,26 @@ if TYPE_CHECKING:
 
 MOST_MEMORY = 1024**3
 MOST_AT_A_TIME = 4
-"""Of each kind: one that counts tokens may wait for one that reads, never the other way round."""
-_turns: dict[str, threading.BoundedSemaphore] = {}
-_making = threading.Lock()
+"""Maximum number of processes per program. Token counters may wait for readers, never the reverse."""
+_slots: dict[str, threading.BoundedSemaphore] = {}
+_slots_lock = threading.Lock()
 CANNOT_READ = 3
 _PIECE = 256 * 1024
 
 
 class ChildFailed(Exception):
-    """The process cannot do its work, and why."""
+    """Failure of a sandbox process, with the reason."""
 
 
 class NoTurn(Exception):
-    """So many processes of this kind are at work: try again in a moment."""
+    """Maximum number of processes of this program reached; try again later."""
 
 
 class Child:
-    """Runs a module; killed when it is closed or forgotten. Raises `NoTurn` where there are enough of it.
+    """Sandbox process that runs a module; killed when it is closed or garbage-collected.
 
-    A single wait may take `silent` seconds and all of them together `most_seconds`.
+    Raises `NoTurn` if the maximum number of processes is running. A single wait may take `silent` seconds, and all
+    waits together `most_seconds`; otherwise methods raise `ChildFailed`.
     """
 
     def __init__(
@@ -47,26 +48,26 @@ class Child:
         most_seconds: float,
         environment: dict[str, str] | None = None,
     ) -> None:
-        turns = _turn(program)
+        slots = _acquire_slot(program)
         try:
-            # -P: a folder called `app` where the service happens to be started must not be taken for ours.
+            # -P: do not import a folder called `app` from the current directory.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", program, *arguments],
-                env={**settings.trainer_environment(), **(environment or {})},  # without any credential
+                env={**settings.trainer_environment(), **(environment or {})},  # contains no credentials
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
             )
         except BaseException:
-            turns.release()
+            slots.release()
             raise
         self._silent = silent
         self._left = self._most_seconds = most_seconds
-        # Its pipes close with the last reference: a thread that still reads must not meet another file instead.
-        self.close = weakref.finalize(self, _end, self._process, turns)
+        # The pipes close with the last reference: a thread that still reads must not get a reused file descriptor.
+        self.close = weakref.finalize(self, _kill, self._process, slots)
 
     def send(self, data: bytes) -> None:
-        """Write all of it to the standard input."""
+        """Write all data to the standard input."""
         pipe = _pipe(self._process.stdin)
         os.set_blocking(pipe.fileno(), False)
         view = memoryview(data)
@@ -78,10 +79,10 @@ class Child:
                 continue
             except BrokenPipeError:
                 self._check_end()
-                raise ChildFailed("its process ended too early") from None
+                raise ChildFailed("its process exited early") from None
 
     def read(self) -> bytes:
-        """What comes next from the standard output; nothing once the process has done its work."""
+        """Return the next bytes of the standard output, or empty bytes once the process has finished."""
         pipe = _pipe(self._process.stdout)
         self._wait(pipe, select.POLLIN)
         piece = os.read(pipe.fileno(), _PIECE)
@@ -94,21 +95,21 @@ class Child:
         poll.register(pipe, event)
         began = time.monotonic()
         if not poll.poll(min(self._silent, self._left) * 1000):
-            raise ChildFailed(f"nothing came of it for {min(self._silent, self._left):.0f} seconds")
+            raise ChildFailed(f"its process produced no output for {min(self._silent, self._left):.0f} seconds")
         self._left -= time.monotonic() - began
         if self._left <= 0:
             raise ChildFailed(f"it takes more than {self._most_seconds:,.0f} seconds")
 
     def _check_end(self) -> None:
-        _, told = self._process.communicate()
+        _, stderr = self._process.communicate()
         if self._process.returncode == CANNOT_READ:
-            raise ChildFailed(told.decode(errors="replace").strip())
+            raise ChildFailed(stderr.decode(errors="replace").strip())
         if self._process.returncode != 0:
             raise ChildFailed("the process that read it crashed")
 
 
 def confined(work: Callable[[], None], most_memory: int = MOST_MEMORY) -> int:
-    """In the child: do the work in that much memory; answers the exit status, having told why where it failed."""
+    """Run `work` in the child with limited memory; print the reason of a failure and return the exit status."""
     resource.setrlimit(resource.RLIMIT_AS, (most_memory, most_memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
@@ -116,15 +117,15 @@ def confined(work: Callable[[], None], most_memory: int = MOST_MEMORY) -> int:
     except BrokenPipeError:
         return 0
     except MemoryError:
-        return _cannot(f"it takes more than {most_memory:,} bytes of memory")
+        return _fail(f"it takes more than {most_memory:,} bytes of memory")
     except RecursionError:
-        return _cannot("it is nested too deep")
+        return _fail("it is nested too deeply")
     except Exception as error:
-        return _cannot(" ".join(str(error).split())[:300])
+        return _fail(" ".join(str(error).split())[:300])
     return 0
 
 
-def _cannot(why: str) -> int:
+def _fail(why: str) -> int:
     print(why, file=sys.stderr)  # noqa: T201
     return CANNOT_READ
 
@@ -135,16 +136,16 @@ def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
     return pipe
 
 
-def _turn(program: str) -> threading.BoundedSemaphore:
-    """One of the few of these processes that there may be; to be released when it has ended."""
-    with _making:
-        turns = _turns.setdefault(program, threading.BoundedSemaphore(MOST_AT_A_TIME))
-    if not turns.acquire(blocking=False):
+def _acquire_slot(program: str) -> threading.BoundedSemaphore:
+    """Acquire a slot for a process of this program, to be released when the process has exited."""
+    with _slots_lock:
+        slots = _slots.setdefault(program, threading.BoundedSemaphore(MOST_AT_A_TIME))
+    if not slots.acquire(blocking=False):
         raise NoTurn
-    return turns
+    return slots
 
 
-def _end(process: subprocess.Popen[bytes], turns: threading.BoundedSemaphore) -> None:
+def _kill(process: subprocess.Popen[bytes], slots: threading.BoundedSemaphore) -> None:
     process.kill()
     process.wait()
-    turns.release()
+    slots.release()

@@ -19,8 +19,8 @@ router = APIRouter(prefix="/datasets", tags=["datasets"])
 IdempotencyKey = Annotated[
     str | None,
     Header(
-        description="The same key with the same file and fields answers the same data set, so that an upload whose "
-        "answer got lost can be repeated.",
+        description="Repeating an upload with the same key, file and fields returns the same dataset, so an upload "
+        "whose response was lost can be retried safely.",
         examples=["0b5c6f62-41b8-4f5c-9d0e-6a2e8d1c7f30"],
     ),
 ]
@@ -32,7 +32,7 @@ IdempotencyKey = Annotated[
     openapi_extra={"requestBody": UPLOAD_BODY},
     responses={
         415: {"description": "The body is neither multipart/form-data nor JSON."},
-        502: {"description": "The hub does not answer, or not as it should."},
+        502: {"description": "The hub does not answer, or its response is unusable."},
     },
 )
 async def upload_dataset(
@@ -43,12 +43,12 @@ async def upload_dataset(
     storage: CurrentStorage,
     idempotency_key: IdempotencyKey = None,
 ) -> DatasetView:
-    """Upload a file (JSONL, JSON, CSV, Parquet), or name a data set of the hub in JSON.
+    """Upload a file (JSONL, JSON, CSV, Parquet), or import a dataset of the Hugging Face Hub named in JSON.
 
-    It is checked row by row and kept, as JSONL, only when every row is good.
+    The dataset is validated row by row and stored as JSONL only if every row is valid.
     """
     sessions = request.app.state.sessions
-    Idempotency.of(idempotency_key, "", b"")  # a key that cannot be one is told before the file is read
+    Idempotency.of(idempotency_key, "", b"")  # rejects an invalid key before the file is read
     with storage.staging() as folder:
         around = sources.Around(sessions, settings, storage, folder)
         received = await sources.receive(around, request.headers.get("content-type", ""), request.stream())
@@ -62,17 +62,17 @@ async def upload_dataset(
 async def list_datasets(
     session: Session,
     paging: PageQuery,
-    name: Annotated[str | None, Query(max_length=200, description="A part of the name, in any case.")] = None,
+    name: Annotated[str | None, Query(max_length=200, description="Part of the name, case-insensitive.")] = None,
     format: Format | None = None,
 ) -> Page[DatasetSummary]:
-    """Data sets, newest first."""
+    """List datasets, newest first."""
     rows, has_more = await service.page(session, service.Filters(name, format), paging)
     return Page(data=[DatasetSummary.model_validate(row) for row in rows], has_more=has_more)
 
 
 @router.get("/{dataset_id}")
 async def get_dataset(dataset_id: str, session: Session) -> DatasetView:
-    """One data set with its first rows."""
+    """Get one dataset with its first rows."""
     return DatasetView.model_validate(await service.get(session, dataset_id))
 
 
@@ -84,7 +84,7 @@ async def get_dataset(dataset_id: str, session: Session) -> DatasetView:
 async def delete_dataset(
     dataset_id: str, session: Session, storage: CurrentStorage, after_commit: BackgroundTasks
 ) -> None:
-    """Remove a data set and its file, unless a run refers to it: a run that has ended can be resumed."""
+    """Delete a dataset and its file, unless a run refers to it, because a finished run can be resumed."""
     await service.delete(session, dataset_id)
     after_commit.add_task(storage.remove_dataset, dataset_id)
 
@@ -95,11 +95,11 @@ async def delete_dataset(
     responses={
         200: {"content": {"application/x-ndjson": {"schema": {"type": "string", "format": "binary"}}}},
         206: {"description": "The ranges that `Range` asked for."},
-        416: {"description": "`Range` lies behind the end of the file."},
+        416: {"description": "`Range` starts after the end of the file."},
     },
 )
 async def download_dataset(dataset_id: str, session: Session, storage: CurrentStorage) -> FileResponse:
-    """The rows as JSONL, whole or the ranges asked for; `ETag` is the SHA-256."""
+    """Download the rows as JSONL, completely or the requested ranges; `ETag` is the SHA-256."""
     dataset = await service.get(session, dataset_id)
     file = await asyncio.to_thread(service.content, storage, dataset)
     return FileResponse(

@@ -1,4 +1,4 @@
-"""What a row of each format must be, and which format the columns of a file belong to."""
+"""Dataset formats: validation of rows, and format detection by column names."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -6,11 +6,11 @@ from typing import Any
 
 Row = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
-_WORD = re.compile(r"\S")
+_NON_SPACE = re.compile(r"\S")
 
 
 class BadRow(ValueError):
-    """Why a row is refused: a stable code, and a sentence that names the place in the row."""
+    """Invalid row: a stable code and a message that names the location in the row."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -19,39 +19,39 @@ class BadRow(ValueError):
 
 
 def detect(columns: Iterable[str]) -> str:
-    """The format that columns with these names belong to; raises `BadRow` where it is none or not the only one."""
+    """Detect the format from column names; raises `BadRow` if no format or more than one matches."""
     names = list(columns)
     fitting = [(needed, name) for name, choices in _SIGNATURES.items() for needed in choices if needed <= set(names)]
-    # {prompt, completion} is more than the lone {prompt} which it contains.
+    # {prompt, completion} is more specific than {prompt}, which it contains.
     found = sorted({name for needed, name in fitting if not any(needed < other for other, _ in fitting)})
     if len(found) > 1 and "prompt" in found and not set(names) >= _WITH_ANSWER:
-        # A prompt beside something that can be trained on is a column of its own more often than a data set of prompts.
+        # A prompt next to the columns of another format is usually an extra column, not a dataset of prompts.
         found.remove("prompt")
     if len(found) == 1:
         return found[0]
     if found:
         raise BadRow(
             "ambiguous_format",
-            f"the row could be {' or '.join(found)}; name the `format` in a field before the file",
+            f"the row could be {' or '.join(found)}; set the field `format` before the file",
         )
     there = ", ".join(f"`{name[:40]}`" for name in names[:10]) or "none"
     raise BadRow(
         "unknown_format",
         f"the columns are {there}; a row needs `messages` (chat), `prompt` and `completion` (prompt_completion), "
-        "`text` (text), `prompt`, `chosen` and `rejected` (preference) or `prompt` (prompt); `columns` tells which "
-        "of yours is which",
+        "`text` (text), `prompt`, `chosen` and `rejected` (preference) or `prompt` (prompt); use `columns` to map "
+        "your columns to these names",
     )
 
 
 def checked(format: str, row: Row) -> Row:
-    """The row as it is kept, which is `row` itself unless it came in another shape; raises `BadRow`."""
+    """Validate a row and return it in its stored form, which is `row` itself unless converted; raises `BadRow`."""
     return _CHECKS[format](row)
 
 
 def sequences_of(format: str, row: Row) -> Iterator[Iterator[str]]:
-    """What a model would read of a row that `checked` has answered: contents, without any chat template.
+    """Yield the texts of each sequence of a row that `checked` returned, without a chat template.
 
-    The texts of each sequence; a preference pair is two of them, each with the prompt before its answer.
+    A preference pair has two sequences, each with the prompt before its answer.
     """
     for columns in _READ[format]:
         yield _texts(row, columns)
@@ -67,48 +67,48 @@ def _texts(row: Row, columns: tuple[str, ...]) -> Iterator[str]:
 
 
 def _chat(row: Row) -> Row:
-    messages = _present(row, "messages", "chat")
+    messages = _required(row, "messages", "chat")
     _check_messages(messages, "messages")
     if all(message["role"] != "assistant" for message in messages):
-        raise BadRow("no_assistant_message", "`messages` has no message of the assistant: nothing to learn from")
+        raise BadRow("no_assistant_message", "`messages` has no message of the role `assistant` to train on")
     return row
 
 
 def _prompt_completion(row: Row) -> Row:
     for column in ("prompt", "completion"):
-        _present(row, column, "prompt_completion")
+        _required(row, column, "prompt_completion")
     for column in ("prompt", "completion"):
         _check_text(row[column], column)
     return row
 
 
 def _plain_text(row: Row) -> Row:
-    _check_text(_present(row, "text", "text"), "text")
+    _check_text(_required(row, "text", "text"), "text")
     return row
 
 
 def _preference(row: Row) -> Row:
     if "preferred_output" in row or "non_preferred_output" in row:
-        row = _of_input(row)
+        row = _from_openai(row)
     columns = ("prompt", "chosen", "rejected")
     for column in columns:
-        _present(row, column, "preference")
+        _required(row, column, "preference")
     if any(isinstance(row[column], list) for column in columns):
         for column in columns:
             _check_messages(row[column], column)
         for column in ("chosen", "rejected"):
             if row[column][-1]["role"] != "assistant":
-                raise BadRow("no_assistant_message", f"the last message of `{column}` must be the assistant's")
+                raise BadRow("no_assistant_message", f"the last message of `{column}` must have the role `assistant`")
     else:
         for column in columns:
             _check_text(row[column], column)
     return row
 
 
-def _of_input(row: Row) -> Row:
-    """A pair in OpenAI's shape as one of ours; what else `input` holds (`tools`) becomes columns."""
+def _from_openai(row: Row) -> Row:
+    """Convert a preference pair from OpenAI's format; other members of `input` (`tools`) become columns."""
     for column in _OPENAI:
-        _present(row, column, "preference")
+        _required(row, column, "preference")
     given = row["input"]
     if not isinstance(given, dict) or "messages" not in given:
         raise BadRow("wrong_type", '`input` must be an object such as {"messages": [{"role": "user", …}]}')
@@ -117,14 +117,16 @@ def _of_input(row: Row) -> Row:
         _check_messages(row[column], column)
     _check_messages(given["messages"], "input.messages")
     rest = {key: value for key, value in row.items() if key not in _OPENAI}
-    beside = {key: value for key, value in given.items() if key != "messages"}
-    if twice := sorted((rest.keys() | beside.keys()) & pair.keys() | (rest.keys() & beside.keys())):
-        raise BadRow("column_conflict", f"`{twice[0][:40]}` is there twice once `input` is taken apart; remove one")
-    return {**pair, **beside, **rest}
+    extra = {key: value for key, value in given.items() if key != "messages"}
+    if twice := sorted((rest.keys() | extra.keys()) & pair.keys() | (rest.keys() & extra.keys())):
+        raise BadRow(
+            "column_conflict", f"`{twice[0][:40]}` occurs twice after `input` is expanded into columns; remove one"
+        )
+    return {**pair, **extra, **rest}
 
 
 def _prompt(row: Row) -> Row:
-    prompt = _present(row, "prompt", "prompt")
+    prompt = _required(row, "prompt", "prompt")
     if isinstance(prompt, list):
         _check_messages(prompt, "prompt")
     else:
@@ -134,9 +136,9 @@ def _prompt(row: Row) -> Row:
     return row
 
 
-def _present(row: Row, column: str, format: str) -> Any:
+def _required(row: Row, column: str, format: str) -> Any:
     if column not in row:
-        raise BadRow("missing_column", f"there is no `{column}`; every row of the format {format} needs it")
+        raise BadRow("missing_column", f"`{column}` is missing; every row of the format {format} needs it")
     return row[column]
 
 
@@ -153,16 +155,14 @@ def _check_messages(messages: Any, name: str) -> None:
         _check_text(message.get("content"), f"{place}.content")
         if len(message) != 2:
             extra = next(key for key in message if key not in ("role", "content"))
-            raise BadRow(
-                "unknown_key", f"`{place}` has `{extra[:40]}`; a message has `role` and `content`, nothing else"
-            )
+            raise BadRow("unknown_key", f"`{place}` has `{extra[:40]}`; a message may have only `role` and `content`")
 
 
 def _check_text(text: Any, name: str) -> None:
     if not isinstance(text, str):
-        raise BadRow("wrong_type", f"`{name}` must be a text")
-    if _WORD.search(text) is None:
-        raise BadRow("empty_text", f"`{name}` is empty; fill it or leave the row out")
+        raise BadRow("wrong_type", f"`{name}` must be a string")
+    if _NON_SPACE.search(text) is None:
+        raise BadRow("empty_text", f"`{name}` is empty; fill it or remove the row")
 
 
 _LONE_PROMPT = frozenset({"prompt"})
@@ -175,7 +175,7 @@ _SIGNATURES: dict[str, list[frozenset[str]]] = {
     "preference": [frozenset({"prompt", "chosen", "rejected"}), _OPENAI],
     "prompt": [_LONE_PROMPT, _WITH_ANSWER],
 }
-"""Sets of columns, each of which tells a format."""
+"""Sets of columns that identify each format."""
 _CHECKS: dict[str, Callable[[Row], Row]] = {
     "chat": _chat,
     "prompt_completion": _prompt_completion,
@@ -190,9 +190,9 @@ _READ: dict[str, tuple[tuple[str, ...], ...]] = {
     "preference": (("prompt", "chosen"), ("prompt", "rejected")),
     "prompt": (("prompt",),),
 }
-"""Columns of each sequence."""
+"""Columns that make up each sequence, by format."""
 FORMATS = tuple(_CHECKS)
 NEEDED = frozenset[str]().union(*(needed for choices in _SIGNATURES.values() for needed in choices)) - {"answer"}
-"""Columns that some format cannot do without: an empty cell of theirs is a mistake, not an absence."""
+"""Columns that a format requires: an empty cell in them is an error, not a missing value."""
 NEVER_TEXT = frozenset({"messages"}) | _OPENAI
-"""Columns that no format has as a text: a table's cell holds them as JSON."""
+"""Columns that are never plain text in any format: a table's cell contains them as JSON."""

@@ -1,4 +1,4 @@
-"""Files of the Hugging Face hub, fetched over the few of its calls that are needed."""
+"""Minimal client of the Hugging Face Hub that lists and downloads files."""
 
 import asyncio
 import json
@@ -19,46 +19,47 @@ from app.datasets.schemas import HubImport
 from app.errors import ApiError, FieldError, clean, invalid
 from app.outgoing import is_public
 
-_MOST_LISTING_BYTES = 16 * 1024**2
-_MOST_FILES = 10_000
-_TOKEN = "for a private or gated one, an admin sets the secret `hf_token`"
+_MAX_LISTING_BYTES = 16 * 1024**2
+_MAX_FILES = 10_000
+_TOKEN_HINT = "if it is private or gated, an admin must set the secret `hf_token`"
 _SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".json", ".csv")
-"""Kinds of files that can be read, the one to prefer first."""
+"""Supported file types, in order of preference."""
 
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file at one commit of a data set."""
+    """File at one commit of a dataset."""
 
     path: str
     url: str
 
 
 class _Unusable(Exception):
-    """What the hub answers cannot be used, and why."""
+    """Unusable response of the hub, with the reason."""
 
 
-class _Guarded(httpx.AsyncBaseTransport):
-    """Connects to the hub, to a proxy where the environment names one for a URL, and else to the internet alone.
+class _GuardedTransport(httpx.AsyncBaseTransport):
+    """HTTP transport that connects only to the hub, to a proxy from the environment, or to public addresses.
 
-    An address is judged, and then that very address connected to: a name may have another one a moment later.
+    It resolves a name once, checks the address and connects to that address, because a second lookup could return
+    a different one (DNS rebinding).
     """
 
     def __init__(self, hub: str) -> None:
         self._hub = hub
         self._tls = httpx.create_ssl_context()
-        self._opened: dict[str, httpx.AsyncHTTPTransport] = {}
+        self._transports: dict[str, httpx.AsyncHTTPTransport] = {}
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         host = request.url.host
         if proxy := _proxy_of(request.url):
-            # It is the proxy that decides who can be reached.
+            # The proxy decides which hosts are reachable.
             return await self._transport(f"proxy {proxy}", proxy).handle_async_request(request)
         if host == self._hub:
             return await self._transport(host).handle_async_request(request)
         failed: httpx.TransportError | None = None
         for address in await _public_addresses(host):
-            there = httpx.Request(
+            direct = httpx.Request(
                 request.method,
                 request.url.copy_with(host=address),
                 headers=request.headers,
@@ -66,24 +67,24 @@ class _Guarded(httpx.AsyncBaseTransport):
                 extensions={**request.extensions, "sni_hostname": host},
             )
             try:
-                return await self._transport(host).handle_async_request(there)
+                return await self._transport(host).handle_async_request(direct)
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                 failed = error
-        raise failed or _Unusable(f"it led to {host}, which cannot be found")
+        raise failed or _Unusable(f"it redirected to {host}, which cannot be resolved")
 
     async def aclose(self) -> None:
-        for transport in self._opened.values():
+        for transport in self._transports.values():
             await transport.aclose()
 
     def _transport(self, name: str, proxy: str | None = None) -> httpx.AsyncHTTPTransport:
-        """One for each name: a connection whose certificate is of one host is not used for another."""
-        if name not in self._opened:
-            self._opened[name] = httpx.AsyncHTTPTransport(verify=self._tls, proxy=proxy)
-        return self._opened[name]
+        """Return the transport of a host name; separate ones keep connections from being reused for another host."""
+        if name not in self._transports:
+            self._transports[name] = httpx.AsyncHTTPTransport(verify=self._tls, proxy=proxy)
+        return self._transports[name]
 
 
 def _proxy_of(url: httpx.URL) -> str | None:
-    """The proxy that the environment names for a URL, unless NO_PROXY names its host."""
+    """Return the proxy from the environment for a URL, unless NO_PROXY includes its host."""
     proxies = urllib.request.getproxies()
     proxy = proxies.get(url.scheme) or proxies.get("all")
     if not proxy or urllib.request.proxy_bypass(url.host):
@@ -95,24 +96,24 @@ async def _public_addresses(host: str) -> list[str]:
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
-        raise _Unusable(f"it led to {host}, which cannot be found") from None
+        raise _Unusable(f"it redirected to {host}, which cannot be resolved") from None
     addresses = list(dict.fromkeys(str(item[4][0]) for item in found))
     if not all(is_public(address) for address in addresses):
-        raise _Unusable(f"it led to {host}, which has an address of a private network")
+        raise _Unusable(f"it redirected to {host}, which has a private network address")
     return addresses
 
 
 @asynccontextmanager
 async def client(token: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the hub; follows it to where its files lie, but not into the network of this server.
+    """Open a client of the hub that follows redirects to file hosts, but not into the network of this server.
 
-    The token goes to the hub alone: a redirect to another origin is followed without it.
+    The token is sent only to the hub: a redirect to another origin is followed without it.
     """
-    endpoint = httpx.URL(hub_endpoint() or _usual_endpoint())
+    endpoint = httpx.URL(hub_endpoint() or _default_endpoint())
     async with httpx.AsyncClient(
         base_url=endpoint,
         headers={} if token is None else {"Authorization": f"Bearer {token}"},
-        transport=_Guarded(endpoint.host),
+        transport=_GuardedTransport(endpoint.host),
         timeout=httpx.Timeout(30.0),
         follow_redirects=True,
         max_redirects=5,
@@ -126,32 +127,32 @@ async def client(token: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def files_of_split(client: httpx.AsyncClient, request: HubImport) -> list[HubFile]:
-    """The files of the split that is asked for, at the commit that its revision names now."""
+    """Return the files of the requested split, at the commit to which the revision currently points."""
     revision = quote(request.revision or "main", safe="")
     listing = await _json(client, f"/api/datasets/{request.hub}/revision/{revision}", request.hub)
     commit, siblings = listing.get("sha"), listing.get("siblings")
     if not isinstance(commit, str) or not re.fullmatch(r"\w{1,64}", commit) or not isinstance(siblings, list):
-        raise _Unusable("its list of files has another form than expected")
+        raise _Unusable("its list of files has an unexpected format")
     paths = [
         item["rfilename"] for item in siblings if isinstance(item, dict) and isinstance(item.get("rfilename"), str)
     ]
     chosen = _choose(sorted(paths), request)
-    if len(chosen) > _MOST_FILES:
-        message = f"the split has {len(chosen):,} files, and {_MOST_FILES:,} is the most; upload it in larger ones"
+    if len(chosen) > _MAX_FILES:
+        message = f"the split has {len(chosen):,} files, but at most {_MAX_FILES:,} are supported; upload larger files"
         raise _refused("split", "too_many_files", message)
     prefix = f"/datasets/{request.hub}/resolve/{commit}/"
     return [HubFile(path, prefix + quote(path)) for path in chosen]
 
 
 async def download(client: httpx.AsyncClient, file: HubFile) -> AsyncIterator[bytes]:
-    """The bytes of a file."""
+    """Yield the bytes of a file."""
     async with client.stream("GET", file.url) as response:
-        if response.status_code in (401, 403, 404):  # a gated one lists its files to everybody
+        if response.status_code in (401, 403, 404):  # a gated dataset lists its files publicly
             raise _refused(
-                "hub", "hub_dataset_not_found", f"the hub does not let this server read {file.path}; {_TOKEN}"
+                "hub", "hub_dataset_not_found", f"the hub does not allow this server to read {file.path}; {_TOKEN_HINT}"
             )
         if response.status_code != 200:
-            raise _Unusable(f"it answered {response.status_code} for {file.path}")
+            raise _Unusable(f"it returned status {response.status_code} for {file.path}")
         async for piece in response.aiter_bytes(1024 * 1024):
             yield piece
 
@@ -160,19 +161,19 @@ async def fetch_tokenizer(client: httpx.AsyncClient, model: str, target: Path, m
     """Write the tokenizer.json of a hub model to `target`."""
     async with client.stream("GET", f"/{model}/resolve/main/tokenizer.json") as response:
         if response.status_code in (401, 403, 404):
-            message = f"the hub has no model {model!r} with a tokenizer.json that this server may read; {_TOKEN}"
+            message = f"the hub has no model {model!r} with a tokenizer.json that this server can read; {_TOKEN_HINT}"
             raise _refused("tokenizer", "tokenizer_not_found", message)
         if response.status_code != 200:
-            raise _Unusable(f"it answered {response.status_code}")
+            raise _Unusable(f"it returned status {response.status_code}")
         content = await _read(response, most_bytes)
     await asyncio.to_thread(target.write_bytes, content)
 
 
 def _choose(paths: list[str], request: HubImport) -> list[str]:
-    """The files whose names hold the split as a word, below or named after the subset."""
+    """Return the files whose names contain the split as a word, in the folder or with the name of the subset."""
     readable = [path for path in paths if path.endswith(_SUFFIXES)]
     ways: tuple[Callable[[str], bool], ...] = (
-        # `train_sft` is a split of its own, unless there is nothing else that `train` can mean.
+        # `train_sft` is a separate split, unless no other file matches `train`.
         lambda path: _has_word(Path(path).stem, request.split, "-. "),
         lambda path: request.split in path.split("/")[:-1],
         lambda path: _has_word(Path(path).stem, request.split, "-._ 0-9"),
@@ -185,13 +186,15 @@ def _choose(paths: list[str], request: HubImport) -> list[str]:
         if found := [path for path in fitting if path.endswith(suffix)]:
             break
     else:
-        there = ", ".join(path for path in paths if not path.startswith("."))
-        message = f"no file of {request.hub} has rows of this split (JSONL, JSON, CSV, Parquet); it has {there[:200]}"
+        available = ", ".join(path for path in paths if not path.startswith("."))
+        message = (
+            f"no file of {request.hub} has rows of this split (JSONL, JSON, CSV, Parquet); it has {available[:200]}"
+        )
         raise _refused("split", "split_not_found", message)
     folders = sorted({path.rpartition("/")[0] for path in found})
     if len(folders) > 1:
         names = ", ".join(f"`{folder or '.'}`" for folder in folders[:20])
-        raise _refused("subset", "subset_needed", f"the split lies in several folders ({names}); name one as `subset`")
+        raise _refused("subset", "subset_needed", f"the split is in several folders ({names}); name one as `subset`")
     return found
 
 
@@ -202,18 +205,18 @@ def _has_word(text: str, word: str, borders: str) -> bool:
 async def _json(client: httpx.AsyncClient, url: str, name: str) -> dict[str, Any]:
     async with client.stream("GET", url) as response:
         if response.status_code in (401, 403, 404):
-            message = f"the hub has no data set {name!r} at this revision that this server may read; {_TOKEN}"
+            message = f"the hub has no dataset {name!r} at this revision that this server can read; {_TOKEN_HINT}"
             raise _refused("hub", "hub_dataset_not_found", message)
         if response.status_code != 200:
-            raise _Unusable(f"it answered {response.status_code}")
-        content = await _read(response, _MOST_LISTING_BYTES)
+            raise _Unusable(f"it returned status {response.status_code}")
+        content = await _read(response, _MAX_LISTING_BYTES)
     try:
-        told = json.loads(content)
+        value = json.loads(content)
     except (ValueError, RecursionError):
-        told = None
-    if not isinstance(told, dict):
-        raise _Unusable("its answer is not JSON")
-    return told
+        value = None
+    if not isinstance(value, dict):
+        raise _Unusable("its response is not JSON")
+    return value
 
 
 async def _read(response: httpx.Response, most_bytes: int) -> bytes:
@@ -221,11 +224,11 @@ async def _read(response: httpx.Response, most_bytes: int) -> bytes:
     async for piece in response.aiter_bytes(64 * 1024):
         content += piece
         if len(content) > most_bytes:
-            raise _Unusable(f"its answer has more than {most_bytes:,} bytes")
+            raise _Unusable(f"its response has more than {most_bytes:,} bytes")
     return bytes(content)
 
 
-def _usual_endpoint() -> str:
+def _default_endpoint() -> str:
     from huggingface_hub import constants
 
     return constants.ENDPOINT

@@ -1,4 +1,4 @@
-"""Data sets: validated files of training rows."""
+"""Tables of datasets and of their idempotency keys."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from app.models import Base, Owned
 
 
 class Dataset(Owned, Base):
-    """A validated file of rows in one format; its bytes lie in storage under its id."""
+    """Validated file of training rows in one format; its bytes are in the storage under its id."""
 
     __tablename__ = "datasets"
     __table_args__ = (
@@ -21,7 +21,7 @@ class Dataset(Owned, Base):
     id: Mapped[str] = mapped_column(primary_key=True)
     name: Mapped[str]
     format: Mapped[str]
-    """`chat`, `prompt_completion`, `text`, `preference`, `prompt`."""
+    """One of `chat`, `prompt_completion`, `text`, `preference`, `prompt`."""
     extension: Mapped[str]
     rows: Mapped[int] = mapped_column(BigInteger)
     bytes: Mapped[int] = mapped_column(BigInteger)
@@ -32,12 +32,12 @@ class Dataset(Owned, Base):
 
 
 class UploadKey(Base):
-    """An `Idempotency-Key` that came with an upload, and what became of it."""
+    """`Idempotency-Key` of an upload, and the dataset that the upload created."""
 
     __tablename__ = "upload_keys"
 
     created_by: Mapped[str] = mapped_column(primary_key=True)
     idempotency_key: Mapped[str] = mapped_column(primary_key=True)
     request_digest: Mapped[str]
-    """SHA-256 of the file as it came and of all that was said about it."""
+    """SHA-256 of the original file and of all fields of the request."""
     dataset_id: Mapped[str] = mapped_column(ForeignKey("datasets.id", ondelete="CASCADE"), index=True)

@@ -1,4 +1,4 @@
-"""A file on its way into a data set: read as what it is, checked row by row, kept as JSONL, hashed while written."""
+"""Import of files into a dataset: detects the file type, validates row by row, stores JSONL and hashes it."""
 
 import asyncio
 import hashlib
@@ -24,41 +24,41 @@ from app.datasets.tokens import TokenCounter
 from app.errors import ApiError, FieldError, invalid, too_large
 
 _WRITE_BYTES = 256 * 1024
-# Of its own: while these wait for a process that reads, everything else that needs a thread still finds one.
-_THREADS = ThreadPoolExecutor(max_workers=32, thread_name_prefix="upload")
+# A separate pool: imports that wait for a reader process must not block other users of the default pool.
+_THREAD_POOL = ThreadPoolExecutor(max_workers=32, thread_name_prefix="upload")
 
 PATIENCE_SECONDS = 60.0
-_PAUSE_SECONDS = 0.1
+_RETRY_SECONDS = 0.1
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 async def in_thread(work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-    """As `asyncio.to_thread`, for what uploads do."""
+    """Run `work` in the thread pool of uploads, like `asyncio.to_thread`."""
     call = partial(copy_context().run, partial(work, *arguments, **named))
-    return await asyncio.get_running_loop().run_in_executor(_THREADS, call)
+    return await asyncio.get_running_loop().run_in_executor(_THREAD_POOL, call)
 
 
 async def in_turn(work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-    """The same for what may need a process, of which there are few: it waits for one, and holds no thread meanwhile.
+    """Run `work` in the thread pool of uploads and retry while no reader process is available.
 
-    Raises `ApiError` when it has waited for a minute.
+    No thread is blocked during the wait. Raises a 503 `ApiError` after one minute.
     """
-    patient_until = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:
             return await in_thread(work, *arguments, **named)
         except NoTurn:
-            if time.monotonic() > patient_until:
-                detail = "This server has too many other files to read at this moment; send yours again a little later."
+            if time.monotonic() > deadline:
+                detail = "This server is already reading too many files; send yours again a little later."
                 raise ApiError(503, "too_many_uploads", detail, headers={"Retry-After": "30"}) from None
-        await asyncio.sleep(_PAUSE_SECONDS)
+        await asyncio.sleep(_RETRY_SECONDS)
 
 
 @dataclass(frozen=True)
 class Received:
-    """A whole, valid data set in `path`, already on the disk."""
+    """Complete, valid dataset in `path`, already flushed to disk."""
 
     path: Path
     name: str
@@ -70,12 +70,12 @@ class Received:
     preview: list[Any]
     token_statistics: dict[str, Any] | None = None
     digest: str = ""
-    """What was asked for, as a hash: that of the file as it came, and of all that was said about it."""
+    """Digest of the request: of the original file and of all fields."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How the caller wants a file to be read; None: as it looks."""
+    """Import options of a file; None means detect."""
 
     format: str | None = None
     file_format: Kind | None = None
@@ -84,49 +84,49 @@ class Reading:
 
 
 class Receiving:
-    """One or more files that become one data set, in a folder of their own.
+    """Importer of one or more files into one dataset, in a separate folder.
 
-    For each file `begin`, `feed` and `end`, then `more` until it is False; at last `finish`. Raises `ApiError` for
-    all that is wrong. Blocks: to be called in a thread.
+    For each file call `begin`, `feed` and `end`, then `more` until it returns False; finally call `finish`. Raises
+    `ApiError` for invalid input. All methods block, so call them in a thread.
     """
 
     def __init__(self, folder: Path, settings: Settings, reading: Reading) -> None:
         self._folder = folder
         self._settings = settings
         self._reading = reading
-        self._stored = _Stored(folder / "data", settings.max_upload_bytes)
+        self._stored = _StoredFile(folder / "data", settings.max_upload_bytes)
         self._rows = Rows(reading.format, self._stored.write, reading.columns, reading.tokens)
         self._reader: Reader | None = None
         self._name = ""
         self._head = bytearray()
-        self._came = 0
+        self._bytes_received = 0
         self._sha256 = hashlib.sha256()
 
     @property
     def format(self) -> str | None:
-        """The format of the rows, once it is known."""
+        """Format of the rows, once it is known."""
         return self._rows.format
 
     @property
     def sha256_as_it_came(self) -> str:
-        """Of the files before they were read."""
+        """SHA-256 of the original files."""
         return self._sha256.hexdigest()
 
     def expect(self, format: str) -> None:
-        """The format, told behind the file."""
+        """Set the format when its field follows the file."""
         self._rows.format = format
 
     def begin(self, name: str, place: str = "") -> None:
-        """A file comes; `place` stands before what is wrong with it."""
+        """Start a file; `place` is the prefix of its error locations."""
         self._name, self._rows.file = name, place
         self._head.clear()
         self._drop_reader()
 
     def feed(self, data: bytes) -> None:
-        """The next bytes of the file."""
-        self._came += len(data)
-        if self._came > self._settings.max_upload_bytes:
-            raise too_large("A data set", self._settings.max_upload_bytes)
+        """Process the next bytes of the file."""
+        self._bytes_received += len(data)
+        if self._bytes_received > self._settings.max_upload_bytes:
+            raise too_large("A dataset", self._settings.max_upload_bytes)
         self._sha256.update(data)
         try:
             if self._reader is not None:
@@ -134,34 +134,34 @@ class Receiving:
                 return
             self._head += data
             if len(self._head) >= HEAD_BYTES:
-                self._choose().feed(bytes(self._head))
+                self._create_reader().feed(bytes(self._head))
         except TooManyBadRows:
-            raise self._refusal() from None
+            raise self._bad_rows_error() from None
 
     def end(self) -> None:
-        """The file has ended."""
+        """Handle the end of the file."""
         try:
             if self._reader is None:
-                self._choose().feed(bytes(self._head))
+                self._create_reader().feed(bytes(self._head))
             if self._reader is not None:
                 self._reader.end()
         except TooManyBadRows:
-            raise self._refusal() from None
+            raise self._bad_rows_error() from None
 
     def more(self) -> bool:
-        """Read on for a moment; False once the file is through."""
+        """Continue reading for a short time; return False once the file is completely read."""
         try:
             return self._reader is not None and self._reader.more()
         except TooManyBadRows:
-            raise self._refusal() from None
+            raise self._bad_rows_error() from None
 
     def finish(self, name: str, digest: str = "") -> Received:
-        """All files are through."""
+        """Complete the dataset after the last file and return it."""
         try:
             if self._rows.finish():
-                raise self._refusal()
+                raise self._bad_rows_error()
         except TooManyBadRows:
-            raise self._refusal() from None
+            raise self._bad_rows_error() from None
         self._stored.finish()
         tokens = self._reading.tokens
         return Received(
@@ -178,15 +178,15 @@ class Receiving:
         )
 
     def close(self) -> None:
-        """Let go of files and processes; what was received stays in the folder."""
+        """Release files and processes; received data stays in the folder."""
         self._drop_reader()
         self._stored.close()
 
-    def _choose(self) -> Reader:
+    def _create_reader(self) -> Reader:
         kind = self._reading.file_format or kind_of(self._name, bytes(self._head))
         most = self._settings.max_line_bytes
         if kind is None:
-            message = "neither name nor content tells what it is: name it .jsonl, .json, .csv or .parquet, or send "
+            message = "the file type cannot be detected: name the file .jsonl, .json, .csv or .parquet, or send "
             raise invalid([FieldError(field="file", code="unknown_file_format", message=message + "`file_format`")])
         if kind == "parquet":
             reader: Reader = ParquetReader(self._rows, most, self._folder / "spool", self._settings)
@@ -204,7 +204,7 @@ class Receiving:
             self._reader.close()
         self._reader = None
 
-    def _refusal(self) -> ApiError:
+    def _bad_rows_error(self) -> ApiError:
         errors = self._rows.errors
         whole = [error for error in errors if not error.field]
         if len(whole) == len(errors):
@@ -213,14 +213,14 @@ class Receiving:
         more = "; these are the first" if len(errors) > 1 else ""
         count = "1 row is" if len(errors) == 1 else f"{len(errors)} rows are"
         detail = (
-            f"Nothing was kept: {count} not fit for training{more} ({errors[0].field}: "
+            f"Nothing was stored: {count} not valid for training{more} ({errors[0].field}: "
             f"{errors[0].message}). Correct the file and upload it again."
         )
         return invalid(errors, detail, code="bad_rows")
 
 
-class _Stored:
-    """The file that is kept: written in blocks, counted and hashed."""
+class _StoredFile:
+    """Stored file: written in blocks, counted and hashed."""
 
     def __init__(self, path: Path, most_bytes: int) -> None:
         self.path = path
@@ -247,8 +247,8 @@ class _Stored:
         self._block.clear()
         self.bytes += len(block)
         if self.bytes > self._most_bytes:
-            raise too_large("A data set, as the lines of JSON that are kept of it,", self._most_bytes)
+            raise too_large("A dataset, converted to JSONL,", self._most_bytes)
         self.sha256.update(block)
         view = memoryview(block)
-        while view:  # an unbuffered file may take less than it is given, when the disk fills up for one
+        while view:  # an unbuffered file may write less than requested, for example when the disk fills up
             view = view[self._file.write(view) :]

@@ -1,4 +1,4 @@
-"""The rows of a file on their way into a data set: named, judged, counted and written, one at a time."""
+"""Row writer: renames the columns of each row, validates it, counts its tokens and writes it."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -18,14 +18,14 @@ PREVIEW_ROWS = 3
 
 
 class TooManyBadRows(Exception):
-    """The first bad rows are known; reading on would tell nothing new."""
+    """Raised to stop reading: the maximum number of bad rows was reached, or no row can be read."""
 
 
 class Rows:
-    """Takes rows from whatever reads a file, and hands those that can be trained on to `write` as lines of JSON.
+    """Accepts rows from a reader and passes the valid ones to `write` as lines of JSON.
 
-    `sources` tells for columns of ours what the file calls them. Keeps three shortened rows and the names of
-    the columns. Raises `TooManyBadRows` once 20 rows are bad.
+    `sources` maps Anneal's column names to those of the file. Keeps three shortened rows for the preview and the
+    names of all columns. Raises `TooManyBadRows` once 20 rows are invalid.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Rows:
         self.preview: list[Any] = []
         self.errors: list[FieldError] = []
         self.file = ""
-        """Stands before the places of errors where a data set comes in several files."""
+        """Prefix of error locations when a dataset consists of several files."""
         self._write = write
         self._sources = dict(sources or {})
         self._tokens = tokens
@@ -49,12 +49,15 @@ class Rows:
 
     @property
     def needed(self) -> list[str]:
-        """Columns of the file that some format cannot do without, so that an empty cell is a mistake."""
+        """Columns of the file that a format requires, so that an empty cell is an error."""
         moved = [source for name, source in self._sources.items() if name in formats.NEEDED]
         return [*formats.NEEDED, *moved]
 
     def begin_table(self, columns: Iterable[str]) -> None:
-        """The rows that follow are cells under these columns: an empty one is none, and lists come as JSON."""
+        """Start a table with these columns: empty cells of its rows mean no value, and lists are given as JSON.
+
+        Raises `TooManyBadRows` if columns are missing or belong to no format.
+        """
         self._is_table = True
         there = list(columns)
         if missing := [f"`{source[:40]}`" for source in self._sources.values() if source not in there]:
@@ -70,9 +73,9 @@ class Rows:
                 raise TooManyBadRows from None
 
     def take(self, place: str, row: Any, raw: bytes | None = None) -> None:
-        """The next row; `raw`: the line that it came as, kept as it is where nothing about the row changes."""
+        """Add a row; `raw` is its original line, which is written unchanged if the row does not change."""
         try:
-            kept = self._judge(row)
+            kept = self._validated(row)
         except BadRow as error:
             self.refuse(place, error.code, error.message)
             return
@@ -85,7 +88,7 @@ class Rows:
         self._write(raw if raw is not None and kept is row else line_of(kept))
 
     def take_json(self, place: str, raw: bytes, *, is_line: bool = False) -> None:
-        """As `take`, of a row that is still JSON."""
+        """Parse a row from JSON and add it."""
         try:
             row = parse(raw)
         except BadJson as error:
@@ -94,31 +97,31 @@ class Rows:
         self.take(place, row, raw if is_line else None)
 
     def refuse(self, place: str, code: str, message: str) -> None:
-        """One more thing that is wrong; without a place it is about the file as a whole."""
+        """Record an error; an empty `place` refers to the file as a whole."""
         place = f"{self.file} {place}" if self.file and place else place
         self.errors.append(FieldError(field=clean(place, 200), code=code, message=clean(message, 300)))
         if len(self.errors) >= MOST_BAD_ROWS:
             raise TooManyBadRows
 
     def finish(self) -> list[FieldError]:
-        """All rows were taken; answers what is wrong, nothing when they can be trained on."""
+        """Return all errors after the last row; empty if the rows are valid."""
         if not self.count and not self.errors:
             self.refuse("", "empty_file", "the file has no rows; it needs at least one")
         return self.errors
 
-    def _judge(self, row: Any) -> formats.Row:
+    def _validated(self, row: Any) -> formats.Row:
         if not isinstance(row, dict):
             raise BadRow(
                 "not_an_object",
-                'a row must be a JSON object such as {"text": "…"}; in a JSONL file alone on its line, in a file '
-                "named .json in one array",
+                'a row must be a JSON object such as {"text": "…"}: one per line in a JSONL file, or an element of the '
+                "array in a .json file",
             )
         if self.count >= MOST_ROWS:
-            raise BadRow("too_many_rows", f"a data set may have {MOST_ROWS:,} rows")
+            raise BadRow("too_many_rows", f"a dataset may have at most {MOST_ROWS:,} rows")
         if self._sources:
             row = self._renamed(row)
         if self._is_table:
-            row = {name: _cell(name, value) for name, value in row.items() if _holds(name, value)}
+            row = {name: _parse_cell(name, value) for name, value in row.items() if _has_value(name, value)}
         if self.format is None:
             self.format = formats.detect(row)
         kept = formats.checked(self.format, row)
@@ -133,40 +136,40 @@ class Rows:
         if twice := sorted(moved.keys() & rest.keys()):
             raise BadRow(
                 "column_conflict",
-                f"`{twice[0][:40]}` is there already, so `{self._sources[twice[0]][:40]}` cannot become it; rename "
-                "one in the file",
+                f"`{twice[0][:40]}` already exists, so `{self._sources[twice[0]][:40]}` cannot be renamed to it; "
+                "rename one in the file",
             )
         return {**moved, **rest}
 
     def _add_columns(self, row: formats.Row) -> None:
         for key in row:
             if len(key) > MOST_KEY_CHARACTERS:
-                raise BadRow("key_too_long", f"a column name may have {MOST_KEY_CHARACTERS} characters")
+                raise BadRow("key_too_long", f"a column name may have at most {MOST_KEY_CHARACTERS} characters")
         if len(self.columns.keys() | row.keys()) > MOST_COLUMNS:
-            raise BadRow("too_many_columns", f"a data set may have {MOST_COLUMNS:,} columns")
+            raise BadRow("too_many_columns", f"a dataset may have at most {MOST_COLUMNS:,} columns")
         self.columns.update(dict.fromkeys(row))
 
 
-def _holds(name: str, value: Any) -> bool:
+def _has_value(name: str, value: Any) -> bool:
     return name in formats.NEEDED or (value is not None and value != "")
 
 
-def _cell(name: str, value: Any) -> Any:
+def _parse_cell(name: str, value: Any) -> Any:
     if name not in formats.NEVER_TEXT or not isinstance(value, str):
         return value
     try:
         return parse(value.encode(errors="surrogatepass"))
     except BadJson as error:
-        raise BadRow(error.code, f"`{name}` must hold JSON, a list of messages for one: {error.message}") from None
+        raise BadRow(error.code, f"`{name}` must contain JSON, such as a list of messages: {error.message}") from None
 
 
 def line_of(row: formats.Row) -> bytes:
-    """A row as a line of the file that is kept."""
+    """Serialize a row as one line of the stored file."""
     return json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
 def shortened(row: Any) -> Any:
-    """`row` with long texts cut and big lists and objects ended early, for a look at it."""
+    """Return a copy of `row` with long texts, lists and objects truncated, for the preview."""
     left = [100]
 
     def short(value: Any) -> Any:
@@ -177,7 +180,7 @@ def shortened(row: Any) -> Any:
             return [short(item) for item in value[:20] if left[0] > 0]
         if isinstance(value, dict):
             return {key[:MOST_KEY_CHARACTERS]: short(item) for key, item in list(value.items())[:50] if left[0] > 0}
-        # An integer of thousands of digits is valid JSON and of no use to look at.
+        # An integer of thousands of digits is valid JSON but useless in a preview.
         return value if not isinstance(value, int) or abs(value) < 10**18 else clean(str(value), 40)
 
     return short(row)

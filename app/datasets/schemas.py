@@ -1,4 +1,4 @@
-"""Data sets on the wire."""
+"""Wire models of datasets."""
 
 from typing import Any, Literal, get_args
 
@@ -41,7 +41,7 @@ Format = Literal["chat", "prompt_completion", "text", "preference", "prompt"]
 
 
 class TokenStatistics(BaseModel):
-    """Tokens of sequences' contents; special tokens and what a chat template adds are not counted."""
+    """Token counts of the sequences, without special tokens and chat template."""
 
     model_config = ConfigDict(json_schema_extra={"example": _STATISTICS})
 
@@ -49,8 +49,8 @@ class TokenStatistics(BaseModel):
     rows: int
     sequences: int | None = Field(
         default=None,
-        description="What the model sees by itself: a row, of a preference pair either answer with the prompt before "
-        "it. Null: counted by an earlier version, by row, the prompt of a pair once.",
+        description="Number of sequences that the model reads: one per row, or two per preference pair (the prompt "
+        "with each answer). Null: counted by an earlier version per row, with the prompt of a pair counted once.",
     )
     total: int
     mean: float
@@ -61,7 +61,7 @@ class TokenStatistics(BaseModel):
 
 
 class DatasetSummary(BaseModel):
-    """A data set in a list."""
+    """Dataset in a list."""
 
     model_config = ConfigDict(from_attributes=True, json_schema_extra={"example": _SUMMARY})
 
@@ -77,7 +77,7 @@ class DatasetSummary(BaseModel):
 
 
 class DatasetView(DatasetSummary):
-    """A data set with its first rows, long texts shortened."""
+    """Dataset with its first rows; long texts are shortened."""
 
     model_config = ConfigDict(
         json_schema_extra={"example": {**_SUMMARY, "preview": [_ROW], "token_statistics": _STATISTICS}}
@@ -85,11 +85,11 @@ class DatasetView(DatasetSummary):
 
     preview: list[dict[str, Any]]
     token_statistics: TokenStatistics | None
-    """Null where no tokenizer was named."""
+    """Null if no tokenizer was named."""
 
 
 class HubImport(BaseModel):
-    """A data set of the Hugging Face hub, to be fetched and kept here."""
+    """Import of a dataset from the Hugging Face Hub."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -107,9 +107,9 @@ class HubImport(BaseModel):
     """`owner/name`."""
     split: str = Field(default="train", max_length=100, pattern=r"^\w[\w.-]*$")
     subset: str | None = Field(default=None, max_length=100, pattern=r"^\w[\w.-]*$")
-    """Needed where the data set has several."""
+    """Required if the dataset has several subsets."""
     revision: str | None = Field(default=None, max_length=100, pattern=r"^\w[\w./-]*$")
-    """A branch, a tag or a commit; else the main branch."""
+    """Branch, tag or commit; defaults to the main branch."""
     name: str | None = Field(default=None, min_length=1, max_length=200)
     format: Format | None = None
     columns: dict[str, str] | None = None
@@ -117,17 +117,17 @@ class HubImport(BaseModel):
 
 
 _COLUMNS_HELP = (
-    'JSON: what the file calls our columns, such as `{"prompt": "question", "completion": "answer"}`. '
-    "Rows are stored with our names; other columns stay as they are. Before the part `file`."
+    'JSON object that maps Anneal\'s column names to those of the file, such as `{"prompt": "question", "completion": '
+    '"answer"}`. Rows are stored with Anneal\'s names; other columns are unchanged. Must come before the part `file`.'
 )
 _TOKENIZER_HELP = (
     "Count the tokens of the rows with the tokenizer of this model: a folder below the models root, the id of a "
-    "completed run, or a hub name. Before the part `file`."
+    "completed run, or a name on the Hugging Face Hub. Must come before the part `file`."
 )
 _FILE_HELP = (
-    'JSONL (one object a line), JSON (an array of objects, or `{"data": […]}`), CSV (header, commas, UTF-8) or '
-    "Parquet. Kept as JSONL, whatever came; the original is not kept. In CSV and Parquet an empty or null cell is "
-    "no value, and a `messages` cell may hold JSON."
+    'JSONL (one object per line), JSON (an array of objects, or `{"data": […]}`), CSV (header, commas, UTF-8) or '
+    "Parquet. Always stored as JSONL; the original is not kept. In CSV and Parquet an empty or null cell means "
+    "no value, and a `messages` cell may contain JSON."
 )
 UPLOAD_BODY: dict[str, Any] = {
     "required": True,
@@ -138,16 +138,21 @@ UPLOAD_BODY: dict[str, Any] = {
                 "required": ["file"],
                 "additionalProperties": False,
                 "properties": {
-                    "name": {"type": "string", "maxLength": 200, "description": "Else the file's own."},
+                    "name": {
+                        "type": "string",
+                        "maxLength": 200,
+                        "description": "Name of the dataset; defaults to the file name.",
+                    },
                     "format": {
                         "type": "string",
                         "enum": list(get_args(Format)),
-                        "description": "Else told by the columns.",
+                        "description": "Dataset format; by default detected from the columns.",
                     },
                     "file_format": {
                         "type": "string",
                         "enum": ["jsonl", "json", "csv", "parquet"],
-                        "description": "Else told by the file's name and first bytes. Before the part `file`.",
+                        "description": "File type; by default detected from the file's name and first bytes. "
+                        "Must come before the part `file`.",
                     },
                     "columns": {"type": "string", "description": _COLUMNS_HELP},
                     "tokenizer": {"type": "string", "maxLength": 300, "description": _TOKENIZER_HELP},
@@ -164,4 +169,4 @@ UPLOAD_BODY: dict[str, Any] = {
         "application/json": {"schema": HubImport.model_json_schema()},
     },
 }
-"""The body of `POST /v1/datasets`, which FastAPI cannot know: it is read as a stream."""
+"""OpenAPI request body of `POST /v1/datasets`, which FastAPI cannot infer because the body is streamed."""

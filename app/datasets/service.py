@@ -1,4 +1,4 @@
-"""What can be done with data sets."""
+"""Operations on datasets: store, list, delete, and sweep leftovers."""
 
 import asyncio
 import logging
@@ -22,17 +22,17 @@ from app.storage import Storage
 log = logging.getLogger(__name__)
 
 EXTENSION = "jsonl"
-# Longer than any upload takes and than a clock may jump: what is younger may belong to a live request.
+# Longer than any upload and any clock jump: newer files may belong to an active request.
 _ORPHAN_SECONDS = 24 * 3600.0
 ASIDE_SECONDS = 30 * 24 * 3600.0
-_SWEEP_EVERY = 3600.0
-_RUNS_TOLD = 5
-_TRIES = 2
-"""To claim a key, where what a twin made with it is deleted at once."""
+_SWEEP_INTERVAL_SECONDS = 3600.0
+_MAX_LISTED_RUNS = 5
+_CLAIM_ATTEMPTS = 2
+"""Attempts to claim an idempotency key, in case the dataset of a concurrent request is deleted at once."""
 
 
-class _MadeByATwin(Exception):
-    """Another request with the same key was first."""
+class _CreatedConcurrently(Exception):
+    """Signal that a concurrent request with the same idempotency key was first."""
 
 
 async def keep(
@@ -43,30 +43,30 @@ async def keep(
     idempotency: Idempotency | None = None,
     call: Call | None = None,
 ) -> Dataset:
-    """Move a received file to its place and commit its row, in this order: a row always has its file.
+    """Move a received file to its final path, then commit its row, so that a row always has its file.
 
-    The same idempotency key answers the same data set, also to two requests at once. The upload held no session
-    while it ran, so this is a transaction of its own.
+    The same idempotency key returns the same dataset, also for concurrent requests. Uses its own transaction,
+    because the upload held no session.
     """
-    if earlier := await _replayed(sessions, created_by, idempotency):
+    if earlier := await _find_earlier(sessions, created_by, idempotency):
         return earlier
     id = new_id("ds")
     await asyncio.to_thread(storage.promote, received.path, storage.dataset_file(id, EXTENSION))
     try:
-        for _ in range(_TRIES):
+        for _ in range(_CLAIM_ATTEMPTS):
             try:
                 return await _commit(sessions, id, received, created_by, idempotency, call)
-            except _MadeByATwin:
-                if earlier := await _replayed(sessions, created_by, idempotency):
+            except _CreatedConcurrently:
+                if earlier := await _find_earlier(sessions, created_by, idempotency):
                     await asyncio.to_thread(storage.remove_dataset, id)
                     return earlier
-                # Somebody has deleted what the twin made, and the key with it.
+                # The dataset of the concurrent request was deleted, and its key with it.
         raise conflict(
             "idempotency_key_in_use",
-            "Other uploads with this Idempotency-Key came and were deleted meanwhile; send this one again.",
+            "Other uploads with this Idempotency-Key were created and deleted meanwhile; send this one again.",
         )
     except Exception as error:
-        # A commit whose answer got lost may have happened: only the sweep can tell, once the database is back.
+        # If the response to the commit was lost, it may have succeeded; the sweep checks once the database is back.
         if not is_database_away(error):
             await asyncio.to_thread(storage.remove_dataset, id)
         raise
@@ -107,17 +107,17 @@ async def _commit(
 
 
 async def _claim(session: AsyncSession, dataset_id: str, created_by: str, idempotency: Idempotency) -> None:
-    """Tie the key to the data set; waits for a twin that is about to do the same."""
+    """Store the idempotency key of the dataset; waits for a concurrent request with the same key."""
     row = {"created_by": created_by, "idempotency_key": idempotency.key, "request_digest": idempotency.digest}
     statement = insert(UploadKey).values(**row, dataset_id=dataset_id).on_conflict_do_nothing()
     if await session.scalar(statement.returning(UploadKey.dataset_id)) is None:
-        raise _MadeByATwin
+        raise _CreatedConcurrently
 
 
-async def _replayed(
+async def _find_earlier(
     sessions: async_sessionmaker[AsyncSession], created_by: str, idempotency: Idempotency | None
 ) -> Dataset | None:
-    """The data set that an earlier request with this key made; 422 when that request was another one."""
+    """Return the dataset of an earlier request with this key; raises a 422 error if that request was different."""
     if idempotency is None:
         return None
     async with sessions() as session:
@@ -128,14 +128,14 @@ async def _replayed(
             raise ApiError(
                 422,
                 "idempotency_key_reused",
-                f"This Idempotency-Key came with another upload before, which made {key.dataset_id}; use a new key "
+                f"This Idempotency-Key was used for another upload, which created {key.dataset_id}; use a new key "
                 "for a new upload.",
             )
         return await session.get(Dataset, key.dataset_id)
 
 
 async def get(session: AsyncSession, dataset_id: str) -> Dataset:
-    """The data set; `dataset_not_found` where there is none."""
+    """Return the dataset; raises `dataset_not_found` if it does not exist."""
     dataset = await session.get(Dataset, dataset_id)
     if dataset is None:
         raise not_found("dataset", dataset_id)
@@ -144,14 +144,14 @@ async def get(session: AsyncSession, dataset_id: str) -> Dataset:
 
 @dataclass(frozen=True)
 class Filters:
-    """Which data sets to list; None: any."""
+    """Filters for the list of datasets; None matches all."""
 
     name: str | None = None
     format: str | None = None
 
 
 async def page(session: AsyncSession, filters: Filters, paging: Paging) -> tuple[list[Dataset], bool]:
-    """Data sets, newest first."""
+    """Return one page of datasets, newest first, and True if there are more."""
     query = select(Dataset)
     if filters.name is not None:
         query = query.where(Dataset.name.icontains(filters.name, autoescape=True))
@@ -161,39 +161,41 @@ async def page(session: AsyncSession, filters: Filters, paging: Paging) -> tuple
 
 
 async def delete(session: AsyncSession, dataset_id: str) -> None:
-    """Remove the row; 409 while a run refers to it. Its file goes after the commit, else the sweep finds it."""
-    # A run that is being made holds this row until it is there to be seen.
+    """Delete the row; raises a 409 error while a run refers to it.
+
+    The caller removes the file after the commit; if that fails, the sweep finds it.
+    """
+    # The creation of a run locks this row until the run is visible.
     dataset = await session.scalar(select(Dataset).where(Dataset.id == dataset_id).with_for_update())
     if dataset is None:
         raise not_found("dataset", dataset_id)
     uses = or_(Run.dataset_id == dataset_id, Run.eval_dataset_id == dataset_id)
-    query = select(Run.id, Run.status).where(uses).order_by(Run.id.desc()).limit(_RUNS_TOLD + 1)
+    query = select(Run.id, Run.status).where(uses).order_by(Run.id.desc()).limit(_MAX_LISTED_RUNS + 1)
     runs = (await session.execute(query)).all()
     if runs:
-        named = ", ".join(f"{run.id} ({run.status})" for run in runs[:_RUNS_TOLD])
-        more = " and more" if len(runs) > _RUNS_TOLD else ""
+        named = ", ".join(f"{run.id} ({run.status})" for run in runs[:_MAX_LISTED_RUNS])
+        more = " and more" if len(runs) > _MAX_LISTED_RUNS else ""
         raise conflict(
             "dataset_in_use",
-            f"Data set {dataset_id} is what {named}{more} trained on or could be resumed with; delete these runs "
-            "first.",
+            f"Dataset {dataset_id} is used by {named}{more}, for training or a later resume; delete these runs first.",
         )
     await session.delete(dataset)
 
 
 def content(storage: Storage, dataset: Dataset) -> Path:
-    """The file of a data set; 404 where the storage has lost it."""
+    """Return the file of a dataset; raises a 404 error if it is missing from the storage."""
     file = storage.dataset_file(dataset.id, dataset.extension)
     if not file.is_file():
         raise ApiError(
             404,
             "content_missing",
-            f"The file of data set {dataset.id} is gone from the storage; upload it again, or restore the storage.",
+            f"The file of dataset {dataset.id} is missing from the storage; upload it again, or restore the storage.",
         )
     return file
 
 
 def file_name(dataset: Dataset) -> str:
-    """What to call the file when it is saved: its name, with the ending of what is kept."""
+    """Return the file name for downloads: the dataset's name with the stored file's extension."""
     stem = Path(dataset.name.replace("/", "_")).stem or "data"
     return f"{stem}.{dataset.extension}"
 
@@ -201,10 +203,10 @@ def file_name(dataset: Dataset) -> str:
 async def sweep(
     sessions: async_sessionmaker[AsyncSession], storage: Storage, older_than_seconds: float = _ORPHAN_SECONDS
 ) -> int:
-    """Remove what uploads left that never became a data set; answers how many files.
+    """Remove the files of uploads that never became a dataset; return the number of removed folders.
 
-    A data set that only this database does not know, an older one or an empty one say, could be all that there is of
-    it: its files are put aside for a month.
+    Files of a dataset that the database does not know could be the only copy, for example after the database was
+    restored from a backup or recreated. They are moved to the `aside` folder for a month.
     """
     removed = await asyncio.to_thread(storage.sweep_staging, older_than_seconds)
     await asyncio.to_thread(storage.sweep_aside, ASIDE_SECONDS)
@@ -216,7 +218,7 @@ async def sweep(
         for id in set(stored) - known:
             folder = await asyncio.to_thread(storage.put_dataset_aside, id)
             log.warning(
-                "the database knows no data set %s: its files are in %s for %d days",
+                "dataset %s is not in the database; its files were moved to %s and are kept for %d days",
                 id,
                 folder,
                 ASIDE_SECONDS // 86_400,
@@ -226,17 +228,17 @@ async def sweep(
 
 
 def sweep_in_background(sessions: async_sessionmaker[AsyncSession], storage: Storage) -> asyncio.Task[None]:
-    """Sweep now and every hour, until cancelled."""
+    """Start a task that sweeps now and every hour, until cancelled."""
 
     async def loop() -> None:
         while True:
             try:
                 removed = await sweep(sessions, storage)
                 if removed:
-                    log.info("removed the remains of %d unfinished uploads", removed)
+                    log.info("removed the leftovers of %d unfinished uploads", removed)
             except Exception as error:
                 if as_api_error(error) is None:
                     log.exception("sweeping unfinished uploads failed")
-            await asyncio.sleep(_SWEEP_EVERY)
+            await asyncio.sleep(_SWEEP_INTERVAL_SECONDS)
 
     return asyncio.create_task(loop(), name="sweep")

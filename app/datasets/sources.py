@@ -1,4 +1,4 @@
-"""What comes with `POST /v1/datasets`: a file, or the name of one on the hub, and perhaps of a tokenizer."""
+"""Sources of `POST /v1/datasets`: an uploaded file or a dataset of the hub, optionally with a tokenizer."""
 
 import asyncio
 import json
@@ -27,17 +27,17 @@ from app.strict_json import BadJson, parse
 
 @dataclass(frozen=True)
 class Around:
-    """What receiving a data set rests on."""
+    """Context of a dataset import."""
 
     sessions: async_sessionmaker[AsyncSession]
     settings: Settings
     storage: Storage
     folder: Path
-    """Where it may write until the data set is kept."""
+    """Folder for temporary files until the dataset is stored."""
 
 
 async def receive(around: Around, content_type: str, body: AsyncIterator[bytes]) -> Received:
-    """The data set that a request brings or names; raises `ApiError` for all that is wrong with it."""
+    """Import the dataset that a request uploads or names; raises `ApiError` if it is invalid."""
     if content_type.partition(";")[0].strip().lower() == "application/json":
         return await _from_hub(around, await _request(around.settings, body))
     return await upload.receive(content_type, body, around.folder, around.settings, partial(_tokenizer, around))
@@ -48,7 +48,7 @@ async def _request(settings: Settings, body: AsyncIterator[bytes]) -> HubImport:
     async for piece in body:
         raw += piece
         if len(raw) > settings.max_json_bytes:
-            raise too_large("The body of this call", settings.max_json_bytes)
+            raise too_large("The body of this request", settings.max_json_bytes)
     try:
         return HubImport.model_validate(await asyncio.to_thread(parse, bytes(raw)))
     except BadJson as error:
@@ -60,10 +60,10 @@ async def _request(settings: Settings, body: AsyncIterator[bytes]) -> HubImport:
 async def _from_hub(around: Around, request: HubImport) -> Received:
     if not around.settings.allow_hub:
         message = (
-            "this server does not load from the hub; upload the file, or let the operator set ANNEAL_ALLOW_HUB=true"
+            "this server does not load from the hub; upload the file, or ask the operator to set ANNEAL_ALLOW_HUB=true"
         )
         raise invalid([FieldError(field="hub", code="hub_not_allowed", message=message)], code="hub_not_allowed")
-    from app.datasets import hub  # its HTTP client is a tenth of the API's start
+    from app.datasets import hub  # importing its HTTP client takes a tenth of the API's startup time
 
     columns = upload.as_columns(request.columns) if request.columns is not None else None
     tokens = await _tokenizer(around, request.tokenizer) if request.tokenizer else None
@@ -94,7 +94,7 @@ async def _token(around: Around) -> str | None:
 
 
 async def _tokenizer(around: Around, name: str) -> TokenCounter:
-    """The tokenizer of a local model, of a run's output or of a hub model; 422 that says why there is none."""
+    """Load the tokenizer of a local model, a run's output or a hub model; raises a 422 error with the reason."""
     try:
         file = await _tokenizer_file(around, name)
         return await in_turn(TokenCounter, name, file, around.settings)
@@ -117,7 +117,7 @@ async def _tokenizer_file(around: Around, name: str) -> Path:
         return file
     file = Path(located["path"]) / "tokenizer.json"
     if not file.is_file():
-        message = f"the model {name!r} has no tokenizer.json; save it there with a fast tokenizer"
+        message = f"the model {name!r} has no tokenizer.json; save a fast tokenizer in its folder"
         raise _no_tokenizer("tokenizer_not_found", message)
     return file
 

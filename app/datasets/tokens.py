@@ -1,4 +1,4 @@
-"""How many tokens the sequences of a data set have, counted while its rows come in."""
+"""Token statistics of a dataset's sequences, computed while its rows are received."""
 
 import json
 import os
@@ -14,17 +14,17 @@ from app.errors import ApiError, FieldError, clean, invalid
 MOST_TOKENIZER_BYTES = 64 * 1024**2
 _PROGRAM = "app.datasets.tokens_process"
 _SILENT_SECONDS = 60.0
-_MOST_SECONDS = 3600.0
+_MAX_SECONDS = 3600.0
 _BATCH_CHARACTERS = 256 * 1024
 _PIECE_CHARACTERS = 64 * 1024
 
 
 class TokenCounter:
-    """Counts the tokens of sequences, a batch at a time; special tokens and chat templates are left out.
+    """Counts the tokens of sequences in batches, without special tokens and chat templates.
 
-    Keeps how many sequences have each length. The caps on rows' and data sets' bytes leave room for some 100,000
-    different lengths, so that every figure is exact in a few megabytes. A process of its own runs the tokenizer,
-    and counts one batch while the next is collected. Raises `ApiError` where the tokenizer is of no use.
+    Keeps the number of sequences per length. The size limits of rows and datasets allow some 100,000 different
+    lengths, so all statistics are exact and take a few megabytes. A separate process runs the tokenizer and counts
+    one batch while the next is collected. Raises `ApiError` if the tokenizer cannot be used.
     """
 
     def __init__(self, name: str, file: Path, settings: Settings) -> None:
@@ -34,26 +34,26 @@ class TokenCounter:
             [str(file), str(MOST_TOKENIZER_BYTES)],
             settings,
             silent=_SILENT_SECONDS,
-            most_seconds=_MOST_SECONDS,
-            # Each thread may take 128 MB of the addresses that it has.
+            most_seconds=_MAX_SECONDS,
+            # Each thread may take 128 MB of the limited address space.
             environment={"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(min(4, os.cpu_count() or 1))},
         )
         self._answer = bytearray()
         self._sent: tuple[list[int], int, bool] | None = None
         try:
-            self._line()
+            self._read_line()
         except BaseException:
             self.close()
             raise
-        self._of_length: Counter[int] = Counter()
-        self._begun = 0
-        """Tokens so far of a row that goes on in the next batch."""
+        self._length_counts: Counter[int] = Counter()
+        self._partial_length = 0
+        """Tokens so far of a row that continues in the next batch."""
         self._texts: list[tuple[int, str]] = []
         self._rows = 0
         self._characters = 0
 
     def add(self, texts: Iterable[str]) -> None:
-        """One more sequence, as the texts that a model would read of it."""
+        """Add one sequence, given as the texts that a model would read."""
         for text in texts:
             for piece in _pieces(text):
                 if self._characters >= _BATCH_CHARACTERS:
@@ -65,10 +65,10 @@ class TokenCounter:
             self._count()
 
     def statistics(self, rows: int) -> dict[str, Any]:
-        """What is known once the sequences of so many rows, which is all, were added."""
+        """Return the token statistics after all sequences, of `rows` rows in total, were added."""
         self._count()
         self._collect()
-        lengths = sorted(self._of_length.items())
+        lengths = sorted(self._length_counts.items())
         sequences = sum(count for _, count in lengths)
         total = sum(length * count for length, count in lengths)
         return {
@@ -84,53 +84,53 @@ class TokenCounter:
         }
 
     def close(self) -> None:
-        """End the process."""
+        """Stop the process."""
         self._child.close()
 
     def _count(self, goes_on: bool = False) -> None:
-        """Have what is there counted; `goes_on`: the last row is not whole yet."""
+        """Send the pending texts to the process; `goes_on`: the last row is not complete yet."""
         self._collect()
         try:
             self._child.send(json.dumps([text for _, text in self._texts]).encode() + b"\n")
         except ChildFailed as error:
-            raise self._bad(error) from None
+            raise self._tokenizer_error(error) from None
         self._sent = ([row for row, _ in self._texts], self._rows, goes_on)
         self._texts.clear()
         self._rows = self._characters = 0
 
     def _collect(self) -> None:
-        """Add what the process answers to the last batch."""
+        """Add the process's counts for the last batch."""
         if self._sent is None:
             return
         (rows, count, goes_on), self._sent = self._sent, None
         lengths = [0] * (count + goes_on)
         if lengths:
-            lengths[0], self._begun = self._begun, 0
-        for row, length in zip(rows, json.loads(self._line()), strict=True):
+            lengths[0], self._partial_length = self._partial_length, 0
+        for row, length in zip(rows, json.loads(self._read_line()), strict=True):
             lengths[row] += length
         if goes_on:
-            self._begun = lengths.pop()
-        self._of_length.update(lengths)
+            self._partial_length = lengths.pop()
+        self._length_counts.update(lengths)
 
-    def _line(self) -> bytes:
+    def _read_line(self) -> bytes:
         self._answer.clear()
         try:
             while not self._answer.endswith(b"\n"):
                 piece = self._child.read()
                 if not piece:
-                    raise ChildFailed("its process ended too early")
+                    raise ChildFailed("its process exited early")
                 self._answer += piece
         except ChildFailed as error:
-            raise self._bad(error) from None
+            raise self._tokenizer_error(error) from None
         return bytes(self._answer)
 
-    def _bad(self, error: ChildFailed) -> ApiError:
-        message = clean(f"{self._name!r} cannot be counted with: {error}", 450)
+    def _tokenizer_error(self, error: ChildFailed) -> ApiError:
+        message = clean(f"the tokenizer of {self._name!r} cannot be used: {error}", 450)
         return invalid([FieldError(field="tokenizer", code="bad_tokenizer", message=message)], code="bad_tokenizer")
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """A long text in pieces that end with a word: what a tokenizer holds of a text is many times its size."""
+    """Split a long text at word boundaries, because a tokenizer needs many times the size of its input."""
     start = 0
     while len(text) - start > _PIECE_CHARACTERS:
         end = start + _PIECE_CHARACTERS
@@ -142,7 +142,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _percentile(lengths: list[tuple[int, int]], sequences: int, part: float) -> int:
-    """The length that so many sequences do not exceed."""
+    """Return the length that the fraction `part` of the sequences does not exceed."""
     passed = 0
     for length, count in lengths:
         passed += count

@@ -1,7 +1,8 @@
-"""`python -m app.datasets.tokens_process FILE BYTES`: how many tokens texts have, by a tokenizer.json of BYTES at most.
+"""`python -m app.datasets.tokens_process FILE BYTES`: count tokens with a tokenizer.json of at most BYTES bytes.
 
-A tokenizer may make of a short text one of any length, and it comes from a stranger. Standard input has a JSON list
-of texts a line; for each comes a line with the list of their counts. The first line of all says that it is ready.
+The tokenizer is untrusted and may expand a short text to any length. Each line of standard input is a JSON list of
+texts; for each line the process prints a list of their token counts. The first line of output is empty and means
+that the process is ready.
 """
 
 import json
@@ -12,7 +13,7 @@ from typing import Any
 from app.datasets.child import confined
 
 MOST_MEMORY = 3 * 1024**3 // 2
-"""To load a vocabulary of half a million words, larger than most, takes some 550 MB."""
+"""Memory limit in bytes; loading a vocabulary of half a million tokens, larger than most, takes about 550 MB."""
 
 
 def _count(path: str, most_bytes: int) -> None:
@@ -35,7 +36,7 @@ def _load(path: str, most_bytes: int) -> Any:
         tokenizer = Tokenizer.from_file(path)
     except Exception as error:  # the library raises bare exceptions
         raise ValueError(f"its tokenizer.json cannot be read ({str(error)[:200]})") from None
-    # A tokenizer may have been saved with the cut and the padding of its last training.
+    # A tokenizer may have been saved with truncation and padding enabled.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

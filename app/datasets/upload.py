@@ -1,4 +1,4 @@
-"""An upload: multipart taken apart as it comes, its fields understood, its file handed on in pieces."""
+"""Streaming parser of multipart uploads: reads the fields and passes the file on in chunks."""
 
 import hashlib
 import json
@@ -19,15 +19,15 @@ from app.errors import ApiError, FieldError, clean, invalid
 from app.strict_json import BadJson, parse
 
 _BATCH = 1024 * 1024
-_MOST_FIELD_BYTES = {"columns": 16 * 1024}
-_USUAL_FIELD_BYTES = 1024
-_MOST_PARTS = 10
+_MAX_FIELD_BYTES = {"columns": 16 * 1024}
+_DEFAULT_FIELD_BYTES = 1024
+_MAX_PARTS = 10
 _FIELDS = ("name", "format", "file_format", "columns", "tokenizer")
 _BEFORE_THE_FILE = ("file_format", "columns", "tokenizer")
-"""Fields that say how the file is to be read, which happens while it comes in."""
+"""Fields that must precede the file, because the file is parsed while it is received."""
 
 LoadTokenizer = Callable[[str], Awaitable[TokenCounter]]
-"""Finds a tokenizer by its name; raises `ApiError` where there is none."""
+"""Function that loads a tokenizer by model name; raises `ApiError` if there is none."""
 
 
 async def receive(
@@ -37,17 +37,17 @@ async def receive(
     settings: Settings,
     load_tokenizer: LoadTokenizer,
 ) -> Received:
-    """Read a multipart upload into `folder`; raises `ApiError` for all that is wrong with it.
+    """Read a multipart upload into `folder`; raises `ApiError` if it is invalid.
 
-    Holds a megabyte of the body and at most one row at a time. Parsing, checking and writing happen in a
-    thread, so that other requests are answered meanwhile.
+    Buffers one megabyte of the body and at most one row. Parsing, validation and writing happen in a thread, so
+    that the event loop stays free for other requests.
     """
     upload = _Upload(content_type, folder, settings)
 
     async def feed(batch: bytes) -> None:
         wanted = await in_thread(upload.feed, batch)
         if wanted is not None:
-            # Awaited here and not in the thread: it takes threads of the same pool itself.
+            # Awaited here and not in the thread, because it uses threads of the same pool itself.
             upload.tokens = await load_tokenizer(wanted)
             await in_thread(upload.go_on)
 
@@ -68,7 +68,7 @@ async def receive(
 
 
 class _Upload:
-    """State of one upload: the part that is being read, the fields seen so far, the file as far as it came."""
+    """State of one upload: the current part, the fields so far, and the file so far."""
 
     def __init__(self, content_type: str, folder: Path, settings: Settings) -> None:
         kind, options = parse_options_header(content_type)
@@ -76,8 +76,8 @@ class _Upload:
             raise ApiError(
                 415,
                 "unsupported_media_type",
-                "Send the data set as multipart/form-data with the part `file` (curl -F file=@data.jsonl), or name "
-                "one of the hub in JSON.",
+                "Send the dataset as multipart/form-data with the part `file` (curl -F file=@data.jsonl), or name a "
+                "dataset of the Hugging Face Hub in JSON.",
             )
         try:
             self._parser = MultipartParser(
@@ -99,8 +99,8 @@ class _Upload:
         self._settings = settings
         self._receiving: Receiving | None = None
         self.tokens: TokenCounter | None = None
-        self._wanted: str | None = None
-        self._waiting: list[Callable[[], None]] = []
+        self._wanted_tokenizer: str | None = None
+        self._deferred: list[Callable[[], None]] = []
         self._fields: dict[str, bytearray] = {}
         self._file_name: str | None = None
         self._parts = 0
@@ -111,30 +111,30 @@ class _Upload:
         self._ended = False
 
     def feed(self, data: bytes) -> str | None:
-        """The next bytes; answers the tokenizer that must be set before `go_on`, where one is wanted."""
+        """Parse the next bytes; return the name of a tokenizer that must be set before `go_on`, or None."""
         try:
             self._parser.write(data)
         except FormParserError as error:
             raise _broken(str(error)) from None
-        return self._wanted
+        return self._wanted_tokenizer
 
     def go_on(self) -> None:
-        """The tokenizer is there: do what waited for it."""
-        self._wanted = None
-        waiting, self._waiting = self._waiting, []
-        for step in waiting:
+        """Run the steps that waited for the tokenizer."""
+        self._wanted_tokenizer = None
+        deferred, self._deferred = self._deferred, []
+        for step in deferred:
             step()
 
-    def _in_turn(self, step: Callable[[], None]) -> None:
-        """Whatever touches the file waits, with the rest of the bytes at hand, for a tokenizer that is wanted."""
-        if self._wanted is None:
+    def _run_or_defer(self, step: Callable[[], None]) -> None:
+        """Run a step that processes the file, or queue it while a requested tokenizer is being loaded."""
+        if self._wanted_tokenizer is None:
             step()
         else:
-            self._waiting.append(step)
+            self._deferred.append(step)
 
     def end(self) -> None:
         if not self._ended:
-            raise _broken("it ends before its last boundary")
+            raise _broken("it ends before its final boundary")
 
     def more(self) -> bool:
         return self._file.more()
@@ -152,8 +152,8 @@ class _Upload:
     def _on_part_begin(self) -> None:
         self._headers = {}
         self._parts += 1
-        if self._parts > _MOST_PARTS:
-            raise _broken(f"it has more than {_MOST_PARTS} parts")
+        if self._parts > _MAX_PARTS:
+            raise _broken(f"it has more than {_MAX_PARTS} parts")
 
     def _on_header_field(self, data: bytes, start: int, end: int) -> None:
         self._header_name += data[start:end]
@@ -170,35 +170,37 @@ class _Upload:
         self._part = options.get(b"name", b"").decode(errors="replace")
         if self._part != "file" and self._part not in _FIELDS:
             names = ", ".join(f"`{name}`" for name in _FIELDS)
-            raise _wrong(clean(self._part, 60), "unknown_field", f"the parts are `file`, {names}")
+            raise _wrong(clean(self._part, 60), "unknown_field", f"the supported parts are `file`, {names}")
         if self._part in self._fields or (self._part == "file" and self._file_name is not None):
             raise _wrong(self._part, "given_twice", f"there are two parts `{self._part}`; send one")
         if self._part == "file":
             self._file_name = options.get(b"filename", b"").decode(errors="replace")
-            self._in_turn(self._begin_file)
+            self._run_or_defer(self._begin_file)
             return
         if self._part in _BEFORE_THE_FILE and self._file_name is not None:
-            raise _wrong(self._part, "after_file", "says how to read the file, so it must come before the part `file`")
+            raise _wrong(
+                self._part, "after_file", "determines how the file is read, so it must come before the part `file`"
+            )
         self._fields[self._part] = bytearray()
 
     def _on_part_data(self, data: bytes, start: int, end: int) -> None:
         piece = data[start:end]
         if self._part == "file":
-            self._in_turn(lambda: self._file.feed(piece))
+            self._run_or_defer(lambda: self._file.feed(piece))
             return
         field = self._fields[self._part]
         field += piece
-        most = _MOST_FIELD_BYTES.get(self._part, _USUAL_FIELD_BYTES)
+        most = _MAX_FIELD_BYTES.get(self._part, _DEFAULT_FIELD_BYTES)
         if len(field) > most:
-            raise _wrong(self._part, "too_long", f"may have {most:,} bytes")
+            raise _wrong(self._part, "too_long", f"may have at most {most:,} bytes")
 
     def _on_part_end(self) -> None:
         if self._part == "file":
-            self._in_turn(lambda: self._file.end())
+            self._run_or_defer(lambda: self._file.end())
         elif self._part == "tokenizer":
-            self._wanted = self._field("tokenizer") or ""
+            self._wanted_tokenizer = self._field("tokenizer") or ""
         elif self._part == "format":
-            self._in_turn(self._expect_format)
+            self._run_or_defer(self._expect_format)
 
     def _on_end(self) -> None:
         self._ended = True
@@ -206,7 +208,9 @@ class _Upload:
     @property
     def _file(self) -> Receiving:
         if self._receiving is None:
-            raise _wrong("file", "missing", "there is no part `file`; curl -F file=@data.jsonl sends one")
+            raise _wrong(
+                "file", "missing", "the part `file` is missing; send it, for example with curl -F file=@data.jsonl"
+            )
         return self._receiving
 
     def _begin_file(self) -> None:
@@ -242,13 +246,13 @@ class _Upload:
         if wanted not in FORMATS:
             raise _wrong("format", "unknown_format", f"must be one of {', '.join(FORMATS)}")
         if found is not None and found != wanted:
-            raise _wrong("format", "format_mismatch", f"the rows are {found}, not {wanted}")
+            raise _wrong("format", "format_mismatch", f"the rows have the format {found}, not {wanted}")
 
     def _digest(self, file: str) -> str:
-        """Of the request: a boundary is another one each time, so not of its bytes."""
+        """Return a digest of the file and the fields; not of the raw body, whose boundary differs each time."""
         fields = {name: value.hex() for name, value in self._fields.items()}
-        told = json.dumps([file, self._name(), fields], sort_keys=True)
-        return hashlib.sha256(told.encode()).hexdigest()
+        request = json.dumps([file, self._name(), fields], sort_keys=True)
+        return hashlib.sha256(request.encode()).hexdigest()
 
     def _name(self) -> str:
         given = self._field("name")
@@ -269,13 +273,15 @@ class _Upload:
 
 
 def as_columns(value: Any) -> dict[str, str]:
-    """A mapping from our columns to the file's; raises `ApiError`."""
+    """Validate a mapping from Anneal's column names to the file's; raises `ApiError`."""
     right = isinstance(value, dict) and all(isinstance(source, str) for source in value.values())
     if not right or not value:
-        example = 'must map our columns to the file\'s, such as {"prompt": "question", "completion": "answer"}'
+        example = (
+            'must map Anneal\'s column names to the file\'s, such as {"prompt": "question", "completion": "answer"}'
+        )
         raise _wrong("columns", "wrong_type", example)
     if any(len(name) > MOST_KEY_CHARACTERS for pair in value.items() for name in pair):
-        raise _wrong("columns", "key_too_long", f"a column name may have {MOST_KEY_CHARACTERS} characters")
+        raise _wrong("columns", "key_too_long", f"a column name may have at most {MOST_KEY_CHARACTERS} characters")
     return dict(value)
 
 

@@ -140,7 +140,7 @@ class TestNouns:
         assert "held out: 1 rows, text" in imported.stderr
         assert anneal("datasets", "content", imported.stdout.strip()).stdout == '{"text": "b"}\n'
         assert told(anneal("datasets", "import", "ada/words", "--column", "text=t", "--json"))["rows"] == 1
-        assert "the hub has no data set" in anneal("datasets", "import", "ada/none", code=1).stderr
+        assert "the hub has no dataset" in anneal("datasets", "import", "ada/none", code=1).stderr
 
     def test_an_experiment_is_made_and_shown(self, anneal: Anneal, run_file: Path) -> None:
         experiment_id = anneal("experiments", "create", "ranks", "--tag", "x", "--description", "why").stdout.strip()

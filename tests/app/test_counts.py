@@ -85,6 +85,6 @@ def test_what_the_description_allows_is_read_or_out_of_range_or_no_whole_number(
 
 
 def test_a_key_that_is_there_twice_is_refused() -> None:
-    with pytest.raises(BadJson, match="'lora_r' is there twice"):
+    with pytest.raises(BadJson, match="'lora_r' occurs twice"):
         parse(b'{"config": {"lora_r": 1, "lora_r": 2}}')
     assert parse(json.dumps({"config": {"lora_r": 1}, "lora_r": 2}).encode())

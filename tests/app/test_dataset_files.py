@@ -224,7 +224,7 @@ def test_what_is_read_of_a_parquet_file_is_bounded_as_an_upload_is(settings: Set
     receiving.begin("x.parquet")
     receiving.feed(parquet(rows))
     receiving.end()
-    with pytest.raises(ApiError, match="that are made of it"):
+    with pytest.raises(ApiError, match="converted to JSONL"):
         while receiving.more():
             pass
     receiving.close()

@@ -129,7 +129,7 @@ def test_a_gated_data_set_names_the_secret_that_opens_it(shared_api: ApiServer, 
 def test_a_split_of_too_many_files_is_refused_and_never_cut(
     shared_api: ApiServer, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.datasets.hub._MOST_FILES", 3)
+    monkeypatch.setattr("app.datasets.hub._MAX_FILES", 3)
     hub.serve({f"audio/{number}.jsonl": b"" for number in range(9)} | {"train.jsonl": lines({"text": "a"})})
     assert _rows(shared_api, _import(shared_api)) == [{"text": "a"}]
     hub.serve({f"train-{number}.jsonl": lines({"text": "a"}) for number in range(4)})

@@ -155,7 +155,7 @@ def test_a_folder_of_the_same_name_where_the_service_was_started_is_not_ours(
 
 
 def test_only_so_many_processes_count_at_a_time(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "_turns", {})
+    monkeypatch.setattr(child, "_slots", {})
     monkeypatch.setattr(child, "MOST_AT_A_TIME", 1)
     monkeypatch.setattr(receiving, "PATIENCE_SECONDS", 0.3)
     file = _tokenizer(make_model(settings))

@@ -131,7 +131,7 @@ def test_a_bad_row_is_named_by_its_line(shared_api: ApiServer, line: bytes, code
     content = _lines(TEXT, TEXT) + line + b"\n" + _lines(TEXT)
     body = _refused(shared_api, _upload(shared_api, content), 422, "bad_rows")
     assert [(item["field"], item["code"]) for item in body["errors"]] == [("line 3", code)]
-    assert "line 3" in body["detail"] and "Nothing was kept" in body["detail"]
+    assert "line 3" in body["detail"] and "Nothing was stored" in body["detail"]
 
 
 @pytest.mark.parametrize(

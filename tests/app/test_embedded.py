@@ -242,7 +242,7 @@ class TestAccounts:
         without_unshare(tmp_path / "bin", monkeypatch, ["sh", "id"])
         servers = make()
         if os.geteuid() == 0:
-            with pytest.raises(HomeError, match="run as an ordinary user, or set ANNEAL_DATABASE_URL"):
+            with pytest.raises(HomeError, match="run as a regular user, or set ANNEAL_DATABASE_URL"):
                 servers.start()
         else:
             servers.start()
@@ -260,7 +260,7 @@ class TestSentences:
         first.start()
         first.stop()
         (home / "secrets.json").unlink()
-        with pytest.raises(HomeError, match=r"secrets\.json .* put it back"):
+        with pytest.raises(HomeError, match=r"secrets\.json .* restore it"):
             make()
 
     def test_wrong_passwords_are_told(self, make: Make, home: Path) -> None:
@@ -268,7 +268,7 @@ class TestSentences:
         first.start()
         first.stop()
         (home / "secrets.json").write_text('{"postgres_admin": "a", "postgres": "b", "valkey": "c"}')
-        with pytest.raises(HomeError, match=r"refuses the password in secrets\.json"):
+        with pytest.raises(HomeError, match=r"rejects the password in secrets\.json"):
             make().start()
 
     def test_data_of_another_version_are_told(self, make: Make, home: Path) -> None:

@@ -30,7 +30,7 @@ class TestRunFile:
 
     def test_a_duplicate_key_of_json_is_refused_by_name(self, anneal: Anneal) -> None:
         Path("bad.json").write_text('{"dataset_id": "a", "dataset_id": "b"}')
-        assert "the key 'dataset_id' is there twice" in anneal("runs", "create", "-f", "bad.json", code=1).stderr
+        assert "the key 'dataset_id' occurs twice" in anneal("runs", "create", "-f", "bad.json", code=1).stderr
 
     def test_values_are_what_people_mean(self, anneal: Anneal, run_file: Path) -> None:
         changes = ["--set", "config.epochs=2", "--set", "config.extra.steps=7", "--set", "name=null"]

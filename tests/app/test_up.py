@@ -149,7 +149,7 @@ class TestReady:
         assert psutil.Process(after["pids"][name]).ppid() == running.process.pid
         assert (after["url"], after["api_key"]) == (before["url"], before["api_key"])
         eventually(running.answers, timeout=60, what=f"readiness after {name} died")
-        assert f"{name} was ended by SIGKILL; starting it again" in running.said
+        assert f"{name} was killed by SIGKILL; restarting it" in running.said
 
 
 class TestEnd:
@@ -228,7 +228,7 @@ class TestPortTaken:
             port = taken.getsockname()[1]
             up = start(ANNEAL_PORT=str(port))
             assert up.process.wait(60) == 1
-        assert f"Port {port} on 127.0.0.1 is taken by another program" in up.said
+        assert f"Port {port} on 127.0.0.1 is in use by another program" in up.said
         assert "Traceback" not in up.said
         assert not (up.home / "postgres").exists()
 
@@ -247,9 +247,9 @@ class TestBackOff:
         eventually(starts, timeout=20)
         endings = [line for line in said if "ended" in line]
         assert endings == [
-            "broken ended with exit code 3; starting it again",
-            "broken ended with exit code 3; starting it again in 0.5 s",
-            "broken ended with exit code 3; starting it again in 1 s",
+            "broken exited with code 3; restarting it",
+            "broken exited with code 3; restarting it in 0.5 s",
+            "broken exited with code 3; restarting it in 1 s",
         ]
 
 

@@ -140,7 +140,7 @@ class TestAMigrationWhileReplicasServe:
             timeout=60,
         )
         assert migrating_old.returncode == 0, migrating_old.stderr
-        told = f"At revision 9002, which a later version made; this one, of {before}, works with it.\n"
+        told = f"At revision 9002, created by a later version; this version (revision {before}) works with it.\n"
         assert migrating_old.stdout == told
 
 

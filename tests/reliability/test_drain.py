@@ -238,7 +238,7 @@ class TestDrain:
     def test_a_timeout_alone_is_told_what_it_is_for(self, tmp_path: Path) -> None:
         command = cli(tmp_path, "--timeout", "5")
         said, _ = command.communicate(timeout=30)
-        assert command.returncode == 1 and "--timeout goes with --drain" in said
+        assert command.returncode == 1 and "--timeout requires --drain" in said
 
     def test_a_hint_that_a_draining_worker_has_taken_goes_to_somebody_else(self, stack: Stack) -> None:
         from worker import tasks
@@ -270,14 +270,14 @@ class TestDrain:
             pid = json.loads(connection.read_text())["pids"]["worker"]
             said, _ = cli(tmp_path / "up", "--drain").communicate(timeout=60)
             assert f"process {pid})" in said and "Drained" in said
-            eventually(lambda: "worker was drained and has ended" in log.read_text())
+            eventually(lambda: "worker was drained and has exited" in log.read_text())
             eventually(lambda: set(json.loads(connection.read_text())["pids"]) == {"up", "api"})
             children = [child.cmdline() for child in psutil.Process(up.pid).children()]
             assert len(children) == 1 and "worker.main" not in children[0]
         finally:
             up.terminate()
             assert up.wait(30) == 0
-        assert "runs again" not in log.read_text()
+        assert "was restarted" not in log.read_text()
 
 
 class TestNotes:

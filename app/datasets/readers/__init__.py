@@ -1,1 +1,1 @@
-"""From the bytes of a file, in pieces of any size, to its rows: a reader for each kind of file."""
+"""Streaming readers, one per file type, that turn chunks of bytes into rows."""

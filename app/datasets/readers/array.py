@@ -1,21 +1,21 @@
-"""JSON: an array of rows, or an object with the array alone in it, as `data`."""
+"""JSON reader: an array of rows, or an object with only the array `data`."""
 
 import re
 
 from app.datasets.rows import Rows
 from app.strict_json import MAX_DEPTH
 
-# A string that ends in the same piece is passed over at once. Possessive: what does not match is never tried again.
+# A string that ends in the same piece is skipped at once. Possessive quantifiers prevent backtracking.
 _OUTSIDE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{},"]', re.DOTALL)
 _INSIDE = re.compile(rb'["\\]')
 _OPENING = re.compile(rb'\s*(?:(\[)|\{\s*"data"\s*:\s*\[)')
-_MOST_OPENING_BYTES = 4096
+_MAX_OPENING_BYTES = 4096
 
 
 class ArrayReader:
-    """Finds where each row of the array ends and leaves the rest to a strict parser; keeps one unfinished row.
+    """Finds the end of each row of the array and parses rows with the strict parser; buffers one incomplete row.
 
-    A general streaming parser keeps a whole text, however long, before it tells of it.
+    A general streaming parser would buffer a string of any length before it reports it.
     """
 
     def __init__(self, rows: Rows, most_bytes: int) -> None:
@@ -34,8 +34,8 @@ class ArrayReader:
     def feed(self, data: bytes) -> None:
         if self._head is not None:
             self._head += data
-            is_told = len(self._head) >= _MOST_OPENING_BYTES or _OPENING.match(self._head) is not None
-            data = self._open() if is_told else b""
+            is_decided = len(self._head) >= _MAX_OPENING_BYTES or _OPENING.match(self._head) is not None
+            data = self._open() if is_decided else b""
         if data:
             self._read(data)
 
@@ -45,9 +45,9 @@ class ArrayReader:
         if self._broken:
             return
         if not self._closed:
-            self._fail("unfinished_json", f"the file ends before its array does, in row {self._number}")
+            self._fail("unfinished_json", f"the file ends before its array is closed, in row {self._number}")
         elif self._closing:
-            self._fail("unfinished_json", "the file ends before the object around its rows does")
+            self._fail("unfinished_json", "the file ends before the object around its rows is closed")
 
     def more(self) -> bool:
         return False
@@ -56,14 +56,14 @@ class ArrayReader:
         self._row.clear()
 
     def _open(self) -> bytes:
-        """What comes behind the opening bracket."""
+        """Check the start of the file and return the bytes after the opening bracket."""
         head, self._head = bytes(self._head or b""), None
         opening = _OPENING.match(head)
         if opening is not None:
             self._closing = b"" if opening[1] else b"}"
             return head[opening.end() :]
         if not head.strip():
-            self._broken = True  # an empty file, which the rows tell of
+            self._broken = True  # an empty file, which `Rows.finish` reports
         else:
             message = 'the file must be an array of rows, [{…}, {…}], or {"data": [{…}, {…}]}, as UTF-8'
             self._fail("not_an_array", message)
@@ -105,17 +105,17 @@ class ArrayReader:
 
     def _keep(self, piece: bytes) -> None:
         if len(self._row) + len(piece) > self._most_bytes:
-            self._fail("row_too_long", f"a row may have {self._most_bytes:,} bytes; split it", self._number)
+            self._fail("row_too_long", f"a row may have at most {self._most_bytes:,} bytes; split it", self._number)
             self._row.clear()
         elif not self._broken:
             self._row += piece
 
     def _end_row(self, token: bytes) -> None:
-        """A comma or a closing bracket of the array itself."""
+        """Handle a comma or a closing bracket of the outer array: the end of a row."""
         raw = bytes(self._row)
         self._row.clear()
         if token == b"}":
-            self._fail("invalid_json", f"not JSON: a }} without its {{ in row {self._number}")
+            self._fail("invalid_json", f"not JSON: a }} without a matching {{ in row {self._number}")
         if self._broken:
             return
         self._closed = token == b"]"
@@ -130,9 +130,9 @@ class ArrayReader:
             self._closing = b""
             rest = rest[1:].lstrip()
         if rest:
-            self._fail("trailing_data", "something follows the array; beside `data` there can be nothing")
+            self._fail("trailing_data", "unexpected content after the array; the object may contain only `data`")
 
     def _fail(self, code: str, message: str, row: int | None = None) -> None:
-        """Where a row ends is not known any more, so nothing behind it is read."""
+        """Report an error and stop reading, because row boundaries are unknown from here on."""
         self._broken = True
         self._rows.refuse("" if row is None else f"row {row}", code, message)

@@ -1,4 +1,4 @@
-"""Which kind of file somebody sends: told by its name, else by its first bytes."""
+"""File type detection, by name and otherwise by the first bytes."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Literal, Protocol, get_args
 Kind = Literal["jsonl", "json", "csv", "parquet"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 HEAD_BYTES = 4096
-"""How many of the first bytes decide, where the file has so many."""
+"""Number of first bytes used for detection, if the file has that many."""
 _SUFFIXES: dict[str, Kind] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -19,29 +19,29 @@ _DOCUMENT = re.compile(rb'\s*(?:\[|\{\s*"data"\s*:\s*\[)')
 
 
 class Reader(Protocol):
-    """Reads one file and hands its rows to `Rows`."""
+    """Interface of a reader that parses one file and passes its rows to `Rows`."""
 
     def feed(self, data: bytes) -> None:
-        """The next bytes of the file."""
+        """Parse the next bytes of the file."""
 
     def end(self) -> None:
-        """The file has ended."""
+        """Handle the end of the file."""
 
     def more(self) -> bool:
-        """After the end, read on for a moment: False once all rows were handed on."""
+        """Continue reading after the end of the input for a short time; return False once all rows were passed on."""
 
     def close(self) -> None:
-        """Let go of what it holds, wherever it is."""
+        """Release all resources, in any state."""
 
 
 def kind_of(name: str, head: bytes) -> Kind | None:
-    """The kind of a file with this name that begins with `head`; None where neither tells."""
+    """Return the type of a file from its name and its first bytes `head`, or None if neither determines it."""
     suffix = Path(name.lower()).suffix
     if suffix in _SUFFIXES:
         return _SUFFIXES[suffix]
     if head.startswith(b"PAR1"):
         return "parquet"
-    # Many a file of JSON lines is called .json.
+    # Many JSONL files are named .json.
     if suffix == ".json":
         return "json" if _DOCUMENT.match(head) else "jsonl"
     start = head.lstrip()[:1]

@@ -1,4 +1,4 @@
-"""JSONL: one JSON object a line."""
+"""JSONL reader: one JSON object per line."""
 
 from app.datasets.rows import Rows
 
@@ -6,7 +6,7 @@ _BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 
 
 class LineReader:
-    """Splits the bytes into lines; keeps at most one unfinished line of `most_bytes`."""
+    """Splits bytes into lines; buffers at most one incomplete line of `most_bytes`."""
 
     def __init__(self, rows: Rows, most_bytes: int) -> None:
         self._rows = rows
@@ -38,10 +38,10 @@ class LineReader:
         if self._skipping:
             return
         if len(self._line) + len(piece) > self._most_bytes:
-            # The rest of the line is never kept: a line of 200 MB costs no more than a line of 16.
+            # The rest of the line is not buffered: a line of 200 MB takes no more memory than one of 16 MB.
             self._skipping = True
             self._line.clear()
-            limit = f"a row may have {self._most_bytes:,} bytes; split it, or put each row on its own line"
+            limit = f"a row may have at most {self._most_bytes:,} bytes; split it, or put each row on its own line"
             self._rows.refuse(f"line {self._number}", "line_too_long", limit)
             return
         self._line += piece
@@ -58,7 +58,7 @@ class LineReader:
             self._blank_since = self._blank_since or self._number
             return
         if self._blank_since is not None:
-            # Empty lines at the end of a file are an editor's habit; between rows they shift every number.
+            # Editors add empty lines at the end of a file; between rows they would shift every line number.
             at, self._blank_since = self._blank_since, None
             self._rows.refuse(f"line {at}", "empty_line", "the line is empty; remove it")
         place = f"line {self._number}"

@@ -1,4 +1,4 @@
-"""Parquet: spooled to the disk, since its end is read first, then read by a process of its own."""
+"""Parquet reader: spools the file to disk, because its footer is read first, and parses it in a separate process."""
 
 import json
 from pathlib import Path
@@ -11,11 +11,11 @@ from app.errors import clean, too_large
 
 _PROGRAM = "app.datasets.readers.parquet_process"
 _SILENT_SECONDS = 60.0
-_MOST_SECONDS = 1800.0
+_MAX_SECONDS = 1800.0
 
 
 class ParquetReader:
-    """Writes the bytes into `spool`; behind the end, reads the rows that the process answers, piece by piece."""
+    """Writes the bytes to `spool`; after the end of the file, reads rows from the process piece by piece."""
 
     def __init__(self, rows: Rows, most_bytes: int, spool: Path, settings: Settings) -> None:
         self._rows = rows
@@ -23,24 +23,24 @@ class ParquetReader:
         self._spool = spool
         self._settings = settings
         self._file: BinaryIO = spool.open("wb", buffering=0)
-        self._is_whole = False
+        self._is_complete = False
         self._child: Child | None = None
-        self._came = 0
+        self._bytes_read = 0
         self._line = bytearray()
         self._number = 0
-        self._began = False
+        self._has_header = False
 
     def feed(self, data: bytes) -> None:
         view = memoryview(data)
-        while view:  # an unbuffered file may take less than it is given, when the disk fills up for one
+        while view:  # an unbuffered file may write less than requested, for example when the disk fills up
             view = view[self._file.write(view) :]
 
     def end(self) -> None:
         self._file.close()
-        self._is_whole = self._spool.stat().st_size > 0
+        self._is_complete = self._spool.stat().st_size > 0
 
     def more(self) -> bool:
-        if not self._is_whole:
+        if not self._is_complete:
             return False
         if self._child is None:
             self._child = self._start()
@@ -49,9 +49,9 @@ class ParquetReader:
         except ChildFailed as error:
             self._cannot_read(str(error))
             return False
-        self._came += len(piece)
-        if self._came > self._settings.max_upload_bytes:
-            raise too_large("A data set, as the lines of JSON that are made of it,", self._settings.max_upload_bytes)
+        self._bytes_read += len(piece)
+        if self._bytes_read > self._settings.max_upload_bytes:
+            raise too_large("A dataset, converted to JSONL,", self._settings.max_upload_bytes)
         return self._take(piece) if piece else False
 
     def close(self) -> None:
@@ -66,8 +66,8 @@ class ParquetReader:
             [str(self._spool), str(self._most_bytes), *self._rows.needed],
             self._settings,
             silent=_SILENT_SECONDS,
-            most_seconds=_MOST_SECONDS,
-            environment={"ARROW_DEFAULT_MEMORY_POOL": "system"},  # which gives memory back
+            most_seconds=_MAX_SECONDS,
+            environment={"ARROW_DEFAULT_MEMORY_POOL": "system"},  # releases freed memory to the system
         )
 
     def _take(self, piece: bytes) -> bool:
@@ -86,8 +86,8 @@ class ParquetReader:
     def _end_line(self) -> None:
         raw = bytes(self._line)
         self._line.clear()
-        if not self._began:
-            self._began = True
+        if not self._has_header:
+            self._has_header = True
             self._rows.begin_table(json.loads(raw))
             return
         self._number += 1
@@ -97,10 +97,10 @@ class ParquetReader:
             self._rows.take_json(f"row {self._number}", raw)
 
     def _too_long(self) -> None:
-        message = f"a row may have {self._most_bytes:,} bytes as JSON; split it"
+        message = f"a row may have at most {self._most_bytes:,} bytes as JSON; split it"
         self._rows.refuse(f"row {self._number}", "row_too_long", message)
 
     def _cannot_read(self, why: str) -> None:
-        where = f" behind row {self._number}" if self._number else ""
-        message = f"the file cannot be read as Parquet{where} ({clean(why, 200)}); write it again and upload that"
+        where = f" after row {self._number}" if self._number else ""
+        message = f"the file cannot be read as Parquet{where} ({clean(why, 200)}); write it again and upload it again"
         self._rows.refuse("", "unreadable_parquet", message)

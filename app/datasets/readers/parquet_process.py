@@ -1,8 +1,8 @@
-"""`python -m app.datasets.readers.parquet_process FILE BYTES COLUMN…`: the rows of a Parquet file as lines of JSON.
+"""`python -m app.datasets.readers.parquet_process FILE BYTES COLUMN…`: print the rows of a Parquet file as JSONL.
 
-The library that reads Parquet is native code and the file comes from a stranger: so it runs in a process of its
-own, with bounded memory and nothing to steal. The first line is the list of columns; a row may have BYTES. Empty
-cells are left out, but for those of COLUMN….
+The Parquet library is native code and the file is untrusted, so it runs in a separate process with limited memory
+and without credentials. The first line is the list of columns; a row may have at most BYTES bytes. Empty cells are
+omitted, except those of COLUMN….
 """
 
 import base64
@@ -16,9 +16,9 @@ from typing import Any
 from app.datasets.child import confined
 
 _BATCH_BYTES = 4 * 1024**2
-_MOST_BATCH_ROWS = 1024
+_MAX_BATCH_ROWS = 1024
 _ARROW_BYTES = 4
-"""Most bytes that Arrow needs for one of JSON: a list of small numbers has three a number, and eight in memory."""
+"""Maximum ratio of Arrow to JSON bytes: a small number in a list takes three bytes as JSON and eight in memory."""
 
 
 def _write_rows(path: str, most_row_bytes: int, always: set[str]) -> None:
@@ -32,15 +32,15 @@ def _write_rows(path: str, most_row_bytes: int, always: set[str]) -> None:
     out.write(json.dumps(names).encode() + b"\n")
     number = 0
     for batch in file.iter_batches(batch_size=_batch_rows(file.metadata), use_threads=False):
-        # As objects of this language, rows take many times the room: large ones are looked at one by one first.
-        step = 1 if batch.nbytes > _BATCH_BYTES else _MOST_BATCH_ROWS
+        # Rows take many times their size as Python objects, so large rows are checked one by one first.
+        step = 1 if batch.nbytes > _BATCH_BYTES else _MAX_BATCH_ROWS
         for start in range(0, batch.num_rows, step):
             part = batch.slice(start, step)
             if step == 1 and part.nbytes > most_row_bytes * _ARROW_BYTES:
                 raise ValueError(f"row {number + 1} is larger than {most_row_bytes:,} bytes")
             for row in part.to_pylist():
                 number += 1
-                # A row has all columns, mostly without a value: a small file could make a flood of these.
+                # A row has all columns, mostly without a value: a small file could expand to a very large output.
                 cells = {
                     name: _plain(cell)
                     for name, cell in row.items()
@@ -51,15 +51,15 @@ def _write_rows(path: str, most_row_bytes: int, always: set[str]) -> None:
 
 
 def _batch_rows(metadata: Any) -> int:
-    """Rows that are decoded at once: few where they are large."""
+    """Return the number of rows to decode at once: fewer if they are large."""
     groups = range(metadata.num_row_groups)
     size = sum(metadata.row_group(at).total_byte_size for at in groups)
-    # What repeats is stored once, so a row may be far larger than it says: never many.
-    return int(max(1, min(_MOST_BATCH_ROWS, _BATCH_BYTES * max(metadata.num_rows, 1) // max(size, 1))))
+    # Repeated values are stored once, so rows may be far larger than the metadata says: limit their number.
+    return int(max(1, min(_MAX_BATCH_ROWS, _BATCH_BYTES * max(metadata.num_rows, 1) // max(size, 1))))
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it. Members of a struct that are null are left out: every row has all of them."""
+    """Convert a value to JSON types; null members of a struct are omitted, because every row has all of them."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""CSV: a header, then a record a row (RFC 4180), as UTF-8."""
+"""CSV reader: a header, then one record per row (RFC 4180), in UTF-8."""
 
 import csv
 import re
@@ -6,16 +6,16 @@ from collections import Counter
 
 from app.datasets.rows import MOST_COLUMNS, MOST_KEY_CHARACTERS, Rows, TooManyBadRows
 
-# The library's own bound is 128 KiB a cell; here the bytes of the whole record are bounded before it sees them.
+# Disables the csv module's limit of 128 KiB per cell: the size of the whole record is checked before parsing.
 csv.field_size_limit(2**31 - 1)
-_MARK = b"\xef\xbb\xbf"
-# One cell and what ends it. Possessive: what does not match is never tried again.
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# One cell and its terminator. Possessive quantifiers prevent backtracking.
 _CELL = re.compile(rb'(?:"[^"]*+(?:""[^"]*+)*+"[^,]*+|[^",][^,]*+|)(?:,|\Z)')
 _OTHER_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 class TableReader:
-    """Splits the bytes into records and these into cells; keeps at most one unfinished record of `most_bytes`."""
+    """Splits bytes into records and cells; buffers at most one incomplete record of `most_bytes`."""
 
     def __init__(self, rows: Rows, most_bytes: int) -> None:
         self._rows = rows
@@ -34,14 +34,14 @@ class TableReader:
             self._keep(data[start : end + 1])
             start = end + 1
             self._line += 1
-            # A record goes on behind the end of the line where a quote is still open.
+            # A record continues on the next line if a quote is still open.
             if self._quotes % 2 == 0:
                 self._end_record()
         self._keep(data[start:] if start else data)
 
     def end(self) -> None:
         if self._quotes % 2:
-            self._refuse("unfinished_csv", 'a cell that begins with " here is never closed by another')
+            self._refuse("unfinished_csv", 'the quoted cell that starts here has no closing "')
         elif self._record or self._skipping:
             self._end_record()
 
@@ -58,7 +58,7 @@ class TableReader:
         if len(self._record) + len(piece) > self._most_bytes:
             self._skipping = True
             self._record.clear()
-            limit = f'a row may have {self._most_bytes:,} bytes; split it, or close the " of its cells'
+            limit = f'a row may have at most {self._most_bytes:,} bytes; split it, or close the " of its cells'
             self._refuse("row_too_long", limit)
             return
         self._record += piece
@@ -86,15 +86,15 @@ class TableReader:
         elif len(cells) != len(self._columns):
             self._refuse_cells(str(len(cells)))
         elif any("\0" in cell for cell in cells):
-            self._refuse("nul_in_text", "text has a NUL character, which cannot be kept; remove it")
+            self._refuse("nul_in_text", "text has a NUL character, which cannot be stored; remove it")
         else:
             self._rows.take(f"line {self._began}", dict(zip(self._columns, cells, strict=True)))
 
     def _cells(self, record: bytes) -> list[str] | None:
-        """The cells of a record; None where it is none, which the rows were told of."""
+        """Return the cells of a record, or None after reporting an error if it is invalid."""
         if self._began == 1:
-            # Spreadsheets write this mark to say that a CSV file is UTF-8.
-            record = record.removeprefix(_MARK)
+            # Spreadsheets write a byte order mark into UTF-8 CSV files.
+            record = record.removeprefix(_BYTE_ORDER_MARK)
             if record.startswith(_OTHER_MARKS):
                 self._refuse("byte_order_mark", "the file is UTF-16; save it as CSV in UTF-8")
                 return None
@@ -110,7 +110,7 @@ class TableReader:
         return None
 
     def _header(self, names: list[str] | None) -> list[str]:
-        """The names of the columns; without a good header no row can be read."""
+        """Check and return the column names; raises `TooManyBadRows`, because rows need a valid header."""
         why = None
         if names is None:
             raise TooManyBadRows
@@ -118,11 +118,11 @@ class TableReader:
             why = ("missing_column_name", "a column has no name; the first line must name every column")
         elif len(set(names)) < len(names):
             twice, _ = Counter(names).most_common(1)[0]
-            why = ("duplicate_column", f"the column `{twice[:40]}` is there twice; rename one")
+            why = ("duplicate_column", f"the column `{twice[:40]}` occurs twice; rename one")
         elif any("\0" in name for name in names):
             why = ("nul_in_text", "the name of a column has a NUL character; remove it")
         elif any(len(name) > MOST_KEY_CHARACTERS for name in names):
-            why = ("key_too_long", f"a column name may have {MOST_KEY_CHARACTERS} characters")
+            why = ("key_too_long", f"a column name may have at most {MOST_KEY_CHARACTERS} characters")
         if why is not None:
             self._refuse(*why)
             raise TooManyBadRows
@@ -131,9 +131,9 @@ class TableReader:
 
     def _refuse_cells(self, count: str) -> None:
         if self._columns is None:
-            self._refuse("too_many_columns", f"a data set may have {MOST_COLUMNS:,} columns")
+            self._refuse("too_many_columns", f"a dataset may have at most {MOST_COLUMNS:,} columns")
             return
-        message = f'the row has {count} cells and the header {len(self._columns)}; a cell with a comma needs ""'
+        message = f"the row has {count} cells but the header has {len(self._columns)}; quote cells that contain a comma"
         self._refuse("wrong_cell_count", message)
 
     def _refuse(self, code: str, message: str) -> None:
@@ -141,7 +141,7 @@ class TableReader:
 
 
 def _has_many_cells(record: bytes) -> bool:
-    """Whether there are more than a header may have; as objects, small cells take 30 times the room of their bytes."""
+    """Return True if a record has too many cells. Checked first, because parsed cells take 30 times their bytes."""
     if record.count(b",") < MOST_COLUMNS:
         return False
     at = 0
