@@ -1,4 +1,4 @@
-"""A prediction as people say it: `finishes in about 2 h 10 min`."""
+"""Predictions formatted as text: `finishes in about 2 h 10 min`."""
 
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 def in_words(told: "Prediction | None") -> str:
-    """When a run starts, if it has not, and finishes; empty where nothing is predicted."""
+    """Format the predicted start, if it is in the future, and finish; empty without a prediction."""
     if told is None:
         return ""
     now = datetime.now(UTC)
@@ -21,7 +21,7 @@ def in_words(told: "Prediction | None") -> str:
 
 
 def _in(seconds: float) -> str:
-    """As exact as such a guess deserves."""
+    """Format a duration with the precision of the prediction."""
     if seconds < 1:
         return "any moment"
     if seconds < 90:
