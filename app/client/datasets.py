@@ -114,9 +114,9 @@ class Datasets(ApiResource[M]):
 class _Counted(io.RawIOBase):
     """File that reports its read position; restarts from zero when the request is retried."""
 
-    def __init__(self, file: BinaryIO, told: Callable[[int], None]) -> None:
+    def __init__(self, file: BinaryIO, on_progress: Callable[[int], None]) -> None:
         self._file = file
-        self._told = told
+        self._on_progress = on_progress
 
     def readable(self) -> bool:
         return True
@@ -126,7 +126,7 @@ class _Counted(io.RawIOBase):
 
     def read(self, size: int = -1, /) -> bytes:
         piece = self._file.read(size)
-        self._told(self._file.tell())
+        self._on_progress(self._file.tell())
         return piece
 
     def seek(self, offset: int, whence: int = 0, /) -> int:

@@ -40,7 +40,7 @@ async def download(
     return folder
 
 
-async def _fetch(session: Session, path: str, part: Path, artifact: Artifact, told: Told | None) -> None:
+async def _fetch(session: Session, path: str, part: Path, artifact: Artifact, on_progress: Told | None) -> None:
     """Download the missing part of one file; after a lost connection, continue from the last byte."""
     backoff = Backoff()
     heard = time.monotonic()
@@ -50,7 +50,7 @@ async def _fetch(session: Session, path: str, part: Path, artifact: Artifact, to
                 file.truncate(0)
                 continue
             try:
-                await _append(session, path, file, there, artifact, told)
+                await _append(session, path, file, there, artifact, on_progress)
                 if _size(file) != artifact.bytes:
                     raise AnnealError(
                         "download_changed",
@@ -65,12 +65,12 @@ async def _fetch(session: Session, path: str, part: Path, artifact: Artifact, to
                 if not error.is_passing or time.monotonic() - heard + wait > session.patience:
                     raise
                 await session.transport.pause(wait)
-        if told:
-            told(artifact.path, artifact.bytes, artifact.bytes)
+        if on_progress:
+            on_progress(artifact.path, artifact.bytes, artifact.bytes)
 
 
 async def _append(
-    session: Session, path: str, file: BinaryIO, there: int, artifact: Artifact, told: Told | None
+    session: Session, path: str, file: BinaryIO, there: int, artifact: Artifact, on_progress: Told | None
 ) -> None:
     headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={there}-"} if there else {})
     response = await session.attempt(session.transport.build("GET", path, headers=headers))
@@ -80,8 +80,8 @@ async def _append(
         async with aclosing(session.transport.chunks(response)) as chunks:
             async for chunk in chunks:
                 file.write(chunk)
-                if told:
-                    told(artifact.path, _size(file), artifact.bytes)
+                if on_progress:
+                    on_progress(artifact.path, _size(file), artifact.bytes)
     finally:
         await session.transport.release(response)
 

@@ -43,13 +43,13 @@ class AnnealError(Exception):
 
 def of_answer(response: httpx.Response) -> AnnealError:
     """Build the error from an error response that has been read: problem+json, or any body from a proxy."""
-    told = _json_object(response)
-    items = told.get("errors")
+    body = _json_object(response)
+    items = body.get("errors")
     errors = [FieldError(**item) for item in items if _is_field_error(item)] if isinstance(items, list) else []
     path = f"{response.request.method} {response.request.url.path}"
-    detail = told.get("detail") or f"{path} returned {response.status_code} {response.reason_phrase}."
+    detail = body.get("detail") or f"{path} returned {response.status_code} {response.reason_phrase}."
     return AnnealError(
-        str(told.get("code") or f"http_{response.status_code}"),
+        str(body.get("code") or f"http_{response.status_code}"),
         str(detail),
         status=response.status_code,
         errors=errors,
@@ -79,10 +79,10 @@ def in_words(url: str) -> Iterator[None]:
 
 def _json_object(response: httpx.Response) -> dict[str, object]:
     try:
-        told = response.json()
+        body = response.json()
     except ValueError:
         return {}
-    return told if isinstance(told, dict) else {}
+    return body if isinstance(body, dict) else {}
 
 
 def _is_field_error(item: object) -> bool:

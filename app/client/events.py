@@ -187,7 +187,7 @@ class Follower:
                 seconds.
         """
         backoff = Backoff()
-        heard, told = time.monotonic(), False
+        heard, warned = time.monotonic(), False
         while until is None or self._last < until:
             self._progressed = False
             asked_for = None
@@ -206,13 +206,13 @@ class Follower:
                     heard = time.monotonic()
                 if not error.is_passing or time.monotonic() - heard > patience:
                     raise
-                if not self._progressed and not told:
+                if not self._progressed and not warned:
                     # Once per outage; without a logging configuration, Python prints warnings on standard error.
                     log.warning("%s Retrying for up to %.0f s.", error.detail, patience)
-                    told = True
+                    warned = True
                 asked_for = error.retry_after
             if self._progressed:
-                heard, told = time.monotonic(), False
+                heard, warned = time.monotonic(), False
                 backoff.reset()
             await self._session.transport.pause(backoff.next(asked_for))
 

@@ -19,24 +19,24 @@ Wait = Annotated[
 ]
 
 
-def _ask(run_id: str, action: "Name", wait: bool, as_json: bool, **parameters: Any) -> None:
+def _request(run_id: str, action: "Name", wait: bool, as_json: bool, **parameters: Any) -> None:
     with connected() as client:
         before = client.runs.get(run_id).last_seq
         asked = client.actions.create(run_id, action, **parameters)
         if wait:
-            asked = _done(client, asked, before)
+            asked = _wait_until_done(client, asked, before)
         if as_json:
             document(asked)
         elif asked.status == "waiting":
             note(f"The run performs it at the end of a step. Check with `anneal actions show {run_id} {asked.id}`.")
             typer.echo(asked.id)
         else:
-            _tell(asked)
+            _print_action(asked)
         if asked.status in ("refused", "failed"):
             raise typer.Exit(1)
 
 
-def _done(client: "Anneal", asked: "ActionRead", after: int) -> "ActionRead":
+def _wait_until_done(client: "Anneal", asked: "ActionRead", after: int) -> "ActionRead":
     """Wait for the result of the action, or for the end of the run, and return the action."""
     for event in client.runs.events(asked.run_id, after=after, types=["action", "checkpoint", "end"]):
         if event.type == "end" or getattr(event, "action_id", None) == asked.id:
@@ -44,7 +44,7 @@ def _done(client: "Anneal", asked: "ActionRead", after: int) -> "ActionRead":
     return client.actions.get(asked.run_id, asked.id)
 
 
-def _tell(action: "ActionRead") -> None:
+def _print_action(action: "ActionRead") -> None:
     result = dict(action.result or {})
     samples = result.pop("samples", [])
     details(
@@ -68,7 +68,7 @@ def checkpoint(
 
     Example: `anneal actions checkpoint --pin --wait run_01k3x9m6q2v8s4t0w7y5z1a3b6`
     """
-    _ask(run_id, "checkpoint", wait, as_json, pin=pin)
+    _request(run_id, "checkpoint", wait, as_json, pin=pin)
 
 
 @commands.command()
@@ -77,7 +77,7 @@ def evaluate(run_id: RunId, wait: Wait = False, as_json: AsJson = False) -> None
 
     Example: `anneal actions evaluate --wait run_01k3x9m6q2v8s4t0w7y5z1a3b6`
     """
-    _ask(run_id, "evaluate", wait, as_json)
+    _request(run_id, "evaluate", wait, as_json)
 
 
 @commands.command()
@@ -97,7 +97,7 @@ def sample(
 
     Example: `anneal actions sample --wait -p "What is a lease?" run_01k3x9m6q2v8s4t0w7y5z1a3b6`
     """
-    _ask(run_id, "sample", wait, as_json, prompts=prompts, max_new_tokens=tokens, temperature=temperature)
+    _request(run_id, "sample", wait, as_json, prompts=prompts, max_new_tokens=tokens, temperature=temperature)
 
 
 @commands.command()
@@ -111,7 +111,7 @@ def set_learning_rate(
 
     Example: `anneal actions set-learning-rate run_01k3x9m6q2v8s4t0w7y5z1a3b6 1e-4`
     """
-    _ask(run_id, "set_learning_rate", wait, as_json, learning_rate=learning_rate)
+    _request(run_id, "set_learning_rate", wait, as_json, learning_rate=learning_rate)
 
 
 @commands.command()
@@ -130,7 +130,7 @@ def extend(
     """
     if (max_steps is None) == (epochs is None):
         fail("Give the new total length of the run: either --max-steps or --epochs.")
-    _ask(run_id, "extend", wait, as_json, max_steps=max_steps, epochs=epochs)
+    _request(run_id, "extend", wait, as_json, max_steps=max_steps, epochs=epochs)
 
 
 @commands.command("list")
@@ -160,4 +160,4 @@ def show(
         if as_json:
             document(found)
         else:
-            _tell(found)
+            _print_action(found)

@@ -58,11 +58,17 @@ def upload(
     """
     columns = _columns(column)
     with connected() as client:
-        with transfer(file.name, file.stat().st_size) as told:
+        with transfer(file.name, file.stat().st_size) as update:
             dataset = client.datasets.upload(
-                file, name=name, format=format, file_format=file_format, columns=columns, tokenizer=tokenizer, told=told
+                file,
+                name=name,
+                format=format,
+                file_format=file_format,
+                columns=columns,
+                tokenizer=tokenizer,
+                told=update,
             )
-        _made(dataset, as_json)
+        _print_created(dataset, as_json)
 
 
 @commands.command("import")
@@ -89,7 +95,7 @@ def load_from_hub(
             hub, split=split, subset=subset, revision=revision, name=name, format=format, columns=columns,
             tokenizer=tokenizer,
         )  # fmt: skip
-        _made(dataset, as_json)
+        _print_created(dataset, as_json)
 
 
 def _columns(pairs: list[str] | None) -> dict[str, str] | None:
@@ -102,7 +108,7 @@ def _columns(pairs: list[str] | None) -> dict[str, str] | None:
     return columns or None
 
 
-def _made(dataset: "DatasetView", as_json: bool) -> None:
+def _print_created(dataset: "DatasetView", as_json: bool) -> None:
     if as_json:
         document(dataset)
         return

@@ -54,21 +54,21 @@ def show(estimate: "RunEstimate") -> None:
         note(f"  {sentence}")
 
 
-def probed(client: "Anneal", estimate: "Estimated", is_told: bool) -> int:
+def probed(client: "Anneal", estimate: "Estimated", is_reported: bool) -> int:
     """Follow the probe run to its end, print its measurements next to the estimate and return the exit code.
 
-    With `is_told`, the probe has ended and its result was printed already.
+    With `is_reported`, the probe has ended and its result was printed already.
     """
     run = client.runs.get(estimate.probe_run_id or "")
-    if not is_told:
+    if not is_reported:
         watch_run(client, run, False)
         run = client.runs.get(run.id)
         _compare(estimate, run.measured, run.probe)
     return 0 if run.probe and run.probe.fits is not None else exit_code(run.status)
 
 
-def _compare(estimate: "RunEstimate", measured: "Measured | None", told: "ProbeResult | None") -> None:
-    if told is None:
+def _compare(estimate: "RunEstimate", measured: "Measured | None", probe: "ProbeResult | None") -> None:
+    if probe is None:
         return
     expected = estimate.memory_mb or {}
     # On a GPU, the measured peak covers tensors only, not the CUDA context.
@@ -77,13 +77,13 @@ def _compare(estimate: "RunEstimate", measured: "Measured | None", told: "ProbeR
     rows = [
         ("peak memory, MiB", _figure(total), _figure(measured.peak_memory_mb if measured else None)),
         ("reserved memory, MiB", "-", _figure(measured.reserved_memory_mb if measured else None)),
-        ("steps", _figure(estimate.steps), _figure(told.steps)),
+        ("steps", _figure(estimate.steps), _figure(probe.steps)),
         ("step on the longest rows", "-", _time(measured.step_seconds if measured else None) or "-"),
-        ("time", _time(estimate.seconds) or "-", _time(told.seconds) or "-"),
-        ("maximum time", "-", _time(told.seconds_at_most) or "-"),
+        ("time", _time(estimate.seconds) or "-", _time(probe.seconds) or "-"),
+        ("maximum time", "-", _time(probe.seconds_at_most) or "-"),
     ]
     table(("whole run", "estimated", "measured"), [row for row in rows if row[1:] != ("-", "-")])
-    typer.echo(told.message)
+    typer.echo(probe.message)
 
 
 def _figure(value: float | None) -> str:

@@ -7,16 +7,16 @@ if TYPE_CHECKING:
     from app.runs.prediction import Prediction
 
 
-def in_words(told: "Prediction | None") -> str:
+def in_words(prediction: "Prediction | None") -> str:
     """Format the predicted start, if it is in the future, and finish; empty without a prediction."""
-    if told is None:
+    if prediction is None:
         return ""
     now = datetime.now(UTC)
     parts = []
-    if told.start_at is not None and told.start_at > now:
-        parts.append(f"starts {_in((told.start_at - now).total_seconds())}")
-    if told.finish_at is not None:
-        parts.append(f"finishes {_in((told.finish_at - now).total_seconds())}")
+    if prediction.start_at is not None and prediction.start_at > now:
+        parts.append(f"starts {_in((prediction.start_at - now).total_seconds())}")
+    if prediction.finish_at is not None:
+        parts.append(f"finishes {_in((prediction.finish_at - now).total_seconds())}")
     return ", ".join(parts)
 
 

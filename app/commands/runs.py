@@ -57,10 +57,10 @@ def create(file: File, sets: Set = None, watch: Watch = False, as_json: AsJson =
 
     with connected() as client:
         run = client.runs.create(run_file.change(run_file.read(file), sets or []))
-        _begun(client, run, watch, as_json)
+        _print_or_watch(client, run, watch, as_json)
 
 
-def _begun(client: "Anneal", run: "RunRead", watch: bool, as_json: bool) -> None:
+def _print_or_watch(client: "Anneal", run: "RunRead", watch: bool, as_json: bool) -> None:
     """Print a new run, or watch it to its end."""
     if watch:
         from app.commands.watching import watch_run
@@ -187,10 +187,10 @@ def show(run_id: RunId, as_json: AsJson = False) -> None:
 
 def _outlook(run: "RunRead") -> str | None:
     """Format the prediction with its confidence and basis."""
-    told = run.prediction
-    if told is None:
+    prediction = run.prediction
+    if prediction is None:
         return None
-    return f"{in_words(told) or 'unknown'} ({told.confidence} confidence: {told.basis})"
+    return f"{in_words(prediction) or 'unknown'} ({prediction.confidence} confidence: {prediction.basis})"
 
 
 @commands.command()
@@ -339,7 +339,7 @@ def resume(
             fail(f"Only the configuration can be changed: write --set config.{next(iter(changes))}=….")
         with option_told("no_checkpoint", "On the command line, use --from-start."):
             run = client.runs.resume(run_id, checkpoint_id=checkpoint, from_start=from_start, config=config)
-        _begun(client, run, watch, as_json)
+        _print_or_watch(client, run, watch, as_json)
 
 
 @commands.command()
@@ -384,13 +384,13 @@ def download(
     with connected() as client:
         total = sum(artifact.bytes for artifact in client.runs.artifacts(run_id))
         with transfer(run_id, total) as update:
-            there: dict[str, int] = {}
+            received: dict[str, int] = {}
 
-            def told(path: str, done: int, _: int) -> None:
-                there[path] = done
-                update(sum(there.values()))
+            def on_progress(path: str, done: int, _: int) -> None:
+                received[path] = done
+                update(sum(received.values()))
 
-            folder = client.runs.download(run_id, output, paths=paths or (), told=told if update else None)
+            folder = client.runs.download(run_id, output, paths=paths or (), told=on_progress if update else None)
         if as_json:
             files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
             document({"folder": str(folder), "files": files})

@@ -64,15 +64,15 @@ def watch_run(client: "Anneal", run: "RunRead", as_json: bool) -> int:
                     screen.show(event)
         run = client.runs.get(run.id)
     if not as_json:
-        _tell_end(run)
+        _print_end(run)
     return exit_code(run.status)
 
 
-def until_asked_again(told: "Prediction | None") -> float:
+def until_asked_again(prediction: "Prediction | None") -> float:
     """Return the seconds until the prediction is refreshed; shorter as the end approaches."""
-    if told is None or told.finish_at is None:
+    if prediction is None or prediction.finish_at is None:
         return _SECONDS_BETWEEN_OUTLOOKS
-    left = (told.finish_at - datetime.now(UTC)).total_seconds()
+    left = (prediction.finish_at - datetime.now(UTC)).total_seconds()
     return min(max(left / 4, _SECONDS_BETWEEN_LINES), _SECONDS_BETWEEN_OUTLOOKS)
 
 
@@ -89,7 +89,7 @@ def going_on(run_id: str) -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def _tell_end(run: "RunRead") -> None:
+def _print_end(run: "RunRead") -> None:
     typer.echo(f"{run.id} {run.name}: {run.status} at step {run.current_step}{_loss(run.best_loss, ', best loss')}")
     if run.status == "failed":
         typer.echo(f"  {run.error_code}: {run.error_message} (see `anneal runs why {run.id}`)")
@@ -191,13 +191,13 @@ class _Lines:
 
     def __init__(self, seen: Seen) -> None:
         self._seen = seen
-        self._told = 0.0
-        self._is_step_untold = False
+        self._last_step_line = 0.0
+        self._is_step_pending = False
 
     def __enter__(self) -> None:
         seen = self._seen
         outlook = f", {seen.outlook}" if seen.outlook else ""
-        self._say(f"{seen.run_id} {seen.name}: {seen.status}, step {seen.step}/{seen.total or '?'}{outlook}")
+        self._print(f"{seen.run_id} {seen.name}: {seen.status}, step {seen.step}/{seen.total or '?'}{outlook}")
 
     def __exit__(self, *problem: Any) -> None:
         pass
@@ -205,20 +205,20 @@ class _Lines:
     def show(self, event: Event) -> None:
         line = self._seen.take(event)
         if isinstance(event, MetricEvent):
-            self._is_step_untold = True
-            if time.monotonic() - self._told > _SECONDS_BETWEEN_LINES:
-                self._say_step()
-        elif isinstance(event, StatusEvent) and event.to in _ENDED and self._is_step_untold:
-            self._say_step()
+            self._is_step_pending = True
+            if time.monotonic() - self._last_step_line > _SECONDS_BETWEEN_LINES:
+                self._print_step()
+        elif isinstance(event, StatusEvent) and event.to in _ENDED and self._is_step_pending:
+            self._print_step()
         if line is not None:
-            self._say(line)
+            self._print(line)
 
-    def _say_step(self) -> None:
-        self._told, self._is_step_untold = time.monotonic(), False
-        self._say(f"step {self._seen.step}/{self._seen.total or '?'}  {self._seen.figures}")
+    def _print_step(self) -> None:
+        self._last_step_line, self._is_step_pending = time.monotonic(), False
+        self._print(f"step {self._seen.step}/{self._seen.total or '?'}  {self._seen.figures}")
 
     @staticmethod
-    def _say(line: str) -> None:
+    def _print(line: str) -> None:
         typer.echo(line)
         sys.stdout.flush()
 

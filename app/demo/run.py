@@ -141,18 +141,18 @@ class Demo:
     # Data and model
 
     def _build_data(self, plan_: Plan) -> data.Rows:
-        with self._terminal.step(f"Reading the docstrings of the Python {platform.python_version()} library:") as told:
+        with self._terminal.step(f"Reading the docstrings of the Python {platform.python_version()} library:") as notes:
             rows = data.build()
             rows = data.Rows(_evenly(rows.training, plan_.most_rows), _evenly(rows.held_out, plan_.most_held_out))
-            told.append(f"{len(rows.training):,} chats to train on, {len(rows.held_out)} held out")
+            notes.append(f"{len(rows.training):,} chats to train on, {len(rows.held_out)} held out")
         return rows
 
     def _build_model(self, rows: data.Rows) -> None:
-        with self._terminal.step("Training a tokenizer:") as told:
+        with self._terminal.step("Training a tokenizer:") as notes:
             texts = (text for row in rows.training for text in (data.SYSTEM, row.text["text"]))
             tokenizer = base_model.train_tokenizer(texts)
             base_model.write_model(self._settings.models_folder / _SMALL_MODEL, tokenizer)
-            told.append(f"{tokenizer.get_vocab_size():,} tokens")
+            notes.append(f"{tokenizer.get_vocab_size():,} tokens")
 
     def _connect(self, one: Service) -> Anneal:
         what = (
@@ -160,15 +160,15 @@ class Demo:
             if one.is_ours
             else "Using the running service:"
         )
-        with self._terminal.step(what) as told:
+        with self._terminal.step(what) as notes:
             connection = self._connection = one.wait()
-            told.append(f"ready at {connection.url}")
+            notes.append(f"ready at {connection.url}")
         self._client = Anneal(connection.url, connection.key, patience=_PATIENCE)
         return self._client
 
     def _upload(self, client: Anneal, rows: data.Rows, format: Literal["chat", "text"]) -> dict[str, str]:
         """Upload both parts of the rows; return the fields of a run that reference them."""
-        with self._terminal.step(f"POST /v1/datasets, {format}:") as told:
+        with self._terminal.step(f"POST /v1/datasets, {format}:") as notes:
             ids = []
             for name, part in (("docstrings", rows.training), ("docstrings-held-out", rows.held_out)):
                 rows_of_part = data.jsonl(getattr(row, format) for row in part)
@@ -176,7 +176,7 @@ class Demo:
                 if dataset.rows != len(part) or dataset.format != format:
                     raise DemoError(f"of {len(part)} rows, the service counted {dataset.rows} of {dataset.format}.")
                 ids.append(dataset.id)
-            told.append(f"{ids[0]}, held out {ids[1]}")
+            notes.append(f"{ids[0]}, held out {ids[1]}")
         return {"dataset_id": ids[0], "eval_dataset_id": ids[1]}
 
     # Runs

@@ -21,18 +21,18 @@ class Bar:
         self._done, self._total = 0, 0
         self._loss: float | None = None
         self._held_out: float | None = None
-        self._told = time.monotonic()
+        self._printed_at = time.monotonic()
 
     def step(self, done: int, total: int | None, loss: float | None) -> None:
         """Show a new optimizer step."""
         self._done, self._total = done, total or self._total
         self._loss = loss if loss is not None else self._loss
-        self._show(told_anyway=done == self._total)
+        self._show(always=done == self._total)
 
     def evaluated(self, loss: float) -> None:
         """Show a new loss on the held-out rows."""
         self._held_out = loss
-        self._show(told_anyway=True)
+        self._show(always=True)
 
     def phase(self, text: str) -> None:
         """Show the phase of a run before its first step."""
@@ -43,14 +43,14 @@ class Bar:
         """Print a line above the bar."""
         self._console.print(f"    {text}", markup=False, highlight=False, soft_wrap=True)
 
-    def _show(self, told_anyway: bool) -> None:
+    def _show(self, always: bool) -> None:
         figures = [f"loss {self._loss:.3f}"] if self._loss is not None else []
         figures += [f"held-out {self._held_out:.3f}"] if self._held_out is not None else []
         text = "  ".join(figures)
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=self._done, total=self._total or None, figures=text)
-        elif told_anyway or time.monotonic() - self._told > _SECONDS_BETWEEN_LINES:
-            self._told = time.monotonic()
+        elif always or time.monotonic() - self._printed_at > _SECONDS_BETWEEN_LINES:
+            self._printed_at = time.monotonic()
             self.say(f"step {self._done}/{self._total}  {text}")
 
 
@@ -80,13 +80,13 @@ class Terminal:
     def step(self, text: str) -> Iterator[list[str]]:
         """Run a step; print the items of the yielded list and the duration when it is done."""
         began = time.monotonic()
-        told: list[str] = []
+        notes: list[str] = []
         if self._console.is_terminal:
             with self._console.status(text):
-                yield told
+                yield notes
         else:
-            yield told
-        self.say(f"  {' '.join([text, *told])} ({time.monotonic() - began:.1f} s)")
+            yield notes
+        self.say(f"  {' '.join([text, *notes])} ({time.monotonic() - began:.1f} s)")
 
     @contextmanager
     def bar(self, label: str) -> Iterator[Bar]:
