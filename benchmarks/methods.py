@@ -168,7 +168,7 @@ class Done:
     """Steps per second."""
 
     def loads(self) -> bool:
-        """Return True if transformers or peft loads the output and returns finite logits, in a process without our code."""
+        """Return True if transformers or peft loads the output and returns finite logits, without our code."""
         program = (self.output / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
         asks = "\nout = model(**tokenizer('def f():', return_tensors='pt')).logits\nassert out.isfinite().all()\n"
         done = subprocess.run(
