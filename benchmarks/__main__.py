@@ -1,6 +1,6 @@
-"""`python -m benchmarks [C8 …]`: run benchmarks and print their figures as ratios.
+"""`python -m benchmarks [C8 …]`: run benchmarks and print ratios.
 
-Absolute times drift from machine to machine; each benchmark measures its peers side by side in one run.
+Absolute times differ between machines, so each benchmark measures its peers in the same run.
 """
 
 import argparse
@@ -22,7 +22,7 @@ BENCHMARKS = {
     "C11": "benchmarks.c11_checkpoint",
 }
 SCALED = {"C1", "C3", "C4", "C6", "C9"}
-"""Those that can be tried in a small size."""
+"""Benchmarks that have a small size."""
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""One attempt of a run, written to as a worker writes: log and roll-ups in one transaction a call."""
+"""Attempt of a run that writes as a worker does: events and rollups in one transaction per call."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from tests.rows import add_run, add_worker, claim
 
 
 class Attempt:
-    """A new run that has just been claimed."""
+    """Create and claim a new run."""
 
     def __init__(self, engine: Engine) -> None:
         self.run_id: str = add_run(engine).id
@@ -24,19 +24,19 @@ class Attempt:
         self._rollups = Rollups(run.id, run.attempt)
 
     def store(self, events: Sequence[NewEvent], progress: Progress | None = None) -> None:
-        """As `worker.writer` does it."""
+        """Store a batch as `worker.writer` does."""
         first = self.stored + 1
         self.send(first, events, progress)
         self._rollups.committed()
         self.stored += len(events)
 
     def send(self, first: int, events: Sequence[NewEvent], progress: Progress | None = None) -> None:
-        """The events number `first`, `first` + 1, … of the attempt; a second time, when the caller is in doubt."""
+        """Store events `first`, `first` + 1, … of the attempt; safe to repeat after an unknown outcome."""
         with self._engine.begin() as connection:
             stored = event_log.append(connection, self.run_id, self._epoch, first, events, progress)
             self._rollups.store(connection, first, events, stored)
 
     def complete(self) -> None:
-        """End the run."""
+        """Complete the run."""
         with self._engine.begin() as connection:
             connection.execute(lifecycle.complete(self.run_id, self._epoch, None, "benchmark")).one()

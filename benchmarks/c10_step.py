@@ -1,8 +1,8 @@
-"""C10: what an optimizer step costs beyond its arithmetic: ours, TRL's and a bare loop's, each logging every step.
+"""C10: overhead of an optimizer step: Anneal, TRL and a bare loop, each logging every step.
 
-All three train the same 2-layer Llama of random weights on the same tokens with the same optimizer, in processes of
-their own that take turns. A step is what lies between two ends of steps, logging included; the median of a process is
-one block. Ours writes its journal and tells each metric as a run on a worker does.
+All three train the same 2-layer Llama with random weights on the same tokens with the same optimizer, in separate
+processes that alternate. A step is measured from the end of one step to the end of the next, including logging; the
+median of a process is one block. Anneal writes its journal and reports each metric as a run on a worker does.
 """
 
 import itertools
@@ -25,11 +25,11 @@ BATCH, LENGTH, HIDDEN, RATE = 4, 128, 128, 1e-3
 
 
 def main() -> bool:
-    """Print medians and ratios; answers whether ours takes at most 1.1 of TRL's time."""
+    """Print medians and ratios; return True if Anneal takes at most 1.1 times as long as TRL."""
     with tempfile.TemporaryDirectory(prefix="anneal-bench-") as place:
         folder = Path(place)
         model = make_tiny_model(folder / "model", hidden=HIDDEN)
-        # Long enough that each row fills its sequence: nothing is padded.
+        # Long enough that each row fills its sequence, so there is no padding.
         text = " ".join(str(number) for number in range(400))
         rows = write_rows(folder / "rows.jsonl", ({"text": f"{row} {text}"} for row in range(BATCH * 32)))
         lanes = {"Anneal": _ours, "TRL": _theirs, "bare loop": _theirs}
@@ -67,7 +67,7 @@ def _theirs(folder: Path, model: Path, rows: Path) -> float:
 
 
 def _python(*arguments: str) -> str:
-    """The last line that a process of its own prints."""
+    """Run a separate process and return its last line of output."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, env=environment)
     if done.returncode != 0:
@@ -76,7 +76,7 @@ def _python(*arguments: str) -> str:
 
 
 def _between(ends: list[float]) -> float:
-    """Seconds of a step: the median between two ends, the first ones left out."""
+    """Return the median seconds between two step ends, without the first ones."""
     ends = ends[WARM_UP:]
     return statistics.median(after - before for before, after in itertools.pairwise(ends))
 

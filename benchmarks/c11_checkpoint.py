@@ -1,8 +1,8 @@
-"""C11: how long a training loop stands still for a checkpoint of 512 MB, ours against the Trainer's own `save_steps`.
+"""C11: stall of the training loop during a 512 MB checkpoint, Anneal against `save_steps` of the Trainer.
 
-Both train the same Llama of 42.6 million random weights with AdamW on the same tokens, in processes of their own that
-take turns, and write model and optimizer (512 MB) to the same disk every so many steps. The stall is what the loop
-spends in its save. Behind it a process is killed in the middle of writing a checkpoint, and another goes on.
+Both train the same Llama of 42.6 million random weights with AdamW on the same tokens, in separate processes that
+alternate, and write model and optimizer (512 MB) to the same disk at a fixed interval of steps. The stall is the time
+that the loop spends in its save. Afterwards a process is killed while it writes a checkpoint, and another resumes.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ SMALLEST = 500_000_000
 
 
 def main() -> bool:
-    """Print medians and ratio; answers whether ours is at least 15 times shorter, and a kill costs nothing."""
+    """Print medians and ratio; return True if Anneal's stall is at least 15 times shorter and the kill test passes."""
     with tempfile.TemporaryDirectory(prefix="anneal-bench-") as place:
         folder = Path(place)
         model = make_tiny_model(folder / "model", hidden=HIDDEN, layers=LAYERS)
@@ -53,7 +53,7 @@ def main() -> bool:
 
 
 def _recovers(folder: Path, model: Path, rows: Path) -> bool:
-    """Whether a run whose process is killed while it writes its second checkpoint goes on from the first, exactly."""
+    """Check that a run whose process is killed during its second checkpoint resumes exactly from the first."""
     killed = _python("killed", folder / "killed", model, rows, code=-signal.SIGKILL)
     told = [record for record in parse_records(killed.stdout) if record["type"] == "checkpoint"]
     attempt = folder / "killed" / "a1"
@@ -86,7 +86,7 @@ def _python(kind: str, folder: Path, model: Path, rows: Path, code: int = 0) -> 
 
 
 class _Clock:
-    """Takes the time of every save and step of a kind of trainer."""
+    """Measures the time of every save and step of a trainer class."""
 
     def __init__(self, kind: Any) -> None:
         self.stalls: list[float] = []
@@ -98,7 +98,7 @@ class _Clock:
         def timed_save(trainer: Any, *arguments: Any) -> Any:
             began = time.perf_counter()
             save(trainer, *arguments)
-            if trainer.state.global_step < trainer.state.max_steps:  # the last one is written before the end
+            if trainer.state.global_step < trainer.state.max_steps:  # the last save is written before the end
                 self.stalls.append(time.perf_counter() - began)
                 self._since_save = 0
 
@@ -113,7 +113,7 @@ class _Clock:
         kind._save_checkpoint, kind.training_step = timed_save, timed_step
 
     def told(self) -> str:
-        """Seconds, as a line."""
+        """Return the seconds as one line of JSON."""
         return json.dumps({"stalls": self.stalls, "steps": self.steps, "steps after a save": self.after})
 
 
@@ -141,7 +141,7 @@ def _ours(folder: Path, model: Path, rows: Path) -> None:
 
 
 def _killed(folder: Path, model: Path, rows: Path) -> None:
-    """Killed a fifth of a second after it has begun to write its second optimizer state."""
+    """Trainer that is killed 0.2 s after it starts to write its second optimizer state."""
     import torch
 
     from worker.training.__main__ import main as train

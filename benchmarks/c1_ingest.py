@@ -1,10 +1,10 @@
-"""C1: metric values stored a thousand a call, durably and safe to send twice, against MLflow's `log_batch` and COPY.
+"""C1: durable, idempotent storage of 1,000 metric values per call, against MLflow's `log_batch` and COPY.
 
-A point is one (name, step, value). All sides get the same points ready-made, ten names at a hundred steps a call, and
-are timed from the call to the return of the commit. Ours are 100 events with ten values each, as a trainer sends them:
-log and roll-ups in one transaction. MLflow's `log_batch` writes straight to its store, without its server between. The
-floor is a bare COPY: of the thousand points, a row each, into a table with a primary key; and, from which nobody could
-draw a curve, of the same 100 rows, one for each event, into a table with the columns, key and index of the log.
+A point is one (name, step, value). All sides get the same prepared points, ten names at a hundred steps per call, and
+are timed from the call to the return of the commit. Anneal stores 100 events with ten values each, as a trainer sends
+them: events and rollups in one transaction. MLflow's `log_batch` writes directly to its store, without its server. The
+lower bound is COPY: of the 1,000 points, one row each, into a table with a primary key; and of the 100 event rows,
+which cannot serve curves, into a table with the columns, key and index of the event log.
 """
 
 import random
@@ -37,7 +37,7 @@ _RUN_ID = "run_00000000000000000000000000"
 
 
 def main(scale: float = 1.0) -> bool:
-    """Print rates and ratios; answers whether the goals are reached."""
+    """Print rates and ratios; return True if the goals are reached."""
     calls = {name: max(2, int(count * scale)) for name, count in CALLS.items()}
     with tempfile.TemporaryDirectory(prefix="anneal-bench-") as folder, ExitStack() as stack:
         service = Stack(Path(folder), lease_seconds=3600)
@@ -64,14 +64,14 @@ def main(scale: float = 1.0) -> bool:
 
 
 class Points:
-    """Steps of a training that goes on and on."""
+    """Metric values of an endless training."""
 
     def __init__(self) -> None:
         self.calls = 0
         self._random = random.Random(7)
 
     def next(self) -> list[tuple[int, dict[str, float]]]:
-        """For each step the values of all names."""
+        """Return (step, values by name) for the next steps."""
         first = self.calls * STEPS
         self.calls += 1
         return [(first + n, {name: self._random.random() for name in NAMES + EXTRA}) for n in range(STEPS)]
@@ -93,7 +93,7 @@ def _events(steps: list[tuple[int, dict[str, float]]]) -> list[NewEvent]:
 
 
 class Ours:
-    """A run in the database, written to as a worker does."""
+    """Run in the database, written as a worker does."""
 
     def __init__(self, service: Stack) -> None:
         self._service = service
@@ -110,7 +110,7 @@ class Ours:
         self._last = new
 
     def check(self) -> None:
-        """All of it is there once, also when the last call is repeated."""
+        """Check that each point is stored once, even after the last call is repeated."""
         self._attempt.send(self._attempt.stored - STEPS + 1, self._last)
         with psycopg.connect(self._service.settings.database_url or "") as connection:
             run_id = (self._attempt.run_id,)
@@ -121,19 +121,19 @@ class Ours:
 
 
 def _rows_of_points(steps: list[tuple[int, dict[str, float]]], first: int) -> list[Any]:
-    """A row for each point, numbered from `first` on."""
+    """Return a row for each point, numbered from `first`."""
     now = datetime.now(UTC)
     points = ((name, step, value) for step, found in steps for name, value in found.items())
     return [(_RUN_ID, seq, name, step, value, now) for seq, (name, step, value) in enumerate(points, first)]
 
 
 def _rows_of_events(steps: list[tuple[int, dict[str, float]]], first: int) -> list[Any]:
-    """A row for each event, as the log has it."""
+    """Return a row for each event, as in the event log."""
     return [(_RUN_ID, seq, one.type, 1, one.ts, one.data) for seq, one in enumerate(_events(steps), first)]
 
 
 class Floor:
-    """So many rows a call by COPY into a table that has nothing to do but to take them."""
+    """COPY of a fixed number of rows per call into a plain table."""
 
     def __init__(self, service: Stack, table: str, columns: str, copied: str, rows: MakeRows, a_call: int) -> None:
         self._connection = psycopg.connect(service.settings.database_url or "")
@@ -165,7 +165,7 @@ class Floor:
 
 
 class Peer:
-    """A run of MLflow."""
+    """Run in MLflow."""
 
     def __init__(self, mlflow: Mlflow) -> None:
         self._mlflow = mlflow

@@ -1,9 +1,9 @@
-"""C3: a curve of a million points thinned to a thousand over HTTP, against MLflow's bulk interval.
+"""C3: a curve of a million points downsampled to a thousand over HTTP, against MLflow's bulk interval.
 
 Both serve one run of 10,000 points and one of a million from a server process on the same PostgreSQL, to one client
-that asks over a kept connection. Ours is `GET /v1/runs/{id}/metrics?names=loss&max_points=1000`, MLflow's the call that
-its own pages draw curves with. Filling is not measured: ours goes through the code of the worker, so that roll-ups are
-what a training leaves behind; MLflow's rows are copied into its table.
+with a persistent connection. Anneal's call is `GET /v1/runs/{id}/metrics?names=loss&max_points=1000`, MLflow's the one
+that its own pages use for curves. Inserting the points is not measured: Anneal's go through the code of the worker, so
+that the rollups are the same as after a training; MLflow's rows are copied into its table.
 """
 
 import math
@@ -33,7 +33,7 @@ _PATH = "/ajax-api/2.0/mlflow/metrics/get-history-bulk-interval"
 
 
 def main(scale: float = 1.0) -> bool:
-    """Print times and ratios; answers whether the goals are reached."""
+    """Print times and ratios; return True if the goals are reached."""
     sizes = {"short": int(SHORT * scale), "long": int(LONG * scale)}
     curves = {name: Curve.drawn(points) for name, points in sizes.items()}
     with tempfile.TemporaryDirectory(prefix="anneal-bench-") as folder, ExitStack() as stack:
@@ -71,13 +71,13 @@ def main(scale: float = 1.0) -> bool:
 
 @dataclass(frozen=True)
 class Curve:
-    """Losses by their steps, 0, 1, 2, …, with one spike up and one down that thinning must not lose."""
+    """Return losses for steps 0, 1, 2, …, with one spike up and one down that downsampling must keep."""
 
     values: list[float]
 
     @classmethod
     def drawn(cls, points: int) -> "Curve":
-        """Falling, with noise."""
+        """Return a falling loss with noise."""
         chance = random.Random(3)
         values = [8 * math.exp(-3 * step / points) + chance.gauss(0, 0.1) for step in range(points)]
         values[points * 2 // 3 + 1], values[points // 3 + 1] = 20.25, -4.5

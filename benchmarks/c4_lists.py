@@ -1,9 +1,9 @@
 """C4: pages of 50 runs out of 10^5 and 10^6, filtered, sorted and deep, against MLflow's `search_runs`.
 
-Ours is `GET /v1/runs` over HTTP. MLflow's client asks its store straight in the database, without its server between;
-its deep pages are asked for with the page token that it would give there. Both hold the same runs in ten experiments:
-ours with their whole configuration and a checkpoint each, MLflow's with one metric, two parameters and two tags. They
-are inserted by the database itself under every constraint and index that production has, which is not measured.
+Anneal's call is `GET /v1/runs` over HTTP. MLflow's client queries its store in the database directly, without its
+server; its deep pages use the page token that it would return there. Both hold the same runs in ten experiments:
+Anneal's with the whole configuration and a checkpoint each, MLflow's with one metric, two parameters and two tags. They
+are inserted by SQL with every constraint and index of production; the insertion is not measured.
 """
 
 import tempfile
@@ -35,13 +35,13 @@ _BEST = ["metrics.loss ASC", "attributes.start_time DESC"]
 
 @dataclass(frozen=True)
 class Case:
-    """One question, in the words of both."""
+    """One query, for both sides."""
 
     name: str
     ours: dict[str, Any]
     theirs: dict[str, Any]
     deep: bool = False
-    """Whether also the page behind the half of all is asked for."""
+    """True to also measure the page at the middle of the list."""
     one_experiment: bool = False
     shows: Callable[[dict[str, Any]], bool] = field(default=lambda run: True)
 
@@ -66,7 +66,7 @@ CASES = (
 
 
 def main(scale: float = 1.0) -> bool:
-    """Print times and ratios; answers whether the goals are reached."""
+    """Print times and ratios; return True if the goals are reached."""
     is_reached = True
     with tempfile.TemporaryDirectory(prefix="anneal-bench-") as folder, ExitStack() as stack:
         service = Stack(Path(folder), lease_seconds=3600)
@@ -106,22 +106,22 @@ def _measure(ours: "Ours", theirs: "Theirs", size: int) -> bool:
 
 
 class Ours:
-    """Copies of one run that was posted, each different where lists look."""
+    """Copies of one created run, which differ in the columns that lists use."""
 
     def __init__(self, service: Stack) -> None:
         self._service = service
         self._filled = 0
         self._model = service.create(config={"base_model": "any"})
-        assert service.stop(self._model).status_code == 202  # nobody is to wait for a worker
+        assert service.stop(self._model).status_code == 202  # no worker is needed
         self._experiments = [
             service.client.post("/v1/experiments", json={"name": f"experiment {n}"}).json()["id"]
             for n in range(EXPERIMENTS)
         ]
-        # Ids of one moment that sort by their number, which has only digits that base32 has too.
+        # Ids of one timestamp that sort by their number, whose digits are valid base32.
         self._prefix = new_id("run")[:14]
 
     def fill(self, size: int) -> None:
-        """So many runs: seven of ten completed, the others failed or cancelled, a few at work."""
+        """Insert runs: 70 % completed, the others failed or cancelled, a few live."""
         status = (
             "CASE WHEN mod(n, 10000) = 1 THEN 'running' WHEN mod(n, 10) < 7 THEN 'completed' "
             "WHEN mod(n, 10) < 9 THEN 'failed' ELSE 'cancelled' END"
@@ -146,7 +146,7 @@ class Ours:
             "current_step": "1000",
             "total_steps": "1000",
             "best_loss": "made.loss",
-            # What the trigger sets when a run ends.
+            # The trigger sets this when a run ends.
             "final_loss": "CASE WHEN made.status <> 'running' THEN made.loss END",
             "created_at": "now() - interval '30 days' + n * interval '1 second'",
             "started_at": "now()",
@@ -173,7 +173,7 @@ class Ours:
         self._filled = size
 
     def half(self, case: Case) -> str:
-        """The last run of the page before the middle."""
+        """Return the last run of the page before the middle."""
         order = "final_loss, id" if "sort" in case.ours else "id DESC"
         query = f"SELECT id FROM runs WHERE final_loss IS NOT NULL ORDER BY {order} OFFSET %s LIMIT 1"
         with psycopg.connect(self._service.settings.database_url or "") as connection:
@@ -182,7 +182,7 @@ class Ours:
         return str(row[0])
 
     def lane(self, case: Case, after: str | None = None) -> Lane:
-        """A page."""
+        """Measure one page over HTTP."""
         query = {"limit": str(PAGE), **case.ours, **({"after": after} if after else {})}
         if case.one_experiment:
             query["experiment_id"] = self._experiments[3]
@@ -199,12 +199,12 @@ class Ours:
 
 
 def _count(case: Case, runs: int) -> int:
-    """How many a page has: numbers 5, 10,005, … are rare."""
+    """Return the expected page size: runs 5, 10,005, … are rare."""
     return min(PAGE, -((5 - runs) // RARE)) if case.ours.get("tag") == "rare" else PAGE
 
 
 class Theirs:
-    """The same in MLflow's tables."""
+    """The same runs in MLflow's tables."""
 
     def __init__(self, mlflow: Mlflow) -> None:
         self._mlflow = mlflow
@@ -212,7 +212,7 @@ class Theirs:
         self._experiments = [mlflow.client.create_experiment(f"experiment {n}") for n in range(EXPERIMENTS)]
 
     def fill(self, size: int) -> None:
-        """So many runs."""
+        """Insert the runs."""
         series = f"generate_series({self._filled} + 1, {size}) AS n"
         run_id = "lpad(n::text, 32, '0')"
         experiments = ", ".join(self._experiments)
@@ -246,7 +246,7 @@ class Theirs:
         self._filled = size
 
     def lane(self, case: Case, offset: int = 0) -> Lane:
-        """A page."""
+        """Measure one page with MLflow's client."""
         from mlflow.utils.search_utils import SearchUtils
 
         token = SearchUtils.create_page_token(offset).decode() if offset else None

@@ -1,4 +1,4 @@
-"""The peer of C5, the usual design: FastAPI, sse-starlette, and an XREAD of its own for every subscriber."""
+"""Peer of C5 with the usual design: FastAPI, sse-starlette and one XREAD per subscriber."""
 
 import os
 from collections.abc import AsyncIterator
@@ -15,7 +15,7 @@ _COUNT = 100
 
 @asynccontextmanager
 async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
-    # A blocking read occupies its connection, so there are as many as there are subscribers.
+    # A blocking read occupies its connection, so each subscriber needs one.
     api.state.redis = Redis.from_url(
         os.environ["PEER_REDIS_URL"], decode_responses=True, max_connections=4000, socket_timeout=None
     )
@@ -28,13 +28,13 @@ api = FastAPI(lifespan=_lifespan)
 
 @api.get("/healthz")
 async def healthz() -> str:
-    """Whether the process answers."""
+    """Report that the process is up."""
     return "ok"
 
 
 @api.get("/streams/{name}")
 async def follow(name: str, last_event_id: Annotated[str, Header()] = "0") -> EventSourceResponse:
-    """Events behind the cursor, then new ones."""
+    """Stream events after the cursor, then new ones."""
     return EventSourceResponse(_events(api.state.redis, name, last_event_id))
 
 

@@ -1,8 +1,8 @@
-"""The subscribers of C5, many to a process: raw sockets and one epoll, so that they cost the machine little.
+"""Subscribers of C5, many per process, with raw sockets and one epoll to use little CPU.
 
 `python -m benchmarks.c5_readers '{"port": …, "path": …, "after": …, "count": …, …}'` connects, prints `ready`, and then
-obeys lines on standard input: `hang SECONDS SHARE` lets that share hang up at random moments and come back, `count`
-tells how far all are, `end` writes the samples and leaves. Answers are lines of JSON.
+reads commands from standard input: `hang SECONDS SHARE` makes that share disconnect at random moments and reconnect,
+`count` reports the progress of all, `end` writes the samples and exits. Responses are lines of JSON.
 """
 
 import heapq
@@ -19,13 +19,13 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-_ID = re.compile(rb"\nid: (\d+)\r?\nevent: ")  # keep-alives repeat an id, and are no event
+_ID = re.compile(rb"\nid: (\d+)\r?\nevent: ")  # keep-alives repeat an id and are not events
 _RECEIVE = 256 * 1024
 _OPENING_AT_A_TIME = 50
 
 
 class Subscriber:
-    """One connection after the other, each from where the one before it ended."""
+    """One subscriber; each connection continues where the previous one ended."""
 
     def __init__(self, last: int, is_sampled: bool) -> None:
         self.last = last
@@ -35,7 +35,7 @@ class Subscriber:
         self._rest = b""
 
     def connect(self, port: int, path: str, headers: str) -> None:
-        """Ask for the events behind the last one that came whole."""
+        """Request the events after the last complete one."""
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=30)
         request = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{headers}Last-Event-ID: {self.last}\r\n\r\n"
         self.socket.sendall(request.encode())
@@ -44,7 +44,7 @@ class Subscriber:
         self._rest = b""
 
     def take(self, data: bytes) -> list[bytes]:
-        """The ids of the events that are whole with this piece."""
+        """Return the ids of the events that this chunk completes."""
         data = self._rest + data
         if not self.is_open:
             head, end, data = data.partition(b"\r\n\r\n")
@@ -56,7 +56,7 @@ class Subscriber:
             self.is_open = True
             data = b"\n" + data
         whole = max(data.rfind(b"\n\n"), data.rfind(b"\n\r\n"))
-        # The line end before an id may be the last byte of the piece before: it stays with the rest.
+        # The newline before an id may be the last byte of the previous chunk, so keep it in the rest.
         self._rest = data[whole + 1 :] if whole >= 0 else data
         return _ID.findall(data, 0, whole + 1) if whole >= 0 else []
 
@@ -77,7 +77,7 @@ class Readers:
         self.problem = ""
 
     def connect_all(self) -> None:
-        """Connect everybody, a few at a time, and wait for their headers."""
+        """Connect all subscribers, a few at a time, and wait for the response headers."""
         for subscriber in self._subscribers:
             self._connect(subscriber)
             while self._opening >= _OPENING_AT_A_TIME:
@@ -86,7 +86,7 @@ class Readers:
             self.turn(1.0)
 
     def run(self) -> None:
-        """Read and obey until told to end."""
+        """Read events and execute commands until `end`."""
         os.set_blocking(0, False)
         self._selector.register(0, selectors.EVENT_READ, None)
         while self.turn(max(0.0, min(1.0, self._due[0][0] - time.monotonic())) if self._due else 1.0):
@@ -97,7 +97,7 @@ class Readers:
                 self._connect(subscriber)
 
     def turn(self, timeout: float) -> bool:
-        """Take what has come; False when told to end."""
+        """Handle available input; return False on `end`."""
         for key, _ in self._selector.select(timeout):
             subscriber = key.data
             if subscriber is None:
@@ -123,7 +123,7 @@ class Readers:
         return True
 
     def report(self) -> dict[str, Any]:
-        """How far all are."""
+        """Return the counts of this process and the id that every subscriber has reached."""
         return {
             "received": self.received,
             "wrong": self.wrong,
@@ -134,7 +134,7 @@ class Readers:
         }
 
     def _check(self, subscriber: Subscriber, ids: list[bytes], now: float) -> None:
-        """Every id exactly once and in order."""
+        """Check that every id came exactly once and in order."""
         first, last = int(ids[0]), int(ids[-1])
         if first != subscriber.last + 1 or ids != self._numbers[first : last + 1]:
             self.wrong += 1
@@ -175,7 +175,7 @@ class Readers:
 
 
 def say(what: Any) -> None:
-    """One line of JSON."""
+    """Print one line of JSON."""
     print(json.dumps(what), flush=True)
 
 

@@ -1,10 +1,10 @@
-"""C5: events of a run fanned out to 1,000 subscribers, against an XREAD per subscriber under sse-starlette.
+"""C5: events of a run streamed to 1,000 subscribers, against one XREAD per subscriber with sse-starlette.
 
-Both serve the same events to the same readers from one uvicorn process (uvloop, httptools). What counts is the CPU
-time of that process per event delivered: the readers and the databases share the machine, and are not counted. Events
-are inserted one a transaction (ours: Postgres, then the wake-up; the peer's: XADD), and latency is from the moment
-before the insertion to the moment in which a subscriber has the event's last byte. Behind what is measured some
-subscribers hang up at random and come back with `Last-Event-ID` while events go on; every id must come exactly once.
+Both serve the same events to the same readers from one uvicorn process (uvloop, httptools). The measure is the CPU time
+of that process per delivered event; the readers and the databases run on the same machine and are not counted. Events
+are inserted one per transaction (Anneal: PostgreSQL, then the notification; peer: XADD), and latency is measured from
+just before the insertion until a subscriber has the event's last byte. After the measurement, some subscribers
+disconnect at random and reconnect with `Last-Event-ID` while events continue; every id must arrive exactly once.
 """
 
 import json
@@ -37,7 +37,7 @@ ROUNDS = 3
 RECONNECTING = 0.1
 HANGING_SECONDS = 3.0
 LATEST = 10.0
-"""Seconds after the last event in which everybody must have it."""
+"""Seconds after the last event within which every subscriber must have it."""
 TICK = 0.01
 MOST_SEQ = 20_000
 PEER_SETTINGS = (
@@ -52,7 +52,7 @@ METRIC = {
 
 @dataclass(frozen=True)
 class Load:
-    """So many subscribers, to each of whom so many events a second go."""
+    """Number of subscribers and events per second."""
 
     subscribers: int
     rate: int
@@ -63,13 +63,13 @@ class Load:
 
 
 LIGHT = Load(100, 100, 8.0)
-"""What the peer can serve without falling behind; only there do both do the same work."""
+"""Load that the peer can serve without lag; only there do both do the same work."""
 HEAVY = Load(1000, 100, 8.0)
 FULL = Load(1000, 1000, 4.0)
 
 
 def main() -> bool:
-    """Print medians and ratios; answers whether the goals are reached."""
+    """Print medians and ratios; return True if the goals are reached."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with tempfile.TemporaryDirectory(prefix="anneal-bench-") as folder, ExitStack() as stack:
@@ -91,7 +91,7 @@ def main() -> bool:
 
 @dataclass(frozen=True)
 class Figures:
-    """What one round came to."""
+    """Result of one round."""
 
     events: int
     cpu: float
@@ -104,11 +104,11 @@ class Figures:
 
     @property
     def cpu_us(self) -> float:
-        """Microseconds of the server's CPU per event delivered."""
+        """Microseconds of server CPU per delivered event."""
         return self.cpu / self.events * 1e6
 
     def percentile(self, part: float) -> float:
-        """Latency in milliseconds."""
+        """Return a latency quantile in milliseconds."""
         return self.latencies[min(len(self.latencies) - 1, int(part * len(self.latencies)))] * 1e3
 
     def __str__(self) -> str:
@@ -120,7 +120,7 @@ class Figures:
 
 
 class Ours:
-    """A run in the database, written to as a worker does."""
+    """Run in the database, written as a worker does."""
 
     headers = ""
 
@@ -137,7 +137,7 @@ class Ours:
         self.process = psutil.Process(service.api.process.pid)
 
     def write(self, count: int) -> None:
-        """Events of one transaction, then the wake-up."""
+        """Insert events in one transaction, then notify."""
         now = time.time()
         new = [NewEvent.of("metric", now, METRIC) for _ in range(count)]
         with self._service.engine.begin() as connection:
@@ -147,7 +147,7 @@ class Ours:
 
 
 class Peer:
-    """A Redis stream. The ids count as ours do, so that the same readers check them."""
+    """Redis stream with the same ids as Anneal's, so that the same readers can check them."""
 
     headers = ""
 
@@ -161,7 +161,7 @@ class Peer:
         self.process = psutil.Process(server.pid)
 
     def write(self, count: int) -> None:
-        """One XADD each, in one pipeline."""
+        """Send one XADD per event, in one pipeline."""
         pipeline = self._redis.pipeline(transaction=False)
         for _ in range(count):
             self._written += 1
@@ -173,7 +173,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Server:
-    """Where the peer listens."""
+    """Port and process id of the peer."""
 
     port: int
     pid: int
@@ -184,7 +184,7 @@ def _peer(service: Stack) -> Iterator[Server]:
     port = free_port()
     command = [sys.executable, "-m", "uvicorn", "benchmarks.c5_peer:api", "--host", "127.0.0.1", "--port", str(port)]
     environment = {**os.environ, "PEER_REDIS_URL": service.settings.redis_url or ""}
-    # Readers that hang up in the middle of a blocking read make it log errors.
+    # It logs errors when readers disconnect during a blocking read.
     log = (service.home / "peer.log").open("wb")
     with log, subprocess.Popen([*command, "--log-level", "warning"], env=environment, stderr=log) as process:
         try:
@@ -202,7 +202,7 @@ def _answers(port: int) -> bool:
 
 
 class Group:
-    """The processes of the subscribers."""
+    """Processes of the subscribers."""
 
     def __init__(self, lane: Ours | Peer, folder: Path, subscribers: int) -> None:
         self._samples = [folder / f"samples-{n}" for n in range(PROCESSES)]
@@ -218,7 +218,7 @@ class Group:
             assert self._heard(process) == "ready"
 
     def ask(self, line: str) -> list[dict[str, Any]]:
-        """What every process answers."""
+        """Send a command and return the response of every process."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write(line + "\n")
@@ -226,7 +226,7 @@ class Group:
         return [self._heard(process) for process in self._processes]
 
     def end(self) -> list[tuple[int, int, float]]:
-        """Samples of (first, last, when): these events came together."""
+        """Return samples of (first, last, time) of events that arrived together."""
         self.ask("end")
         found = []
         for process, path in zip(self._processes, self._samples, strict=True):
@@ -250,7 +250,7 @@ def _measure(lane: Ours | Peer, load: Load, reconnecting: float) -> Figures:
         group = Group(lane, Path(folder), load.subscribers)
         began, cpu_before = time.monotonic(), sum(lane.process.cpu_times()[:2])
         stamps = _produce(lane, load.rate, load.seconds)
-        # Who keeps up needs no more than this; who does not is measured in full work up to here.
+        # A side that keeps up needs no more time; one that does not is measured under full load up to here.
         reports = _until_all(group, lane.after + len(stamps), time.monotonic() + 3.0)
         took, cpu = time.monotonic() - began, sum(lane.process.cpu_times()[:2]) - cpu_before
         received = sum(report["received"] for report in reports)
@@ -278,7 +278,7 @@ def _measure(lane: Ours | Peer, load: Load, reconnecting: float) -> Figures:
 
 
 def _produce(lane: Ours | Peer, rate: int, seconds: float) -> list[float]:
-    """Write at an even rate; the moment before the insertion of every event."""
+    """Insert events at a constant rate; return the time just before each insertion."""
     stamps: list[float] = []
     began = time.monotonic()
     for tick in range(int(seconds / TICK)):

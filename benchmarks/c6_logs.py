@@ -1,15 +1,14 @@
-"""C6: ten million log lines: stored as they come, the last hundred, and a hundred from the middle.
+"""C6: ten million log lines: ingest, the last hundred lines, and a hundred lines from the middle.
 
-Ours are stored 2,000 a transaction, the most that a worker's writer takes at once, timed from the text of the line to
-the return of the commit; then everybody can read them. MLflow has no log but artifacts: `log_artifact` of a file on the
-disk into a folder of the same disk, without a sync. A log that others can read while it grows is then one file that is
-logged anew at every flush, so what a flush costs grows with what is there (timed at half the lines, which is the mean
-flush of a log that grows to all of them); or it is a file of its own for every flush, which costs the same each time,
-and leaves thousands of files that a reader has to put together. Beside these stands what it takes to log the whole file
-once, at the end, when nobody has to see it before.
+Anneal stores 2,000 lines per transaction, the maximum of a worker's writer, timed from the text of the line to the
+return of the commit, after which they are readable. MLflow has no logs but artifacts: `log_artifact` of a local file
+into a folder of the same disk, without fsync. A log that can be read while it grows is then one file that is logged
+again at every flush, so that the cost of a flush grows with the log (timed at half the lines, the mean flush of the
+whole log); or one file per flush, with constant cost, which leaves thousands of files that a reader has to join. Also
+measured: logging the whole file once at the end.
 
-Ours are read over HTTP: `/logs?tail=100`, and the event stream from the middle of the log on, up to the hundredth line.
-MLflow's is downloaded and cut, Ray's is what its job API answers: neither has an offset.
+Anneal's lines are read over HTTP: `/logs?tail=100`, and 100 lines of the event stream from the middle of the log.
+MLflow's file is downloaded and cut; Ray's is the response of its job API. Neither has an offset.
 """
 
 import json
@@ -44,7 +43,7 @@ GOAL, GOAL_FLAT = 10.0, 1.2
 
 
 def main(scale: float = 1.0) -> bool:
-    """Print rates, times and ratios; answers whether the goals are reached."""
+    """Print rates, times and ratios; return True if the goals are reached."""
     sizes = [max(FLUSH, int(size * scale)) for size in SIZES]
     with tempfile.TemporaryDirectory(prefix="anneal-bench-") as folder, ExitStack() as stack:
         home = Path(folder)
@@ -73,7 +72,7 @@ def main(scale: float = 1.0) -> bool:
 
 
 class Ingested:
-    """What one size came to, and how to read it."""
+    """Result of one size, and the reads to measure."""
 
     def __init__(self, ratio: Ratio, lanes: dict[str, Lane]) -> None:
         self.ratio = ratio
@@ -115,7 +114,7 @@ def _ingest(service: Stack, mlflow: Mlflow, home: Path, size: int) -> Ingested:
 
 
 def _store(attempt: Attempt, first: int, end: int) -> float:
-    """Lines a second."""
+    """Store lines and return the lines per second."""
     began = time.perf_counter()
     for start in range(first, end, FLUSH):
         now = time.time()
@@ -130,14 +129,14 @@ def _write(file: Path, first: int, end: int) -> None:
 
 
 def _logged(mlflow: Mlflow, run_id: str, file: Path) -> float:
-    """Seconds."""
+    """Log the file as an artifact and return the seconds."""
     began = time.perf_counter()
     mlflow.client.log_artifact(run_id, str(file), "logs")
     return time.perf_counter() - began
 
 
 def _in_parts(mlflow: Mlflow, run_id: str, home: Path, first: int) -> float:
-    """Lines a second, each flush written to a file and logged by itself."""
+    """Log one file per flush and return the lines per second."""
     took = 0.0
     for number in range(_PARTS):
         file = home / f"part-{first + number * FLUSH:010}.log"
@@ -169,7 +168,7 @@ def _tail(service: Stack, run_id: str) -> Callable[[], list[str]]:
 
 
 def _seek(service: Stack, run_id: str, line: int) -> Callable[[], list[str]]:
-    # The status events of creation and claim come before the lines.
+    # The status events of creation and claim precede the lines.
     query: dict[str, Any] = {"after": line + 2, "types": "log", "follow": "false", "format": "ndjson"}
 
     def seek() -> list[str]:
@@ -182,7 +181,7 @@ def _seek(service: Stack, run_id: str, line: int) -> Callable[[], list[str]]:
 
 def _download(mlflow: Mlflow, run_id: str, name: str, line: int | None) -> Callable[[], list[str]]:
     def download() -> list[str]:
-        # A local folder is read where it is; from any other store a whole copy would come first.
+        # A local folder is read in place; any other store would be downloaded first.
         path = Path(mlflow.client.download_artifacts(run_id, f"logs/{name}"))
         with path.open() as file:
             if line is not None:
@@ -194,7 +193,7 @@ def _download(mlflow: Mlflow, run_id: str, name: str, line: int | None) -> Calla
 
 
 def _ray(lines: int, stack: ExitStack) -> str:
-    """A job that prints so many lines, read through Ray's job API, which answers all of them or none."""
+    """Measure a Ray job that prints lines, read through the job API, which returns all lines or none."""
     import sys
 
     import ray
@@ -202,7 +201,7 @@ def _ray(lines: int, stack: ExitStack) -> str:
 
     from app.processes import free_port
 
-    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # its sockets need a short path
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # Ray's sockets need a short path
     stack.callback(shutil.rmtree, folder, ignore_errors=True)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     context: Any = ray.init(

@@ -1,9 +1,9 @@
-"""C7: from a request to the moment in which an idle worker begins, against task queues that promise less.
+"""C7: time from a request until an idle worker starts, against task queues with weaker guarantees.
 
-Ours is timed from before `POST /v1/runs` (which validates, and commits the run to Postgres) to the moment in which the
-worker's thread has committed its claim and would start the training process. A peer is timed from before the call that
-sends the task to the first line of the task's body. Broker of all is one Valkey; each has one idle worker with one
-thread (RQ forks a process for each job, as it does by default), and is sent one task at a time.
+Anneal is timed from before `POST /v1/runs` (which validates the run and commits it to PostgreSQL) until the worker's
+thread has committed its claim and would start the training process. A peer is timed from before the call that sends the
+task to the first line of the task's body. All share one Valkey as broker; each has one idle worker with one thread (RQ
+forks a process per job, its default), and gets one task at a time.
 """
 
 import os
@@ -39,7 +39,7 @@ SETTINGS = {
 
 
 def main() -> bool:
-    """Print medians and ratios; answers whether ours begins within twice the time of bare Celery."""
+    """Print medians and ratios; return True if Anneal starts within twice the time of bare Celery."""
     with tempfile.TemporaryDirectory(prefix="anneal-bench-") as folder, ExitStack() as stack:
         service = Stack(Path(folder), lease_seconds=60)
         stack.callback(service.close)
@@ -48,12 +48,12 @@ def main() -> bool:
         submit = _ray_jobs(stack)
         took: dict[str, list[float]] = {name: [] for name in lanes}
         for name, start in lanes.items():
-            start()  # connections and caches
+            start()  # warm up connections and caches
             print(f"C7 {name:9s} {SETTINGS[name]}", flush=True)
         for _ in range(BLOCKS):
             for name, start in lanes.items():
                 for _ in range(BLOCK):
-                    time.sleep(random.uniform(0.02, 0.05))  # the worker is back to waiting
+                    time.sleep(random.uniform(0.02, 0.05))  # the worker waits again
                     took[name].append(start())
         print(f"C7 {'ray job':9s} {SETTINGS['ray job']}", flush=True)
         took["ray job"] = [submit() for _ in range(JOBS)]
@@ -61,7 +61,7 @@ def main() -> bool:
 
 
 def _lanes(service: Stack, stack: ExitStack) -> dict[str, Callable[[], float]]:
-    """For each who takes part: start one, and answer how many seconds passed until it began."""
+    """Return for each participant a function that sends a task and returns the seconds until it started."""
     from rq import Queue
 
     from benchmarks import c7_tasks
@@ -121,10 +121,10 @@ def _lanes(service: Stack, stack: ExitStack) -> dict[str, Callable[[], float]]:
 
 
 def _ray_tasks(stack: ExitStack) -> Callable[[], float]:
-    """A cluster of its own on this machine, with one worker that stays warm."""
+    """Start a local Ray cluster with one warm worker."""
     import ray
 
-    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # its sockets need a short path
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # Ray's sockets need a short path
     stack.callback(shutil.rmtree, folder, ignore_errors=True)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     context: Any = ray.init(

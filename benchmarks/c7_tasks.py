@@ -1,4 +1,4 @@
-"""The tasks of C7's peers. Each does nothing but tell when it began; `C7_REDIS_URL` is the broker of all of them."""
+"""Tasks of C7's peers. Each only reports its start time; `C7_REDIS_URL` is the broker of all."""
 
 import os
 import time
@@ -19,12 +19,12 @@ CELERY_SETTINGS = {
 client = redis.Redis.from_url(URL)
 celery = Celery("c7", broker=URL)
 celery.conf.update(CELERY_SETTINGS)
-# Without its middleware for time limits, retries and the like it would not be what its guide recommends.
+# Keep the default middleware (time limits, retries, …), as its guide recommends.
 dramatiq.set_broker(RedisBroker(url=URL))
 
 
 def body(name: str) -> None:
-    """The moment is taken first."""
+    """Report the start time, which is read first."""
     now = time.monotonic()
     client.lpush(STARTED, f"{name} {now}")
 

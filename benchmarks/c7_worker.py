@@ -1,4 +1,4 @@
-"""Our worker for C7: the real one up to the claim; then it tells when it began, and ends the run without a trainer."""
+"""Anneal's worker for C7: real up to the claim, then it reports the start time and ends the run without a trainer."""
 
 import sys
 import time
@@ -12,7 +12,7 @@ from worker.main import main
 
 
 def begin(host: Host, run: Any, _: float) -> None:
-    """In place of `supervisor.supervise`, which is called once the claim is committed."""
+    """Replace `supervisor.supervise`, which is called after the claim is committed."""
     now = time.monotonic()
     with host.engine.begin() as connection:
         connection.execute(lifecycle.complete(run.id, run.epoch, None, "benchmark"))

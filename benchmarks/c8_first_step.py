@@ -1,8 +1,8 @@
-"""C8: from POST /v1/runs to the first optimizer step of a tiny model, on a warm worker, from cold, and `trl sft`.
+"""C8: time from POST /v1/runs to the first optimizer step of a tiny model: warm worker, cold start and `trl sft`.
 
-All three train the same LoRA of the same random 2-layer Llama on the same rows. Ours is timed from before
-the request to the moment the trainer writes its first step down (both on CLOCK_BOOTTIME); TRL from before its process
-starts to the first logged step. The three take turns, so that a drifting machine hits them alike.
+All three train the same LoRA of the same random 2-layer Llama on the same rows. Anneal is timed from before the request
+until the trainer writes its first step to the journal (both on CLOCK_BOOTTIME); TRL from before its process starts to
+the first logged step. The three alternate, so that drift of the machine affects them equally.
 """
 
 import os
@@ -30,7 +30,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message[
 
 
 def main() -> bool:
-    """Print medians and ratios; answers whether warm is at least five times faster than cold."""
+    """Print medians and ratios; return True if warm is at least five times faster than cold."""
     with tempfile.TemporaryDirectory(prefix="anneal-bench-") as folder:
         home = Path(folder)
         warm, cold = _Lane(home / "warm", "zygote"), _Lane(home / "cold", "cold")
@@ -48,7 +48,7 @@ def main() -> bool:
 
 
 class _Lane:
-    """A service whose worker starts training processes in one way."""
+    """Service whose worker uses one launch mode."""
 
     def __init__(self, home: Path, launch: str) -> None:
         self._stack = Stack(home, launch=launch, lease_seconds=60)
@@ -59,7 +59,7 @@ class _Lane:
         self._stack.add_worker()
 
     def first_step(self) -> float:
-        """Seconds from the request to the first step of a new run; returns once the run has ended."""
+        """Return the seconds from the request to the first step of a new run, after the run has ended."""
         began = time.clock_gettime(time.CLOCK_BOOTTIME)
         run_id = self._stack.create(config=CONFIG, backend="celery", dataset_id=self._dataset)
         path = self._stack.settings.storage_root / "runs" / run_id / "journal.jsonl"
@@ -72,7 +72,7 @@ class _Lane:
 
 
 def _trl(model: Path, data: Path) -> float:
-    """Seconds from the start of TRL's own command to its first logged step."""
+    """Return the seconds from the start of TRL's command to its first logged step."""
     command = [
         str(Path(sys.executable).with_name("trl")), "sft", "--model_name_or_path", str(model),
         "--dataset_name", str(data.parent), "--use_peft", "--lora_r", "4", "--lora_target_modules", "all-linear",
@@ -91,7 +91,7 @@ def _trl(model: Path, data: Path) -> float:
             said.append(line)
             if "'loss'" in line or '"loss"' in line:
                 took = time.monotonic() - began
-                # All of it: `accelerate launch` has started a second Python, which would go on into the next round.
+                # Kill the group: `accelerate launch` starts a second Python, which would continue into the next round.
                 os.killpg(process.pid, signal.SIGKILL)
                 return took
     raise RuntimeError("trl sft did not reach a step:\n" + "".join(said[-20:]))

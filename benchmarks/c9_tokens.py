@@ -1,11 +1,10 @@
-"""C9: fifty thousand documents tokenised and packed, and again by a second run, against TRL's own preparation.
+"""C9: 50,000 documents tokenized and packed, and again by a second run, against TRL's preparation.
 
-The documents are pairs of docstrings of this machine's standard library, the tokenizer is trained on them on the spot.
-Ours is timed from the JSONL file to the data set that training reads, its entry in the cache on the disk; TRL's is the
-preparation of `SFTTrainer` with `packing=True` alone (end tokens, tokens, labels, packs), without the loading of the
-file before it. TRL's *again* finds what `datasets` has cached of each of its steps. Ours encodes in a thread for each
-core; TRL uses one core unless it is told otherwise, so it is measured with a process for each core too. Both must make
-the same packs, token by token.
+The documents are pairs of docstrings of the local standard library, and the tokenizer is trained on them. Anneal is
+timed from the JSONL file to the dataset that training reads, with its entry in the disk cache; TRL is timed for the
+preparation of `SFTTrainer` with `packing=True` only (end tokens, tokens, labels, packs), without loading the file.
+TRL's *again* uses what `datasets` cached for each step. Anneal encodes in one thread per core; TRL uses one core by
+default, so it is also measured with one process per core. Both must produce the same packs, token by token.
 """
 
 import ast
@@ -44,7 +43,7 @@ GOAL_COLD, GOAL_AGAIN = 2.5, 1000.0
 
 
 def main(scale: float = 1.0) -> bool:
-    """Print times and ratios; answers whether both goals are reached."""
+    """Print times and ratios; return True if both goals are reached."""
     datasets.disable_progress_bars()
     transformers.utils.logging.set_verbosity_error()
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -56,7 +55,7 @@ def main(scale: float = 1.0) -> bool:
 
 
 class _Bench:
-    """Documents in a file, a tokenizer for them, and what each side took to prepare them."""
+    """Document file, tokenizer, and preparation times of each side."""
 
     def __init__(self, home: Path, documents: int) -> None:
         docstrings = list(dict.fromkeys(_docstrings()))
@@ -73,7 +72,7 @@ class _Bench:
         print(f"C9 {documents:,} documents of {len(docstrings):,} docstrings, {size:.1f} MB", flush=True)
 
     def take_turns(self) -> None:
-        """One round; cold has empty caches, again those of cold."""
+        """Run one round: `cold` with empty caches, then `again` with the caches of `cold`."""
         self._rounds += 1
         place = self._home / f"round-{self._rounds}"
         (place / "tokens").mkdir(parents=True)
@@ -126,7 +125,7 @@ class _Bench:
 
 
 class _TimedTrainer(SFTTrainer):
-    """TRL's own, with a clock around the preparation of its data."""
+    """TRL's trainer, with timing of its data preparation."""
 
     preparing = 0.0
 
@@ -147,12 +146,12 @@ def _docstrings() -> Iterator[str]:
             with warnings.catch_warnings(action="ignore"):
                 tree = ast.parse(path.read_text(encoding="utf-8"))
         except (SyntaxError, ValueError):
-            continue  # some of the library's files are broken on purpose
+            continue  # some files of the library are invalid on purpose
         yield from filter(None, (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, documented)))
 
 
 def _documents(docstrings: list[str], count: int) -> Iterator[str]:
-    """Pairs of docstrings: neighbours first, then of ever greater distance, so that no two are the same."""
+    """Yield pairs of docstrings: neighbors first, then at growing distance, so that no two are equal."""
     pairs = (
         f"{one}\n\n{docstrings[(place + distance) % len(docstrings)]}"
         for distance in itertools.count(1)
@@ -162,7 +161,7 @@ def _documents(docstrings: list[str], count: int) -> Iterator[str]:
 
 
 def _smallest_model() -> LlamaForCausalLM:
-    """Nothing of it is measured."""
+    """Return a minimal model for `SFTTrainer`; it is not part of the measurement."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=4096, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
@@ -173,7 +172,7 @@ def _smallest_model() -> LlamaForCausalLM:
 
 @contextmanager
 def _as_in_a_trainer() -> Iterator[None]:
-    """Training processes forbid the tokenizer threads of its own; TRL's single texts have no use for them."""
+    """Disable tokenizer threads as training processes do; TRL encodes single texts and does not use them."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     yield
     del os.environ["TOKENIZERS_PARALLELISM"]

@@ -1,4 +1,4 @@
-"""`make estimates`: activation bytes by formula against those that torch keeps, over a grid, as a table."""
+"""`make estimates`: table of activation bytes, estimated against kept by torch, over a grid."""
 
 import json
 import sys
@@ -46,7 +46,7 @@ WITHIN = 0.1
 
 @dataclass(frozen=True)
 class Cell:
-    """A model, a method and a micro-batch; `mixed`: with 16-bit products, as on a GPU."""
+    """Model, method and micro-batch; `mixed` uses 16-bit matrix products, as on a GPU."""
 
     family: str
     method: str
@@ -57,12 +57,12 @@ class Cell:
 
     @property
     def config(self) -> TrainingConfig:
-        """The configuration that asks for it."""
+        """Training configuration of the cell."""
         return TrainingConfig(base_model="any", **METHODS[self.method])
 
     @property
     def precision(self) -> Precision:
-        """What is loaded how: as a CPU does it, or as a GPU."""
+        """Data types of the weights, as loaded on a CPU or on a GPU."""
         config = self.config
         if not self.mixed:
             return Precision.of(config, "cpu")
@@ -70,10 +70,10 @@ class Cell:
 
 
 def grid() -> Iterator[Cell]:
-    """All cells of the table."""
+    """Return all cells of the table."""
     for family, method, attention in product(FAMILIES, METHODS, ("sdpa", "eager")):
         if (family == "gemma2" and attention == "sdpa") or (method == "dora" and family not in ("llama", "qwen3")):
-            continue  # no such attention; the same again
+            continue  # the family does not support sdpa, or the cell would be a duplicate
         for batch, checkpointing in product(BATCHES, ("off", *EVERY)):
             shape = Batch(batch.sequences * 2, batch.length, masked=True) if method == "dpo" else batch
             yield Cell(family, method, attention, shape, checkpointing)  # type: ignore[arg-type]
@@ -82,7 +82,7 @@ def grid() -> Iterator[Cell]:
 
 
 def built(cell: Cell) -> tuple[Any, Architecture]:
-    """The model of a cell as a worker sets it up, and the architecture that its config.json tells."""
+    """Build the model of a cell as a worker does, and the architecture from its config.json."""
     warnings.simplefilter("ignore")
     transformers.utils.logging.disable_progress_bar()
     config = cell.config
@@ -121,7 +121,7 @@ class _Kept:
 
 
 def measured(model: Any, cell: Cell) -> int:
-    """Bytes that torch keeps for the backward pass when the forward pass has ended, each storage once."""
+    """Return the bytes that torch keeps for the backward pass after the forward pass; counts each storage once."""
     weights = {one.untyped_storage().data_ptr() for one in (*model.parameters(), *model.buffers())}
     kept: list[weakref.ref[_Kept]] = []
 
@@ -134,7 +134,7 @@ def measured(model: Any, cell: Cell) -> int:
 
     ids = torch.randint(1, 500, (cell.batch.sequences, cell.batch.length))
     more: dict[str, Any] = {}
-    if cell.batch.positions_each:  # two texts in each sequence, told apart by their positions alone
+    if cell.batch.positions_each:  # two texts per sequence, separated only by their position ids
         half = torch.arange(cell.batch.length // 2)
         more["position_ids"] = torch.cat([half, half]).expand_as(ids).contiguous()
     elif cell.batch.masked:
@@ -152,17 +152,17 @@ def measured(model: Any, cell: Cell) -> int:
 
 
 def estimated(described: Architecture, cell: Cell) -> tuple[int, Activations]:
-    """The same by formula, and all of it."""
+    """Return the estimated bytes kept for the backward pass, and the whole estimate."""
     found = activations(
         described, cell.config, cell.precision, cell.batch, cell.checkpointing, cell.attention
     )  # fmt: skip
-    # GPT-2 hands its mask to what is computed again as an argument, where it can be seen.
+    # GPT-2 passes its mask as an argument to the recomputed function, where it is counted.
     seen = found.mask if cell.family == "gpt2" and cell.checkpointing != "off" else 0
     return found.kept + found.head + seen, found
 
 
 def main() -> int:
-    """Print the table, the worst cell of each line; exit code 1 when one is further off than a tenth."""
+    """Print the worst cell of each line; return exit code 1 if an error exceeds 10 %."""
     worst: dict[tuple[str, str], tuple[float, str]] = {}
     cells = 0
     for cell in grid():
@@ -179,7 +179,7 @@ def main() -> int:
     for (family, method), (off, found) in worst.items():
         print(f"{family:14s}{method:28s}{off:+8.1%}  {found}")
     most = max(abs(off) for off, _ in worst.values())
-    print(f"\n{cells} cells; the furthest off by {most:.1%}")
+    print(f"\n{cells} cells; largest error {most:.1%}")
     return 0 if most <= WITHIN else 1
 
 

@@ -1,8 +1,8 @@
-"""`make methods`: every method with every adapter on a model that has learnt from this machine's own texts, as a table.
+"""`make methods`: table of every method with every adapter on a small model trained on local texts.
 
-A model of 1.4 million parameters is trained from scratch on code with its docstrings. From there on each method has to
-learn something that shows on data which it has not seen: a lower loss, answers told apart better than by chance, a
-higher reward. The exit code is 1 where one does not.
+A model of 1.4 million parameters is trained from scratch on code with docstrings. Each method then has to improve a
+metric on held-out data: a lower loss, a preference accuracy above chance, or a higher reward. The exit code is 1 if one
+does not.
 """
 
 import json
@@ -30,7 +30,7 @@ BASE: dict[str, Any] = {
 ADAPTERS: dict[str, dict[str, Any]] = {"full": {"lora_r": None}, "lora": {"load_in_4bit": False}, "qlora": {}}
 SEEDS = (1, 2, 3)
 STANDARD_ERRORS = 3.0
-"""By so many a measure has to be better, for chance to be no explanation."""
+"""Standard errors by which a metric has to improve to rule out chance."""
 
 _PAIRS, _HELD_OUT_PAIRS = 1200, 200
 _PROMPTS, _HELD_OUT_PROMPTS = 320, 32
@@ -45,12 +45,12 @@ _RLHF: dict[str, Any] = {
     "max_steps": 30, "batch_size": 16, "gradient_accumulation_steps": 1, "eval_steps": 30, "learning_rate": 2e-3,
 }  # fmt: skip
 _TASK = {"type": "length", "min": 1, "max": 12, "unit": "tokens", "slack": 24}
-"""Checkable, and nothing that the base does: it goes on for longer."""
+"""Verifiable reward; the base model does not satisfy it, because it generates longer texts."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What came of a method with an adapter."""
+    """Result of a method with an adapter."""
 
     method: str
     adapter: str
@@ -58,13 +58,13 @@ class Row:
     start: float
     end: float
     better_by: float
-    """In standard errors; infinite where the measure has none."""
+    """Improvement in standard errors; infinite if the metric has none."""
     steps_per_second: float
     loads: bool
 
     @property
     def holds(self) -> bool:
-        """Whether it learnt, and what it wrote can be used."""
+        """True if the metric improved and the output loads."""
         return self.better_by > STANDARD_ERRORS and self.loads
 
 
@@ -86,12 +86,12 @@ def main() -> int:
                 f"{row.steps_per_second:.1f} | {'yes' if row.loads else 'NO'} |",
                 flush=True,
             )
-    print(f"\n{wrong} of them have not learnt or cannot be loaded." if wrong else "\nAll have learnt.")
+    print(f"\n{wrong} rows did not improve or do not load." if wrong else "\nAll rows improved.")
     return 1 if wrong else 0
 
 
 def _table(folder: Path, base: Path, rows: data.Rows) -> Iterator[Row]:
-    """The rows, as many at once as there are cores."""
+    """Yield the rows of the table; runs one per core at the same time."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         yield from pool.map(lambda call: call(), list(_calls(folder, base, rows)))
 
@@ -116,7 +116,7 @@ def _calls(folder: Path, base: Path, rows: data.Rows) -> Iterator[Callable[[], R
 
 
 def _pretrained(folder: Path, rows: data.Rows) -> Path:
-    """A base that knows what code and its docstrings look like, and has never been asked for one."""
+    """Train a base model on code with docstrings, without any instructions."""
     model = folder / "architecture"
     base_model.write_model(model, base_model.train_tokenizer(one.text["text"] for one in rows.training))
     path = _write(folder / "texts.jsonl", (one.text for one in rows.training))
@@ -136,7 +136,7 @@ def _preference(folder: Path, base: Path, method: str, adapter: str, pairs: Path
     done = _run(folder / f"{method}-{adapter}", base, pairs, "preference", held_out, **config)
     start, end = done.evaluations[0], done.evaluations[-1]
     accuracy = end["eval_preference_accuracy"]
-    # Against a coin: one that lands right half of the time.
+    # Compared with chance, an accuracy of 0.5.
     better_by = (accuracy - 0.5) / math.sqrt(0.25 / _HELD_OUT_PAIRS)
     first = start["eval_preference_accuracy"] if method == "reward" else 0.5
     return Row(method, adapter, "accuracy", first, accuracy, better_by, done.speed, done.loads())
@@ -160,15 +160,15 @@ def _rewarded(folder: Path, base: Path, algorithm: str, adapter: str, prompts: P
 
 @dataclass(frozen=True)
 class Done:
-    """A run that has completed."""
+    """Completed run."""
 
     output: Path
     evaluations: list[dict[str, float]]
     speed: float
-    """Steps a second."""
+    """Steps per second."""
 
     def loads(self) -> bool:
-        """Whether plain transformers or peft load it and it answers, in a process that has nothing of ours."""
+        """Return True if transformers or peft loads the output and returns finite logits, without our code."""
         program = (self.output / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
         asks = "\nout = model(**tokenizer('def f():', return_tensors='pt')).logits\nassert out.isfinite().all()\n"
         done = subprocess.run(
@@ -178,7 +178,7 @@ class Done:
 
 
 def _run(folder: Path, model: Path, path: Path, form: str, held_out: Path | None = None, **config: Any) -> Done:
-    """Train as a worker does, by a job file."""
+    """Train from a job file, as a worker does."""
     output = folder / "a1"
     output.mkdir(parents=True)
     common: dict[str, Any] = {"base_model": "base", "logging_steps": 10, "save_steps": 1000, "optim": "adamw_torch"}
@@ -209,7 +209,7 @@ def _run(folder: Path, model: Path, path: Path, form: str, held_out: Path | None
 
 
 def _pairs(rows: list[Documented]) -> Iterator[dict[str, Any]]:
-    """What the code does is chosen; what some other code does, cut off in the middle, is not."""
+    """Build preferences: the code's own docstring is chosen, the truncated one of other code is rejected."""
     for one, other in zip(rows, [*rows[1:], rows[0]], strict=True):
         answers = {"chosen": one.docstring, "rejected": other.docstring[: len(other.docstring) // 2]}
         yield {

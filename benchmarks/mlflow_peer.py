@@ -1,4 +1,4 @@
-"""MLflow as a peer: its SQL store in a database of its own beside ours, on the same server with the same settings."""
+"""MLflow as a peer: its SQL store in a separate database on the same server with the same settings."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ os.environ |= {
 
 
 class Mlflow:
-    """Its store, a client that writes straight to it, and an experiment."""
+    """MLflow store, a client that writes directly to it, and an experiment."""
 
     def __init__(self, service: Stack) -> None:
         from mlflow import MlflowClient
@@ -33,7 +33,7 @@ class Mlflow:
             connection.execute("CREATE DATABASE mlflow")
         url = make_url(service.settings.database_url or "").set(database="mlflow")
         self.dsn = url.render_as_string(hide_password=False)
-        # With the driver that MLflow's documentation names.
+        # The driver that MLflow's documentation recommends.
         self.uri = url.set(drivername="postgresql+psycopg2").render_as_string(hide_password=False)
         self.artifacts = service.home / "mlflow-artifacts"
         self.client: Any = MlflowClient(tracking_uri=self.uri)
@@ -41,19 +41,19 @@ class Mlflow:
         self._log = service.home / "mlflow.log"
 
     def new_run(self) -> str:
-        """A run of its own; answers its id."""
+        """Create a run and return its id."""
         run_id: str = self.client.create_run(self.experiment_id).info.run_id
         return run_id
 
     @contextmanager
     def connection(self) -> Iterator[psycopg.Connection]:
-        """Straight to its tables, to fill them faster than it can."""
+        """Connect to its database, to insert rows faster than through MLflow."""
         with psycopg.connect(self.dsn, autocommit=True) as connection:
             yield connection
 
     @contextmanager
     def server(self) -> Iterator[str]:
-        """`mlflow server` on this store with one worker process; answers its URL."""
+        """Start `mlflow server` on this store with one worker process; yield its URL."""
         port = free_port()
         command = [
             sys.executable, "-m", "mlflow", "server", "--backend-store-uri", self.uri, "--host", "127.0.0.1",
@@ -73,7 +73,7 @@ class Mlflow:
 
 
 def settings(service: Stack, how: str) -> str:
-    """What both sides run with."""
+    """Return the settings of both sides as text."""
     with psycopg.connect(service.settings.database_url or "") as connection:
         values = [f"{name} {_shown(connection, name)}" for name in _DURABILITY]
     return f"PostgreSQL of both: {', '.join(values)}; MLflow {version('mlflow-skinny')}: {how}"

@@ -1,9 +1,9 @@
-"""`make prediction`: how far off a predicted finish is once a tenth of a run is done, over 30 runs of mixed size.
+"""`make prediction`: error of the predicted finish after a tenth of a run, over 30 runs of mixed size.
 
-A service with a worker of three slots trains them in a seeded order: runs of the fake backend, whose steps take seeded
-times that jitter, and small language models that really train beside them on the same cores. From the moment at which a
-list of runs shows a tenth of the steps, the predicted time to the end is held against the one that it took. The exit
-code is 1 where the median of the relative errors is over 20 %.
+A service with a worker of three slots trains them in a seeded order: runs of the fake backend, whose step times are
+seeded and jitter, and small language models that train on the same cores at the same time. When the list of runs first
+shows a tenth of the steps, the predicted remaining time is recorded and later compared with the actual one. The exit
+code is 1 if the median relative error exceeds 20 %.
 """
 
 import argparse
@@ -29,7 +29,7 @@ _POLL_SECONDS = 0.2
 
 @dataclass
 class Tried:
-    """A run, what was predicted of it, and what came."""
+    """Run with its predicted and actual finish."""
 
     kind: str
     steps: int
@@ -42,24 +42,24 @@ class Tried:
 
     @property
     def predicted(self) -> float:
-        """Seconds to the end, as predicted."""
+        """Predicted seconds to the end."""
         assert self.finish_at is not None and self.seen_at is not None
         return (self.finish_at - self.seen_at).total_seconds()
 
     @property
     def took(self) -> float:
-        """Seconds to the end, as they were."""
+        """Actual seconds to the end."""
         assert self.finished_at is not None and self.seen_at is not None
         return (self.finished_at - self.seen_at).total_seconds()
 
     @property
     def error(self) -> float:
-        """By what part of the time to the end the prediction was wrong."""
+        """Relative error of the predicted time to the end."""
         return abs(self.predicted - self.took) / self.took
 
 
 def main(scale: float = 1.0) -> bool:
-    """Print a row for each run and the median; answers whether the goal is reached."""
+    """Print a row for each run and the median; return True if the goal is reached."""
     with tempfile.TemporaryDirectory(prefix="anneal-bench-") as folder:
         service = Stack(Path(folder), lease_seconds=30, slots=SLOTS, launch="auto")
         try:
@@ -74,7 +74,7 @@ def main(scale: float = 1.0) -> bool:
 
 
 def _bodies(scale: float) -> list[tuple[dict[str, Any], Tried]]:
-    """What is to run, in the order in which it is posted."""
+    """Return the runs in the order in which they are created."""
     chance = random.Random(7)
     found: list[tuple[dict[str, Any], Tried]] = []
     count, real = max(round(RUNS * scale), 4), max(round(REAL * scale), 1)
@@ -107,14 +107,14 @@ def _bodies(scale: float) -> list[tuple[dict[str, Any], Tried]]:
 
 
 def _create(service: Stack, chats: str, body: dict[str, Any]) -> str:
-    # Its data set: a run of the fake backend takes any.
+    # Its dataset; the fake backend accepts any.
     answer = service.client.post("/v1/runs", json={"dataset_id": chats, **body})
     assert answer.status_code == 202, answer.text
     return str(answer.json()["id"])
 
 
 def _watch(service: Stack, tried: dict[str, Tried]) -> None:
-    """Ask for the list of runs until all have ended."""
+    """Poll the list of runs until all have ended."""
     ends = time.monotonic() + MOST_SECONDS
     while any(one.finished_at is None for one in tried.values()):
         if time.monotonic() > ends:

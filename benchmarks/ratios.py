@@ -1,4 +1,4 @@
-"""Times of those that take turns, and the ratios of their blocks: what drifts, drifts for all of a block."""
+"""Timing of alternating participants and the ratios of their blocks: drift affects all of a block equally."""
 
 import statistics
 import time
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Lane:
-    """Who takes part: what is timed, how often in a block; what comes before and after is not."""
+    """Participant: the timed call, calls per block, and untimed setup and cleanup."""
 
     call: Callable[[], Any]
     times: int
@@ -17,7 +17,7 @@ class Lane:
     check: Callable[[Any], object] = lambda _: None
 
     def seconds(self) -> float:
-        """Of one call."""
+        """Return the seconds of one call."""
         self.prepare()
         began = time.perf_counter()
         result = self.call()
@@ -27,7 +27,7 @@ class Lane:
 
 
 class Turns:
-    """Seconds a call of each who takes part, block by block."""
+    """Seconds per call of each participant, block by block."""
 
     def __init__(self, name: str, blocks: int) -> None:
         self.name = name
@@ -35,21 +35,21 @@ class Turns:
         self.seconds: dict[str, list[float]] = {}
 
     def take(self, lanes: Mapping[str, Lane]) -> None:
-        """Call each so many times a block, one after the other, and keep the median of each block's calls."""
+        """Run the participants alternately and keep the median of the calls of each block."""
         for lane in lanes.values():
-            lane.seconds()  # connections and caches
+            lane.seconds()  # warm up connections and caches
         for _ in range(self.blocks):
             for name, lane in lanes.items():
                 median = statistics.median(lane.seconds() for _ in range(lane.times))
                 self.seconds.setdefault(name, []).append(median)
 
     def ratio(self, slow: str, quick: str) -> "Ratio":
-        """How many times as long the first takes as the second."""
+        """Return the ratio of the first participant's time to the second's, per block."""
         pairs = zip(self.seconds[slow], self.seconds[quick], strict=True)
         return Ratio([one / other for one, other in pairs])
 
     def show(self, lane: str, note: str = "") -> None:
-        """One line: median and spread of the blocks."""
+        """Print one line with median and spread of the blocks."""
         found = sorted(1e3 * one for one in self.seconds[lane])
         print(
             f"{self.name} {lane:34s} median {statistics.median(found):9.2f} ms  min {found[0]:9.2f}  "
@@ -58,12 +58,12 @@ class Turns:
         )
 
     def median(self, lane: str) -> float:
-        """Seconds."""
+        """Return the median seconds of a participant."""
         return statistics.median(self.seconds[lane])
 
 
 class Ratio:
-    """The median of the blocks' ratios, and how far they lie apart."""
+    """Median and spread of the ratios of all blocks."""
 
     def __init__(self, blocks: list[float]) -> None:
         self.blocks = blocks

@@ -1,4 +1,4 @@
-"""What every test may ask for: real servers for the session, a database of its own for each test."""
+"""Fixtures for all tests: real servers for the session, a separate database for each test."""
 
 import itertools
 import os
@@ -25,22 +25,22 @@ from tests.server import ApiServer, ThreadServer
 
 _REDIS_DATABASES = 512
 
-# Where several processes share the tests, what takes long begins first, and none of them waits for another at the end.
-# What mostly waits (for leases, for processes that come back) alternates with what mostly computes.
+# With pytest-xdist, slow tests start first, so that no process waits for another at the end.
+# Tests that mostly wait (for leases, for restarted processes) alternate with tests that mostly compute.
 _WAIT = ("chaos", "e2e", "reliability")
 _COMPUTE = ("training", "worker", "mutants")
 
-# A shell without job control has what it starts in the background ignore Ctrl-C, and that is inherited.
+# A shell without job control starts background jobs with SIGINT ignored, and child processes inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The tests are about the code, not about what the shell that runs them has set.
+# Tests must not depend on the settings of the shell that runs them.
 for _name in [name for name in os.environ if name.startswith("ANNEAL_")]:
     del os.environ[_name]
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep together, in one process, the tests of a file and those of a folder that share what starts slowly."""
+    """Run the tests of a file, or of a folder with slow shared fixtures, in one process."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
     files = list(dict.fromkeys(item.path for item in items))
@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @dataclass(frozen=True)
 class Services:
-    """The servers of a test session; `database_url` is migrated and belongs to nobody in particular."""
+    """Servers of a test session; `database_url` is a migrated database that no single test owns."""
 
     home: Path
     database_url: str
@@ -64,11 +64,11 @@ class Services:
     redis_databases: "count[int]"
 
     def admin(self) -> psycopg.Connection:
-        """A connection that may create and drop databases; close it."""
+        """Return a connection that may create and drop databases; the caller closes it."""
         return psycopg.connect(self.database_url, autocommit=True)
 
     def create_database(self, template: str | None = None) -> str:
-        """A fresh database, migrated unless another template is named; answers its URL."""
+        """Create a database from a template (default: the migrated one) and return its URL."""
         name = f"test_{secrets.token_hex(6)}"
         statement = sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(
             sql.Identifier(name), sql.Identifier(template or self.template)
@@ -78,13 +78,13 @@ class Services:
         return _with_database(self.database_url, name)
 
     def drop_database(self, url: str) -> None:
-        """Drop a database of `create_database`, whoever is still connected."""
+        """Drop a database of `create_database`, even with open connections."""
         name = make_url(url).database or ""
         with self.admin() as connection:
             connection.execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
 
     def fresh_redis(self) -> str:
-        """URL of an empty Redis database. Publish/subscribe is shared by all of them: that is Redis."""
+        """Return the URL of an empty Redis database. Redis shares publish/subscribe between all databases."""
         number = next(self.redis_databases) % (_REDIS_DATABASES - 1) + 1
         url = self.redis_url.removesuffix("/0") + f"/{number}"
         with redis.Redis.from_url(url) as client:
@@ -94,7 +94,7 @@ class Services:
 
 @pytest.fixture(scope="session")
 def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
-    """Embedded PostgreSQL and Valkey, as in the product but for fsync."""
+    """Embedded PostgreSQL and Valkey, as in the product but without fsync."""
     home = tmp_path_factory.mktemp("anneal")
     with HomeLock(home):
         servers = EmbeddedServers(home, durable=False, redis_databases=_REDIS_DATABASES)
@@ -113,7 +113,7 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
 
 @pytest.fixture
 def settings(services: Services, tmp_path: Path) -> Iterator[Settings]:
-    """Settings on a fresh, migrated database and an empty Redis, with a lease that tests can wait for."""
+    """Settings with a new, migrated database, an empty Redis and a short lease."""
     url = services.create_database()
     yield Settings(
         home=tmp_path / "home",
@@ -129,7 +129,7 @@ def settings(services: Services, tmp_path: Path) -> Iterator[Settings]:
 
 @pytest.fixture
 def engine(settings: Settings) -> Iterator[Engine]:
-    """Connections to the test's own database, which its `api` uses as well."""
+    """Engine for the test's database, which its `api` also uses."""
     engine = sync_engine(settings.database_url or "")
     yield engine
     engine.dispose()
@@ -144,7 +144,7 @@ def api(settings: Settings) -> Iterator[ApiServer]:
 
 @pytest.fixture(scope="module")
 def shared_api(services: Services, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    """As `api`, one for all tests of a file that leave nothing behind, or nothing that the others mind."""
+    """Like `api`, but shared by all tests of a file; for tests that do not affect each other."""
     folder = tmp_path_factory.mktemp("shared")
     url = services.create_database()
     settings = Settings(

@@ -1,4 +1,4 @@
-"""What must hold of the container files: each rule yields a sentence for everything that breaks it."""
+"""Rules for the container files: each rule yields one sentence per violation."""
 
 import fnmatch
 import os
@@ -26,13 +26,13 @@ FILES = ("docker-compose.yml", "Dockerfile.gpu", ".env.example", ".dockerignore"
 _VARIABLE = re.compile(r"(?<!\$)\$\{(\w+)(?:(:[-?])([^}]*))?\}")
 _PINNED = re.compile(r"[\w./-]+:\d+(\.\d+)*(-[\w.]+)*")
 _SECRET = re.compile(r"PASSWORD|SECRET|TOKEN|API_KEY", re.IGNORECASE)
-_WORKER_MORE_SECONDS = 10  # app.up gives its own worker as much beyond the grace of its trainers
+_WORKER_MORE_SECONDS = 10  # same margin beyond the trainers' grace period as in app.up
 _API_MORE_SECONDS = 5
 
 
 @dataclass(frozen=True)
 class Files:
-    """The container files, or spoiled copies of them."""
+    """Texts of the container files, or of modified copies."""
 
     texts: dict[str, str]
 
@@ -42,7 +42,7 @@ class Files:
 
     @cached_property
     def compose(self) -> dict[str, Any]:
-        """As compose sees it, with the values of `.env.example` where it has any."""
+        """Compose file with variables substituted from `.env.example`."""
         document: dict[str, Any] = yaml.safe_load(_VARIABLE.sub(self._value, self.texts["docker-compose.yml"]))
         return document
 
@@ -56,7 +56,7 @@ class Files:
 
     @cached_property
     def variables(self) -> dict[str, str]:
-        """Of `.env.example`."""
+        """Variables of `.env.example`."""
         lines = [line for line in self.texts[".env.example"].splitlines() if line and not line.startswith("#")]
         return dict(line.split("=", 1) for line in lines)
 
@@ -65,33 +65,33 @@ class Files:
         return self.variables.get(name) or (rest if kind == ":-" else f"some{name.lower()}")
 
     def stage_of(self, service: str) -> Stage | None:
-        """Of a service that we build."""
+        """Return the Dockerfile stage of a service that we build, or None."""
         return self.stages.get(self.targets.get(self.services[service]["image"], ""))
 
     def environment(self, service: str) -> dict[str, str]:
-        """What its processes see: of the image, then of compose."""
+        """Return the environment of a service: that of the image, overridden by compose."""
         stage = self.stage_of(service)
         return {**(stage.environment if stage else {}), **self.services[service].get("environment", {})}
 
     @property
     def targets(self) -> dict[str, str]:
-        """The stages that our images are built of."""
+        """Dockerfile stage of each image that we build."""
         building = (service for service in self.services.values() if "build" in service)
         return {service["image"]: service["build"]["target"] for service in building}
 
     @property
     def built(self) -> list[str]:
-        """Services that run an image of ours."""
+        """Services that run an image that we build."""
         return [name for name, service in self.services.items() if service["image"] in self.targets]
 
     def mounts(self, service: str) -> dict[str, str]:
-        """Where which volume is mounted; "" for a tmpfs."""
+        """Return the volume mounted at each path; "" for a tmpfs."""
         found = {mount.split(":")[1]: mount.split(":")[0] for mount in self.services[service].get("volumes", [])}
         return found | {mount.split(":")[0]: "" for mount in self.services[service].get("tmpfs", [])}
 
 
 def problems(files: Files) -> list[str]:
-    """Everything that is wrong with them."""
+    """Return all violations."""
     rules = (_commands, _copies, _users, _ports, _settings, _variables, _images, _volumes, _health, _graces, _order,
              _hardened, _secrets)  # fmt: skip
     return [problem for rule in rules for problem in rule(files)]
@@ -104,17 +104,17 @@ def _commands(files: Files) -> Iterator[str]:
         if not command or command[0] != "anneal":
             yield f"{name} does not run anneal"
         elif wrong := _no_command(command[1:]):
-            yield f"{name}: `{' '.join(command)}` is no command of ours: {wrong}"
+            yield f"{name}: `{' '.join(command)}` is not a valid command: {wrong}"
     documented = "\n".join([*files.texts.values(), (ROOT / "docs" / "operations.md").read_text()])
     for service, line in re.findall(r"docker compose exec (\w+) anneal ([\w -]+)", documented):
         if service not in files.built:
             yield f"there is no service {service} to run `anneal {line}` in"
         if wrong := _no_command(line.split()):
-            yield f"`anneal {line}` is no command of ours: {wrong}"
+            yield f"`anneal {line}` is not a valid command: {wrong}"
 
 
 def _no_command(arguments: list[str]) -> str | None:
-    """Why this is nothing that `anneal` takes."""
+    """Return the reason why `anneal` does not accept these arguments, or None."""
     command: Any = typer.main.get_command(cli)
     try:
         while hasattr(command, "commands"):
@@ -132,29 +132,29 @@ def _copies(files: Files) -> Iterator[str]:
     for stage in files.stages.values():
         for origin, sources in stage.copies:
             if origin is not None and origin not in seen:
-                yield f"{stage.name} copies from {origin}, which is no stage before it"
+                yield f"{stage.name} copies from {origin}, which is not an earlier stage"
             if origin is not None:
                 continue
             for source in sources:
                 if not (ROOT / source).exists():
-                    yield f"{stage.name} copies {source}, which is not there"
+                    yield f"{stage.name} copies {source}, which does not exist"
                 if _is_ignored(source, files.texts[".dockerignore"]):
-                    yield f"{stage.name} copies {source}, which .dockerignore leaves out"
+                    yield f"{stage.name} copies {source}, which .dockerignore excludes"
         if stage.last("WORKDIR") is None:
             yield f"{stage.name} has no WORKDIR"
         seen.add(stage.name)
     building = [name for name in files.built if "build" in files.services[name]]
     if len(building) > len(files.targets):
-        yield f"{', '.join(building)}: two of them build one image, each at the same time"
+        yield f"{', '.join(building)}: two services build the same image concurrently"
     for name in set(files.built) - set(building):
         if files.services[name].get("pull_policy") != "never":
-            yield f"{name} would look for our image in the world"
+            yield f"{name} would pull our image from a registry"
     for name in building:
         build = files.services[name]["build"]
         if build["target"] not in files.stages:
-            yield f"{name} builds {build['target']}, which is no stage"
+            yield f"{name} builds {build['target']}, which is not a stage"
         if not (ROOT / build["context"] / build["dockerfile"]).is_file():
-            yield f"{name} builds from {build['dockerfile']}, which is not there"
+            yield f"{name} builds from {build['dockerfile']}, which does not exist"
     if not _is_ignored(".env", files.texts[".dockerignore"]):
         yield ".env gets into the images"
 
@@ -186,9 +186,9 @@ def _ports(files: Files) -> Iterator[str]:
             yield f"port {published} is published on every address"
         stage = files.stage_of("api")
         if {inside} != (stage.exposed if stage else set()) or inside != files.environment("api").get("ANNEAL_PORT"):
-            yield f"port {inside} is published, and not the one that is exposed and listened on"
+            yield f"port {inside} is published, but another port is exposed and listened on"
     if files.environment("api").get("ANNEAL_HOST") != "0.0.0.0":
-        yield "the API does not listen where its container can be reached"
+        yield "the API does not listen on an address that is reachable from outside its container"
 
 
 def _settings(files: Files) -> Iterator[str]:
@@ -196,19 +196,19 @@ def _settings(files: Files) -> Iterator[str]:
         ours = {key: str(value) for key, value in files.environment(name).items() if key.startswith("ANNEAL_")}
         for key in ours:
             if key.removeprefix("ANNEAL_").lower() not in Settings.model_fields:
-                yield f"{name}: {key} is no setting"
+                yield f"{name}: {key} is not a setting"
         try:
             with patch.dict(os.environ, ours):
                 settings = Settings()
         except ValidationError as error:
-            yield f"{name}: settings that are refused: {error}"
+            yield f"{name}: invalid settings: {error}"
             continue
         if "@postgres:5432/" not in (settings.database_url or "") or "@redis:6379" not in (settings.redis_url or ""):
-            yield f"{name} is not told of both servers"
+            yield f"{name} does not have the URLs of both servers"
     database = files.services["postgres"]["environment"]
     account = f"//{database.get('POSTGRES_USER')}:{database.get('POSTGRES_PASSWORD')}@postgres:5432/"
     if account + str(database.get("POSTGRES_DB")) not in files.environment("api").get("ANNEAL_DATABASE_URL", ""):
-        yield "the URL of the database is not that of the account that postgres makes"
+        yield "the database URL does not match the account that postgres creates"
 
 
 def _variables(files: Files) -> Iterator[str]:
@@ -217,14 +217,14 @@ def _variables(files: Files) -> Iterator[str]:
     for name in used.keys() - files.variables.keys():
         yield f"{name} is not in .env.example"
     for name in files.variables.keys() - used.keys():
-        yield f"{name} is in .env.example, and nothing uses it"
+        yield f"{name} is in .env.example, but unused"
     for name, (kind, rest) in used.items():
         if kind is None:
-            yield f"{name} may be unset without a word"
+            yield f"{name} may be unset without an error"
         if kind == ":?" and not (rest.endswith(".") and len(rest.split()) > 4):
-            yield f"{name} is required without a sentence that says what to do"
+            yield f"{name} is required without an error message that says what to do"
         if _SECRET.search(name) and (kind != ":?" or files.variables.get(name)):
-            yield f"{name} has a default: a secret that everybody knows"
+            yield f"{name} has a default: a publicly known secret"
 
 
 def _images(files: Files) -> Iterator[str]:
@@ -252,7 +252,7 @@ def _volumes(files: Files) -> Iterator[str]:
         if environment.get("ANNEAL_HOME") not in mounts:
             yield f"{name} cannot write to ANNEAL_HOME"
         for path, volume in mounts.items():
-            # A new volume takes its owner from the folder of the image that it is mounted over.
+            # A new volume inherits the owner of the image folder at its mount point.
             if volume and not re.search(rf"install -d -o anneal\b[^&]*\s{re.escape(path)}\b", made):
                 yield f"{name}: {path} belongs to root"
     for setting, volume in (("ANNEAL_STORAGE", "storage"), ("ANNEAL_MODELS_ROOT", "models")):
@@ -260,7 +260,7 @@ def _volumes(files: Files) -> Iterator[str]:
             if files.mounts(name).get(files.environment(name).get(setting, "")) != volume:
                 yield f"{name}: {setting} is not the volume {volume}"
     if files.mounts("worker").get(files.environment("worker")["ANNEAL_HOME"]) in (None, ""):
-        yield "what a worker has spooled does not survive its restart"
+        yield "the spool of a worker does not survive its restart"
     if not files.environment("worker").get("HF_HOME", "").startswith(tuple(files.mounts("worker"))):
         yield "downloads of the worker have no volume"
 
@@ -279,7 +279,7 @@ def _health(files: Files) -> Iterator[str]:
         r"HTTPConnection\('127\.0\.0\.1', (\d+).*?'GET', '([^']+)'", " ".join(api.health_check if api else [])
     )
     if asked is None or asked[2] not in PUBLIC or {asked[1]} != (api.exposed if api else set()):
-        yield "the health check of the API does not ask its public path on its port"
+        yield "the health check of the API does not request its public path on its port"
     worker = files.stage_of("worker")
     if worker and worker.environment.get("ANNEAL_HOME", "?") not in " ".join(worker.health_check):
         yield "the health check of the worker does not look into its home"
@@ -294,14 +294,14 @@ def _graces(files: Files) -> Iterator[str]:
     for name, seconds in least.items():
         found = re.fullmatch(r"(\d+)s", str(files.services[name].get("stop_grace_period", "10s")))
         if found is None or int(found[1]) < seconds:
-            yield f"{name} is killed within the {seconds:g} s that it may take to end"
+            yield f"{name} is killed before the {seconds:g} s that it may take to end"
 
 
 def _order(files: Files) -> Iterator[str]:
     for name, service in files.services.items():
         for other, wanted in service.get("depends_on", {}).items():
             if other not in files.services:
-                yield f"{name} waits for {other}, which is no service"
+                yield f"{name} waits for {other}, which is not a service"
             elif wanted["condition"] == "service_healthy" and "healthcheck" not in files.services[other]:
                 yield f"{name} waits for the health of {other}, which has no check"
     for name in ("api", "worker"):
@@ -310,9 +310,9 @@ def _order(files: Files) -> Iterator[str]:
             yield f"{name} starts before the database has its schema"
     for name, service in files.services.items():
         if name == "migrate" and str(service.get("restart")).startswith(("always", "unless")):
-            yield "migrate is started again when it has succeeded"
+            yield "migrate is restarted after success"
         if name != "migrate" and service.get("restart") != "unless-stopped":
-            yield f"{name} stays down once it has died"
+            yield f"{name} is not restarted after a crash"
     devices = files.services["worker"].get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices", [])
     if not any("gpu" in device.get("capabilities", []) for device in devices):
         yield "the worker has no GPU"
@@ -329,7 +329,7 @@ def _hardened(files: Files) -> Iterator[str]:
         if service.get("privileged") or service.get("cap_add"):
             yield f"{name} is privileged"
     if not files.compose["networks"]["data"].get("internal"):
-        yield "the servers can be reached from elsewhere"
+        yield "the servers are reachable from outside"
     for name in ("postgres", "redis"):
         if files.services[name]["networks"] != ["data"]:
             yield f"{name} is in more than the internal network"

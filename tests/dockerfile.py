@@ -1,4 +1,4 @@
-"""A Dockerfile as its stages, read without an engine: as much of the syntax as ours uses."""
+"""Parser of Dockerfiles into stages; supports only the syntax that ours uses."""
 
 import json
 import re
@@ -10,14 +10,14 @@ _FROM = re.compile(r"(?P<image>\S+)(?:\s+AS\s+(?P<name>\S+))?", re.IGNORECASE)
 
 @dataclass
 class Stage:
-    """One `FROM` and what follows it."""
+    """A `FROM` instruction and the instructions after it."""
 
     name: str
     image: str
     instructions: list[tuple[str, str]] = field(default_factory=list)
 
     def last(self, instruction: str) -> str | None:
-        """The argument of the last such instruction, the one that counts."""
+        """Return the argument of the last such instruction, which is the effective one."""
         found = [argument for name, argument in self.instructions if name == instruction]
         return found[-1] if found else None
 
@@ -29,23 +29,23 @@ class Stage:
 
     @property
     def exposed(self) -> set[str]:
-        """Ports."""
+        """Ports of all `EXPOSE` instructions."""
         return {port for name, argument in self.instructions if name == "EXPOSE" for port in argument.split()}
 
     @property
     def command(self) -> list[str]:
-        """What a container runs."""
+        """Default command of a container."""
         return list(json.loads(self.last("CMD") or "[]"))
 
     @property
     def health_check(self) -> list[str]:
-        """The command that asks for its health."""
+        """Command of the health check."""
         _, _, command = (self.last("HEALTHCHECK") or "").partition("CMD ")
         return list(json.loads(command or "[]"))
 
     @property
     def copies(self) -> list[tuple[str | None, list[str]]]:
-        """Of each `COPY` the stage that it takes from (None: the build's folder) and its sources."""
+        """Source stage (None for the build context) and source paths of each `COPY`."""
         found = []
         for name, argument in self.instructions:
             if name == "COPY":
@@ -56,7 +56,7 @@ class Stage:
 
 
 def read(text: str) -> list[Stage]:
-    """The stages of a Dockerfile, in order."""
+    """Parse the stages of a Dockerfile, in order."""
     lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     stages: list[Stage] = []
     for line in re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines():

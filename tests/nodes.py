@@ -1,4 +1,4 @@
-"""Whether a test that is named somewhere exists, told from its source: nothing is imported for it."""
+"""Lookup of tests by node id in the source files, without importing them."""
 
 import ast
 from functools import cache
@@ -8,13 +8,13 @@ ROOT = Path(__file__).parents[1]
 
 
 def is_test(node_id: str) -> bool:
-    """Whether `path::Class::test` is there; the parameters of `test[…]` are not looked at."""
+    """Return True if `path::Class::test` exists; the parameters of `test[…]` are ignored."""
     path, names = _parts(node_id)
     return path.is_file() and names in _tests(path)
 
 
 def is_parametrized(node_id: str) -> bool:
-    """Whether the decorators of a test that exists, or of its class, make several of it."""
+    """Return True if an existing test or its class is parametrized."""
     path, names = _parts(node_id)
     return _tests(path)[names]
 
@@ -26,7 +26,7 @@ def _parts(node_id: str) -> tuple[Path, tuple[str, ...]]:
 
 @cache
 def _tests(path: Path) -> dict[tuple[str, ...], bool]:
-    """Names of the tests in a file, and whether each is parametrized."""
+    """Map the names of the tests in a file to True if the test is parametrized."""
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     found = {}
     for node in ast.parse(path.read_text()).body:

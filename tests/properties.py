@@ -1,4 +1,4 @@
-"""How many examples the property tests try; `HYPOTHESIS_PROFILE=long` tries many more."""
+"""Hypothesis settings of the property tests; `HYPOTHESIS_PROFILE=long` runs more examples."""
 
 import os
 from typing import Any
@@ -6,17 +6,17 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, settings
 
 TIMES = {"": 1, "long": 25}[os.environ.get("HYPOTHESIS_PROFILE", "")]
-"""How many times as many as in the suite."""
+"""Factor on the number of examples in the suite."""
 
 
 def examples(most: int, **more: Any) -> settings:
-    """Settings of one property: new examples in each session, and what reproduces a failing one in its report."""
+    """Return settings with new examples in each session and a reproduction blob for failures."""
     return settings(
         max_examples=most * TIMES,
         deadline=None,
         derandomize=False,
         print_blob=True,
-        # In the suite a failing example is told as it was found: making it small may take longer than a test may.
+        # Shrinking may take longer than the time limit of a test, so the suite reports the first failing example.
         phases=[Phase.explicit, Phase.reuse, Phase.generate, *([Phase.shrink] if TIMES > 1 else [])],
         suppress_health_check=[
             HealthCheck.too_slow,

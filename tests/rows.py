@@ -1,4 +1,4 @@
-"""Rows put straight into a database, for tests below the API."""
+"""Direct database access for tests below the API."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from app.workers import registry
 
 
 def add_run(engine: Engine, **values: Any) -> Any:
-    """A pending run of the fake backend, with an experiment and a data set of its own."""
+    """Insert a pending run of the fake backend with a new experiment and dataset."""
     with engine.begin() as connection:
         experiment, dataset = parents(connection)
         defaults = {
@@ -30,13 +30,13 @@ def add_run(engine: Engine, **values: Any) -> Any:
 
 
 def learn_from(engine: Engine, run_id: str, reward_run_id: str) -> None:
-    """Note that a run has a reward model that another run has made."""
+    """Record that a run uses the reward model of another run."""
     with engine.begin() as connection:
         connection.execute(insert(RunRewardModel).values(run_id=run_id, reward_run_id=reward_run_id))
 
 
 def add_worker(engine: Engine, devices: int = 1, **values: Any) -> str:
-    """A registered worker with that many devices."""
+    """Register a worker with `devices` CPU devices and return its id."""
     worker_id = new_id("wrk")
     defaults = {
         "id": worker_id, "host": "test", "pid": 1, "boot_id": "boot", "process_started": 1, "version": "0",
@@ -53,19 +53,19 @@ def add_worker(engine: Engine, devices: int = 1, **values: Any) -> str:
 
 
 def claim(engine: Engine, worker_id: str, lease: float = 60.0, backends: tuple[str, ...] = ("fake",)) -> Any:
-    """What the worker gets, or None."""
+    """Claim a run for the worker; return its row or None."""
     with engine.begin() as connection:
         return connection.execute(lifecycle.claim(worker_id, list(backends), lease, "cpu", 1000)).one_or_none()
 
 
 def run_row(engine: Engine, run_id: str) -> Any:
-    """The run as it is now."""
+    """Return the current row of a run."""
     with engine.connect() as connection:
         return connection.execute(select(Run.__table__).where(Run.id == run_id)).one()
 
 
 def events_of(engine: Engine, run_id: str) -> list[Any]:
-    """(seq, type, attempt, data) of all its events."""
+    """Return (seq, type, attempt, data) of all events of a run."""
     with engine.connect() as connection:
         rows = connection.execute(
             select(RunEvent.seq, RunEvent.type, RunEvent.attempt, RunEvent.data)
@@ -76,7 +76,7 @@ def events_of(engine: Engine, run_id: str) -> list[Any]:
 
 
 def parents(connection: Connection) -> tuple[str, str]:
-    """An experiment and a data set for runs; answers their ids."""
+    """Insert an experiment and a dataset for runs; return their ids."""
     experiment, dataset = new_id("exp"), new_id("ds")
     connection.execute(insert(Experiment).values(id=experiment, name="an experiment"))
     connection.execute(
@@ -89,7 +89,7 @@ def parents(connection: Connection) -> tuple[str, str]:
 
 
 def waiting_for_locks(engine: Engine) -> int:
-    """How many statements wait for somebody else's transaction."""
+    """Return the number of statements that wait for a lock of another transaction."""
     with engine.connect() as connection:
         found = connection.scalar(text("SELECT count(*) FROM pg_locks WHERE NOT granted AND pid <> pg_backend_pid()"))
     return int(found or 0)

@@ -1,4 +1,4 @@
-"""A real uvicorn server on a real socket: in a thread where it should start fast, in a process to be killed."""
+"""Real uvicorn servers: in a thread for a fast start, or in a process that tests can kill."""
 
 import socket
 import subprocess
@@ -20,7 +20,7 @@ from tests.waiting import eventually
 
 
 class ApiServer(ABC):
-    """What tests talk to: `url`, a `key` that may do everything, and a `client` that sends it."""
+    """API server of a test: `url`, an admin `key` and a `client` that sends it."""
 
     def __init__(self, settings: Settings, port: int | None = None) -> None:
         self.settings = settings
@@ -30,25 +30,25 @@ class ApiServer(ABC):
         self.client = self.client_with(self.key)
 
     def client_with(self, key: str | None) -> httpx.Client:
-        """A client that sends this key, or none."""
+        """Return a client that sends this key, or no key."""
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        # Nothing here is encrypted; to load the certificates all the same takes longer than most requests.
+        # No TLS here, and loading the certificates takes longer than most requests.
         return httpx.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False, verify=False)
 
     def key_with(self, scopes: Iterable[str]) -> str:
-        """A further key."""
+        """Create another key with these scopes."""
         return create_key_sync(self.settings, "further", scopes)
 
     @abstractmethod
     def start(self) -> None:
-        """Begin to serve."""
+        """Start serving."""
 
     @abstractmethod
     def stop(self) -> None:
-        """End it in good order."""
+        """Stop gracefully."""
 
     def wait_until_up(self) -> None:
-        """Return once the server answers."""
+        """Wait until the server responds."""
         eventually(self._answers, timeout=30, what="GET /healthz")
 
     def _answers(self) -> bool:
@@ -70,10 +70,10 @@ class ApiServer(ABC):
 
 
 class ThreadServer(ApiServer):
-    """In a thread of the test process."""
+    """Server in a thread of the test process."""
 
     def __init__(self, settings: Settings) -> None:
-        # Held from the beginning: two processes of tests may look for a free port at the same moment.
+        # Bound from the start: two test processes may search for a free port at the same time.
         self._listening = socket.create_server(("127.0.0.1", 0))
         super().__init__(settings, self._listening.getsockname()[1])
 
@@ -101,7 +101,7 @@ class ThreadServer(ApiServer):
 
 
 class ProcessServer(ApiServer):
-    """In a process of its own, which can be killed and started again on the same port."""
+    """Server in a separate process, which can be killed and restarted on the same port."""
 
     def start(self) -> None:
         command = [sys.executable, "-m", "uvicorn", "--factory", "app.main:create_app", "--host", "127.0.0.1"]
@@ -111,7 +111,7 @@ class ProcessServer(ApiServer):
         )
 
     def kill(self) -> None:
-        """As a power cut would."""
+        """Kill the process with SIGKILL."""
         self.process.kill()
         self.process.wait(timeout=30)
 
@@ -124,5 +124,5 @@ class ProcessServer(ApiServer):
 
 
 def _free_port() -> int:
-    """Not one of those that connections are given: a server that is away for a while has to find its port again."""
+    """Return a port outside the ephemeral range, so that a restarted server can bind it again."""
     return free_port()

@@ -1,4 +1,4 @@
-"""The whole service as real processes on servers of its own, each of which a test may kill, stall and start again."""
+"""The whole service as real processes on dedicated servers, which tests can kill, freeze and restart."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ from worker.training.journal import read_journal
 
 
 class WorkerProcess:
-    """`python -m worker.main`."""
+    """Worker process: `python -m worker.main`."""
 
     def __init__(self, settings: Settings, log: Path) -> None:
         self.log = log
@@ -34,30 +34,30 @@ class WorkerProcess:
             )
 
     def kill(self) -> None:
-        """As a power cut would."""
+        """Kill the process with SIGKILL."""
         self.process.kill()
         self.process.wait(timeout=30)
 
     def terminate(self, timeout: float = 60) -> int:
-        """SIGTERM; answers the exit code."""
+        """Send SIGTERM and return the exit code."""
         self.process.terminate()
         return self.process.wait(timeout=timeout)
 
     def freeze(self) -> None:
-        """SIGSTOP: alive, but nothing in it moves."""
+        """Suspend the process with SIGSTOP."""
         self.process.send_signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """SIGCONT."""
+        """Resume the process with SIGCONT."""
         self.process.send_signal(signal.SIGCONT)
 
     def descendants(self) -> list[psutil.Process]:
-        """The zygote and the training processes."""
+        """Return the zygote and the training processes."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
 
 class Stack:
-    """PostgreSQL, Valkey, an API and workers, on one home."""
+    """PostgreSQL, Valkey, an API and workers with one home folder."""
 
     def __init__(self, home: Path, **values: Any) -> None:
         self.home = home
@@ -84,25 +84,25 @@ class Stack:
 
     @property
     def client(self) -> httpx.Client:
-        """Talks to the API with a key that may do everything."""
+        """HTTP client with an admin key."""
         return self.api.client
 
     def add_worker(self, **values: Any) -> WorkerProcess:
-        """One more worker, once it is registered."""
+        """Start another worker and wait until it is registered."""
         worker = WorkerProcess(self.settings.model_copy(update=values), self.home / f"worker-{len(self.workers)}.log")
         self.workers.append(worker)
         eventually(lambda: self._is_registered(worker), timeout=60, what=f"worker registered, see {worker.log}")
         return worker
 
     def upload(self, content: bytes, name: str = "rows.jsonl") -> str:
-        """A data set; answers its id."""
+        """Upload a dataset and return its id."""
         answer = self.client.post("/v1/datasets", files={"file": (name, content)})
         assert answer.status_code == 201, answer.text
         dataset_id: str = answer.json()["id"]
         return dataset_id
 
     def create(self, extra: dict[str, Any] | None = None, config: dict[str, Any] | None = None, **body: Any) -> str:
-        """A run of the fake backend; answers its id."""
+        """Create a run of the fake backend and return its id."""
         config = {"base_model": "any", "method": "sft", "extra": extra or {}, **(config or {})}
         body = {"backend": "fake", "dataset_id": self.dataset_id, "config": config, **body}
         answer = self.client.post("/v1/runs", json=body)
@@ -111,33 +111,33 @@ class Stack:
         return run_id
 
     def run(self, run_id: str) -> dict[str, Any]:
-        """The run as the API shows it."""
+        """Return the run as the API shows it."""
         answer = self.client.get(f"/v1/runs/{run_id}")
         assert answer.status_code == 200, answer.text
         shown: dict[str, Any] = answer.json()
         return shown
 
     def until(self, run_id: str, *statuses: str, timeout: float = 60) -> dict[str, Any]:
-        """Wait for one of the statuses, through restarts of the API."""
+        """Wait for one of the statuses, across restarts of the API."""
         return eventually(
             lambda: self._in_status(run_id, statuses), timeout, what=f"{run_id} becomes {' or '.join(statuses)}"
         )
 
     def until_step(self, run_id: str, step: int, timeout: float = 60) -> None:
-        """Wait until the trainers' own journal has that step."""
+        """Wait until the trainers' journal contains that step."""
         eventually(lambda: any(line.get("step", 0) >= step for line in self.journal(run_id)), timeout)
 
     def stop(self, run_id: str, save_checkpoint: bool = True) -> httpx.Response:
-        """Ask the run to stop."""
+        """Request a stop of the run."""
         return self.client.post(f"/v1/runs/{run_id}/stop", json={"save_checkpoint": save_checkpoint})
 
     def journal(self, run_id: str) -> list[dict[str, Any]]:
-        """What the trainers themselves wrote down."""
+        """Return the journal that the trainers wrote."""
         path = self.settings.storage_root / "runs" / run_id / "journal.jsonl"
         return read_journal(path) if path.exists() else []
 
     def events(self, run_id: str) -> list[dict[str, Any]]:
-        """All stored events, with `type`, after checking that seq has no gap."""
+        """Return all stored events with `type`, after checking that `seq` has no gap."""
         answer = self.client.get(f"/v1/runs/{run_id}/events", params={"follow": "false", "format": "ndjson"})
         assert answer.status_code == 200, answer.text
         import json
@@ -147,19 +147,19 @@ class Stack:
         return events
 
     def redis(self) -> redis.Redis:
-        """A connection to Valkey."""
+        """Return a connection to Valkey."""
         return redis.Redis.from_url(self.settings.redis_url or "")
 
     def kill_postgres(self) -> None:
-        """kill -9 of the whole server, then a start on the same data."""
+        """Kill all processes of PostgreSQL with SIGKILL and restart it on the same data."""
         self.restart(self.servers.postgres)
 
     def kill_valkey(self) -> None:
-        """The same for Valkey."""
+        """Do the same with Valkey."""
         self.restart(self.servers.valkey)
 
     def restart(self, server: Any) -> None:
-        """kill -9 and start again, on the same port."""
+        """Kill all processes of a server with SIGKILL and restart it on the same port."""
         assert server is not None
         for process in [
             psutil.Process(server.process.pid),
@@ -171,7 +171,7 @@ class Stack:
         server.wait_ready()
 
     def close(self) -> None:
-        """End everything."""
+        """Stop all processes."""
         for worker in self.workers:
             if worker.process.poll() is None:
                 worker.thaw()
@@ -195,7 +195,7 @@ class Stack:
 
 
 class Follower:
-    """A client that follows a run's stream in a thread and reconnects for ever, by `Last-Event-ID`."""
+    """Client that follows a run's stream in a thread and always reconnects, with `Last-Event-ID`."""
 
     def __init__(self, stack: Stack, run_id: str, reconnect_every: int | None = None) -> None:
         self.ids: list[int] = []
@@ -209,7 +209,7 @@ class Follower:
         self._thread.start()
 
     def join(self, timeout: float = 60) -> list[int]:
-        """The ids seen, once the `end` event is there."""
+        """Wait for the `end` event and return the received ids."""
         self._thread.join(timeout)
         assert not self._thread.is_alive(), f"no end event; the last seen: {self.events[-3:]}"
         return self.ids
@@ -239,12 +239,12 @@ class Follower:
 
 
 def pids_of_trainers(run_events: list[dict[str, Any]]) -> list[int]:
-    """Process ids in a journal, in the order of their starts."""
+    """Return the process ids in a journal, in start order."""
     return [line["pid"] for line in run_events if line["event"] == "start"]
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
+    """Return True if the process exists and is not a zombie."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -252,7 +252,7 @@ def is_alive(pid: int) -> bool:
 
 
 def assert_attempts_never_overlap(journal: list[dict[str, Any]]) -> None:
-    """In the order in which the trainers wrote, the attempts only rise; and so do the steps within each."""
+    """Check that attempts, and steps within an attempt, increase in the order of the journal."""
     attempts = [line["attempt"] for line in journal]
     assert attempts == sorted(attempts), attempts
     for attempt in set(attempts):
@@ -268,5 +268,5 @@ def _quietly(action: Callable[[], object]) -> None:
 
 
 def signal_process(pid: int, number: int) -> None:
-    """Send a signal."""
+    """Send a signal to a process."""
     os.kill(pid, number)

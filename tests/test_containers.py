@@ -1,4 +1,4 @@
-"""The container files agree with the code, and every rule that says so can fail. No engine is needed for this."""
+"""Container files match the code, and every rule that checks this can fail. Needs no container engine."""
 
 import re
 import subprocess
@@ -21,32 +21,32 @@ COMPOSE, DOCKERFILE, EXAMPLE, IGNORE, GIT = (
 HOME = "/var/lib/anneal"
 
 SPOILED = [
-    (COMPOSE, "command: [anneal, api]", "command: [anneal, serve]", "is no command of ours"),
-    (COMPOSE, "command: [anneal, migrate]", "command: [anneal, migrate, --fast]", "is no command of ours"),
-    (COMPOSE, "exec api anneal keys create", "exec api anneal keys make", "is no command of ours"),
+    (COMPOSE, "command: [anneal, api]", "command: [anneal, serve]", "is not a valid command"),
+    (COMPOSE, "command: [anneal, migrate]", "command: [anneal, migrate, --fast]", "is not a valid command"),
+    (COMPOSE, "exec api anneal keys create", "exec api anneal keys make", "is not a valid command"),
     (COMPOSE, "exec api anneal", "exec web anneal", "no service web"),
-    (DOCKERFILE, 'CMD ["anneal", "worker"]', 'CMD ["anneal", "work"]', "is no command of ours"),
-    (DOCKERFILE, "COPY migrations migrations", "COPY migration migration", "which is not there"),
-    (DOCKERFILE, "COPY --from=build-worker", "COPY --from=builder", "no stage before it"),
-    (IGNORE, "!migrations/", "", "which .dockerignore leaves out"),
+    (DOCKERFILE, 'CMD ["anneal", "worker"]', 'CMD ["anneal", "work"]', "is not a valid command"),
+    (DOCKERFILE, "COPY migrations migrations", "COPY migration migration", "which does not exist"),
+    (DOCKERFILE, "COPY --from=build-worker", "COPY --from=builder", "not an earlier stage"),
+    (IGNORE, "!migrations/", "", "which .dockerignore excludes"),
     (IGNORE, "*\n", "", ".env gets into the images"),
-    (DOCKERFILE, " AS worker\n", " AS gpu\n", "which is no stage"),
+    (DOCKERFILE, " AS worker\n", " AS gpu\n", "which is not a stage"),
     (DOCKERFILE, "USER anneal\nEXPOSE", "EXPOSE", "api runs as root"),
     (COMPOSE, "user: redis", "user: root", "redis runs as root"),
     (COMPOSE, "    shm_size: 256mb", '    ports: ["127.0.0.1:5432:5432"]', "not the API alone"),
     (COMPOSE, '"127.0.0.1:${ANNEAL_PORT', '"0.0.0.0:${ANNEAL_PORT', "on every address"),
     (COMPOSE, ":8700\"]", ":8000\"]", "port 8000 is published"),
     (COMPOSE, 'ANNEAL_PORT: "8700"', 'ANNEAL_PORT: "9000"', "exposed and listened on"),
-    (COMPOSE, "ANNEAL_HOST: 0.0.0.0", "ANNEAL_HOST: 127.0.0.1", "can be reached"),
-    (COMPOSE, "ANNEAL_MODELS_ROOT: /models", "ANNEAL_MODEL_ROOT: /models", "is no setting"),
-    (EXAMPLE, "ANNEAL_LOG_FORMAT=json", "ANNEAL_LOG_FORMAT=xml", "settings that are refused"),
-    (COMPOSE, "@redis:6379", "@cache:6379", "not told of both servers"),
-    (COMPOSE, "POSTGRES_DB: anneal", "POSTGRES_DB: other", "not that of the account"),
+    (COMPOSE, "ANNEAL_HOST: 0.0.0.0", "ANNEAL_HOST: 127.0.0.1", "is reachable"),
+    (COMPOSE, "ANNEAL_MODELS_ROOT: /models", "ANNEAL_MODEL_ROOT: /models", "is not a setting"),
+    (EXAMPLE, "ANNEAL_LOG_FORMAT=json", "ANNEAL_LOG_FORMAT=xml", "invalid settings"),
+    (COMPOSE, "@redis:6379", "@cache:6379", "the URLs of both servers"),
+    (COMPOSE, "POSTGRES_DB: anneal", "POSTGRES_DB: other", "does not match the account"),
     (EXAMPLE, "REDIS_PASSWORD=\n", "", "REDIS_PASSWORD is not in .env.example"),
-    (EXAMPLE, "ANNEAL_PORT=8700", "ANNEAL_PORT=8700\nANNEAL_SLOTS=2", "nothing uses it"),
-    (EXAMPLE, "POSTGRES_PASSWORD=\n", "POSTGRES_PASSWORD=anneal\n", "everybody knows"),
-    (COMPOSE, "${ANNEAL_LOG_FORMAT:-json}", "${ANNEAL_LOG_FORMAT}", "without a word"),
-    (COMPOSE, ":?Copy .env.example to .env and set REDIS_PASSWORD there.}", ":?unset}", "without a sentence"),
+    (EXAMPLE, "ANNEAL_PORT=8700", "ANNEAL_PORT=8700\nANNEAL_SLOTS=2", "but unused"),
+    (EXAMPLE, "POSTGRES_PASSWORD=\n", "POSTGRES_PASSWORD=anneal\n", "publicly known"),
+    (COMPOSE, "${ANNEAL_LOG_FORMAT:-json}", "${ANNEAL_LOG_FORMAT}", "without an error"),
+    (COMPOSE, ":?Copy .env.example to .env and set REDIS_PASSWORD there.}", ":?unset}", "without an error message"),
     (COMPOSE, "image: redis:8", "image: redis:latest", "not pinned"),
     (COMPOSE, "image: postgres:18", "image: postgres:17", "is not postgres:18"),
     (DOCKERFILE, "python:3.12-slim-trixie AS api", "python AS api", "not pinned"),
@@ -57,29 +57,29 @@ SPOILED = [
     (COMPOSE, '"worker-home:/var/lib/anneal", ', "", "does not survive"),
     (DOCKERFILE, "/storage /models /cache", "/storage /models", "/cache belongs to root"),
     (DOCKERFILE, "HF_HOME=/cache/huggingface", "HF_HOME=/hub", "have no volume"),
-    (DOCKERFILE, "'/healthz'", "'/readyz'", "does not ask its public path"),
-    (DOCKERFILE, "'127.0.0.1', 8700", "'127.0.0.1', 80", "does not ask its public path"),
+    (DOCKERFILE, "'/healthz'", "'/readyz'", "does not request its public path"),
+    (DOCKERFILE, "'127.0.0.1', 8700", "'127.0.0.1', 80", "does not request its public path"),
     (DOCKERFILE, '"python", "-P", "-c", "import http', '"curl", "-P", "-c", "import http', "not in the image"),
     (DOCKERFILE, "Path('/var/lib/anneal')", "Path('/home/anneal')", "does not look into its home"),
     (COMPOSE, "    healthcheck:\n      test: [CMD-S", "    x-check:\n      test: [CMD-S", "redis has no health check"),
-    (COMPOSE, "stop_grace_period: 140s", "stop_grace_period: 60s", "worker is killed within"),
-    (COMPOSE, 'ANNEAL_LEASE_SECONDS: "60"', 'ANNEAL_LEASE_SECONDS: "120"', "worker is killed within"),
-    (COMPOSE, "stop_grace_period: 30s", "", "api is killed within"),
+    (COMPOSE, "stop_grace_period: 140s", "stop_grace_period: 60s", "worker is killed before"),
+    (COMPOSE, 'ANNEAL_LEASE_SECONDS: "60"', 'ANNEAL_LEASE_SECONDS: "120"', "worker is killed before"),
+    (COMPOSE, "stop_grace_period: 30s", "", "api is killed before"),
     (COMPOSE, "service_completed_successfully", "service_started", "its schema"),
-    (COMPOSE, "    pull_policy: never\n", "", "look for our image in the world"),
+    (COMPOSE, "    pull_policy: never\n", "", "pull our image from a registry"),
     (
         COMPOSE,
         "    pull_policy: never\n",
         "    build: {context: ., dockerfile: Dockerfile.gpu, target: api}\n",
-        "two of them build one image",
+        "two services build the same image",
     ),
-    (COMPOSE, "restart: on-failure:3", "restart: always", "migrate is started again"),
-    (COMPOSE, "    restart: unless-stopped\n\n  # Hints", "\n  # Hints", "postgres stays down"),
+    (COMPOSE, "restart: on-failure:3", "restart: always", "migrate is restarted"),
+    (COMPOSE, "    restart: unless-stopped\n\n  # Hints", "\n  # Hints", "postgres is not restarted"),
     (COMPOSE, "capabilities: [gpu]", "capabilities: [video]", "has no GPU"),
     (COMPOSE, "read_only: true", "read_only: false", "can write to its image"),
     (COMPOSE, "cap_drop: [ALL]", "cap_drop: [NET_RAW]", "keeps capabilities"),
     (COMPOSE, "no-new-privileges:true", "label:disable", "can gain privileges"),
-    (COMPOSE, "    internal: true", "    internal: false", "reached from elsewhere"),
+    (COMPOSE, "    internal: true", "    internal: false", "reachable from outside"),
     (DOCKERFILE, "PYTHONUNBUFFERED=1", "HF_TOKEN=abc", "a secret in a layer"),
     (COMPOSE, '"$$REDIS_PASSWORD" >', '"${REDIS_PASSWORD:?Set it there, in .env, please.}" >', "among the arguments"),
     (GIT, ".env", "", ".env can be committed"),
@@ -100,7 +100,7 @@ def test_a_spoiled_copy_is_found_out(file: str, right: str, wrong: str, told: st
 
 
 def _ask(command: list[str]) -> int:
-    """The exit code of a health check, run as it is in the image."""
+    """Run a health check as in the image and return its exit code."""
     return subprocess.run([sys.executable, *command[1:]], timeout=30, capture_output=True).returncode
 
 
@@ -123,7 +123,7 @@ def test_the_health_check_of_a_worker_tells_one_that_runs_from_one_that_is_gone(
 
 
 def test_redis_gets_a_configuration_that_it_takes(tmp_path: Path) -> None:
-    """What its shell writes is read back, with a password that has nothing to hide in it."""
+    """Read the configuration that its shell writes, with a plain password."""
     words = Files.ours().services["redis"]["command"]
     assert words[:2] == ["sh", "-c"]
     written = tmp_path / "redis.conf"

@@ -1,4 +1,4 @@
-"""The README has every field of a training configuration, as the code has it."""
+"""The README documents every field of the training configuration as in the code."""
 
 from app.runs.fields import DpoOptions, RlhfOptions, TrainerOptions, TrainingConfig
 from docs.fields import README, table, written

@@ -1,4 +1,4 @@
-"""What docs/methods.md shows can be asked for, and what it names is there."""
+"""Configurations in docs/methods.md are valid, and it covers all methods and rewards."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Figures, dashboard, alerts and their documentation name the same metrics."""
+"""Exported metrics, dashboard, alerts and documentation use the same metric names."""
 
 import json
 import re
@@ -23,7 +23,7 @@ _OF_HISTOGRAM = re.compile(r"_(bucket|sum|count)$")
 
 @pytest.fixture(scope="module")
 def exported(shared_api: ApiServer) -> dict[str, set[str]]:
-    """Every metric by the name that queries use, with its kind."""
+    """Series names of every exported metric, by metric name."""
     text = shared_api.client.get("/metrics").text
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
@@ -46,13 +46,13 @@ def _rules(alerts: str) -> list[dict[str, Any]]:
 
 
 def unknown(expressions: list[str], exported: dict[str, set[str]]) -> set[str]:
-    """Metrics that expressions name and nobody exports."""
+    """Return metrics that expressions use and that are not exported."""
     series = set().union(*exported.values())
     return {name for one in expressions for name in _NAME.findall(one)} - series
 
 
 def unreadable(expressions: list[str]) -> list[str]:
-    """Those that are no PromQL."""
+    """Return the expressions that are not valid PromQL."""
     found = []
     for one in expressions:
         try:
@@ -63,7 +63,7 @@ def unreadable(expressions: list[str]) -> list[str]:
 
 
 def documented(document: str) -> set[str]:
-    """Names in the first column of the table of metrics."""
+    """Return the names in the first column of the metrics table."""
     rows = [line.split("|")[1] for line in document.splitlines() if line.startswith("| `")]
     return {name for row in rows for name in _NAME.findall(row)}
 

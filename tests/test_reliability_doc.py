@@ -1,4 +1,4 @@
-"""What docs/reliability.md says is there, is there: every test, every mutant, every module that keeps a promise."""
+"""Tests, mutants and modules named in docs/reliability.md exist."""
 
 import re
 
@@ -16,7 +16,7 @@ PROMISES = {
 
 
 def part(number: int, name: str) -> str:
-    """One paragraph of a promise: `Kept by`, `Mutants`."""
+    """Return one paragraph of a promise: `Kept by` or `Mutants`."""
     found = re.search(rf"^{name}: (.*?)(?:\n\n|\Z)", PROMISES[number], flags=re.MULTILINE | re.DOTALL)
     return found.group(1) if found else ""
 

@@ -1,4 +1,4 @@
-"""What docs/security.md calls tested is tested: each test that it names exists, and no attacker goes without one."""
+"""Tests named in docs/security.md exist, and every attacker has at least one."""
 
 import re
 

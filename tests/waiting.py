@@ -1,4 +1,4 @@
-"""Waiting for something to become true, with a deadline instead of a sleep."""
+"""Polling with a deadline instead of fixed sleeps."""
 
 import asyncio
 import time
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def eventually(probe: Callable[[], T | None], timeout: float = 30.0, every: float = 0.02, what: str = "") -> T:
-    """Call `probe` until it returns something truthy; fail after `timeout` seconds with what it last said."""
+    """Call `probe` until it returns something truthy; fail after `timeout` seconds with its last value."""
     deadline = time.monotonic() + timeout
     while True:
         value = probe()
@@ -23,7 +23,7 @@ def eventually(probe: Callable[[], T | None], timeout: float = 30.0, every: floa
 async def eventually_async(
     probe: Callable[[], Awaitable[T | None]], timeout: float = 30.0, every: float = 0.02, what: str = ""
 ) -> T:
-    """As `eventually`, for a coroutine function."""
+    """Do the same as `eventually` for a coroutine function."""
     deadline = time.monotonic() + timeout
     while True:
         value = await probe()
@@ -35,7 +35,7 @@ async def eventually_async(
 
 
 def _pause(seconds: float) -> None:
-    """Yield the processor between two looks; nothing waits for this amount of time in itself."""
+    """Yield the processor between two polls; no test relies on this duration."""
     import threading
 
     threading.Event().wait(seconds)

@@ -1,4 +1,4 @@
-"""The Python client: `Anneal` for scripts and notebooks, `AsyncAnneal` for programs with an event loop.
+"""Python client: `Anneal` for scripts and notebooks, `AsyncAnneal` for asyncio programs.
 
     from app.client import Anneal
 
@@ -8,7 +8,7 @@
         for event in client.runs.events(run.id):
             print(event.type, event.seq)
 
-Both have the same calls; what goes over the wire is in `app/*/schemas.py`.
+Both have the same methods. The request and response models are in `app/*/schemas.py`.
 """
 
 from types import TracebackType
@@ -29,7 +29,7 @@ from app.config import ClientSettings
 __all__ = ["Anneal", "AnnealError", "AsyncAnneal", "Connection", "events"]
 
 PATIENCE = 15.0
-"""Seconds for which a call that can be repeated is repeated: what a restart of the service takes."""
+"""Seconds during which a failed call is retried if that is safe; covers a restart of the service."""
 
 
 class _Client(Generic[M]):
@@ -45,12 +45,12 @@ class _Client(Generic[M]):
 
 
 class Anneal(_Client[Sync]):
-    """A client whose calls answer when they are done; streams are iterators."""
+    """Synchronous client: calls block until they are done, streams are iterators."""
 
     def __init__(self, url: str | None = None, key: str | None = None, *, patience: float = PATIENCE) -> None:
-        """By default the service that ANNEAL_URL and ANNEAL_API_KEY name, else the one of this machine.
+        """Connect to `url` with `key`; the defaults are ANNEAL_URL and ANNEAL_API_KEY, then the local service.
 
-        `patience` is how many seconds after its first failure a call may still be tried again.
+        `patience` is the number of seconds after its first failure during which a call is retried.
         """
         connection = find_connection(ClientSettings(), url, key)
         self._transport = SyncTransport(connection.url, connection.key)
@@ -70,10 +70,10 @@ class Anneal(_Client[Sync]):
 
 
 class AsyncAnneal(_Client[Async]):
-    """A client whose calls are awaited; streams are asynchronous iterators."""
+    """Asynchronous client: calls are awaited, streams are asynchronous iterators."""
 
     def __init__(self, url: str | None = None, key: str | None = None, *, patience: float = PATIENCE) -> None:
-        """As for `Anneal`."""
+        """Take the same arguments as `Anneal`."""
         connection = find_connection(ClientSettings(), url, key)
         self._transport = AsyncTransport(connection.url, connection.key)
         super().__init__(self._transport, patience)

@@ -1,4 +1,4 @@
-"""`client.actions`: what can be asked of a run while it trains."""
+"""`client.actions`: requests to a run while it trains."""
 
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -13,7 +13,7 @@ Name = Literal["checkpoint", "evaluate", "sample", "set_learning_rate", "extend"
 
 
 class Actions(ApiResource[M]):
-    """Actions: things that a run does between two steps."""
+    """Actions, which a run performs between two optimizer steps."""
 
     @call
     async def create(
@@ -30,10 +30,11 @@ class Actions(ApiResource[M]):
         epochs: float | None = None,
         idempotency_key: str | None = None,
     ) -> ActionRead:
-        """Have something done: `checkpoint` (pin), `evaluate`, `sample` (prompts, max_new_tokens, temperature),
-        `set_learning_rate` (learning_rate) or `extend` (max_steps or epochs).
+        """Request an action of a run.
 
-        It waits until the run comes to the end of a step; an `action` event, or `get`, tells what came of it.
+        Actions and their parameters: `checkpoint` (pin), `evaluate`, `sample` (prompts, max_new_tokens, temperature),
+        `set_learning_rate` (learning_rate) and `extend` (max_steps or epochs). The run performs the action at the end
+        of a step; the result is in an `action` event and in `get`.
         """
         asked = given(
             pin=pin, prompts=prompts, max_new_tokens=max_new_tokens, temperature=temperature,
@@ -46,12 +47,12 @@ class Actions(ApiResource[M]):
     async def list(
         self, run_id: str, *, limit: int | None = None, after: str | None = None
     ) -> AsyncGenerator[ActionRead]:
-        """What was asked of a run, newest first."""
+        """Iterate over the actions of a run, newest first."""
         async with aclosing(self._items(f"/runs/{run_id}/actions", ActionRead, {}, limit, after)) as items:
             async for item in items:
                 yield item
 
     @call
     async def get(self, run_id: str, action_id: str) -> ActionRead:
-        """One action, and what came of it."""
+        """Return an action with its result."""
         return await self._session.get(ActionRead, f"/runs/{run_id}/actions/{action_id}")

@@ -1,4 +1,4 @@
-"""`client.datasets`."""
+"""Methods of `client.datasets`."""
 
 import io
 import json
@@ -17,12 +17,12 @@ from app.client.resource import ApiResource, given
 from app.client.transport import understood
 from app.datasets.schemas import DatasetSummary, DatasetView
 
-# Once all is sent or named, nothing comes until all is fetched, read and counted: the service allows itself that long.
+# The service responds only after it has downloaded, parsed and counted everything; this is its own time limit.
 _TIMEOUT = httpx.Timeout(10.0, read=5400.0, write=60.0)
 
 
 class Datasets(ApiResource[M]):
-    """Files of training rows."""
+    """Datasets: files of training rows."""
 
     @call
     async def upload(
@@ -37,10 +37,10 @@ class Datasets(ApiResource[M]):
         told: Callable[[int], None] | None = None,
         idempotency_key: str | None = None,
     ) -> DatasetView:
-        """Upload a file, by its path or as bytes (of JSONL); every row is checked, and all is kept or nothing.
+        """Upload a file, given by its path or as JSONL bytes; every row is validated, and one bad row rejects the file.
 
-        `file_format` (jsonl, json, csv, parquet) says what the file is where its name does not. `columns` tells
-        for columns of ours what the file calls them. `tokenizer` names the model to count tokens with.
+        `file_format` (jsonl, json, csv, parquet) is required if the file name does not show it. `columns` maps the
+        columns of the dataset format to those of the file. `tokenizer` names the model whose tokenizer counts tokens.
         `told` is called with the number of bytes sent so far.
         """
         fields = given(
@@ -69,7 +69,7 @@ class Datasets(ApiResource[M]):
         tokenizer: str | None = None,
         idempotency_key: str | None = None,
     ) -> DatasetView:
-        """Let the service fetch a split (`train` unless another is named) of the hub's data set `owner/name`."""
+        """Import a split (default `train`) of the dataset `owner/name` from the Hugging Face Hub."""
         body = given(
             hub=hub, split=split, subset=subset, revision=revision, name=name, format=format, columns=columns,
             tokenizer=tokenizer,
@@ -82,19 +82,19 @@ class Datasets(ApiResource[M]):
 
     @stream
     async def list(self, *, limit: int | None = None, after: str | None = None) -> AsyncGenerator[DatasetSummary]:
-        """Data sets, newest first; page after page is fetched as you go on."""
+        """Iterate over datasets, newest first; pages are fetched on demand."""
         async with aclosing(self._items("/datasets", DatasetSummary, {}, limit, after)) as items:
             async for item in items:
                 yield item
 
     @call
     async def get(self, dataset_id: str) -> DatasetView:
-        """A data set with its first rows."""
+        """Return a dataset with its first rows."""
         return await self._session.get(DatasetView, f"/datasets/{dataset_id}")
 
     @stream
     async def content(self, dataset_id: str) -> AsyncGenerator[bytes]:
-        """The rows as they are kept, as JSONL in pieces, whatever kind of file they came in."""
+        """Iterate over the stored rows as chunks of JSONL, independent of the uploaded file format."""
         transport = self._session.transport
         request = transport.build("GET", f"/datasets/{dataset_id}/content")
         response = await self._session.send(request, repeatable=True)
@@ -107,16 +107,16 @@ class Datasets(ApiResource[M]):
 
     @call
     async def delete(self, dataset_id: str) -> None:
-        """Delete a data set that no run uses."""
+        """Delete a dataset that no run uses."""
         await self._session.request("DELETE", f"/datasets/{dataset_id}")
 
 
 class _Counted(io.RawIOBase):
-    """A file that tells how far it has been read; from its beginning again when the request is repeated."""
+    """File that reports its read position; restarts from zero when the request is retried."""
 
-    def __init__(self, file: BinaryIO, told: Callable[[int], None]) -> None:
+    def __init__(self, file: BinaryIO, on_progress: Callable[[int], None]) -> None:
         self._file = file
-        self._told = told
+        self._on_progress = on_progress
 
     def readable(self) -> bool:
         return True
@@ -126,7 +126,7 @@ class _Counted(io.RawIOBase):
 
     def read(self, size: int = -1, /) -> bytes:
         piece = self._file.read(size)
-        self._told(self._file.tell())
+        self._on_progress(self._file.tell())
         return piece
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
@@ -142,8 +142,8 @@ def _opened(file: str | Path | bytes) -> BinaryIO:
     path = Path(file)
     if path.is_file() or path.is_dir():
         return path.open("rb")
-    # Of a pipe neither the size is known nor can it be read again, should the connection break.
-    copy = tempfile.TemporaryFile()  # noqa: SIM115 - whoever asked closes it
+    # A pipe has no known size, and a retry could not read it again.
+    copy = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
     with path.open("rb") as pipe:
         shutil.copyfileobj(pipe, copy)
     copy.seek(0)

@@ -1,4 +1,4 @@
-"""Fetching the output of a run: all of it or nothing, and never the same bytes twice."""
+"""Download of a run's output: atomic, and resumed without fetching the same bytes twice."""
 
 import shutil
 import time
@@ -19,15 +19,15 @@ Told = Callable[[str, int, int], None]
 async def download(
     session: Session, run_id: str, artifacts: list[Artifact], folder: Path, paths: Sequence[str], told: Told | None
 ) -> Path:
-    """Fetch files of a run into `folder`.
+    """Download files of a run into `folder`.
 
-    They are collected in a folder of their own below it, named by the run, and moved into place together: what is
-    found there after an interruption belongs to this run, and nobody loads half a model.
+    Files are collected in a hidden subfolder named after the run and moved into place together. After an interruption,
+    the subfolder holds only files of this run, and no partial model can be loaded.
     """
     wanted = [artifact for artifact in artifacts if not paths or any(fnmatch(artifact.path, path) for path in paths)]
     if not wanted:
         there = ", ".join(artifact.path for artifact in artifacts)
-        raise AnnealError("artifact_not_found", f"Run {run_id} has no file {', '.join(paths)}; it has {there}.")
+        raise AnnealError("artifact_not_found", f"Run {run_id} has no file {', '.join(paths)}. Its files: {there}.")
     collected = folder / f".{run_id}.part"
     for artifact in wanted:
         _check_path(artifact.path)
@@ -40,8 +40,8 @@ async def download(
     return folder
 
 
-async def _fetch(session: Session, path: str, part: Path, artifact: Artifact, told: Told | None) -> None:
-    """Fetch what is still missing of one file, in as many pieces as the connection breaks it into."""
+async def _fetch(session: Session, path: str, part: Path, artifact: Artifact, on_progress: Told | None) -> None:
+    """Download the missing part of one file; after a lost connection, continue from the last byte."""
     backoff = Backoff()
     heard = time.monotonic()
     with _opened(part) as file:
@@ -50,12 +50,12 @@ async def _fetch(session: Session, path: str, part: Path, artifact: Artifact, to
                 file.truncate(0)
                 continue
             try:
-                await _append(session, path, file, there, artifact, told)
+                await _append(session, path, file, there, artifact, on_progress)
                 if _size(file) != artifact.bytes:
                     raise AnnealError(
                         "download_changed",
-                        f"{artifact.path} has {_size(file):,} bytes and not {artifact.bytes:,}: it was changed "
-                        "meanwhile. Download again.",
+                        f"{artifact.path} has {_size(file):,} bytes instead of {artifact.bytes:,}: it changed during "
+                        "the download. Download it again.",
                     )
             except AnnealError as error:
                 if _size(file) > there:
@@ -65,32 +65,34 @@ async def _fetch(session: Session, path: str, part: Path, artifact: Artifact, to
                 if not error.is_passing or time.monotonic() - heard + wait > session.patience:
                     raise
                 await session.transport.pause(wait)
-        if told:
-            told(artifact.path, artifact.bytes, artifact.bytes)
+        if on_progress:
+            on_progress(artifact.path, artifact.bytes, artifact.bytes)
 
 
 async def _append(
-    session: Session, path: str, file: BinaryIO, there: int, artifact: Artifact, told: Told | None
+    session: Session, path: str, file: BinaryIO, there: int, artifact: Artifact, on_progress: Told | None
 ) -> None:
     headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={there}-"} if there else {})
     response = await session.attempt(session.transport.build("GET", path, headers=headers))
     try:
         if response.status_code != 206:
-            file.truncate(0)  # it sends the file from its beginning
+            file.truncate(0)  # the response starts at the first byte
         async with aclosing(session.transport.chunks(response)) as chunks:
             async for chunk in chunks:
                 file.write(chunk)
-                if told:
-                    told(artifact.path, _size(file), artifact.bytes)
+                if on_progress:
+                    on_progress(artifact.path, _size(file), artifact.bytes)
     finally:
         await session.transport.release(response)
 
 
 def _check_path(path: str) -> None:
-    """The service's word is not enough to write outside the folder."""
+    """Refuse a path outside the folder: paths from the service are untrusted."""
     parts = PurePosixPath(path).parts
     if not parts or path.startswith("/") or ".." in parts or "\0" in path:
-        raise AnnealError("bad_path", f"The service names a file {path!r}, which would lie outside the folder.")
+        raise AnnealError(
+            "bad_path", f"The service returned the file path {path!r}, which is outside the target folder."
+        )
 
 
 def _opened(part: Path) -> BinaryIO:

@@ -1,4 +1,4 @@
-"""The one exception of the client: what the service answered, or that it did not answer."""
+"""The client's only exception: an error response, or no response."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,10 +11,10 @@ _PASSING = {429, 502, 503, 504}
 
 
 class AnnealError(Exception):
-    """A call that did not succeed; `str()` of it is a sentence that tells what to do next.
+    """Failed call; `str()` of it is a sentence that says what to do next.
 
-    `status` and `request_id` are None where no answer came, or where none was asked for. `code` never changes for one
-    cause; `errors` has every field that is wrong.
+    `status` and `request_id` are None if there was no response or no request. `code` is stable for each cause;
+    `errors` lists every invalid field.
     """
 
     def __init__(
@@ -37,19 +37,19 @@ class AnnealError(Exception):
 
     @property
     def is_passing(self) -> bool:
-        """Whether the same call may succeed in a moment."""
+        """True if the error is transient and a retry may succeed."""
         return self.status in _PASSING or self.code in ("unreachable", "connection_lost")
 
 
 def of_answer(response: httpx.Response) -> AnnealError:
-    """From an answer that is not a success and has been read; problem+json, or whatever a proxy says."""
-    told = _json_object(response)
-    items = told.get("errors")
+    """Build the error from an error response that has been read: problem+json, or any body from a proxy."""
+    body = _json_object(response)
+    items = body.get("errors")
     errors = [FieldError(**item) for item in items if _is_field_error(item)] if isinstance(items, list) else []
     path = f"{response.request.method} {response.request.url.path}"
-    detail = told.get("detail") or f"{path} was answered with {response.status_code} {response.reason_phrase}."
+    detail = body.get("detail") or f"{path} returned {response.status_code} {response.reason_phrase}."
     return AnnealError(
-        str(told.get("code") or f"http_{response.status_code}"),
+        str(body.get("code") or f"http_{response.status_code}"),
         str(detail),
         status=response.status_code,
         errors=errors,
@@ -60,28 +60,29 @@ def of_answer(response: httpx.Response) -> AnnealError:
 
 @contextmanager
 def in_words(url: str) -> Iterator[None]:
-    """What goes wrong with a connection to `url`, as an `AnnealError`: `unreachable` where nothing was sent yet."""
+    """Convert connection errors to `AnnealError`: `unreachable` if no request was sent, else `connection_lost`."""
     try:
         yield
     except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.ProxyError) as error:
         raise AnnealError(
             "unreachable",
-            f"The service at {url} does not answer ({str(error) or type(error).__name__}): start it with `anneal up`, "
-            "or set ANNEAL_URL and ANNEAL_API_KEY to the service that you mean.",
+            f"The service at {url} is unreachable ({str(error) or type(error).__name__}): start it with `anneal up`, "
+            "or set ANNEAL_URL and ANNEAL_API_KEY to another service.",
         ) from error
     except httpx.TransportError as error:
         reason = str(error) or type(error).__name__
         raise AnnealError(
-            "connection_lost", f"The connection to {url} broke ({reason}); whether the call was carried out is unknown."
+            "connection_lost",
+            f"The connection to {url} was lost ({reason}). The call may or may not have been executed.",
         ) from error
 
 
 def _json_object(response: httpx.Response) -> dict[str, object]:
     try:
-        told = response.json()
+        body = response.json()
     except ValueError:
         return {}
-    return told if isinstance(told, dict) else {}
+    return body if isinstance(body, dict) else {}
 
 
 def _is_field_error(item: object) -> bool:

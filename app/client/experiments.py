@@ -1,4 +1,4 @@
-"""`client.experiments`."""
+"""Methods of `client.experiments`."""
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -9,26 +9,26 @@ from app.experiments.schemas import ExperimentSummary, ExperimentView
 
 
 class Experiments(ApiResource[M]):
-    """Named groups of runs."""
+    """Experiments: named groups of runs."""
 
     @call
     async def create(
         self, name: str, *, description: str | None = None, tags: Sequence[str] | None = None
     ) -> ExperimentView:
-        """Make a group to compare runs in."""
+        """Create an experiment."""
         body = given(name=name, description=description, tags=tags)
         return await self._session.post(ExperimentView, "/experiments", body)
 
     @stream
     async def list(self, *, limit: int | None = None, after: str | None = None) -> AsyncGenerator[ExperimentSummary]:
-        """Experiments, newest first; page after page is fetched as you go on."""
+        """Iterate over experiments, newest first; pages are fetched on demand."""
         async with aclosing(self._items("/experiments", ExperimentSummary, {}, limit, after)) as items:
             async for item in items:
                 yield item
 
     @call
     async def get(self, experiment_id: str) -> ExperimentView:
-        """How the runs of an experiment stand, and which is best."""
+        """Return an experiment with the number of its runs per status and its best run."""
         return await self._session.get(ExperimentView, f"/experiments/{experiment_id}")
 
     @call
@@ -40,11 +40,11 @@ class Experiments(ApiResource[M]):
         description: str | None = None,
         tags: Sequence[str] | None = None,
     ) -> ExperimentView:
-        """Give an experiment another name, description or other tags."""
+        """Change the name, description or tags of an experiment."""
         body = given(name=name, description=description, tags=tags)
         return await self._patch(ExperimentView, f"/experiments/{experiment_id}", body)
 
     @call
     async def delete(self, experiment_id: str) -> None:
-        """Delete an experiment of which no run is live."""
+        """Delete an experiment that has no pending or running runs."""
         await self._session.request("DELETE", f"/experiments/{experiment_id}")

@@ -1,6 +1,6 @@
-"""Sync and async from one text: every call of the client is written once, as a coroutine.
+"""Sync and async clients from one implementation: every call is written once, as a coroutine.
 
-The async client awaits it. The sync client runs it in one go, on a transport whose coroutines never wait for anything.
+The async client awaits it. The sync client runs it to completion on a transport whose coroutines never suspend.
 """
 
 import functools
@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 class Sync:
-    """Calls answer when they are done."""
+    """Mode of the synchronous client."""
 
 
 class Async:
-    """Calls are awaited."""
+    """Mode of the asynchronous client."""
 
 
 M = TypeVar("M")
@@ -24,13 +24,13 @@ M = TypeVar("M")
 
 
 class Resource(Generic[M]):
-    """What calls are methods of."""
+    """Base class of objects with `call` and `stream` methods."""
 
     is_async: bool
 
 
 class call(Generic[P, T]):
-    """A coroutine method that answers once."""
+    """Descriptor of a coroutine method that returns one result."""
 
     def __init__(self, function: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> None:
         self._function = function
@@ -52,7 +52,7 @@ class call(Generic[P, T]):
 
 
 class stream(Generic[P, T]):
-    """An asynchronous generator method that answers many times."""
+    """Descriptor of an asynchronous generator method."""
 
     def __init__(self, function: Callable[Concatenate[Any, P], AsyncGenerator[T]]) -> None:
         self._function = function
@@ -74,14 +74,14 @@ class stream(Generic[P, T]):
 
 
 def run_at_once(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that never waits."""
+    """Run a coroutine that never suspends, and return its result."""
     try:
         coroutine.send(None)
     except StopIteration as done:
         result: T = done.value
         return result
     coroutine.close()
-    raise RuntimeError("a call of the synchronous client waited for an event loop")
+    raise RuntimeError("a call of the synchronous client suspended without an event loop")
 
 
 def _iterate(generator: AsyncGenerator[T]) -> Iterator[T]:

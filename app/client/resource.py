@@ -1,4 +1,4 @@
-"""What the resources of the client have in common."""
+"""Base class and helpers of the client's resources."""
 
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ MOST_OF_A_PAGE = 200
 
 
 class ApiResource(Resource[M]):
-    """Calls below one path of the API."""
+    """Base class of one resource of the API."""
 
     def __init__(self, session: Session, is_async: bool) -> None:
         self._session = session
@@ -23,7 +23,7 @@ class ApiResource(Resource[M]):
     async def _items(
         self, path: str, model: type[T], filters: Mapping[str, Any], limit: int | None, after: str | None
     ) -> AsyncGenerator[T]:
-        """The items of a list, page by page."""
+        """Yield the items of a list, page by page."""
         left = limit
         while left is None or left > 0:
             size = MOST_OF_A_PAGE if left is None else min(left, MOST_OF_A_PAGE)
@@ -41,10 +41,10 @@ class ApiResource(Resource[M]):
 
 
 def given(**values: Any) -> dict[str, Any]:
-    """Those that are not None."""
+    """Return the values that are not None."""
     return {name: value for name, value in values.items() if value is not None}
 
 
 def body_of(value: BaseModel | Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the caller has set, and nothing else: defaults are the service's."""
+    """Return only the fields that the caller set; the service applies the defaults."""
     return value.model_dump(mode="json", exclude_unset=True) if isinstance(value, BaseModel) else value

@@ -1,4 +1,4 @@
-"""`client.runs`: everything that can be done with runs."""
+"""Methods of `client.runs`."""
 
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -17,33 +17,34 @@ from app.postmortems.schemas import PostMortem
 from app.runs.schemas import RunCheck, RunComparison, RunCreate, RunMetrics, RunRead, RunStopped, RunSummary, StopMode
 
 STREAM_PATIENCE = 600.0
-"""Seconds for which a stream tries to come back to a service that is away, unless told otherwise."""
+"""Default number of seconds during which a stream tries to reconnect."""
 
 
 class Runs(ApiResource[M]):
-    """Runs: one training each."""
+    """Training runs."""
 
     @call
     async def create(self, run: RunCreate | Mapping[str, Any], *, idempotency_key: str | None = None) -> RunRead:
-        """Ask for a run; repeated by itself where an answer got lost, without making a second one.
+        """Create a run; retried if the response was lost, without creating a second one.
 
-        `run` is what `POST /v1/runs` takes: `dataset_id`, `config`, and what else there is to say.
+        `run` is the body of `POST /v1/runs`: `dataset_id`, `config` and optional fields.
         """
         return await self._session.post(RunRead, "/runs", body_of(run), key=idempotency_key or str(uuid.uuid4()))
 
     @call
     async def validate(self, run: RunCreate | Mapping[str, Any]) -> RunCheck:
-        """What `create` would say, and what would be trained; makes nothing."""
+        """Validate a run without creating it; return the errors and the resolved configuration."""
         return await self._session.post(RunCheck, "/runs/validate", body_of(run), repeatable=True)
 
     @call
     async def estimate(
         self, run: RunCreate | Mapping[str, Any], *, probe: bool = False, wait: bool = True
     ) -> Estimated:
-        """What the run would take in memory, steps, tokens, time and money, and where it fits; makes nothing.
+        """Estimate memory, steps, tokens, time and cost of a run, and where it fits, without creating it.
 
-        With `probe` a worker measures it too, with two steps on its longest rows: answers once that is done, with
-        `measured` and `probe` beside the estimate; without `wait` at once, with `probe_run_id` to look at later.
+        With `probe`, a worker also measures it with two steps on its longest rows. The call then returns when the
+        probe has ended, with `measured` and `probe` in addition to the estimate; with `wait=False` it returns at once,
+        with `probe_run_id`.
         """
         if not probe:
             return await self._session.post(Estimated, "/runs/estimate", body_of(run), repeatable=True)
@@ -72,7 +73,7 @@ class Runs(ApiResource[M]):
         limit: int | None = None,
         after: str | None = None,
     ) -> AsyncGenerator[RunSummary]:
-        """Runs, newest first; page after page is fetched as you go on."""
+        """Iterate over runs, newest first unless `sort` is given; pages are fetched on demand."""
         filters = {
             "experiment_id": experiment_id, "status": status, "tag": tag, "parent_run_id": parent_run_id,
             "base_model": base_model, "sort": sort,
@@ -83,39 +84,40 @@ class Runs(ApiResource[M]):
 
     @call
     async def get(self, run_id: str) -> RunRead:
-        """A run as it stands, with its newest metrics."""
+        """Return a run with its latest metrics."""
         return await self._session.get(RunRead, f"/runs/{run_id}")
 
     @call
     async def postmortem(self, run_id: str) -> PostMortem:
-        """Why a run failed, or its last attempt that went wrong, and what to change."""
+        """Return the post-mortem of a run or of its last failed attempt: the cause and what to change."""
         return await self._session.get(PostMortem, f"/runs/{run_id}/postmortem")
 
     @call
     async def compare(self, run_ids: Sequence[str]) -> RunComparison:
-        """Where the configurations of 2 to 20 runs differ, and what each has reached."""
+        """Compare the configurations and the metrics of 2 to 20 runs."""
         return await self._session.get(RunComparison, "/runs/compare", ids=",".join(run_ids))
 
     @call
     async def update(
         self, run_id: str, *, name: str | None = None, tags: Sequence[str] | None = None, pinned: bool | None = None
     ) -> RunRead:
-        """Give a run another name or other tags, or pin it, so that it is never deleted."""
+        """Change the name or tags of a run, or pin it so that it is not deleted."""
         return await self._patch(RunRead, f"/runs/{run_id}", given(name=name, tags=tags, pinned=pinned))
 
     @call
     async def delete(self, run_id: str) -> None:
-        """Delete a run that has ended, with its events, checkpoints and output."""
+        """Delete an ended run with its events, checkpoints and output."""
         await self._session.request("DELETE", f"/runs/{run_id}")
 
     @call
     async def stop(
         self, run_id: str, *, mode: StopMode | None = None, save_checkpoint: bool | None = None
     ) -> RunStopped:
-        """Ask a run to stop; it has stopped once its events end. `stop` of the answer tells what to expect.
+        """Request a run to stop; the run has stopped when its event stream ends.
 
-        Modes: `checkpoint` (save and end), `epoch_end` (train to the end of the epoch first), `best` (end at once, to
-        resume from the best checkpoint) and `discard` (save nothing), which `save_checkpoint=False` means too.
+        `stop` in the response says what to expect. Modes: `checkpoint` (save and end), `epoch_end` (train to the end
+        of the epoch first), `best` (end at once, to resume from the best checkpoint) and `discard` (save nothing).
+        `save_checkpoint=False` is the same as `discard`.
         """
         body = given(mode=mode, save_checkpoint=save_checkpoint)
         return await self._session.post(RunStopped, f"/runs/{run_id}/stop", body, repeatable=True)
@@ -130,7 +132,7 @@ class Runs(ApiResource[M]):
         config: Mapping[str, Any] | None = None,
         idempotency_key: str | None = None,
     ) -> RunRead:
-        """A new run that goes on from a checkpoint of this one (the newest), with what `config` changes."""
+        """Create a run that resumes from a checkpoint of this one (default: the newest), with changes from `config`."""
         body = given(checkpoint_id=checkpoint_id, config=config) | ({"from": "start"} if from_start else {})
         key = idempotency_key or str(uuid.uuid4())
         return await self._session.post(RunRead, f"/runs/{run_id}/resume", body, key=key)
@@ -145,10 +147,10 @@ class Runs(ApiResource[M]):
         follow: bool = True,
         patience: float = STREAM_PATIENCE,
     ) -> AsyncGenerator[Event]:
-        """The events of a run behind `after`: each once and in order, to its end, whatever happens on the way.
+        """Iterate over the events of a run after `after` until it ends: each once and in order, across reconnects.
 
-        A lost connection is taken up again behind the last event, for `patience` seconds of silence. `types` are the
-        only ones wanted (`end` always comes). Without `follow`, those that are there, and no waiting.
+        After a lost connection, the stream continues after the last event; it fails after `patience` seconds without
+        data. `types` selects event types; `end` is always included. With `follow=False`, yield the stored events only.
         """
         wanted = types if types is None or isinstance(types, str) else ",".join(types)
         params = given(after=after or None, types=wanted) | ({} if follow else {"follow": "false"})
@@ -168,9 +170,10 @@ class Runs(ApiResource[M]):
         follow: bool = True,
         patience: float = STREAM_PATIENCE,
     ) -> AsyncGenerator[Event]:
-        """What a run prints, as `LogEvent`s and at last an `EndEvent`; `tail` begins with its last lines.
+        """Iterate over the log of a run: `LogEvent`s and a final `EndEvent`.
 
-        `grep` wants only lines with this text. Without `follow`, the lines that are there, and no waiting.
+        `tail` starts with the last lines. `grep` selects lines that contain this text. With `follow=False`, yield the
+        stored lines only.
         """
         params = given(tail=tail, grep=grep, follow="true" if follow else None)
         until = None if follow else (await self._session.get(RunRead, f"/runs/{run_id}")).last_seq
@@ -189,7 +192,7 @@ class Runs(ApiResource[M]):
         from_step: int | None = None,
         to_step: int | None = None,
     ) -> RunMetrics:
-        """The curves of a run (`loss`, `extra.<name>`, `eval.eval_loss`, …); thinned ones keep every extreme."""
+        """Return metric series of a run (`loss`, `extra.<name>`, `eval.eval_loss`, …); downsampling keeps extremes."""
         wanted = None if names is None else ",".join(names)
         return await self._session.get(
             RunMetrics, f"/runs/{run_id}/metrics", names=wanted, max_points=max_points, from_step=from_step,
@@ -200,7 +203,7 @@ class Runs(ApiResource[M]):
     async def checkpoints(
         self, run_id: str, *, limit: int | None = None, after: str | None = None
     ) -> AsyncGenerator[CheckpointRead]:
-        """What the run can be resumed from, newest first."""
+        """Iterate over the checkpoints of a run, newest first."""
         path = f"/runs/{run_id}/checkpoints"
         async with aclosing(self._items(path, CheckpointRead, {}, limit, after)) as items:
             async for item in items:
@@ -208,12 +211,12 @@ class Runs(ApiResource[M]):
 
     @call
     async def update_checkpoint(self, run_id: str, checkpoint_id: str, *, pinned: bool) -> CheckpointRead:
-        """Pin a checkpoint, so that it is kept however many newer ones there are, or let it go again."""
+        """Pin a checkpoint, so that it is not deleted when newer ones are saved, or unpin it."""
         return await self._patch(CheckpointRead, f"/runs/{run_id}/checkpoints/{checkpoint_id}", {"pinned": pinned})
 
     @call
     async def artifacts(self, run_id: str) -> Sequence[Artifact]:
-        """The files of the run's output."""
+        """Return the files of the run's output."""
         return (await self._session.get(Artifacts, f"/runs/{run_id}/artifacts")).data
 
     @call
@@ -225,10 +228,10 @@ class Runs(ApiResource[M]):
         paths: Sequence[str] = (),
         told: Callable[[str, int, int], None] | None = None,
     ) -> Path:
-        """Fetch the run's output into `folder` (a new one named by the run); answers the folder.
+        """Download the run's output into `folder` (default: a new folder named after the run); return the folder.
 
-        All files or those that match `paths` (`*.json`). Files appear once all are there; what was interrupted goes
-        on where it was. `told` is called with path, bytes there, and all bytes of that file.
+        Downloads all files, or those that match `paths` (`*.json`). Files appear when all are complete; an interrupted
+        download is resumed. `told` is called with the path, the bytes received and the size of the file.
         """
         found = (await self._session.get(Artifacts, f"/runs/{run_id}/artifacts")).data
         return await download(self._session, run_id, found, Path(folder or run_id), paths, told)

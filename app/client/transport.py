@@ -1,4 +1,4 @@
-"""How calls travel: two small transports over httpx, and the one set of rules for trying again."""
+"""Sync and async transports over httpx, and the retry rules shared by both."""
 
 import asyncio
 import random
@@ -22,24 +22,24 @@ _LONGEST_SECONDS = 10.0
 
 
 class Backoff:
-    """How long to wait before the next try: longer each time, and never as long as everybody else."""
+    """Exponential backoff with jitter between retries."""
 
     def __init__(self) -> None:
         self._tries = 0
 
     def next(self, asked_for: float | None = None) -> float:
-        """Seconds; at least what the service has asked for."""
+        """Return the next delay in seconds; at least the `Retry-After` of the service."""
         most = min(_LONGEST_SECONDS, _SHORTEST_SECONDS * 2.0**self._tries)
         self._tries += 1
         return max(most * random.uniform(0.5, 1.0), asked_for or 0.0)
 
     def reset(self) -> None:
-        """It works again."""
+        """Restart from the shortest delay after a success."""
         self._tries = 0
 
 
 class Transport(Protocol):
-    """What both transports do; errors of the connection come as `AnnealError`."""
+    """Interface of both transports; connection errors are raised as `AnnealError`."""
 
     url: str
 
@@ -53,7 +53,7 @@ class Transport(Protocol):
 
 
 class SyncTransport:
-    """Nothing here waits for an event loop: every coroutine is done when it is first run."""
+    """Blocking transport: its coroutines never suspend, so no event loop is needed."""
 
     def __init__(self, url: str, key: str) -> None:
         self.url = url
@@ -88,7 +88,7 @@ class SyncTransport:
 
 
 class AsyncTransport:
-    """The same on an event loop."""
+    """Transport for an event loop."""
 
     def __init__(self, url: str, key: str) -> None:
         self.url = url
@@ -124,41 +124,41 @@ class AsyncTransport:
 
 
 class Session:
-    """Sends requests, again where that is safe, and reads the answers."""
+    """Sends requests, retries them where that is safe, and reads the responses."""
 
     def __init__(self, transport: Transport, patience: float) -> None:
         self.transport = transport
         self.patience = patience
 
     async def get(self, model: type[T], path: str, **params: Any) -> T:
-        """GET, answered with a `model`; parameters that are None are left out."""
+        """Send a GET request and parse the response as `model`; parameters that are None are omitted."""
         return understood(model, await self.request("GET", path, params=_given(params)))
 
     async def post(
         self, model: type[T], path: str, body: Mapping[str, Any], *, key: str | None = None, repeatable: bool = False
     ) -> T:
-        """POST of JSON, answered with a `model`; with an idempotency key it can be repeated."""
+        """Send a POST request with JSON and parse the response as `model`; with an idempotency key it is retried."""
         headers = {} if key is None else {"Idempotency-Key": key}
         repeatable = repeatable or key is not None
         return understood(model, await self.request("POST", path, repeatable=repeatable, json=body, headers=headers))
 
     async def request(self, method: str, path: str, *, repeatable: bool = False, **options: Any) -> bytes:
-        """The body of the answer to any request."""
+        """Send a request and return the body of the response."""
         request = self.transport.build(method, path, **options)
         return await self.fetch(request, repeatable=repeatable or method == "GET")
 
     async def fetch(self, request: httpx.Request, *, repeatable: bool) -> bytes:
-        """The body of a successful answer; one that breaks off counts as a try like any other."""
+        """Return the body of a successful response; an interrupted body is retried like any failure."""
         return await self._try(self._whole, request, repeatable)
 
     async def send(self, request: httpx.Request, *, repeatable: bool) -> httpx.Response:
-        """A successful answer, not read yet."""
+        """Return a successful response whose body has not been read."""
         return await self._try(self.attempt, request, repeatable)
 
     async def _try(self, once: Callable[[httpx.Request], Awaitable[R]], request: httpx.Request, repeatable: bool) -> R:
-        """As many tries as fit into the client's patience, which begins with the first that fails: a call may be long.
+        """Retry for up to `patience` seconds after the first failure, because the call itself may take long.
 
-        A request that cannot be repeated is sent again only when the service was not even reached.
+        A request that is not repeatable is sent again only if the service was not reached.
         """
         failing_since: float | None = None
         backoff = Backoff()
@@ -182,7 +182,7 @@ class Session:
             await self.transport.release(response)
 
     async def attempt(self, request: httpx.Request) -> httpx.Response:
-        """One try: an answer below 400, not read yet."""
+        """Send once and return a response with status below 400, not read yet; raise the error otherwise."""
         response = await self.transport.send(request)
         if response.status_code < 400:
             return response
@@ -194,7 +194,7 @@ class Session:
 
 
 def understood(model: type[T], content: bytes) -> T:
-    """What the service has answered, as a `model`."""
+    """Parse a response body as `model`."""
     try:
         return model.model_validate_json(content)
     except ValidationError as error:
@@ -202,8 +202,8 @@ def understood(model: type[T], content: bytes) -> T:
         where = ".".join(str(part) for part in first["loc"])
         raise AnnealError(
             "unexpected_answer",
-            f"The answer is not what this version understands ({f'{where}: ' if where else ''}{first['msg']}): see "
-            "that ANNEAL_URL names an Anneal service, and that its version is not older or far newer than this one.",
+            f"The response is not in the expected format ({f'{where}: ' if where else ''}{first['msg']}): check that "
+            "ANNEAL_URL is the URL of an Anneal service whose version is not older or much newer than this client.",
         ) from None
 
 
@@ -217,7 +217,7 @@ def _options(url: str, key: str) -> dict[str, Any]:
         "base_url": f"{url}/v1",
         "headers": {"Authorization": f"Bearer {key}"},
         "timeout": _TIMEOUT,
-        # A proxy is for other machines; and reading the certificates takes longer than most calls.
+        # No proxy for this machine. Without TLS, skip loading certificates: it takes longer than most calls.
         "trust_env": host not in ("127.0.0.1", "localhost", "::1"),
         "verify": url.startswith("https"),
     }

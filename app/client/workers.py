@@ -1,4 +1,4 @@
-"""`client.workers`."""
+"""Methods of `client.workers`."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -9,11 +9,11 @@ from app.workers.schemas import WorkerRead
 
 
 class Workers(ApiResource[M]):
-    """Processes that train."""
+    """Workers: the processes that execute runs."""
 
     @stream
     async def list(self, *, limit: int | None = None, after: str | None = None) -> AsyncGenerator[WorkerRead]:
-        """Workers with their devices and what each of them runs, newest first."""
+        """Iterate over workers with their devices and current runs, newest first."""
         async with aclosing(self._items("/workers", WorkerRead, {}, limit, after)) as items:
             async for item in items:
                 yield item

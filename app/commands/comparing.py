@@ -1,4 +1,4 @@
-"""`anneal runs compare`."""
+"""Command `anneal runs compare`."""
 
 from typing import Annotated, Any
 
@@ -8,10 +8,10 @@ from app.commands.console import AsJson, connected, document, shown, table
 
 
 def compare(
-    run_ids: Annotated[list[str], typer.Argument(metavar="RUN RUN…", help="2 to 20 runs, by their ids.")],
+    run_ids: Annotated[list[str], typer.Argument(metavar="RUN RUN…", help="Ids of 2 to 20 runs.")],
     as_json: AsJson = False,
 ) -> None:
-    """Show in which fields runs differ, and what each has reached.
+    """Compare the configuration and the metrics of runs.
 
     Example: `anneal runs compare run_01k3x9m6q2v8s4t0w7y5z1a3b6 run_01k3x9m6q2v8s4t0w7y5z1a3c7`
     """

@@ -1,4 +1,4 @@
-"""What all commands over HTTP share: the way to the service, sentences for what goes wrong, tables and JSON."""
+"""Helpers shared by the commands that call the API: connection, error messages, tables and JSON."""
 
 import json
 import sys
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
 
     from app.client import Anneal
 
-RunId = Annotated[str, typer.Argument(metavar="RUN", help="The id that `anneal runs list` shows.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: one document, or a line for each event.")]
-Limit = Annotated[int, typer.Option(min=1, help="Most items to print.")]
-After = Annotated[str | None, typer.Option(help="Go on behind this id, the last one of the list before.")]
+RunId = Annotated[str, typer.Argument(metavar="RUN", help="Run id, as listed by `anneal runs list`.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: one document, or one line per event.")]
+Limit = Annotated[int, typer.Option(min=1, help="Maximum number of items to print.")]
+After = Annotated[str | None, typer.Option(help="Start after this id, the last one of the previous page.")]
 
-# Who waits at a prompt wants to be told soon; but a service that asks to come back in 5 s is asked once more.
+# Short, because a user waits at the prompt, but long enough for one retry when the service sends Retry-After: 5.
 _PATIENCE = 8.0
 _WIDEST_CELL = 80
 
 
 def noun(help: str) -> typer.Typer:
-    """The commands of one noun."""
+    """Create the Typer group for one noun."""
     return typer.Typer(help=help, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 @contextmanager
 def connected() -> "Iterator[Anneal]":
-    """A client of the service; what it cannot do is told in a sentence, with exit code 1."""
+    """Yield a client of the service; print its errors as one sentence and exit with code 1."""
     from app.client import Anneal
 
     with plain_errors(), Anneal(patience=_PATIENCE) as client:
@@ -40,7 +40,7 @@ def connected() -> "Iterator[Anneal]":
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """What a user can mend is told, with exit code 1; a traceback is a bug of ours."""
+    """Print errors that the user can fix and exit with code 1. A traceback is a bug in Anneal."""
     from pydantic import ValidationError
 
     from app.client.errors import AnnealError
@@ -58,7 +58,7 @@ def plain_errors() -> Iterator[None]:
             raise
         fail(" ".join(f"ANNEAL_{str(item['loc'][0]).upper()}: {item['msg']}." for item in error.errors()))
     except BrokenPipeError:
-        raise  # nobody reads on (`| head`): typer ends it without a word
+        raise  # the reader closed the pipe (`| head`): Typer exits without a message
     except OSError as error:
         fail(f"{error.filename or 'A file'}: {error.strerror or error}.")
     except KeyboardInterrupt:
@@ -67,7 +67,7 @@ def plain_errors() -> Iterator[None]:
 
 @contextmanager
 def option_told(code: str, sentence: str) -> Iterator[None]:
-    """Beside an error with this code, how what the service proposes is written on the command line."""
+    """Append to errors with this code a sentence that names the matching command-line option."""
     from app.client.errors import AnnealError
 
     try:
@@ -79,19 +79,19 @@ def option_told(code: str, sentence: str) -> Iterator[None]:
 
 
 def fail(sentence: str, *details: str) -> NoReturn:
-    """Say why on standard error, and end with code 1."""
+    """Print the error on standard error and exit with code 1."""
     for line in (f"anneal: {sentence}", *details):
         typer.echo(line, err=True)
     raise typer.Exit(1)
 
 
 def note(text: str) -> None:
-    """Something for people, beside what a script reads from standard output."""
+    """Print a message for people on standard error; scripts read standard output."""
     typer.echo(text, err=True)
 
 
 def deleted(id: str, as_json: bool) -> None:
-    """What was asked for is done, and there is nothing left to show."""
+    """Report that the resource is deleted."""
     if as_json:
         document({"id": id, "deleted": True})
     else:
@@ -99,18 +99,18 @@ def deleted(id: str, as_json: bool) -> None:
 
 
 def document(value: "BaseModel | Mapping[str, Any]") -> None:
-    """One JSON document."""
+    """Print one JSON document."""
     typer.echo(json.dumps(_plain(value), indent=2, ensure_ascii=False))
 
 
 def json_line(value: "BaseModel | Mapping[str, Any]") -> None:
-    """One line of a stream of JSON."""
+    """Print one line of JSON and flush it."""
     typer.echo(json.dumps(_plain(value), ensure_ascii=False, separators=(",", ":")))
     sys.stdout.flush()
 
 
 def page(items: "Iterable[BaseModel]", limit: int) -> "tuple[list[Any], bool]":
-    """The first `limit` items, and whether there are more; ask for one more than that."""
+    """Return the first `limit` items and True if there are more; request `limit + 1` items for this."""
     found = list(items)
     return found[:limit], len(found) > limit
 
@@ -118,13 +118,13 @@ def page(items: "Iterable[BaseModel]", limit: int) -> "tuple[list[Any], bool]":
 def listing(
     items: "Sequence[BaseModel]", has_more: bool, as_json: bool, columns: Sequence[str], rows: Iterable[Sequence[Any]]
 ) -> None:
-    """A list, as a table with long cells cut, or as JSON in the form of the API."""
+    """Print a list as a table with long cells truncated, or as JSON in the format of the API."""
     if as_json:
         document({"data": [_plain(item) for item in items], "has_more": has_more})
         return
     table(columns, [[_cut(shown(cell)) for cell in row] for row in rows])
     if has_more:
-        note(f"There are more: --after {getattr(items[-1], 'id', '')} goes on, --limit takes more at once.")
+        note(f"There are more. Use --after {getattr(items[-1], 'id', '')} for the next page, or a higher --limit.")
 
 
 def _cut(text: str) -> str:
@@ -132,7 +132,7 @@ def _cut(text: str) -> str:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns under their names; on a terminal fitted to its width."""
+    """Print rows under column headers; on a terminal, fit them to its width."""
     if not rows:
         note("There are none.")
         return
@@ -153,7 +153,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def details(pairs: Mapping[str, Any]) -> None:
-    """One thing: a line for each fact that there is."""
+    """Print one line for each value that is set."""
     width = max(len(name) for name in pairs)
     for name, value in pairs.items():
         if value is not None and value != "" and value != []:
@@ -161,7 +161,7 @@ def details(pairs: Mapping[str, Any]) -> None:
 
 
 def shown(value: Any) -> str:
-    """A value as people read it."""
+    """Format a value for people."""
     if value is None:
         return "-"
     if isinstance(value, datetime):
@@ -176,7 +176,7 @@ def shown(value: Any) -> str:
 
 
 def size(count: int) -> str:
-    """A number of bytes."""
+    """Format a number of bytes."""
     number = float(count)
     for unit in ("bytes", "kB", "MB"):
         if number < 1000:
@@ -187,7 +187,10 @@ def size(count: int) -> str:
 
 @contextmanager
 def transfer(label: str, total: int) -> "Iterator[Any]":
-    """A bar on a terminal for bytes that go over the line; yields what is to be called with their number."""
+    """Show a progress bar on a terminal for a transfer.
+
+    Yields a callback that takes the number of bytes transferred so far, or None without a terminal.
+    """
     if not sys.stderr.isatty():
         yield None
         return

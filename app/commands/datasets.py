@@ -1,4 +1,4 @@
-"""`anneal datasets`."""
+"""Commands of `anneal datasets`."""
 
 import sys
 from pathlib import Path
@@ -26,56 +26,66 @@ from app.commands.console import (
 if TYPE_CHECKING:
     from app.datasets.schemas import DatasetView
 
-commands = noun("Data sets: files of training rows. Example: `anneal datasets upload chats.jsonl`.")
+commands = noun("Datasets: files of training rows. Example: `anneal datasets upload chats.jsonl`.")
 
-DatasetId = Annotated[str, typer.Argument(metavar="DATASET", help="The id that `anneal datasets list` shows.")]
+DatasetId = Annotated[str, typer.Argument(metavar="DATASET", help="Dataset id, as listed by `anneal datasets list`.")]
 
-Format = Annotated[str | None, typer.Option(help="Instead of the one that the columns tell.")]
+Format = Annotated[str | None, typer.Option(help="Dataset format. Default: detected from the columns.")]
 Columns = Annotated[
     list[str] | None,
-    typer.Option("--column", metavar="OURS=THEIRS", help="What the file calls a column of ours; can be repeated."),
+    typer.Option(
+        "--column", metavar="OURS=THEIRS", help="Map a column of the format to a column of the file; repeatable."
+    ),
 ]
-Tokenizer = Annotated[str | None, typer.Option(metavar="MODEL", help="Count the tokens with this model's tokenizer.")]
+Tokenizer = Annotated[str | None, typer.Option(metavar="MODEL", help="Count tokens with this model's tokenizer.")]
 
 
 @commands.command()
 def upload(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What to upload.")],
-    name: Annotated[str | None, typer.Option(help="Instead of the file's own.")] = None,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to upload.")],
+    name: Annotated[str | None, typer.Option(help="Name of the dataset. Default: the file name.")] = None,
     format: Format = None,
     file_format: Annotated[
-        str | None, typer.Option(help="jsonl, json, csv or parquet, where the file's name does not tell.")
+        str | None, typer.Option(help="jsonl, json, csv or parquet. Default: from the file name.")
     ] = None,
     column: Columns = None,
     tokenizer: Tokenizer = None,
     as_json: AsJson = False,
 ) -> None:
-    """Upload a file, have every row checked, and print the id of the data set.
+    """Upload a file, validate every row and print the id of the dataset.
 
     Example: `anneal datasets upload chats.jsonl --name "support, May"`
     """
     columns = _columns(column)
     with connected() as client:
-        with transfer(file.name, file.stat().st_size) as told:
+        with transfer(file.name, file.stat().st_size) as update:
             dataset = client.datasets.upload(
-                file, name=name, format=format, file_format=file_format, columns=columns, tokenizer=tokenizer, told=told
+                file,
+                name=name,
+                format=format,
+                file_format=file_format,
+                columns=columns,
+                tokenizer=tokenizer,
+                told=update,
             )
-        _made(dataset, as_json)
+        _print_created(dataset, as_json)
 
 
 @commands.command("import")
 def load_from_hub(
-    hub: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="A data set of the Hugging Face hub.")],
-    split: Annotated[str, typer.Option(help="Which part of it.")] = "train",
-    subset: Annotated[str | None, typer.Option(help="Needed where it has several.")] = None,
-    revision: Annotated[str | None, typer.Option(help="A branch, a tag or a commit; else the main branch.")] = None,
-    name: Annotated[str | None, typer.Option(help="Instead of its name and split.")] = None,
+    hub: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="Dataset on the Hugging Face Hub.")],
+    split: Annotated[str, typer.Option(help="Split to import.")] = "train",
+    subset: Annotated[
+        str | None, typer.Option(help="Subset (configuration); required if the dataset has several.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit. Default: the main branch.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the dataset. Default: its Hub name and split.")] = None,
     format: Format = None,
     column: Columns = None,
     tokenizer: Tokenizer = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let the service fetch a data set of the hub, and print the id that it has here.
+    """Import a dataset from the Hugging Face Hub and print its id in this service.
 
     Example: `anneal datasets import openai/gsm8k --subset main --column prompt=question --column completion=answer`
     """
@@ -85,7 +95,7 @@ def load_from_hub(
             hub, split=split, subset=subset, revision=revision, name=name, format=format, columns=columns,
             tokenizer=tokenizer,
         )  # fmt: skip
-        _made(dataset, as_json)
+        _print_created(dataset, as_json)
 
 
 def _columns(pairs: list[str] | None) -> dict[str, str] | None:
@@ -93,12 +103,12 @@ def _columns(pairs: list[str] | None) -> dict[str, str] | None:
     for pair in pairs or []:
         ours, equals, theirs = pair.partition("=")
         if not (ours and equals and theirs):
-            raise typer.BadParameter(f"--column {pair}: write OURS=THEIRS, such as prompt=question")
+            raise typer.BadParameter(f"--column {pair}: write OURS=THEIRS, for example prompt=question")
         columns[ours] = theirs
     return columns or None
 
 
-def _made(dataset: "DatasetView", as_json: bool) -> None:
+def _print_created(dataset: "DatasetView", as_json: bool) -> None:
     if as_json:
         document(dataset)
         return
@@ -109,7 +119,7 @@ def _made(dataset: "DatasetView", as_json: bool) -> None:
 
 @commands.command("list")
 def list_datasets(limit: Limit = 50, after: After = None, as_json: AsJson = False) -> None:
-    """List data sets, newest first.
+    """List datasets, newest first.
 
     Example: `anneal datasets list --limit 10`
     """
@@ -121,7 +131,7 @@ def list_datasets(limit: Limit = 50, after: After = None, as_json: AsJson = Fals
 
 @commands.command()
 def show(dataset_id: DatasetId, as_json: AsJson = False) -> None:
-    """Show a data set with its first rows.
+    """Show a dataset with its first rows.
 
     Example: `anneal datasets show ds_01k3x9m6q2v8s4t0w7y5z1a3b7`
     """
@@ -143,9 +153,11 @@ def show(dataset_id: DatasetId, as_json: AsJson = False) -> None:
 @commands.command()
 def content(
     dataset_id: DatasetId,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="A file, instead of standard output.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write. Default: standard output.")
+    ] = None,
 ) -> None:
-    """Print the rows as they are kept (JSONL, whatever kind of file they came in), or write them to a file.
+    """Print the stored rows as JSONL, or write them to a file.
 
     Example: `anneal datasets content ds_01k3x9m6q2v8s4t0w7y5z1a3b7 -o chats.jsonl`
     """
@@ -170,7 +182,7 @@ def content(
 
 @commands.command()
 def delete(dataset_id: DatasetId, as_json: AsJson = False) -> None:
-    """Delete a data set that no run uses.
+    """Delete a dataset that no run uses.
 
     Example: `anneal datasets delete ds_01k3x9m6q2v8s4t0w7y5z1a3b7`
     """

@@ -1,4 +1,4 @@
-"""`anneal runs estimate`: what a run would take, as tables and sentences."""
+"""Output of `anneal runs estimate`: tables and notes."""
 
 from typing import TYPE_CHECKING
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
 
 def show(estimate: "RunEstimate") -> None:
-    """The figures on standard output; assumptions and what is not known as notes beside them."""
+    """Print the numbers on standard output; print assumptions and unknowns on standard error."""
     for reason in dict.fromkeys(item.reason for item in estimate.unknown):
-        note(f"Not known: {reason}")
+        note(f"Unknown: {reason}")
     counts, cost = estimate.parameters, estimate.cost
     trainable = f"{counts.trainable:,} of {counts.total:,}" if counts else None
     details(
         {
             "device": _named(estimate.device),
-            "trains": trainable and f"{trainable} parameters",
+            "trainable": trainable and f"{trainable} parameters",
             "steps": estimate.steps,
             "tokens": None if estimate.tokens is None else f"{estimate.tokens:,}",
             "time": _time(estimate.seconds) and f"{_time(estimate.seconds)} ({estimate.confidence.seconds})",
             "cost": cost and f"{cost.amount:g} {cost.currency}",
-            "recomputes": estimate.gradient_checkpointing,
+            "gradient checkpointing": estimate.gradient_checkpointing,
         }
     )
     if estimate.memory_mb:
@@ -39,7 +39,7 @@ def show(estimate: "RunEstimate") -> None:
     if estimate.fits:
         answers = {True: "yes", False: "no", None: "?"}
         table(
-            ("device", "fits", "MiB", "what to know"),
+            ("device", "fits", "MiB", "notes"),
             [
                 (
                     _named(fit.device),
@@ -54,36 +54,36 @@ def show(estimate: "RunEstimate") -> None:
         note(f"  {sentence}")
 
 
-def probed(client: "Anneal", estimate: "Estimated", is_told: bool) -> int:
-    """Follow the run that measures to its end and set what it found beside the estimate; answers the exit code.
+def probed(client: "Anneal", estimate: "Estimated", is_reported: bool) -> int:
+    """Follow the probe run to its end, print its measurements next to the estimate and return the exit code.
 
-    `is_told`: it has ended, and what it found was shown.
+    With `is_reported`, the probe has ended and its result was printed already.
     """
     run = client.runs.get(estimate.probe_run_id or "")
-    if not is_told:
+    if not is_reported:
         watch_run(client, run, False)
         run = client.runs.get(run.id)
         _compare(estimate, run.measured, run.probe)
     return 0 if run.probe and run.probe.fits is not None else exit_code(run.status)
 
 
-def _compare(estimate: "RunEstimate", measured: "Measured | None", told: "ProbeResult | None") -> None:
-    if told is None:
+def _compare(estimate: "RunEstimate", measured: "Measured | None", probe: "ProbeResult | None") -> None:
+    if probe is None:
         return
     expected = estimate.memory_mb or {}
-    # The peak that a GPU tells is that of tensors alone.
+    # On a GPU, the measured peak covers tensors only, not the CUDA context.
     gpu = estimate.device.kind == "cuda"
     total = expected["total"] - (expected["context"] if gpu else 0.0) if expected else None
     rows = [
         ("peak memory, MiB", _figure(total), _figure(measured.peak_memory_mb if measured else None)),
         ("reserved memory, MiB", "-", _figure(measured.reserved_memory_mb if measured else None)),
-        ("steps", _figure(estimate.steps), _figure(told.steps)),
-        ("a step of the longest rows", "-", _time(measured.step_seconds if measured else None) or "-"),
-        ("time", _time(estimate.seconds) or "-", _time(told.seconds) or "-"),
-        ("time at most", "-", _time(told.seconds_at_most) or "-"),
+        ("steps", _figure(estimate.steps), _figure(probe.steps)),
+        ("step on the longest rows", "-", _time(measured.step_seconds if measured else None) or "-"),
+        ("time", _time(estimate.seconds) or "-", _time(probe.seconds) or "-"),
+        ("maximum time", "-", _time(probe.seconds_at_most) or "-"),
     ]
-    table(("the whole run", "estimated", "measured"), [row for row in rows if row[1:] != ("-", "-")])
-    typer.echo(told.message)
+    table(("whole run", "estimated", "measured"), [row for row in rows if row[1:] != ("-", "-")])
+    typer.echo(probe.message)
 
 
 def _figure(value: float | None) -> str:

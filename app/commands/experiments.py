@@ -1,4 +1,4 @@
-"""`anneal experiments`."""
+"""Commands of `anneal experiments`."""
 
 from typing import Annotated
 
@@ -8,19 +8,21 @@ from app.commands.console import After, AsJson, Limit, connected, deleted, detai
 
 commands = noun("Experiments: groups of runs. Example: `anneal experiments create docstrings`.")
 
-ExperimentId = Annotated[str, typer.Argument(metavar="EXPERIMENT", help="The id that `anneal experiments list` shows.")]
-Description = Annotated[str | None, typer.Option(help="What it is to find out.")]
-Tags = Annotated[list[str] | None, typer.Option("--tag", help="A tag; repeat for several.")]
+ExperimentId = Annotated[
+    str, typer.Argument(metavar="EXPERIMENT", help="Experiment id, as listed by `anneal experiments list`.")
+]
+Description = Annotated[str | None, typer.Option(help="Purpose of the experiment.")]
+Tags = Annotated[list[str] | None, typer.Option("--tag", help="Tag; repeatable.")]
 
 
 @commands.command()
 def create(
-    name: Annotated[str, typer.Argument(help="What you will recognise it by.")],
+    name: Annotated[str, typer.Argument(help="Name of the experiment.")],
     description: Description = None,
     tags: Tags = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make an experiment and print its id.
+    """Create an experiment and print its id.
 
     Example: `anneal experiments create docstrings --description "Which rank is enough?" --tag python`
     """
@@ -46,7 +48,7 @@ def list_experiments(limit: Limit = 50, after: After = None, as_json: AsJson = F
 
 @commands.command()
 def show(experiment_id: ExperimentId, as_json: AsJson = False) -> None:
-    """Show how the runs of an experiment stand, and which is best.
+    """Show an experiment with the status of its runs and its best run.
 
     Example: `anneal experiments show exp_01k3x9m6q2v8s4t0w7y5z1a3b9`
     """
@@ -69,12 +71,12 @@ def show(experiment_id: ExperimentId, as_json: AsJson = False) -> None:
 @commands.command()
 def edit(
     experiment_id: ExperimentId,
-    name: Annotated[str | None, typer.Option(help="Another name.")] = None,
+    name: Annotated[str | None, typer.Option(help="New name.")] = None,
     description: Description = None,
     tags: Tags = None,
     as_json: AsJson = False,
 ) -> None:
-    """Give an experiment another name, description or other tags; what is not named stays.
+    """Change the name, description or tags of an experiment; fields that are not given are kept.
 
     Example: `anneal experiments edit exp_01k3x9m6q2v8s4t0w7y5z1a3b9 --name "docstrings, second try"`
     """
@@ -87,7 +89,7 @@ def edit(
 
 @commands.command()
 def delete(experiment_id: ExperimentId, as_json: AsJson = False) -> None:
-    """Delete an experiment; refused while one of its runs is live.
+    """Delete an experiment; refused while one of its runs is pending or running.
 
     Example: `anneal experiments delete exp_01k3x9m6q2v8s4t0w7y5z1a3b9`
     """

@@ -1,4 +1,4 @@
-"""A prediction as people say it: `finishes in about 2 h 10 min`."""
+"""Predictions formatted as text: `finishes in about 2 h 10 min`."""
 
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -7,21 +7,21 @@ if TYPE_CHECKING:
     from app.runs.prediction import Prediction
 
 
-def in_words(told: "Prediction | None") -> str:
-    """When a run starts, if it has not, and finishes; empty where nothing is predicted."""
-    if told is None:
+def in_words(prediction: "Prediction | None") -> str:
+    """Format the predicted start, if it is in the future, and finish; empty without a prediction."""
+    if prediction is None:
         return ""
     now = datetime.now(UTC)
     parts = []
-    if told.start_at is not None and told.start_at > now:
-        parts.append(f"starts {_in((told.start_at - now).total_seconds())}")
-    if told.finish_at is not None:
-        parts.append(f"finishes {_in((told.finish_at - now).total_seconds())}")
+    if prediction.start_at is not None and prediction.start_at > now:
+        parts.append(f"starts {_in((prediction.start_at - now).total_seconds())}")
+    if prediction.finish_at is not None:
+        parts.append(f"finishes {_in((prediction.finish_at - now).total_seconds())}")
     return ", ".join(parts)
 
 
 def _in(seconds: float) -> str:
-    """As exact as such a guess deserves."""
+    """Format a duration with the precision of the prediction."""
     if seconds < 1:
         return "any moment"
     if seconds < 90:

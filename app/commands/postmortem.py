@@ -1,4 +1,4 @@
-"""`anneal runs why`."""
+"""Command `anneal runs why`."""
 
 import json
 import shlex
@@ -15,7 +15,7 @@ _LINES_SHOWN = 12
 
 
 def why(run_id: RunId, as_json: AsJson = False) -> None:
-    """Say why a run failed, or its last attempt that went wrong, and what to change.
+    """Explain why a run failed, or its last failed attempt, and what to change.
 
     Example: `anneal runs why run_01k3x9m6q2v8s4t0w7y5z1a3b6`
     """
@@ -38,15 +38,18 @@ def why(run_id: RunId, as_json: AsJson = False) -> None:
         ]
         table(["attempt", "outcome", "phase", "step", "repaired"], [[shown(value) for value in row] for row in rows])
     if found.last_lines:
-        typer.echo("\n  ".join(["Its last lines:", *found.last_lines[-_LINES_SHOWN:]]))
+        typer.echo("\n  ".join(["Last log lines:", *found.last_lines[-_LINES_SHOWN:]]))
     if found.correction:
         request = found.correction.request
         body = json.dumps(request.body, ensure_ascii=False)
-        typer.echo(f"This may help: {request.method} {request.path} with\n  {body}\nwhich is\n{typed(run_id, request)}")
+        typer.echo(
+            f"This request may help: {request.method} {request.path} with\n  {body}\n"
+            f"As a command:\n{typed(run_id, request)}"
+        )
 
 
 def typed(run_id: str, request: "CorrectedRequest") -> str:
-    """The command that sends a corrected request, as it can be pasted into a shell."""
+    """Return the shell command that sends the corrected request."""
     if request.path.endswith("/resume"):
         changes = request.body["config"].items()
         sets = (shlex.quote(f"config.{name}={json.dumps(value, ensure_ascii=False)}") for name, value in changes)

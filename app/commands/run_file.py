@@ -1,4 +1,4 @@
-"""`run.yaml`: the body of `POST /v1/runs` as YAML or JSON, with changes from the command line."""
+"""Reader of `run.yaml`: the body of `POST /v1/runs` in YAML or JSON, with overrides from `--set`."""
 
 import json
 import re
@@ -13,44 +13,46 @@ from app.strict_json import parse
 
 
 class RunFileError(ValueError):
-    """What is wrong with the file, or with a `--set`."""
+    """Invalid run file or `--set` option."""
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The object in a file; `-` is standard input."""
+    """Read the object in a file; `-` is standard input."""
     raw = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
     try:
         value = parse(raw) if path.suffix == ".json" else _from_yaml(raw.decode())
     except (yaml.YAMLError, ValueError) as error:
-        raise RunFileError(f"{path} cannot be used: {_reason(error)}.") from None
+        raise RunFileError(f"{path} cannot be read: {_reason(error)}.") from None
     if not isinstance(value, dict):
-        raise RunFileError(f"{path} cannot be used: it holds no fields; write `dataset_id: …` and `config: …`.")
+        raise RunFileError(f"{path} cannot be used: it is not a mapping. Write `dataset_id: …` and `config: …`.")
     return value
 
 
 def change(body: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
-    """`body` with values set as `config.learning_rate=1e-4` says; values are read as in YAML."""
+    """Set values in `body` from settings such as `config.learning_rate=1e-4`; values are parsed as YAML."""
     for setting in settings:
         path, equals, text = setting.partition("=")
         names = path.strip().split(".")
         if not equals or not all(names):
-            raise RunFileError(f"--set {setting} is not understood: write --set config.learning_rate=1e-4.")
+            raise RunFileError(
+                f"--set {setting} is invalid: write PATH=VALUE, for example --set config.learning_rate=1e-4."
+            )
         try:
             value = _from_yaml(text)
         except (yaml.YAMLError, ValueError) as error:
-            raise RunFileError(f"--set {setting} is not understood: {_reason(error)}.") from None
+            raise RunFileError(f"--set {setting} is invalid: {_reason(error)}.") from None
         place = body
         for depth, name in enumerate(names[:-1], 1):
             below = place.setdefault(name, {})
             if not isinstance(below, dict):
-                raise RunFileError(f"--set {setting} cannot be done: {'.'.join(names[:depth])} holds no fields.")
+                raise RunFileError(f"--set {setting} cannot be applied: {'.'.join(names[:depth])} is not a mapping.")
             place = below
         place[names[-1]] = value
     return body
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people mean it here: 1e-4 is a number, `no` and 2026-01-02 are texts, and no key comes twice."""
+    """YAML loader in which 1e-4 is a number, `no` and 2026-01-02 are strings, and keys are unique."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}
 
@@ -73,19 +75,21 @@ def _from_yaml(text: str) -> Any:
             return None
         _check_keys(node, set())
         value = loader.construct_document(node)
-    except AttributeError:  # PyYAML's own, of a `!!timestamp` that is none
-        raise RunFileError("it has a value that is not what its tag says") from None
+    except AttributeError:  # raised by PyYAML for an invalid `!!timestamp`
+        raise RunFileError("a value does not match its tag") from None
     finally:
         loader.dispose()
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
-        raise RunFileError("it has a value that JSON cannot tell: texts, numbers, true, false, null, lists") from None
+        raise RunFileError(
+            "it contains a value that JSON cannot represent: use strings, numbers, true, false, null and lists"
+        ) from None
     return value
 
 
 def _check_keys(node: yaml.Node, checked: set[int]) -> None:
-    """Every key is a text and there once. Before anything is built: merges (`<<`) may well bring a key again."""
+    """Check that every key is a string and unique, before construction: merges (`<<`) may repeat a key."""
     if id(node) in checked or isinstance(node, yaml.ScalarNode):
         return
     checked.add(id(node))
@@ -97,9 +101,9 @@ def _check_keys(node: yaml.Node, checked: set[int]) -> None:
     for key, value in node.value:
         line = key.start_mark.line + 1
         if not isinstance(key, yaml.ScalarNode):
-            raise RunFileError(f"a key in line {line} is no text")
+            raise RunFileError(f"the key in line {line} is not a string")
         if key.value in seen:
-            raise RunFileError(f"the key {key.value!r} is there twice, again in line {line}")
+            raise RunFileError(f"the key {key.value!r} is repeated in line {line}")
         seen.add(key.value)
         if key.tag != "tag:yaml.org,2002:merge":
             key.tag = "tag:yaml.org,2002:str"

@@ -1,4 +1,4 @@
-"""`anneal runs`."""
+"""Commands of `anneal runs`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -34,22 +34,22 @@ if TYPE_CHECKING:
     from app.client import Anneal
     from app.runs.schemas import RunRead
 
-commands = noun("Runs: one training each. Example: `anneal runs create -f run.yaml --watch`.")
+commands = noun("Training runs. Example: `anneal runs create -f run.yaml --watch`.")
 commands.command()(why)
 commands.command()(compare)
 
-File = Annotated[Path, typer.Option("--file", "-f", help="YAML or JSON with what POST /v1/runs takes; - reads stdin.")]
+File = Annotated[Path, typer.Option("--file", "-f", help="YAML or JSON body of POST /v1/runs; - reads stdin.")]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="PATH=VALUE", help="Such as config.learning_rate=1e-4; repeatable."),
+    typer.Option("--set", metavar="PATH=VALUE", help="Override a field, e.g. config.learning_rate=1e-4; repeatable."),
 ]
-OfCheckpoint = Annotated[str | None, typer.Option("--checkpoint", help="Not the run, but this checkpoint of it.")]
-Watch = Annotated[bool, typer.Option("--watch", help="Watch it to its end; the exit code tells which.")]
+OfCheckpoint = Annotated[str | None, typer.Option("--checkpoint", help="Apply to this checkpoint instead of the run.")]
+Watch = Annotated[bool, typer.Option("--watch", help="Watch the run to its end; the exit code gives the result.")]
 
 
 @commands.command()
 def create(file: File, sets: Set = None, watch: Watch = False, as_json: AsJson = False) -> None:
-    """Ask for a run and print its id. With --watch: exit code 0 completed, 3 failed, 4 cancelled.
+    """Create a run and print its id. Exit code with --watch: 0 completed, 3 failed, 4 cancelled.
 
     Example: `anneal runs create -f run.yaml --set config.learning_rate=1e-4 --watch`
     """
@@ -57,11 +57,11 @@ def create(file: File, sets: Set = None, watch: Watch = False, as_json: AsJson =
 
     with connected() as client:
         run = client.runs.create(run_file.change(run_file.read(file), sets or []))
-        _begun(client, run, watch, as_json)
+        _print_or_watch(client, run, watch, as_json)
 
 
-def _begun(client: "Anneal", run: "RunRead", watch: bool, as_json: bool) -> None:
-    """Tell of a run that was made just now, or follow it to its end."""
+def _print_or_watch(client: "Anneal", run: "RunRead", watch: bool, as_json: bool) -> None:
+    """Print a new run, or watch it to its end."""
     if watch:
         from app.commands.watching import watch_run
 
@@ -69,13 +69,13 @@ def _begun(client: "Anneal", run: "RunRead", watch: bool, as_json: bool) -> None
     if as_json:
         document(run)
         return
-    note(f"{run.name} is {run.status}; `anneal runs watch {run.id}` follows it.")
+    note(f"{run.name} is {run.status}. Watch it with `anneal runs watch {run.id}`.")
     typer.echo(run.id)
 
 
 @commands.command()
 def validate(file: File, sets: Set = None, as_json: AsJson = False) -> None:
-    """Say what is wrong with a run, and make none; exit code 1 when something is.
+    """Validate a run without creating it; exit code 1 if it is invalid.
 
     Example: `anneal runs validate -f run.yaml`
     """
@@ -98,14 +98,14 @@ def estimate(
     file: File,
     sets: Set = None,
     probe: Annotated[
-        bool, typer.Option("--probe", help="Measure too: a worker takes two steps on the longest rows.")
+        bool, typer.Option("--probe", help="Also measure: a worker runs two steps on the longest rows.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a run would take in memory, steps, time and money, and where it fits; make none.
+    """Estimate memory, steps, time and cost of a run, and where it fits, without creating it.
 
-    With --probe a worker measures it, and estimate and measurement stand side by side. Exit code 3 or 4 when the probe
-    failed (but for lack of memory, which is an answer) or was stopped.
+    With --probe a worker measures it too, and the measurement is printed next to the estimate. Exit code 3 if the probe
+    failed, except for lack of memory, which is a valid result; 4 if it was stopped.
 
     Example: `anneal runs estimate -f run.yaml --set config.batch_size=8`
     """
@@ -125,16 +125,18 @@ def estimate(
 @commands.command("list")
 def list_runs(
     experiment: Annotated[str | None, typer.Option(help="Only runs of this experiment.")] = None,
-    status: Annotated[list[str] | None, typer.Option(help="Only runs with this status; repeat for several.")] = None,
+    status: Annotated[list[str] | None, typer.Option(help="Only runs with this status; repeatable.")] = None,
     tag: Annotated[str | None, typer.Option(help="Only runs with this tag.")] = None,
-    parent: Annotated[str | None, typer.Option(help="Only runs that resume this one.")] = None,
-    base_model: Annotated[str | None, typer.Option(help="Only runs on this base model.")] = None,
-    sort: Annotated[Literal["created_at", "best_loss"] | None, typer.Option(help="Newest first, or best.")] = None,
+    parent: Annotated[str | None, typer.Option(help="Only runs resumed from this one.")] = None,
+    base_model: Annotated[str | None, typer.Option(help="Only runs of this base model.")] = None,
+    sort: Annotated[
+        Literal["created_at", "best_loss"] | None, typer.Option(help="Order: newest first, or lowest loss first.")
+    ] = None,
     limit: Limit = 50,
     after: After = None,
     as_json: AsJson = False,
 ) -> None:
-    """List runs, newest or best first.
+    """List runs, newest or lowest loss first.
 
     Example: `anneal runs list --status running --status pending --limit 10`
     """
@@ -149,12 +151,12 @@ def list_runs(
              in_words(it.prediction) or None)
             for it in found
         ]  # fmt: skip
-        listing(found, has_more, as_json, ("id", "status", "step", "best loss", "name", "created", "outlook"), rows)
+        listing(found, has_more, as_json, ("id", "status", "step", "best loss", "name", "created", "eta"), rows)
 
 
 @commands.command()
 def show(run_id: RunId, as_json: AsJson = False) -> None:
-    """Show how a run stands, and what it was asked to do other than usual (all of it: --json).
+    """Show a run and the configuration fields that differ from the defaults (all fields: --json).
 
     Example: `anneal runs show run_01k3x9m6q2v8s4t0w7y5z1a3b6`
     """
@@ -169,14 +171,14 @@ def show(run_id: RunId, as_json: AsJson = False) -> None:
         last = run.metrics_history[-1] if run.metrics_history else None
         details(
             {
-                "id": run.id, "name": run.name, "status": run.status, "outlook": _outlook(run), "error": run.error_code,
-                "because": run.error_message, "step": f"{run.current_step}/{run.total_steps or '?'}",
+                "id": run.id, "name": run.name, "status": run.status, "eta": _outlook(run), "error": run.error_code,
+                "message": run.error_message, "step": f"{run.current_step}/{run.total_steps or '?'}",
                 "loss": last.loss if last else None, "best loss": run.best_loss, "attempt": run.attempt,
                 "model": run.fine_tuned_model, "checkpoint": run.checkpoint_path, "parent": run.parent_run_id,
-                "MiB expected": (run.estimate.memory_mb or {}).get("total") if run.estimate else None,
-                "MiB measured": run.measured.peak_memory_mb if run.measured else None,
+                "estimated MiB": (run.estimate.memory_mb or {}).get("total") if run.estimate else None,
+                "measured MiB": run.measured.peak_memory_mb if run.measured else None,
                 "experiment": run.experiment_id, "tags": run.tags, "pinned": run.pinned or None,
-                "data set": run.dataset_id, "evaluated on": run.eval_dataset_id, "worker": run.worker_id,
+                "dataset": run.dataset_id, "eval dataset": run.eval_dataset_id, "worker": run.worker_id,
                 "created": run.created_at, "started": run.started_at, "finished": run.finished_at,
                 **{f"config.{name}": value for name, value in run.config.items() if value != usual.get(name)},
             }
@@ -184,21 +186,23 @@ def show(run_id: RunId, as_json: AsJson = False) -> None:
 
 
 def _outlook(run: "RunRead") -> str | None:
-    """What is predicted, how sure that is, and what it rests on."""
-    told = run.prediction
-    if told is None:
+    """Format the prediction with its confidence and basis."""
+    prediction = run.prediction
+    if prediction is None:
         return None
-    return f"{in_words(told) or 'not known'} ({told.confidence} confidence: {told.basis})"
+    return f"{in_words(prediction) or 'unknown'} ({prediction.confidence} confidence: {prediction.basis})"
 
 
 @commands.command()
 def edit(
     run_id: RunId,
-    name: Annotated[str | None, typer.Option(help="Another name.")] = None,
-    tags: Annotated[list[str] | None, typer.Option("--tag", help="Tags instead of the present ones.")] = None,
+    name: Annotated[str | None, typer.Option(help="New name.")] = None,
+    tags: Annotated[
+        list[str] | None, typer.Option("--tag", help="Tag that replaces the present tags; repeatable.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Give a run another name or other tags.
+    """Change the name or the tags of a run.
 
     Example: `anneal runs edit run_01k3x9m6q2v8s4t0w7y5z1a3b6 --name baseline --tag keep`
     """
@@ -222,7 +226,7 @@ def _pin(run_id: str, checkpoint: str | None, pinned: bool, as_json: bool) -> No
 
 @commands.command()
 def pin(run_id: RunId, checkpoint: OfCheckpoint = None, as_json: AsJson = False) -> None:
-    """Keep a run, or one of its checkpoints, however old it gets; a pinned run is refused to be deleted.
+    """Exempt a run or one of its checkpoints from automatic deletion; a pinned run cannot be deleted.
 
     Example: `anneal runs pin run_01k3x9m6q2v8s4t0w7y5z1a3b6`
     """
@@ -231,7 +235,7 @@ def pin(run_id: RunId, checkpoint: OfCheckpoint = None, as_json: AsJson = False)
 
 @commands.command()
 def unpin(run_id: RunId, checkpoint: OfCheckpoint = None, as_json: AsJson = False) -> None:
-    """Let a pinned run or checkpoint go again, when it is old.
+    """Unpin a run or checkpoint, so that retention applies to it again.
 
     Example: `anneal runs unpin run_01k3x9m6q2v8s4t0w7y5z1a3b6 --checkpoint ckpt_01k3x9m6q2v8s4t0w7y5z1a3b8`
     """
@@ -241,12 +245,12 @@ def unpin(run_id: RunId, checkpoint: OfCheckpoint = None, as_json: AsJson = Fals
 @commands.command()
 def logs(
     run_id: RunId,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes, to the run's end.")] = False,
-    tail: Annotated[int | None, typer.Option(min=0, help="Begin with the last so many lines.")] = None,
-    grep: Annotated[str | None, typer.Option(help="Only lines with this text.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines until the run ends.")] = False,
+    tail: Annotated[int | None, typer.Option(min=0, help="Start with the last N lines.")] = None,
+    grep: Annotated[str | None, typer.Option(help="Only lines that contain this text.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print what a run printed. With -f: exit code 0 completed, 3 failed, 4 cancelled.
+    """Print the logs of a run. Exit code with -f: 0 completed, 3 failed, 4 cancelled.
 
     Example: `anneal runs logs -f --tail 20 run_01k3x9m6q2v8s4t0w7y5z1a3b6`
     """
@@ -264,10 +268,10 @@ def logs(
 
 @commands.command()
 def watch(run_id: RunId, as_json: AsJson = False) -> None:
-    """Watch a run to its end. Exit code: 0 completed, 3 failed, 4 cancelled. Ctrl-C ends the watching, not the run.
+    """Watch a run to its end. Exit code: 0 completed, 3 failed, 4 cancelled. Ctrl-C does not stop the run.
 
-    On a terminal with a bar and a plot of the loss; elsewhere in lines; with --json, a line for each event, from the
-    first on.
+    Shows a progress bar and a plot of the loss on a terminal, and plain lines elsewhere. With --json, prints one line
+    per event, starting from the first event.
 
     Example: `anneal runs watch run_01k3x9m6q2v8s4t0w7y5z1a3b6 && echo done`
     """
@@ -282,18 +286,18 @@ def stop(
     run_id: RunId,
     mode: Annotated[
         Literal["checkpoint", "epoch_end", "best", "discard"],
-        typer.Option(help="Save and end, finish the epoch first, end with the best checkpoint, or save nothing."),
+        typer.Option(help="Save a checkpoint, finish the epoch first, end with the best checkpoint, or save nothing."),
     ] = "checkpoint",
-    no_save: Annotated[bool, typer.Option("--no-save", help="The same as --mode discard.")] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Return when it has ended.")] = False,
+    no_save: Annotated[bool, typer.Option("--no-save", help="Same as --mode discard.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until the run has ended.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Stop a run, with a checkpoint to resume from unless --mode says otherwise.
+    """Stop a run. Saves a checkpoint to resume from, unless --mode says otherwise.
 
     Example: `anneal runs stop --mode epoch_end --wait run_01k3x9m6q2v8s4t0w7y5z1a3b6`
     """
     if no_save and mode not in ("checkpoint", "discard"):
-        fail(f"--no-save contradicts --mode {mode}; leave one of them out.")
+        fail(f"--no-save contradicts --mode {mode}; use only one of them.")
     with connected() as client:
         stopping = client.runs.stop(run_id, mode="discard" if no_save else mode)
         run: RunRead = stopping
@@ -306,21 +310,23 @@ def stop(
         elif run.finished_at is None:
             typer.echo(f"{run_id} was asked to stop; it is {run.status}. {stopping.stop.message}")
         else:
-            typer.echo(f"{run_id} is {run.status}, at step {run.current_step}.")
+            typer.echo(f"{run_id} is {run.status} at step {run.current_step}.")
 
 
 @commands.command()
 def resume(
     run_id: RunId,
-    checkpoint: Annotated[str | None, typer.Option(help="Not the newest, but this checkpoint.")] = None,
-    from_start: Annotated[bool, typer.Option("--from-start", help="From the first step, with no checkpoint.")] = False,
+    checkpoint: Annotated[str | None, typer.Option(help="Checkpoint to resume from. Default: the newest.")] = None,
+    from_start: Annotated[
+        bool, typer.Option("--from-start", help="Restart from the first step, without a checkpoint.")
+    ] = False,
     sets: Set = None,
     watch: Watch = False,
     as_json: AsJson = False,
 ) -> None:
-    """Go on with a run that has ended, as a new run, and print its id.
+    """Resume an ended run as a new run and print the new id.
 
-    With --watch: exit code 0 completed, 3 failed, 4 cancelled.
+    Exit code with --watch: 0 completed, 3 failed, 4 cancelled.
 
     Example: `anneal runs resume run_01k3x9m6q2v8s4t0w7y5z1a3b6 --set config.epochs=2 --watch`
     """
@@ -330,15 +336,15 @@ def resume(
         changes = run_file.change({}, sets or [])
         config = changes.pop("config", {})
         if changes:
-            fail(f"Only the configuration can change: write --set config.{next(iter(changes))}=….")
-        with option_told("no_checkpoint", "On the command line that is --from-start."):
+            fail(f"Only the configuration can be changed: write --set config.{next(iter(changes))}=….")
+        with option_told("no_checkpoint", "On the command line, use --from-start."):
             run = client.runs.resume(run_id, checkpoint_id=checkpoint, from_start=from_start, config=config)
-        _begun(client, run, watch, as_json)
+        _print_or_watch(client, run, watch, as_json)
 
 
 @commands.command()
 def checkpoints(run_id: RunId, limit: Limit = 50, after: After = None, as_json: AsJson = False) -> None:
-    """List what a run can be resumed from, newest first.
+    """List the checkpoints of a run, newest first.
 
     Example: `anneal runs checkpoints run_01k3x9m6q2v8s4t0w7y5z1a3b6`
     """
@@ -353,7 +359,7 @@ def checkpoints(run_id: RunId, limit: Limit = 50, after: After = None, as_json: 
 
 
 def _evaluated(checkpoint: "CheckpointRead") -> str | None:
-    """What an evaluation of these very weights found, and whether no other checkpoint's was better."""
+    """Format the evaluation of exactly these weights; marks the best checkpoint of the run."""
     measured = (name for name in ("eval_loss", "eval_reward") if checkpoint.metrics.get(name) is not None)
     name = next(measured, None)
     best = " (best)" if checkpoint.is_best else ""
@@ -363,24 +369,28 @@ def _evaluated(checkpoint: "CheckpointRead") -> str | None:
 @commands.command()
 def download(
     run_id: RunId,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder; unset: one named by the run.")] = None,
-    paths: Annotated[list[str] | None, typer.Option("--path", help="Only this file, or *.json; repeatable.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Target folder. Default: named after the run.")
+    ] = None,
+    paths: Annotated[
+        list[str] | None, typer.Option("--path", help="Only files that match, e.g. *.json; repeatable.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Fetch the fine-tuned model of a run and print the folder; what was interrupted goes on where it was.
+    """Download the fine-tuned model of a run and print the folder; resumes an interrupted download.
 
     Example: `anneal runs download run_01k3x9m6q2v8s4t0w7y5z1a3b6 -o my-adapter`
     """
     with connected() as client:
         total = sum(artifact.bytes for artifact in client.runs.artifacts(run_id))
         with transfer(run_id, total) as update:
-            there: dict[str, int] = {}
+            received: dict[str, int] = {}
 
-            def told(path: str, done: int, _: int) -> None:
-                there[path] = done
-                update(sum(there.values()))
+            def on_progress(path: str, done: int, _: int) -> None:
+                received[path] = done
+                update(sum(received.values()))
 
-            folder = client.runs.download(run_id, output, paths=paths or (), told=told if update else None)
+            folder = client.runs.download(run_id, output, paths=paths or (), told=on_progress if update else None)
         if as_json:
             files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
             document({"folder": str(folder), "files": files})
@@ -390,7 +400,7 @@ def download(
 
 @commands.command()
 def delete(run_id: RunId, as_json: AsJson = False) -> None:
-    """Delete a run that has ended, with its events, checkpoints and model.
+    """Delete an ended run with its events, checkpoints and model.
 
     Example: `anneal runs delete run_01k3x9m6q2v8s4t0w7y5z1a3b6`
     """

@@ -1,4 +1,4 @@
-"""Watching a run: in lines, as JSON, or on a terminal with a bar and the curve of its loss."""
+"""Watching a run: plain lines, JSON, or a progress bar and loss plot on a terminal."""
 
 import sys
 import time
@@ -35,17 +35,17 @@ _SECONDS_BETWEEN_LINES = 5.0
 _SECONDS_BETWEEN_OUTLOOKS = 30.0
 _ENDED = ("completed", "failed", "cancelled")
 _POINTS = 400
-# What is told of a run beside its output, which `anneal runs logs -f` shows.
+# Events shown by `watch`. Log lines are left to `anneal runs logs -f`.
 _TYPES = ("status", "metric", "eval", "checkpoint", "config", "progress", "action", "error", "end")
 
 
 def exit_code(status: str) -> int:
-    """The exit code of a command that has followed a run to its end."""
+    """Return the exit code for the final status of a run."""
     return {"completed": COMPLETED, "failed": FAILED, "cancelled": CANCELLED}.get(status, 1)
 
 
 def watch_run(client: "Anneal", run: "RunRead", as_json: bool) -> int:
-    """Watch a run to its end; answers the exit code."""
+    """Watch a run to its end and return the exit code."""
     with going_on(run.id):
         if as_json:
             for event in client.runs.events(run.id):
@@ -64,39 +64,39 @@ def watch_run(client: "Anneal", run: "RunRead", as_json: bool) -> int:
                     screen.show(event)
         run = client.runs.get(run.id)
     if not as_json:
-        _tell_end(run)
+        _print_end(run)
     return exit_code(run.status)
 
 
-def until_asked_again(told: "Prediction | None") -> float:
-    """Seconds for which a prediction will do: near the end it is asked for more often."""
-    if told is None or told.finish_at is None:
+def until_asked_again(prediction: "Prediction | None") -> float:
+    """Return the seconds until the prediction is refreshed; shorter as the end approaches."""
+    if prediction is None or prediction.finish_at is None:
         return _SECONDS_BETWEEN_OUTLOOKS
-    left = (told.finish_at - datetime.now(UTC)).total_seconds()
+    left = (prediction.finish_at - datetime.now(UTC)).total_seconds()
     return min(max(left / 4, _SECONDS_BETWEEN_LINES), _SECONDS_BETWEEN_OUTLOOKS)
 
 
 @contextmanager
 def going_on(run_id: str) -> Iterator[None]:
-    """Ctrl-C ends the watching and not the run, and says so."""
+    """On Ctrl-C, print that the run continues and exit with code 130."""
     try:
         yield
     except KeyboardInterrupt:
         note(
-            f"\nYou no longer watch {run_id}; the run goes on. `anneal runs watch {run_id}` watches it again, "
-            f"`anneal runs stop {run_id}` ends it."
+            f"\nStopped watching {run_id}; the run continues. Use `anneal runs watch {run_id}` to watch it again, "
+            f"or `anneal runs stop {run_id}` to stop it."
         )
         raise typer.Exit(130) from None
 
 
-def _tell_end(run: "RunRead") -> None:
+def _print_end(run: "RunRead") -> None:
     typer.echo(f"{run.id} {run.name}: {run.status} at step {run.current_step}{_loss(run.best_loss, ', best loss')}")
     if run.status == "failed":
-        typer.echo(f"  {run.error_code}: {run.error_message} (`anneal runs why {run.id}` explains)")
+        typer.echo(f"  {run.error_code}: {run.error_message} (see `anneal runs why {run.id}`)")
     elif run.status == "completed" and run.probe is None:
-        typer.echo(f"  `anneal runs download {run.id}` fetches the model.")
+        typer.echo(f"  Download the model with `anneal runs download {run.id}`.")
     elif run.status == "cancelled" and run.probe is None:
-        typer.echo(f"  `anneal runs resume {run.id}` goes on with it.")
+        typer.echo(f"  Resume it with `anneal runs resume {run.id}`.")
 
 
 def _loss(value: float | None, name: str = "loss") -> str:
@@ -105,7 +105,7 @@ def _loss(value: float | None, name: str = "loss") -> str:
 
 @dataclass
 class Seen:
-    """What is known of the run so far."""
+    """State of the watched run, built from its events."""
 
     run_id: str
     name: str
@@ -113,7 +113,7 @@ class Seen:
     step: int
     total: int | None
     learns_from_rewards: bool = False
-    """Then what counts of an evaluation is the reward, and its loss says little."""
+    """True for RLHF runs: their evaluations show the reward, because the loss says little."""
     loss: float | None = None
     evaluated: float | None = None
     phase: str = ""
@@ -122,7 +122,7 @@ class Seen:
 
     @classmethod
     def of(cls, run: "RunRead") -> "Seen":
-        """As the run stands when the watching begins."""
+        """Create the state from the run at the start of watching."""
         last = run.metrics_history[-1].loss if run.metrics_history else None
         rewarded = run.config.get("method") == "rlhf"
         return cls(
@@ -131,7 +131,7 @@ class Seen:
         )  # fmt: skip
 
     def take(self, event: Event) -> str | None:
-        """Take in an event; answers a line where it is one to be told anyway."""
+        """Apply an event; return a line if the event is printed as one."""
         if isinstance(event, StatusEvent):
             self.status, self.phase = event.to, ""
             return f"{event.to}{f': {event.reason}' if event.reason else ''}"
@@ -164,12 +164,12 @@ class Seen:
 
     @property
     def outlook(self) -> str:
-        """When it finishes, as predicted, seen from now."""
+        """Predicted finish, relative to now; empty once the run has ended."""
         return "" if self.status in _ENDED else in_words(self.prediction)
 
     @property
     def figures(self) -> str:
-        """The newest loss, what the newest evaluation found, and when the run finishes."""
+        """Latest loss, latest evaluation result and predicted finish."""
         held_out = "held-out reward" if self.learns_from_rewards else "held-out"
         return "  ".join(filter(None, (_loss(self.loss), _loss(self.evaluated, held_out), self.outlook)))
 
@@ -187,17 +187,17 @@ class _Screen(Protocol):
 
 
 class _Lines:
-    """For a log file: every change, and every few seconds a step."""
+    """Output without a terminal: every change, and a step line every few seconds."""
 
     def __init__(self, seen: Seen) -> None:
         self._seen = seen
-        self._told = 0.0
-        self._is_step_untold = False
+        self._last_step_line = 0.0
+        self._is_step_pending = False
 
     def __enter__(self) -> None:
         seen = self._seen
         outlook = f", {seen.outlook}" if seen.outlook else ""
-        self._say(f"{seen.run_id} {seen.name}: {seen.status}, step {seen.step}/{seen.total or '?'}{outlook}")
+        self._print(f"{seen.run_id} {seen.name}: {seen.status}, step {seen.step}/{seen.total or '?'}{outlook}")
 
     def __exit__(self, *problem: Any) -> None:
         pass
@@ -205,26 +205,26 @@ class _Lines:
     def show(self, event: Event) -> None:
         line = self._seen.take(event)
         if isinstance(event, MetricEvent):
-            self._is_step_untold = True
-            if time.monotonic() - self._told > _SECONDS_BETWEEN_LINES:
-                self._say_step()
-        elif isinstance(event, StatusEvent) and event.to in _ENDED and self._is_step_untold:
-            self._say_step()
+            self._is_step_pending = True
+            if time.monotonic() - self._last_step_line > _SECONDS_BETWEEN_LINES:
+                self._print_step()
+        elif isinstance(event, StatusEvent) and event.to in _ENDED and self._is_step_pending:
+            self._print_step()
         if line is not None:
-            self._say(line)
+            self._print(line)
 
-    def _say_step(self) -> None:
-        self._told, self._is_step_untold = time.monotonic(), False
-        self._say(f"step {self._seen.step}/{self._seen.total or '?'}  {self._seen.figures}")
+    def _print_step(self) -> None:
+        self._last_step_line, self._is_step_pending = time.monotonic(), False
+        self._print(f"step {self._seen.step}/{self._seen.total or '?'}  {self._seen.figures}")
 
     @staticmethod
-    def _say(line: str) -> None:
+    def _print(line: str) -> None:
         typer.echo(line)
         sys.stdout.flush()
 
 
 class _Terminal:
-    """A bar, and above it the curve of the loss; what else is told scrolls away above both."""
+    """Output on a terminal: a progress bar below a loss plot; other lines scroll above both."""
 
     def __init__(self, client: "Anneal", seen: Seen) -> None:
         from rich.console import Console
@@ -269,7 +269,7 @@ class _Terminal:
 
 
 def draw(curve: dict[int, float], width: int, height: int) -> str:
-    """The curve of a loss over its steps, as lines of text; empty until there are two points."""
+    """Draw the loss over the steps as lines of text; empty with fewer than two points."""
     if len(curve) < 2:
         return ""
     import plotext

@@ -1,18 +1,18 @@
-"""`anneal workers`."""
+"""Commands of `anneal workers`."""
 
 from app.commands.console import After, AsJson, Limit, connected, listing, noun, page
 
-commands = noun("Workers: the processes that train. Example: `anneal workers list`.")
+commands = noun("Workers: the processes that execute runs. Example: `anneal workers list`.")
 
 
 @commands.callback()
 def workers() -> None:
-    """Keeps `list` a command of its own, although it is the only one."""
+    """Keep `list` a subcommand: Typer merges a single command into its group."""
 
 
 @commands.command("list")
 def list_workers(limit: Limit = 50, after: After = None, as_json: AsJson = False) -> None:
-    """List workers with their devices and what each of them runs, newest first.
+    """List workers with their devices and current runs, newest first.
 
     Example: `anneal workers list --json`
     """
@@ -21,4 +21,4 @@ def list_workers(limit: Limit = 50, after: After = None, as_json: AsJson = False
         rows = [
             (it.id, it.state, it.host, [device.name for device in it.devices], it.runs, it.heartbeat_at) for it in found
         ]
-        listing(found, has_more, as_json, ("id", "state", "host", "devices", "runs", "last heard"), rows)
+        listing(found, has_more, as_json, ("id", "state", "host", "devices", "runs", "last heartbeat"), rows)

@@ -1,1 +1,1 @@
-"""`anneal demo`: a model fine-tuned through the service, driven over HTTP like any client would."""
+"""`anneal demo`: fine-tunes a small model through the HTTP API of the service."""

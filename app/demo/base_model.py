@@ -1,6 +1,6 @@
-"""A small model to begin with: a tokenizer trained on the spot and a Llama architecture, without any weights.
+"""Small base model of the demo: a newly trained tokenizer and a Llama configuration without weights.
 
-Method `full` on such a folder trains from scratch, so nothing has to be downloaded.
+Method `full` on such a folder trains from scratch, so no download is needed.
 """
 
 import json
@@ -24,11 +24,11 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-"""The marks around an answer tell which tokens are the assistant's, so that only those are learnt."""
+"""The `generation` block marks the tokens of the assistant, so that only those contribute to the loss."""
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int = VOCABULARY) -> "Tokenizer":
-    """A byte-level BPE: every text can be written in it, and none is lost on the way back."""
+    """Train a byte-level BPE tokenizer, which encodes and decodes any text without loss."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     bpe = Tokenizer(models.BPE())
@@ -47,7 +47,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int = VOCABULARY) -> "Toke
 
 
 def write_model(folder: Path, tokenizer: "Tokenizer") -> None:
-    """Write tokenizer and architecture into `folder` in Hugging Face format; replaces what an earlier demo wrote."""
+    """Write tokenizer and model configuration into `folder` in Hugging Face format; replaces existing files."""
     folder.mkdir(parents=True, exist_ok=True)
     end, pad = tokenizer.token_to_id(END), tokenizer.token_to_id(PAD)
     tokenizer.save(str(folder / "tokenizer.json"))

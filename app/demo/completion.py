@@ -1,6 +1,6 @@
-"""What the adapter has taught: the same prompt completed without and with it, by plain transformers and peft.
+"""Completions of the same prompts without and with the adapter, with transformers and peft only.
 
-The service has no part in this: it shows that what a run leaves behind loads anywhere.
+The service is not involved: this shows that the output of a run loads anywhere.
 """
 
 import json
@@ -35,17 +35,17 @@ for messages in json.load(sys.stdin):
 
 @dataclass(frozen=True)
 class Completion:
-    """What the model answers to a prompt without and with the adapter."""
+    """Completion of one prompt without and with the adapter."""
 
     before: str
     after: str
 
 
 def complete(settings: Settings, adapter: str, prompts: list[list[dict[str, str]]], offline: bool) -> list[Completion]:
-    """Load the adapter in a process of its own, on the CPU, and complete each prompt twice.
+    """Load the adapter in a separate process on the CPU and complete each prompt twice.
 
     Raises:
-        DemoError: it does not load.
+        DemoError: the adapter does not load, or loading and completing timed out.
     """
     environment = settings.trainer_environment() | {"CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
     if offline:
@@ -61,10 +61,10 @@ def complete(settings: Settings, adapter: str, prompts: list[list[dict[str, str]
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise DemoError(f"The adapter in {adapter} was not loaded and tried within {_SECONDS} s.") from None
+        raise DemoError(f"Loading and testing the adapter in {adapter} took longer than {_SECONDS} s.") from None
     found = [_parsed(line) for line in done.stdout.splitlines() if line.startswith("COMPLETED ")]
     if done.returncode or len(found) != len(prompts):
-        said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        said = (done.stderr.strip().splitlines() or ["no error output"])[-1]
         raise DemoError(f"The adapter in {adapter} does not load with plain peft: {said}")
     return found
 

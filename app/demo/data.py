@@ -1,6 +1,6 @@
-"""Texts and chats made from this machine's own Python standard library: code with its docstring, and code to docstring.
+"""Datasets of the demo, built from the local Python standard library: code with docstrings, and code to docstring.
 
-Nothing is downloaded and nothing is random: one Python version gives one data set, byte for byte.
+The build is deterministic and needs no download: one Python version gives one dataset, byte for byte.
 """
 
 import ast
@@ -30,53 +30,53 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 @dataclass(frozen=True)
 class Documented:
-    """A function, method or class with its docstring."""
+    """Function, method or class with its docstring."""
 
     name: str
     """Module and qualified name: `json.decoder.JSONDecoder.decode`."""
     signature: str
     body: str
-    """What follows the docstring; cut, so that both fit into `MOST_SOURCE_CHARACTERS`."""
+    """Code after the docstring, truncated so that signature and body fit into `MOST_SOURCE_CHARACTERS`."""
     docstring: str
-    """The first paragraph on one line, at most `MOST_DOCSTRING_CHARACTERS`."""
+    """First paragraph on one line, at most `MOST_DOCSTRING_CHARACTERS`."""
 
     @property
     def source(self) -> str:
-        """The code without its docstring."""
+        """Code without its docstring."""
         return f"{self.signature}\n{self.body}" if self.body else self.signature
 
     @property
     def is_held_out(self) -> bool:
-        """Whether it is kept from training: the same on every machine, whatever else is in the data."""
+        """True if the row is held out from training; depends only on the name, so it is the same on every machine."""
         return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:4]) % 100 < _HELD_OUT_PERCENT
 
     @property
     def prompt(self) -> list[dict[str, str]]:
-        """The chat without its answer."""
+        """Chat messages without the answer."""
         return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": self.source}]
 
     @property
     def chat(self) -> dict[str, Any]:
-        """A row of the format `chat`: the code is asked about, the docstring is the answer."""
+        """Row of the format `chat`: the user message is the code, the answer is the docstring."""
         return {"messages": [*self.prompt, {"role": "assistant", "content": self.docstring}]}
 
     @property
     def text(self) -> dict[str, Any]:
-        """A row of the format `text`: the code as it is written, with its docstring in its place."""
+        """Row of the format `text`: the code with its docstring."""
         lines = [self.signature, f'    """{self.docstring}"""', self.body]
         return {"text": "\n".join(line for line in lines if line)}
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What is trained on and what is held out of it, both in the order of their names."""
+    """Training rows and held-out rows, each sorted by name."""
 
     training: list[Documented]
     held_out: list[Documented]
 
 
 def build(stdlib: Path | None = None) -> Rows:
-    """Read the modules below `stdlib` (None: of this Python); no source and no docstring occurs twice."""
+    """Read the modules below `stdlib` (default: this Python's); no source and no docstring occurs twice."""
     found = list(_unique(documented(stdlib or Path(sysconfig.get_paths()["stdlib"]))))
     return Rows(
         training=[one for one in found if not one.is_held_out],
@@ -85,12 +85,12 @@ def build(stdlib: Path | None = None) -> Rows:
 
 
 def jsonl(rows: Iterable[dict[str, Any]]) -> bytes:
-    """The rows as a file to upload."""
+    """Encode the rows as a JSONL file."""
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
 
 
 def documented(stdlib: Path) -> Iterator[Documented]:
-    """Everything with a docstring that fits, module by module in the order of their names."""
+    """Yield every definition whose docstring fits, in the order of the module names."""
     for path in sorted(stdlib.rglob("*.py")):
         place = path.relative_to(stdlib)
         if _LEFT_OUT.isdisjoint(place.parts[:-1]):
@@ -98,12 +98,12 @@ def documented(stdlib: Path) -> Iterator[Documented]:
             try:
                 yield from _of_module(module.removesuffix(".__init__"), path.read_text(encoding="utf-8"))
             except (SyntaxError, ValueError):
-                continue  # some of the library's files are broken on purpose
+                continue  # some files of the library are invalid on purpose
 
 
 def _of_module(module: str, text: str) -> Iterator[Documented]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # old escapes in strings of the library are not ours to mend
+        warnings.simplefilter("ignore")  # invalid escapes in strings of the library
         tree = ast.parse(text)
     lines = text.splitlines()
     for name, node in _definitions(tree, module):
@@ -121,14 +121,14 @@ def _definitions(node: ast.AST, name: str) -> Iterator[tuple[str, Definition]]:
 
 
 def _first_paragraph(docstring: str) -> str:
-    """The first paragraph on one line; empty when it is too short, too long, or no sentence."""
+    """Return the first paragraph on one line; empty if it is too short, too long or not a sentence."""
     text = " ".join(inspect.cleandoc(docstring).partition("\n\n")[0].split())
     fits = _FEWEST_DOCSTRING_CHARACTERS <= len(text) <= MOST_DOCSTRING_CHARACTERS
     return text if fits and text.isprintable() and " " in text and ">>>" not in text else ""
 
 
 def _code(node: Definition, lines: list[str]) -> tuple[str, str]:
-    """Signature and body without docstring, remarks and blank lines, cut between two lines."""
+    """Return signature and body without docstring, comments and blank lines, truncated at a line end."""
     start, first = node.lineno - 1, node.body[0]
     begin = max(first.lineno - 1, start + 1)
     dedented = textwrap.dedent(
@@ -150,11 +150,11 @@ def _code(node: Definition, lines: list[str]) -> tuple[str, str]:
 
 
 def _unique(found: Iterable[Documented]) -> Iterator[Documented]:
-    """Without repetitions: a held-out docstring that was also trained on would measure memory."""
+    """Skip duplicates: a held-out docstring that is also in the training rows would measure memorization."""
     seen: set[str] = set()
     for one in found:
         if not one.signature:
-            continue  # longer than all that fits
+            continue  # the signature alone is too long
         keys = {one.source, one.docstring.lower().rstrip(".")}
         if seen.isdisjoint(keys):
             seen |= keys

@@ -1,5 +1,5 @@
-"""What the demo stops at."""
+"""Error of the demo."""
 
 
 class DemoError(Exception):
-    """Something did not hold; the text says what, and where to look."""
+    """A step of the demo failed; the text says which, and where to look."""

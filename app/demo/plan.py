@@ -1,4 +1,4 @@
-"""The runs that the demo asks for: sizes and rates that learn something visible within minutes on two cores."""
+"""Run configurations of the demo: sizes and learning rates with a visible effect in minutes on two cores."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,29 +6,29 @@ from typing import Any
 from app.demo.base_model import MAX_TOKENS
 
 _NOT_MEASURABLE = 1e-12
-"""A learning rate at which one step changes no digit that is shown."""
+"""Learning rate at which one step changes none of the printed digits."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Configurations of the fine-tuning, and how much data goes with them."""
+    """Configuration of the fine-tuning run and limits on the number of rows."""
 
     tuning: dict[str, Any]
     most_rows: int | None
     most_held_out: int | None
     offline: bool
     remark: str = ""
-    """What to think of the model's answers."""
+    """Note on the quality of the completions, printed after them."""
 
     @property
     def measuring(self) -> dict[str, Any]:
-        """The same run with one step that changes nothing: its evaluation is that of the base model, as loaded."""
+        """Configuration with one step that changes nothing, which evaluates the base model as loaded."""
         one_step = {"max_steps": 1, "eval_steps": 1, "logging_steps": 1, "batch_size": 1}
         return {**self.tuning, **one_step, "learning_rate": _NOT_MEASURABLE, "lora_dropout": 0.0}
 
 
 def from_scratch(base_model: str) -> dict[str, Any]:
-    """Method `full` on an architecture without weights: every token of code with its docstrings is learnt."""
+    """Return the configuration of method `full` on a model without weights; the loss covers every token."""
     return {
         "base_model": base_model,
         "method": "full",
@@ -48,7 +48,7 @@ def from_scratch(base_model: str) -> dict[str, Any]:
 
 
 def small() -> Plan:
-    """QLoRA on the model trained here: only the answers are learnt."""
+    """Return the plan for QLoRA on the model trained here; the loss covers only the assistant's answers."""
     tuning = {
         "method": "qlora",
         "lora_r": 16,
@@ -66,14 +66,14 @@ def small() -> Plan:
         "extra": {"eval_batch_size": 8},
     }
     remark = (
-        "1.5 million parameters after two minutes: it has learnt that the answer is a sentence in English and not "
-        "more code, but not yet which sentence is true."
+        "The model has 1.5 million parameters and trained for two minutes. It now answers with an English sentence "
+        "instead of more code, but the sentence is not yet correct."
     )
     return Plan(tuning, most_rows=None, most_held_out=None, offline=True, remark=remark)
 
 
 def hub() -> Plan:
-    """QLoRA on a model of the hub: few rows, for it knows both Python and English already."""
+    """Return the plan for QLoRA on a model of the Hugging Face Hub, which needs few rows."""
     tuning = {
         "method": "qlora",
         "lora_r": 16,

@@ -1,4 +1,4 @@
-"""`anneal demo`: read from top to bottom, it is what a user of the service does, call by call."""
+"""`anneal demo`: the calls of a typical user of the service, in order."""
 
 import platform
 import signal
@@ -22,12 +22,12 @@ from app.home import HomeError
 _SMALL_MODEL = "stdlib-llama"
 _SAMPLES = 3
 _PATIENCE = 60.0
-"""Seconds for which the service may be away."""
+"""Seconds during which the service may be unreachable."""
 
 
 @dataclass
 class Followed:
-    """What the events of a run told."""
+    """Values collected from the events of a run."""
 
     id: str
     status: str = ""
@@ -41,14 +41,14 @@ class Followed:
 
 
 def main(model: str | None, keep: bool) -> int:
-    """Run the demo, with a model of the hub or with one trained here; 0 when every step held.
+    """Run the demo with a model of the Hub or with one trained here; return 0 if every step succeeded.
 
-    The service is an `anneal up` in `ANNEAL_HOME/demo` with servers, port and storage of its own. One that is
-    left there by an earlier `--keep` is used again; otherwise it is ended with the demo, and the files stay.
+    The service is an `anneal up` in `ANNEAL_HOME/demo` with its own servers, port and storage. A service left running
+    by an earlier `--keep` is reused; otherwise the service stops with the demo, and its files are kept.
     """
     terminal = Terminal()
     if find_spec("torch") is None:
-        terminal.fail("It trains on this machine, and the libraries for it are missing: pip install 'anneal[worker]'")
+        terminal.fail("The libraries for training on this machine are missing: pip install 'anneal[worker]'")
         return 1
     settings = demo_settings(get_settings())
     demo = Demo(terminal, settings)
@@ -60,17 +60,17 @@ def main(model: str | None, keep: bool) -> int:
                 if keep or not one.is_ours:
                     demo.tell_what_goes_on()
     except (DemoError, AnnealError, HomeError) as error:
-        hint = " Without MODEL the demo trains a model of its own, and needs no network." if model else ""
+        hint = " Without MODEL, the demo trains its own model and needs no network." if model else ""
         terminal.fail(f"{error}{hint}\nLogs: {settings.home / 'logs'}")
         return 1
     except KeyboardInterrupt:
-        terminal.say("\nEnded by you; its run was stopped.")
+        terminal.say("\nInterrupted; the run was stopped.")
         return 130
     return 0
 
 
 class Demo:
-    """The story, and what has to be put in order when it ends early."""
+    """Steps of the demo, and the cleanup if it ends early."""
 
     def __init__(self, terminal: Terminal, settings: Settings) -> None:
         self._terminal = terminal
@@ -80,97 +80,103 @@ class Demo:
         self._live: str | None = None
 
     def tell(self, one: Service, model: str | None) -> None:
-        """From nothing to an adapter.
+        """Run all steps, from the data to the adapter.
 
         Raises:
-            DemoError: a step did not hold.
+            DemoError: a step failed.
         """
         terminal = self._terminal
         plan_ = plan.hub() if model else plan.small()
-        terminal.heading("A service, and data from this machine")
+        terminal.heading("Start a service and build a dataset from this machine's Python library")
         rows = self._build_data(plan_)
         if model is None:
             self._build_model(rows)
         client = self._connect(one)
         if model is None:
-            terminal.heading("A small model that reads Python, trained from scratch (method full)")
+            terminal.heading("Train a small model on Python code from scratch (method full)")
             model = self._train_base(client, rows)
-        terminal.heading("An adapter on top of it that answers with docstrings (method qlora), stopped and resumed")
+        terminal.heading("Fine-tune an adapter that writes docstrings (method qlora), stop the run and resume it")
         datasets = self._upload(client, rows, "chat")
         before = self._measure(client, plan_, model, datasets)
         tuned = self._tune(client, plan_, model, datasets)
         after = tuned.held_out[-1]
         adapter = self._adapter(client, tuned.id)
 
-        terminal.heading("What it has learnt")
+        terminal.heading("Compare the model without and with the adapter")
         self._show_samples(plan_, rows, adapter)
         if plan_.remark:
             terminal.say(f"\n  {plan_.remark}")
         terminal.say(
             f"\n  Loss on the {len(rows.held_out)} held-out docstrings: {before:.3f} before, {after:.3f} after "
             f"({_percent(before, after)}).\n"
-            f"  The adapter: {adapter}\n"
-            "  To load it with plain peft:\n"
+            f"  Adapter: {adapter}\n"
+            "  Load it with peft:\n"
         )
         terminal.say("".join(f"    {line}\n" for line in completion.LOADING.format(adapter=adapter).splitlines()))
         if after >= before:
-            raise DemoError("the loss on held-out rows did not fall; that is a bug, please report it with the logs.")
-        terminal.say(f"  All of it took {terminal.seconds:.0f} s.")
+            raise DemoError(
+                "the loss on the held-out rows did not decrease. This is a bug; please report it with the logs."
+            )
+        terminal.say(f"  Total time: {terminal.seconds:.0f} s.")
 
     def leave(self) -> None:
-        """Take back what would go on at the next start of the service."""
+        """Stop the live run, which would continue at the next start of the service, and close the client."""
         if self._client is None:
             return
         if self._live is not None:
             try:
                 self._client.runs.stop(self._live, save_checkpoint=False)
             except AnnealError:
-                pass  # the service is gone, and the run with it
+                pass  # the service has ended, and the run with it
         self._client.close()
 
     def tell_what_goes_on(self) -> None:
-        """Where the service is, when it is left running."""
+        """Print the URL of a service that is left running, and how to stop it."""
         if self._connection is not None:
             self._terminal.say(
-                f"\n  The service goes on at {self._connection.url}; key and process ids are in "
-                f"{self._settings.connection_file}.\n  To end it: kill {self._connection.pids['up']}"
+                f"\n  The service is still running at {self._connection.url}. Its key and process ids are in "
+                f"{self._settings.connection_file}.\n  To stop it: kill {self._connection.pids['up']}"
             )
 
     # Data and model
 
     def _build_data(self, plan_: Plan) -> data.Rows:
-        with self._terminal.step(f"Reading the docstrings of Python {platform.python_version()}'s library:") as told:
+        with self._terminal.step(f"Reading the docstrings of the Python {platform.python_version()} library:") as notes:
             rows = data.build()
             rows = data.Rows(_evenly(rows.training, plan_.most_rows), _evenly(rows.held_out, plan_.most_held_out))
-            told.append(f"{len(rows.training):,} chats to train on, {len(rows.held_out)} held out")
+            notes.append(f"{len(rows.training):,} chats to train on, {len(rows.held_out)} held out")
         return rows
 
     def _build_model(self, rows: data.Rows) -> None:
-        with self._terminal.step("Training a tokenizer on them:") as told:
+        with self._terminal.step("Training a tokenizer:") as notes:
             texts = (text for row in rows.training for text in (data.SYSTEM, row.text["text"]))
             tokenizer = base_model.train_tokenizer(texts)
             base_model.write_model(self._settings.models_folder / _SMALL_MODEL, tokenizer)
-            told.append(f"{tokenizer.get_vocab_size():,} tokens")
+            notes.append(f"{tokenizer.get_vocab_size():,} tokens")
 
     def _connect(self, one: Service) -> Anneal:
-        what = "Meanwhile, PostgreSQL, Valkey, API and worker:" if one.is_ours else "Using the running service:"
-        with self._terminal.step(what) as told:
+        what = (
+            "Starting PostgreSQL, Valkey, API and worker in the background:"
+            if one.is_ours
+            else "Using the running service:"
+        )
+        with self._terminal.step(what) as notes:
             connection = self._connection = one.wait()
-            told.append(f"ready at {connection.url}")
+            notes.append(f"ready at {connection.url}")
         self._client = Anneal(connection.url, connection.key, patience=_PATIENCE)
         return self._client
 
     def _upload(self, client: Anneal, rows: data.Rows, format: Literal["chat", "text"]) -> dict[str, str]:
-        """Upload both parts of the rows; returns the fields of a run that name them."""
-        with self._terminal.step(f"POST /v1/datasets, {format}:") as told:
+        """Upload both parts of the rows; return the fields of a run that reference them."""
+        with self._terminal.step(f"POST /v1/datasets, {format}:") as notes:
             ids = []
             for name, part in (("docstrings", rows.training), ("docstrings-held-out", rows.held_out)):
                 rows_of_part = data.jsonl(getattr(row, format) for row in part)
                 dataset = client.datasets.upload(rows_of_part, name=f"{name}-{format}")
                 if dataset.rows != len(part) or dataset.format != format:
-                    raise DemoError(f"of {len(part)} rows, the service counted {dataset.rows} {dataset.format}.")
+                    raise DemoError(f"of {len(part)} rows, the service counted {dataset.rows} of {dataset.format}.")
                 ids.append(dataset.id)
-            told.append(f"{ids[0]}, held out {ids[1]}")
+            notes.append(f"{ids[0]}, held out {ids[1]}")
         return {"dataset_id": ids[0], "eval_dataset_id": ids[1]}
 
     # Runs
@@ -183,20 +189,20 @@ class Demo:
         first, last = found.held_out[0], found.held_out[-1]
         self._terminal.say(
             f"  {found.id}: {found.step} steps in {found.seconds:.1f} s, loss {found.losses[0]:.3f} to "
-            f"{found.losses[-1]:.3f}; on held-out code {first:.3f} at its first evaluation, {last:.3f} at its last"
+            f"{found.losses[-1]:.3f}; held-out loss {first:.3f} at the first evaluation, {last:.3f} at the last"
         )
         if last >= first:
-            raise DemoError(f"run {found.id} did not learn: its loss on held-out rows went from {first} to {last}.")
+            raise DemoError(f"run {found.id} did not learn: its loss on the held-out rows went from {first} to {last}.")
         return found.id
 
     def _measure(self, client: Anneal, plan_: Plan, model: str, datasets: dict[str, str]) -> float:
-        """Loss of the base model on the held-out rows, quantised as the adapter will see it."""
+        """Measure the loss of the base model on the held-out rows, quantized as for the adapter."""
         config = {"base_model": model, **plan_.measuring}
         run = client.runs.create({"name": "the base model, measured", "config": config, **datasets})
-        found = self._follow(client, run.id, "base model, measured")
+        found = self._follow(client, run.id, "base model")
         _expect(found, "completed")
         self._terminal.say(
-            f"  {found.id}: the base model as it is, on the held-out docstrings: {found.held_out[-1]:.3f} "
+            f"  {found.id}: held-out loss of the base model without an adapter: {found.held_out[-1]:.3f} "
             f"({found.seconds:.1f} s)"
         )
         return found.held_out[-1]
@@ -217,17 +223,17 @@ class Demo:
         _expect(resumed, "completed")
         if resumed.first_step <= stopped.step or resumed.step != steps:
             raise DemoError(
-                f"run {resumed.id} went from step {resumed.first_step} to {resumed.step}, and not from where "
-                f"{stopped.id} had stopped (step {stopped.step}) to {steps}."
+                f"run {resumed.id} went from step {resumed.first_step} to {resumed.step}; expected to start "
+                f"where {stopped.id} had stopped (step {stopped.step}) and to end at {steps}."
             )
         self._terminal.say(
-            f"  {resumed.id}: goes on from there, steps {stopped.step + 1} to {resumed.step} (POST …/resume, "
+            f"  {resumed.id}: resumed, steps {stopped.step + 1} to {resumed.step} (POST …/resume, "
             f"{resumed.seconds:.1f} s)"
         )
         return resumed
 
     def _follow(self, client: Anneal, run_id: str, label: str, stop_at: int | None = None) -> Followed:
-        """Follow a run to its end, and ask it to stop when it has reached a step."""
+        """Follow a run to its end; request a stop when it reaches step `stop_at`."""
         self._live = run_id
         began = time.monotonic()
         found = Followed(run_id)
@@ -247,14 +253,14 @@ class Demo:
     def _adapter(self, client: Anneal, run_id: str) -> str:
         folder = client.runs.get(run_id).fine_tuned_model
         if not folder:
-            raise DemoError(f"run {run_id} is completed, but tells no folder of its adapter.")
+            raise DemoError(f"run {run_id} is completed, but has no adapter folder.")
         return folder
 
     def _show_samples(self, plan_: Plan, rows: data.Rows, adapter: str) -> None:
-        # Not the best ones: evenly taken from all that are short enough to read here.
+        # Not the best ones: evenly spaced among the rows that are short enough to print.
         short = [row for row in rows.held_out if row.name[0] != "_" and len(row.docstring) < 70]
         chosen = _evenly(short, _SAMPLES)
-        with self._terminal.step("Loading the adapter with plain peft; held-out code, completed without and with it"):
+        with self._terminal.step("Loading the adapter with peft and completing held-out code without and with it"):
             answers = completion.complete(self._settings, adapter, [row.prompt for row in chosen], plan_.offline)
         for row, answer in zip(chosen, answers, strict=True):
             self._terminal.say(
@@ -288,13 +294,13 @@ def _take(found: Followed, event: Event, bar: Bar) -> None:
 def _expect(found: Followed, status: str) -> None:
     if found.status != status:
         why = f" ({found.error})" if found.error else ""
-        raise DemoError(f"run {found.id} ended as {found.status or 'nothing'}, not {status}{why}.")
+        raise DemoError(f"run {found.id} ended as {found.status or 'unknown'}, expected {status}{why}.")
     if status == "completed" and not (found.losses and found.held_out):
-        raise DemoError(f"run {found.id} is completed, but told no loss on training or held-out rows.")
+        raise DemoError(f"run {found.id} is completed, but reported no loss on training or held-out rows.")
 
 
 def _evenly(rows: list[data.Documented], most: int | None) -> list[data.Documented]:
-    """At most so many of the rows, from all over the library."""
+    """Return at most `most` rows, evenly spaced."""
     return rows if most is None else rows[:: max(1, len(rows) // most)][:most]
 
 
@@ -309,7 +315,7 @@ def _short(text: str) -> str:
 
 @contextmanager
 def _sigterm_as_interrupt() -> Iterator[None]:
-    """An end from outside is as clean as a Ctrl-C."""
+    """Handle SIGTERM like Ctrl-C, so that the cleanup runs."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

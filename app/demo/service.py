@@ -1,4 +1,4 @@
-"""The service that the demo runs against: `anneal up` in a home of its own."""
+"""Service of the demo: `anneal up` in a separate home folder."""
 
 import signal
 import subprocess
@@ -24,7 +24,7 @@ _TICK_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Connection:
-    """Where the service is, the key to it, and its processes by name."""
+    """URL, API key and process ids (by name) of the service."""
 
     url: str
     key: str
@@ -32,9 +32,9 @@ class Connection:
 
 
 def demo_settings(settings: Settings) -> Settings:
-    """Settings of a service that shares nothing with the user's own: home, servers, storage, models and port.
+    """Return settings of a service that shares no home, servers, storage, models or port with the user's own.
 
-    The demo's runs must not be taken by a worker that reads another storage.
+    A worker that uses another storage must not claim the demo's runs.
     """
     home = settings.home / "demo"
     return Settings(
@@ -44,7 +44,7 @@ def demo_settings(settings: Settings) -> Settings:
 
 
 class Service:
-    """`anneal up` as a child process; one that already runs on this home is used instead."""
+    """`anneal up` as a child process, or the service that already runs in this home."""
 
     def __init__(self, settings: Settings, keep: bool) -> None:
         self.settings = settings
@@ -55,11 +55,11 @@ class Service:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it was started here, and so is ended here."""
+        """True if the service was started here and is therefore stopped here."""
         return self._running is None
 
     def start(self) -> None:
-        """Start it, without waiting; call from the main thread."""
+        """Start the service without waiting; call from the main thread."""
         if self._running is not None:
             return
         command = [sys.executable, "-P", "-m", "app.cli", "up"]
@@ -67,41 +67,41 @@ class Service:
         if not self._keep:
             self._child = start_child(command, log=self.log, environment=environment, death_signal=signal.SIGTERM)
             return
-        with self.log.open("ab") as output:  # left running on purpose: nothing ties it to this process
+        with self.log.open("ab") as output:  # it keeps running: no death signal, own session
             self._child = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment,
                 start_new_session=True,
             )  # fmt: skip
 
     def wait(self) -> Connection:
-        """Until API and worker are ready.
+        """Wait until API and worker are ready.
 
         Raises:
-            DemoError: it ended, or took too long.
+            DemoError: the service ended or did not become ready in time.
         """
         deadline = time.monotonic() + _SECONDS_TO_START
         while self._running is None and time.monotonic() < deadline:
             if self._child is None or self._child.poll() is not None:
-                said = last_lines(self.log, 1) or "nothing was said"
-                raise DemoError(f"The service ended at its start ({said}); see {self.log}.")
+                said = last_lines(self.log, 1) or "no output"
+                raise DemoError(f"The service ended during startup ({said}); see {self.log}.")
             connection = _connection(self.settings)
             if connection is not None and connection.pids.get("up") == self._child.pid and _is_ready(connection):
                 return connection
             time.sleep(_TICK_SECONDS)
         if self._running is None:
             said = last_lines(self.log, 1)
-            raise DemoError(f"The service was not ready after {_SECONDS_TO_START:.0f} s; it said last: {said}")
+            raise DemoError(f"The service was not ready after {_SECONDS_TO_START:.0f} s. Last log line: {said}")
         return self._running
 
     def stop(self) -> None:
-        """End it, unless it is to be kept."""
+        """Stop the service, unless it is kept running."""
         if self._child is not None and not self._keep:
             stop_child(self._child, _SECONDS_TO_END)
 
 
 @contextmanager
 def service(settings: Settings, keep: bool, ending: Callable[[], None]) -> Iterator[Service]:
-    """A service that is ended with the block, however it ends; `ending` is called just before."""
+    """Start a service and stop it when the block exits, also on errors; call `ending` just before."""
     one = Service(settings, keep)
     one.start()
     try:
@@ -137,5 +137,5 @@ def _is_ready(connection: Connection) -> bool:
             workers: list[dict[str, Any]] = answer.json()["data"] if answer.status_code == 200 else []
     except (httpx.HTTPError, ValueError, KeyError):
         return False
-    # A worker that was killed earlier still counts as online for a while: it has to be this one.
+    # A worker that was killed earlier counts as online for a while, so compare the process id.
     return any(it["state"] == "online" and it["pid"] == connection.pids.get("worker") for it in workers)

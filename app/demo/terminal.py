@@ -1,4 +1,4 @@
-"""What the demo shows: a line for each step with its seconds, and a bar with the loss while a run trains."""
+"""Output of the demo: one line per step with its duration, and a progress bar with the loss of a run."""
 
 import time
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Bar:
-    """How far a run is; without a terminal a line every few seconds."""
+    """Progress of a run: a bar on a terminal, otherwise a line every few seconds."""
 
     def __init__(self, console: Console, progress: Progress | None, label: str) -> None:
         self._console = console
@@ -21,41 +21,41 @@ class Bar:
         self._done, self._total = 0, 0
         self._loss: float | None = None
         self._held_out: float | None = None
-        self._told = time.monotonic()
+        self._printed_at = time.monotonic()
 
     def step(self, done: int, total: int | None, loss: float | None) -> None:
-        """The run has reached an optimizer step."""
+        """Show a new optimizer step."""
         self._done, self._total = done, total or self._total
         self._loss = loss if loss is not None else self._loss
-        self._show(told_anyway=done == self._total)
+        self._show(always=done == self._total)
 
     def evaluated(self, loss: float) -> None:
-        """The held-out rows were evaluated."""
+        """Show a new loss on the held-out rows."""
         self._held_out = loss
-        self._show(told_anyway=True)
+        self._show(always=True)
 
     def phase(self, text: str) -> None:
-        """What it does before the first step."""
+        """Show the phase of a run before its first step."""
         if self._progress is not None and self._task is not None and not self._done:
             self._progress.update(self._task, figures=text)
 
     def say(self, text: str) -> None:
-        """A line beside the bar."""
+        """Print a line above the bar."""
         self._console.print(f"    {text}", markup=False, highlight=False, soft_wrap=True)
 
-    def _show(self, told_anyway: bool) -> None:
+    def _show(self, always: bool) -> None:
         figures = [f"loss {self._loss:.3f}"] if self._loss is not None else []
         figures += [f"held-out {self._held_out:.3f}"] if self._held_out is not None else []
         text = "  ".join(figures)
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=self._done, total=self._total or None, figures=text)
-        elif told_anyway or time.monotonic() - self._told > _SECONDS_BETWEEN_LINES:
-            self._told = time.monotonic()
+        elif always or time.monotonic() - self._printed_at > _SECONDS_BETWEEN_LINES:
+            self._printed_at = time.monotonic()
             self.say(f"step {self._done}/{self._total}  {text}")
 
 
 class Terminal:
-    """Standard output, as a terminal or as plain lines."""
+    """Standard output, on a terminal or as plain lines."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False)
@@ -64,33 +64,33 @@ class Terminal:
 
     @property
     def seconds(self) -> float:
-        """Since the demo began."""
+        """Seconds since the start of the demo."""
         return time.monotonic() - self._began
 
     def say(self, text: str = "") -> None:
-        """A line, or several."""
+        """Print one or more lines."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def heading(self, text: str) -> None:
-        """What comes next."""
+        """Print a numbered heading."""
         self._headings += 1
         self._console.print(f"\n{self._headings}. {text}", style="bold", markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
     def step(self, text: str) -> Iterator[list[str]]:
-        """A step that takes a while; what is put into the list is told with its seconds once it is done."""
+        """Run a step; print the items of the yielded list and the duration when it is done."""
         began = time.monotonic()
-        told: list[str] = []
+        notes: list[str] = []
         if self._console.is_terminal:
             with self._console.status(text):
-                yield told
+                yield notes
         else:
-            yield told
-        self.say(f"  {' '.join([text, *told])} ({time.monotonic() - began:.1f} s)")
+            yield notes
+        self.say(f"  {' '.join([text, *notes])} ({time.monotonic() - began:.1f} s)")
 
     @contextmanager
     def bar(self, label: str) -> Iterator[Bar]:
-        """A bar for one run; it stays where it ended."""
+        """Show a bar for one run; it remains visible after the run."""
         if not self._console.is_terminal:
             self.say(f"  {label}")
             yield Bar(self._console, None, label)
@@ -103,5 +103,5 @@ class Terminal:
             yield Bar(self._console, progress, label)
 
     def fail(self, text: str) -> None:
-        """Why the demo did not succeed."""
+        """Print the reason of a failure."""
         self._console.print(f"\nThe demo failed: {text}", style="red", markup=False, highlight=False, soft_wrap=True)

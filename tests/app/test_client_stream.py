@@ -93,7 +93,7 @@ class TestConnections:
         assert [event.seq for event in client.runs.events("run_away")] == list(range(1, LAST + 1))
         assert Streams.cursors == [None, "2", "2", "4", "6"]
         (told,) = [record.getMessage() for record in caplog.records if record.name == "app.client.events"]
-        assert "503" in told and "Trying again" in told
+        assert "503" in told and "Retrying" in told
 
     def test_an_event_that_is_missing_is_told_and_not_passed_over(self, client: Anneal) -> None:
         with pytest.raises(AnnealError, match="from event 1 to 3") as broken:
@@ -121,7 +121,7 @@ class TestConnections:
         assert (seen, refused.value.status) == ([1, 2], 401)
 
     def test_a_service_that_stays_away_is_told(self) -> None:
-        with Anneal("http://127.0.0.1:1", "key") as client, pytest.raises(AnnealError, match="does not answer"):
+        with Anneal("http://127.0.0.1:1", "key") as client, pytest.raises(AnnealError, match="is unreachable"):
             list(client.runs.events("run_1", patience=0))
 
 

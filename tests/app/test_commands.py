@@ -386,7 +386,7 @@ class TestTerminal:
         eventually(lambda: shows("30/100"))
         assert "┤" in seen.decode(errors="replace"), "a plot"
         process.send_signal(signal.SIGINT)
-        eventually(lambda: shows("the run goes on"))
+        eventually(lambda: shows("the run continues"))
         assert process.wait(20) == 130
         assert b"Traceback" not in seen
         assert told(anneal("runs", "show", trainer.run_id, "--json"))["status"] == "running"

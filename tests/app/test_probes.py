@@ -233,4 +233,4 @@ def test_client_and_command_wait_and_show_both(shared_api: ApiServer, anneal: An
         done.result()
     engine.dispose()
     assert "peak memory, MiB" in shown and "900" in shown and "The run fits on EPYC" in shown
-    assert "fetches the model" not in shown
+    assert "Download the model" not in shown

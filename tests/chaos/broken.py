@@ -1,4 +1,4 @@
-"""Histories that are wrong in one place, each with the promise that is broken."""
+"""Histories with one error each, and the promise that it breaks."""
 
 from dataclasses import replace
 from typing import Any
@@ -32,7 +32,7 @@ from tests.chaos.spoiling import (
 from tests.chaos.synthetic import LOSSES, OUTPUT, SAMPLES, Story, moment
 
 LATE = 2_000_000.0
-"""Long after every fault of the correct history."""
+"""Unix time long after every fault of the correct history."""
 
 
 def waiting(**values: Any) -> Story:
@@ -44,14 +44,14 @@ def training(steps: int = 3, profile: str = "plain", **values: Any) -> Story:
 
 
 def forked_twice() -> Spoil:
-    """The journal begins with a process that said no more, and another one trains the attempt."""
+    """Add a run whose journal starts with a process that wrote one line; another process trains the attempt."""
     story = waiting().claimed()
     story._write(event="start", pid=4711)
     return run_added(story.begins().completes())
 
 
 def resumed_at(step: int) -> Story:
-    """Lost at step 7, so that it has a checkpoint of step 4."""
+    """Return a run that was lost at step 7, after a checkpoint at step 4, and resumed at `step`."""
     return training(7).lost().claimed().begins(step).completes()
 
 
@@ -61,7 +61,7 @@ def lost_too_often() -> Story:
 
 
 def resumed_in_spite_of_damage() -> Spoil:
-    """Nobody noticed that the newest checkpoint had rotten, and the next attempt began with it."""
+    """Let an attempt resume from the newest checkpoint although it is corrupt."""
     story = training(9).lost()
     damaged, when = story.checkpoints[-1]["id"], story.now
     rot = FaultRecord(1, "flip_a_byte", f"worker-1 {damaged}", when - 9, when, requeues=True)
@@ -73,7 +73,7 @@ def resumed_in_spite_of_damage() -> Spoil:
 
 
 def resumed_what_was_deleted() -> Spoil:
-    """A run took up another at an early checkpoint, which a clean-up then removed."""
+    """Delete a checkpoint that another run resumes from."""
     parent = waiting().claimed().begins().completes()
     child = Story("child of odd", "plain", LATE + 50, "odd", parent.checkpoints[0]["id"]).claimed().begins(4)
     parent.checkpoints[0]["deleted_at"] = moment(child.completes().now)
@@ -97,7 +97,7 @@ def killed_while_hanging() -> Spoil:
 
 
 def lost_in_the_time_of(*faults: Spoil, worker: str = "wrk_1", after: float = 0.0, how: str = "lost") -> Spoil:
-    """A run that changes hands `after` seconds; these faults are all that was done meanwhile."""
+    """Requeue a run after `after` seconds, with only these faults in that time."""
     story = training(worker=worker)
     story.now = LATE + 3 + after
     return together(run_added(story.requeued(how, f"it was {how}").claimed().begins().completes()), *faults)
@@ -116,13 +116,13 @@ def stop_before_its_claim(history: History) -> History:
 
 
 def twins(history: History) -> History:
-    """A second run for a key, of which nobody was told."""
+    """Add a second run for a key, which was not in any response."""
     spoilt = together(run_added(training().completes()), row("odd", idempotency_key="key-plain"))(history)
     return replace(spoilt, creations=history.creations)
 
 
 def unasked(**values: Any) -> Spoil:
-    """A run more, of which no client knows."""
+    """Add a run that no client created."""
     return together(
         run_added(training().completes()),
         row("odd", **values),
@@ -135,14 +135,14 @@ def disk_is_full() -> Spoil:
 
 
 def stopped_after(seconds: float) -> Story:
-    """It ends so long after its stop was accepted."""
+    """Return a run that ends `seconds` after its stop was accepted."""
     story = training().stop_accepted()
     story.now += seconds
     return story.stops_in_good_order()
 
 
 def attempts_at_once(history: History) -> History:
-    """The first attempt writes its last line after the second has begun."""
+    """Let the first attempt write its last line after the second started."""
     lines = list(history.journals["lost"])
     second = next(index for index, one in enumerate(lines) if one["attempt"] == 2)
     last, first = lines[second - 1], lines[second]
@@ -151,7 +151,7 @@ def attempts_at_once(history: History) -> History:
 
 
 def outlived_its_lease() -> Spoil:
-    """Nobody was there to take the run up again, so only the clock tells."""
+    """Let a trainer write after its lease expired; there is no next attempt, so only the clock shows it."""
     story = training().lost()
     story._pass()
     story._write(event="step", step=4, loss_hex=LOSSES[4], samples=list(SAMPLES[4]))
@@ -166,7 +166,7 @@ def checkpoint_stored_twice(history: History) -> History:
 
 
 def gap(history: History) -> History:
-    """An event is gone, and the others keep their numbers."""
+    """Remove an event without renumbering the others."""
     left = tuple(event for event in history.events["plain"] if event.type != "progress")
     spoilt = replace(history, events={**history.events, "plain": left}, transcripts=())
     return row("plain", src_hwm=lambda count: count - 1)(spoilt)
@@ -203,11 +203,11 @@ BROKEN: list[tuple[int, str, Spoil]] = [
     (1, "two answers to one key", creations(lambda c: replace(c, answers=("plain", "tidy")) if "tidy" in c.key else c)),
     (1, "two runs for one key", twins),
     (1, "another run than asked for is resumed", creations(lambda c: replace(c, parent=c.parent and "tidy"))),
-    (1, "a run that nobody asked for", unasked(idempotency_key=None)),
-    (1, "a resume that nobody asked for", unasked(idempotency_key=None, parent_run_id="stopped")),
-    (1, "a run under a key that nobody used", unasked(idempotency_key="other")),
-    (2, "a run waits for ever", run_added(waiting())),
-    (2, "a lost run is not taken back", run_added(training())),
+    (1, "a run that was not requested", unasked(idempotency_key=None)),
+    (1, "a resume that was not requested", unasked(idempotency_key=None, parent_run_id="stopped")),
+    (1, "a run with an unknown key", unasked(idempotency_key="other")),
+    (2, "a run stays pending", run_added(waiting())),
+    (2, "a lost run is not reaped", run_added(training())),
     (2, "a run fails without a cause", run_added(training().fails("internal", "KeyError"))),
     (3, "two attempts at once", attempts_at_once),
     (3, "two processes for one attempt", line("plain", 3, pid=1)),
@@ -215,10 +215,10 @@ BROKEN: list[tuple[int, str, Spoil]] = [
     (3, "two starts of one attempt", line_added("plain", 3, event="start")),
     (3, "a step that comes twice", line_added("crasher", 3, **STEP, step=3)),
     (3, "an older line behind a newer one", line("plain", 3, t=0.0)),
-    (3, "a trainer that nobody started", line_added("plain", -1, event="start", attempt=2)),
+    (3, "a trainer without an attempt", line_added("plain", -1, event="start", attempt=2)),
     (3, "a line behind the last", line_added("plain", -1, event="save", step=12)),
     (3, "a trainer that outlives its lease", outlived_its_lease()),
-    (3, "a trainer that is there when all runs have ended", whole(left={4711: "the journal of plain"})),
+    (3, "a trainer that is alive after all runs have ended", whole(left={4711: "the journal of plain"})),
     (4, "a lost attempt writes into the next", event_added("lost", prints(9), "log", counted=False, **HELLO)),
     (4, "a lost attempt writes while the run waits",
      event_added("lost", becomes("pending", 1), "log", counted=False, **HELLO)),
@@ -238,23 +238,23 @@ BROKEN: list[tuple[int, str, Spoil]] = [
     (6, "a row of an attempt that is not counted", attempt_rows(lambda rows: (*rows, {**rows[0], "attempt": 2}))),
     (6, "a claim without its row", attempt_rows(lambda rows: ())),
     (6, "one epoch for two attempts", attempt("lost", 1, epoch=1)),
-    (7, "a change of status that is told twice",
+    (7, "a status change that is stored twice",
      event_added("plain", becomes("running"), "status", counted=False, **AGAIN)),
     (7, "a change of status to the same",
      event_added("plain", becomes("running"), "status", counted=False, **{**AGAIN, "from": "running"})),
-    (7, "a status that no event tells of", row("plain", status="cancelled")),
+    (7, "a status without an event", row("plain", status="cancelled")),
     (7, "a line that is stored twice", event_doubled("plain", prints(5))),
     (7, "a line that is missing in between", event_removed("plain", prints(5))),
     (7, "a metric that is stored twice", event_doubled("plain", measures(5))),
     (7, "a metric that is missing in between", event_removed("plain", measures(5))),
     (7, "two ends", event_doubled("plain", is_end, counted=False)),
-    (7, "an attempt that ended otherwise than told", attempt("plain", 0, outcome="cancelled")),
+    (7, "an attempt whose outcome differs from its event", attempt("plain", 0, outcome="cancelled")),
     (7, "more counted than stored", row("plain", src_hwm=lambda count: count + 1)),
-    (7, "an error that was not told", row("full", error_message="No room on the disk")),
+    (7, "an error that differs from its event", row("full", error_message="No room on the disk")),
     (8, "a claim after a stop", stop_before_its_claim),
-    (8, "a run is taken up again after a stop",
+    (8, "a run is claimed again after a stop",
      run_added(training().stop_accepted().lost().claimed().begins().completes(), after=LATE)),
-    (8, "a stop that nobody wrote down", row("stopped", stop_requested_at=None)),
+    (8, "a stop that was not recorded", row("stopped", stop_requested_at=None)),
     (8, "a stopped run fails as lost", run_added(training(max_restarts=0).stop_accepted().lost("failed"), after=LATE)),
     (9, "a stop that takes too long", run_added(stopped_after(23))),
     (9, "a stop that takes too long in the time of a fault of others",
@@ -266,7 +266,7 @@ BROKEN: list[tuple[int, str, Spoil]] = [
      run_added(training(6).stop_accepted()._ends("cancelled", STOPPED))),
     (9, "the last line before a stop is missing", event_removed("stopped", prints(6))),
     (9, "the last metric of a completed run is missing", event_removed("plain", measures(12))),
-    (9, "the last line of a run that was handed back is missing",
+    (9, "the last line of a released run is missing",
      events("handed", lambda all: [e for e in all if not prints(5)(e)], uncounted=-1)),
     (10, "another loss", line("plain", 2, loss_hex="0x1p+0")),
     (10, "other samples", line("lost", -3, samples=[0, 0])),
@@ -277,7 +277,7 @@ BROKEN: list[tuple[int, str, Spoil]] = [
      completed_early),
     (11, "a resume from the start in spite of a checkpoint", run_added(resumed_at(0), after=LATE)),
     (11, "a resume from where nothing was saved", run_added(resumed_at(6), after=LATE)),
-    (11, "a resume from another step than was told", attempt("lost", 1, start_step=0)),
+    (11, "a resume from another step than recorded", attempt("lost", 1, start_step=0)),
     (11, "a resume from a damaged checkpoint", resumed_in_spite_of_damage()),
     (11, "a checkpoint that broke by itself", lambda h: replace(h, broken={**h.broken, "ckpt_plain_1_8": ("torn",)})),
     (11, "a checkpoint that was bad by itself", checkpoint("plain", 0, bad_reason="torn")),
@@ -296,24 +296,24 @@ BROKEN: list[tuple[int, str, Spoil]] = [
     (13, "a full disk that is called something else", run_added(training().fails("internal", "No space left on it"))),
     (14, "an unknown code", run_added(training().fails("it_was_tuesday", "it happens"))),
     (14, "a wrong code", run_added(training(profile="crasher").fails("internal", "?"))),
-    (14, "a crash that nobody caused", whole(killed_trainers=frozenset())),
+    (14, "a crash without a cause", whole(killed_trainers=frozenset())),
     (14, "given up as lost too early", run_added(training().lost("failed"), after=LATE)),
     (14, "a run that cannot complete does", run_added(training(profile="crasher").completes())),
     (15, "a trainer hangs for ever", run_added(hanging())),
     (15, "a trainer that hangs completes", run_added(training(extra={"hang_at_step": 6}).completes())),
-    (15, "a hanging trainer is found by nobody but the suite", killed_while_hanging()),
+    (15, "a hanging trainer is only killed by the suite", killed_while_hanging()),
     (16, "a run that loses every worker goes on", run_added(lost_too_often(), after=LATE)),
     (17, "a process that keeps descriptors", whole(growth=(Growth("api-1", (30, 71), (8, 8)),))),
     (17, "a process that keeps threads", whole(growth=(Growth("worker-1", (30, 30), (8, 49)),))),
     (17, "a reader is held up", reader(ended=False, connections=1, received=())),
-    (18, "a reader that was cut off is not taken up again", reader(ended=False, connections=2, received=())),
-    (18, "a run is handed back for nothing",
+    (18, "a reader that was cut off does not continue", reader(ended=False, connections=2, received=())),
+    (18, "a run is released without a cause",
      run_added(training().requeued("handed_back", "released: …").claimed().begins().completes())),
-    (19, "a run is lost for nothing", run_added(training().lost().claimed().begins().completes())),
-    (19, "a stopped run is lost for nothing", run_added(training().stop_accepted().lost("cancelled"))),
+    (19, "a run is lost without a cause", run_added(training().lost().claimed().begins().completes())),
+    (19, "a stopped run is lost without a cause", run_added(training().stop_accepted().lost("cancelled"))),
     (19, "a run is lost because of a fault of the other worker",
      lost_in_the_time_of(fault_added("kill_worker", "worker-2", LATE, LATE + 1))),
-    (19, "a run is lost on a worker that nobody knows",
+    (19, "a run is lost on an unknown worker",
      lost_in_the_time_of(fault_added("kill_worker", "worker-1", LATE, LATE + 1), worker="wrk_3")),
     (19, "a run is lost because of a fault that costs no run",
      lost_in_the_time_of(fault_added("kill_api", "api-1", LATE, LATE + 1, requeues=False))),
@@ -323,7 +323,7 @@ BROKEN: list[tuple[int, str, Spoil]] = [
          fault_added("kill_api", "api-1", LATE + 2, LATE + 30, requeues=False), after=30)),
     (19, "a lease runs out because the storage is full",
      lost_in_the_time_of(fault_added("disk_full", "storage", LATE, LATE + 1))),
-    (18, "a run is handed back because the database is away",
+    (18, "a run is released because the database is unreachable",
      lost_in_the_time_of(fault_added("long_absence", "postgres", LATE, LATE + 1), how="handed_back")),
     (20, "a run is lost because a clock jumped", lost_while_a_clock_was_wrong()),
     (20, "the clock of the database goes back", clock_goes_back),

@@ -1,4 +1,4 @@
-"""A campaign: rounds of faults under load in segments, each checked as a whole when all its runs have ended."""
+"""Campaign: rounds of faults under load, in segments that are checked after all their runs have ended."""
 
 import multiprocessing
 import random
@@ -42,7 +42,7 @@ _WINDOWS_OF_CLIENTS = (
 
 @dataclass
 class Result:
-    """What a campaign has shown."""
+    """Result of a campaign."""
 
     seed: int
     rounds: int
@@ -57,7 +57,7 @@ class Result:
 
     @property
     def missed(self) -> list[str]:
-        """Windows that this campaign should have hit and never did."""
+        """Windows that this campaign should have hit but did not."""
         if self.rounds < len(FAULTS):
             return self.missed_after(Counter())
         clients = [window for window in _WINDOWS_OF_CLIENTS if not self.hits[window]]
@@ -65,13 +65,13 @@ class Result:
         return self.missed_after(Counter()) + clients + uncounted
 
     def missed_after(self, hits: Counter[str]) -> list[str]:
-        """Windows of the faults so far that were hit neither before nor among `hits`."""
+        """Return windows of the faults so far that are in neither the previous hits nor `hits`."""
         windows = [window for fault in FAULTS if fault.__name__ in self.faults for window in FAULTS[fault]]
         left_out = {"disk full"} if self.not_tried else set()
         return [window for window in windows if window not in left_out and not (self.hits + hits)[window]]
 
     def add(self, other: "Result") -> None:
-        """Take in what another part of the same campaign has shown."""
+        """Add the result of another part of the same campaign."""
         self.faults += other.faults
         self.hits += other.hits
         self.observed += other.observed
@@ -83,12 +83,12 @@ class Result:
 
     @property
     def held(self) -> bool:
-        """Whether no promise was broken, and every window was hit."""
+        """True if no promise was broken and every window was hit."""
         return not self.violations and not self.missed
 
 
 def schedule(seed: int, rounds: int) -> list[Callable[[Scene], None]]:
-    """The faults in their order: each kind once in every twenty rounds, shuffled by the seed."""
+    """Return the faults in order: each kind once in every twenty rounds, shuffled by the seed."""
     rng = random.Random(seed)
     order: list[Callable[[Scene], None]] = []
     while len(order) < rounds:
@@ -99,19 +99,19 @@ def schedule(seed: int, rounds: int) -> list[Callable[[Scene], None]]:
 
 
 def tell(line: str) -> None:
-    """Print at once, whatever the output is."""
+    """Print and flush."""
     print(line, flush=True)
 
 
 def run(seed: int, rounds: int, jobs: int = 1, say: Callable[[str], None] = tell) -> Result:
-    """Run a campaign; everything random in it follows from the seed, except the machine's own timing.
+    """Run a campaign; all randomness derives from the seed, except the timing of the machine.
 
-    Its segments go to `jobs` worlds of their own, at the same time.
+    Its segments run in `jobs` parallel worlds.
     """
     began = time.monotonic()
     if SLOWNESS > 1:
         say(
-            f"this machine takes {SLOWNESS:g} times as long to start things as it should: leases of {LEASE_SECONDS:g} s"
+            f"this machine starts processes {SLOWNESS:g} times slower than the reference: leases of {LEASE_SECONDS:g} s"
         )
     segments = range(0, rounds, SEGMENT_ROUNDS)
     parts = [segments[number::jobs] for number in range(min(jobs, len(segments)))]
@@ -119,7 +119,7 @@ def run(seed: int, rounds: int, jobs: int = 1, say: Callable[[str], None] = tell
         result = _part(seed, rounds, parts[0], say)
     else:
         result = Result(seed, rounds)
-        # Processes that start anew: a world has threads, and ends its children with itself.
+        # Spawned, not forked: a world has threads, and its children exit with it.
         with ProcessPoolExecutor(len(parts), multiprocessing.get_context("spawn")) as pool:
             for part in [pool.submit(_part, seed, rounds, part, tell) for part in parts]:
                 result.add(part.result())
@@ -128,13 +128,13 @@ def run(seed: int, rounds: int, jobs: int = 1, say: Callable[[str], None] = tell
 
 
 def _part(seed: int, rounds: int, segments: Sequence[int], say: Callable[[str], None]) -> Result:
-    """Some segments of a campaign, told by their first rounds, one after the other in one world."""
+    """Run some segments of a campaign, given by their first rounds, sequentially in one world."""
     result = Result(seed, rounds)
     with tempfile.TemporaryDirectory(prefix="anneal-chaos-", ignore_cleanup_errors=True) as folder:
         world = World(Path(folder), seed)
         try:
             if not world.has_small_disk:
-                result.not_tried = ["disk full: this user may not mount the small file system that it takes"]
+                result.not_tried = ["disk full: this user may not mount the small file system that it needs"]
             profiles = _references(world, say)
             order = schedule(seed, rounds)
             for first in segments:
@@ -146,8 +146,8 @@ def _part(seed: int, rounds: int, segments: Sequence[int], say: Callable[[str], 
 
 
 def _references(world: World, say: Callable[[str], None]) -> dict[str, Profile]:
-    """Let a run of each kind go through undisturbed."""
-    say("runs that nobody disturbs, to know every loss …")
+    """Run each kind once without faults and return the profiles."""
+    say("reference runs without faults …")
     clients = Clients(world, 0)
     ids = {plan.name: clients.create(plan.name) for plan in reference_plans()}
     statement = "SELECT name, status, attempt, error_message FROM runs WHERE status NOT IN ('completed')"
@@ -174,11 +174,11 @@ def _segment(
     for number, fault in enumerate(order, first + 1):
         _round(scene, number, fault, result, say)
     for number in range(1, _SECOND_TRIES + 1):
-        # What a fault aims at is a matter of moments: one that always missed has another try.
+        # Faults depend on timing, so those that missed are tried again.
         missed = set(result.missed_after(scene.hits)) if is_last else set()
         for fault in [fault for fault, windows in FAULTS.items() if missed & set(windows)]:
             _round(scene, first + len(order) + number, fault, result, say)
-    clients.create("hanger")  # undisturbed from here on: it is found by its silence alone
+    clients.create("hanger")  # no faults from here on: only its missing heartbeat reveals it
     clients.finish()
     unfinished = "SELECT id FROM runs WHERE status NOT IN ('completed', 'failed', 'cancelled')"
     quiet = time.monotonic()
@@ -203,7 +203,7 @@ def _segment(
         result.times.setdefault(what, []).extend(seconds)
     found = [*report.violations, *(Violation(promise, "", what) for promise, what in scene.broken)]
     for row in world.rows(curves.MISMATCHES, ids=list(history.runs)):
-        found.append(Violation(5, row["run_id"], f"its curves tell of other points than its log: {row}"))
+        found.append(Violation(5, row["run_id"], f"its curves have other points than its event log: {row}"))
     result.violations += found
     for violation in found:
         say(f"BROKEN promise {violation.promise} {violation.run_id}: {violation.what}")

@@ -1,4 +1,4 @@
-"""What a fault may cost, whom it reaches and for how long: on this alone a loss counts as explained."""
+"""Rules for faults that explain a loss: which effects they may have, on which workers and for how long."""
 
 from collections.abc import Iterator
 
@@ -7,44 +7,43 @@ from tests.chaos.history import FaultRecord, History
 from tests.chaos.machine import SLOWNESS
 
 SLACK = 6.0 * SLOWNESS
-"""Seconds that a busy machine may take beyond what the leases explain."""
+"""Extra seconds for a busy machine, beyond the leases."""
 EVERYBODY = ("postgres", "all")
-"""Targets that reach every worker."""
+"""Targets that affect every worker."""
 LOOK_SECONDS = 0.5
 _CLOCKS_DIFFER_BY = 0.001
-"""Seconds: what a float of a time stamp may be off."""
+"""Seconds of rounding error of a timestamp as a float."""
 
 
 def place(fault: FaultRecord) -> str:
-    """What the fault was done to; some name a checkpoint behind it."""
+    """Return the target of the fault, without the checkpoint id that some targets contain."""
     return fault.target.partition(" ")[0]
 
 
 def reaches(fault: FaultRecord, worker: str | None) -> bool:
-    """Whether the fault is one of this worker, or of what every worker needs."""
+    """Return True if the fault affects this worker or something that every worker needs."""
     return place(fault) in EVERYBODY or (worker is not None and place(fault) == worker)
 
 
 def worker_of(history: History, course: Course, attempt: int) -> str | None:
-    """The service that had the attempt; None if nobody knows that worker."""
+    """Return the service that executed the attempt, or None for an unknown worker."""
     rows = (row.get("worker_id") for row in course.attempts if row["attempt"] == attempt)
     return history.workers.get(next(rows, None) or "")
 
 
 def over_at(fault: FaultRecord, lease_seconds: float) -> float:
-    """The latest moment at which the fault may still cost a run.
+    """Return the latest time at which the fault may still cause a loss.
 
-    A lease has to run out, and after Postgres was away there is one of grace. Nothing stretches this: whatever keeps
-    the reaper or the database from working meanwhile is a fault that reaches every worker, with a time of its own.
+    A lease has to expire, and after an outage of PostgreSQL there is one lease of grace. Nothing extends this: anything
+    else that blocks the reaper or the database is a fault that affects every worker, with its own time.
     """
     return fault.ended + 2 * lease_seconds + SLACK
 
 
 def may_cost(history: History, fault: FaultRecord, worker: str | None, how: str, when: float) -> bool:
-    """Whether the fault may be why a run was taken from this worker at this moment, in this way.
+    """Return True if the fault may have caused this kind of loss on this worker at this time.
 
-    To hand a run back is what a worker does that is told to end, and a full storage keeps an attempt from being
-    prepared: neither is ever the work of anything else.
+    Only a worker that is shutting down releases runs, and only a full storage prevents an attempt from being prepared.
     """
     if not fault.requeues or not fault.began - _CLOCKS_DIFFER_BY <= when <= over_at(fault, history.lease_seconds):
         return False
@@ -56,13 +55,13 @@ def may_cost(history: History, fault: FaultRecord, worker: str | None, how: str,
 
 
 def is_explained(history: History, course: Course, loss: Loss) -> bool:
-    """Whether the suite did something that may have cost the attempt."""
+    """Return True if a fault of the suite explains the loss."""
     worker = worker_of(history, course, loss.move.attempt)
     return any(may_cost(history, fault, worker, loss.how, loss.move.ts) for fault in history.faults)
 
 
 def a_clock_was_wrong(history: History, when: float) -> bool:
-    """Whether it was, or had only just been."""
+    """Return True if a clock was wrong at this time or shortly before."""
     return any(
         "clock" in fault.kind and fault.began <= when <= fault.ended + history.lease_seconds + SLACK
         for fault in history.faults
@@ -70,7 +69,7 @@ def a_clock_was_wrong(history: History, when: float) -> bool:
 
 
 def moments_without_excuse(history: History, course: Course) -> Iterator[float]:
-    """Moments in the life of its attempts, one every half second, in which a lost worker would be a violation."""
+    """Yield times in its attempts, every half second, at which a loss would be a violation."""
     for row in course.attempts:
         claim, end = course.claim_of(row["attempt"]), course.end_of(row["attempt"])
         worker = worker_of(history, course, row["attempt"])
@@ -85,7 +84,7 @@ def moments_without_excuse(history: History, course: Course) -> Iterator[float]:
 
 
 def is_disturbed(history: History, course: Course, attempt: int, since: float, until: float) -> bool:
-    """Whether anything was done to the attempt, its worker, its storage or its database in this time."""
+    """Return True if a fault affected the attempt, its worker, its storage or its database in this period."""
     worker = worker_of(history, course, attempt)
     return course.pid_of(attempt) in history.killed_trainers or any(
         (reaches(fault, worker) or place(fault) == "storage")

@@ -1,8 +1,8 @@
-"""Decides whether a campaign broke a promise, from nothing but what it left behind.
+"""Checker that decides from the recorded history alone if a campaign broke a promise.
 
-Each promise is a function over the course of one run (or over what one reader received) that yields what breaks it;
-they are in the modules `promises_…`. A false alarm is as bad as a broken promise
-that nobody sees, so each says why what it asserts holds whatever the order in which things happened.
+Each promise is a function over the course of one run (or over the events that one reader received) that yields its
+violations; they are in the modules `promises_…`. A false alarm is as bad as a missed violation, so each docstring
+explains why its assertion holds for every order of events.
 """
 
 from collections import Counter
@@ -33,26 +33,26 @@ PROMISES: tuple[Callable[[History, Course], Iterator[Violation]], ...] = (
     promises_runs.poison_runs_do_not_loop,
     promises_runs.requeues_are_explained,
 )
-"""About each run. Others are about keys, transcripts and processes, see `check`."""
+"""Promises about each run. Others are about keys, transcripts and processes, see `check`."""
 
 MOMENTS = "half seconds in which a loss would be unexplained"
 MOMENTS_OF_WRONG_CLOCKS = f"{MOMENTS}, while a clock was wrong"
-"""Counted, since without such moments promises 18 to 20 were not tested."""
+"""Counted, because without such moments promises 18 to 20 were not tested."""
 
 
 @dataclass
 class Report:
-    """What the checker found."""
+    """Result of the checker."""
 
     violations: list[Violation] = field(default_factory=list)
     counted: dict[str, int] = field(default_factory=dict)
-    """How much was looked at: a campaign without violations proves as much as this."""
+    """Number of compared items, which shows how much a campaign without violations proves."""
     observed: Counter[str] = field(default_factory=Counter)
-    """Windows that the faults really hit, as far as the history itself tells."""
+    """Windows that the faults hit, according to the history."""
 
 
 def check(history: History) -> Report:
-    """Hold the history against every promise."""
+    """Check the history against every promise."""
     found = courses(history)
     violations = [
         *promises_events.accepted_is_durable(history),
@@ -68,7 +68,7 @@ def check(history: History) -> Report:
 
 
 def count(history: History, found: dict[str, Course]) -> dict[str, int]:
-    """How many of each thing were compared."""
+    """Count the compared items by kind."""
     steps = [
         line
         for course in found.values()
@@ -110,7 +110,7 @@ def count(history: History, found: dict[str, Course]) -> dict[str, int]:
 
 
 def observe(history: History, found: dict[str, Course]) -> Counter[str]:
-    """Which windows were hit."""
+    """Count the windows that were hit."""
     seen: Counter[str] = Counter()
     for course in found.values():
         seen[f"ended {course.row['status']}"] += 1

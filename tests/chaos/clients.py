@@ -1,4 +1,4 @@
-"""Clients of the service under attack: they create, stop, resume and stream, try again on every error, and remember."""
+"""Clients of a campaign: they create, stop, resume and stream runs, retry on every error, and record the responses."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ class Clients:
     def __init__(self, world: World, seed: int) -> None:
         self.world = world
         self.hits: Counter[str] = Counter()
-        """What the clients themselves met that is worth counting."""
+        """Windows that the clients hit."""
         self.stops: list[StopCall] = []
         self._seed = seed
         self._lock = threading.Lock()
@@ -51,12 +51,12 @@ class Clients:
         self._watched = time.monotonic()
 
     def start(self) -> None:
-        """Begin."""
+        """Start all client threads."""
         for thread in self._threads:
             thread.start()
 
     def finish(self) -> None:
-        """Ask for nothing new; streams go on until their runs end."""
+        """Stop new requests; streams continue until their runs end."""
         self._over.set()
         for thread in self._threads:
             thread.join(60)
@@ -70,17 +70,17 @@ class Clients:
             stream.over.set()
 
     def want(self, name: str, priority: int = 0) -> None:
-        """Have a run of this profile created soon, before others."""
+        """Queue a run of this profile to be created next."""
         with self._lock:
             self._wanted.append((PLANS[name], priority))
 
     def create(self, name: str, priority: int = 0) -> str:
-        """Create a run of this profile now; answers its id once the API has accepted it."""
+        """Create a run of this profile and return its id after the API has accepted it."""
         rng = random.Random(f"{self._seed} {time.monotonic_ns()}")
         return self._create(rng, PLANS[name], priority, is_spared=True)
 
     def stop(self, run_id: str, save: bool = True, attempts: int = 200) -> int | None:
-        """Ask for a stop until there is an answer; its status, None if the clients were told to end before."""
+        """Request a stop until there is a response; return its status code, or None after all attempts failed."""
         for _ in range(attempts):
             try:
                 with self.world.client() as client:
@@ -97,21 +97,21 @@ class Clients:
         return None
 
     def creations(self) -> tuple[Creation, ...]:
-        """All that was asked for, and what was answered."""
+        """Return all creation requests with their responses."""
         return tuple(
             Creation(key, profile, tuple(answers), parent)
             for key, (profile, answers, parent) in self._creations.items()
         )
 
     def transcripts(self) -> tuple[Transcript, ...]:
-        """What the followers received."""
+        """Return the events that each reader received."""
         return tuple(
             Transcript(stream.run_id, tuple(stream.received), stream.connections, stream.ended)
             for stream in self._streams
         )
 
     def profile_of(self, run_id: str) -> str | None:
-        """Which profile a run has."""
+        """Return the profile of a run."""
         return self._profile_of.get(run_id)
 
     # Creating
@@ -129,7 +129,7 @@ class Clients:
             self._create(rng, plan, priority)
 
     def _unfinished(self) -> int:
-        # Looked up at most twice a second: two creators ask all the time.
+        # Query at most twice a second, because two creators poll continuously.
         if time.monotonic() - self._watched > 0.5:
             self._watched = time.monotonic()
             with contextlib.suppress(Exception):  # Postgres may be down
@@ -145,10 +145,10 @@ class Clients:
             self._creations[key] = (plan.name, answers, None)
         run_id = self._post_until_accepted("/v1/runs", key, asked)
         answers.append(run_id)
-        if is_spared:  # a fault has its own plans with it
+        if is_spared:  # it is reserved for a fault
             self._spared.add(run_id)
         self._profile_of[run_id] = plan.name
-        if rng.random() < 0.15:  # as a client does that lost its note of the answer
+        if rng.random() < 0.15:  # like a client that lost the response
             answers.append(self._post_until_accepted("/v1/runs", key, asked))
             self.hits["creation replayed"] += 1
         self._maybe_follow(rng, run_id)
@@ -227,7 +227,7 @@ class Clients:
             code = answer.json().get("code")
             assert answer.status_code in (409, 422) and code in ("no_checkpoint", "nothing_left_to_train"), answer.text
             with self._lock:
-                del self._creations[key]  # a run that has this key all the same was asked for by nobody
+                del self._creations[key]  # a run with this key would be a violation
 
     # Streaming
 
@@ -238,7 +238,7 @@ class Clients:
             stream.thread.start()
 
     def _never_read(self) -> None:
-        """A client that asks for streams and never reads what comes."""
+        """Open streams and never read from them."""
         rng = random.Random(f"{self._seed} deaf")
         kept: list[socket.socket] = []
         while not self._over.wait(1.0):
@@ -263,7 +263,7 @@ class Clients:
 
 
 class _Stream:
-    """A client that follows a run and reconnects whenever it is cut off, and now and then for no reason."""
+    """Client that follows a run, reconnects after every disconnect, and disconnects at random."""
 
     def __init__(self, world: World, run_id: str, seed: int) -> None:
         self.run_id = run_id

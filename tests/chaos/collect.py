@@ -1,4 +1,4 @@
-"""Gathers the history of a segment from the database, the trainers' journals, the storage and the clients."""
+"""Collects the history of a segment from the database, the trainers' journals, the storage and the clients."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ _EXPORTED = {"fake": "fake_model.json", "celery": "adapter_model.safetensors"}
 
 
 def profile(world: World, plan: Plan, run_id: str | None) -> Profile:
-    """What is known of a kind of run, from one that nobody disturbed."""
+    """Build the profile of a kind of run from a reference run without faults."""
     steps = [line for line in world.journal(run_id) if line["event"] == "step"] if run_id else []
     return Profile(
         plan.name,
@@ -28,7 +28,7 @@ def profile(world: World, plan: Plan, run_id: str | None) -> Profile:
         plan.max_restarts,
         {line["step"]: line["loss_hex"] for line in steps},
         {line["step"]: tuple(line["samples"]) for line in steps},
-        # One that repairs itself needs more than one attempt, although nobody disturbs it.
+        # A run that is retried automatically needs more than one attempt even without faults.
         _output(world, run_id, max(line["attempt"] for line in world.journal(run_id)), plan.backend)
         if run_id
         else None,
@@ -39,10 +39,10 @@ def profile(world: World, plan: Plan, run_id: str | None) -> Profile:
 def collect(
     world: World, clients: Clients, scene: Scene, profiles: dict[str, Profile], before: set[str], sizes: Sizes
 ) -> History:
-    """Everything of all runs but those of `before`.
+    """Collect the history of all runs except those in `before`.
 
-    They are told by name: neither the order of ids (an API whose clock was set forward gives late ones) nor a time
-    would separate one segment's runs from those of the next.
+    Runs are selected by id: neither the order of ids (an API with a clock in the future assigns later ones) nor a time
+    separates the runs of one segment from those of the next.
     """
     rows = {row["id"]: row for row in world.rows("SELECT * FROM runs ORDER BY id") if row["id"] not in before}
     ids = list(rows)
@@ -113,5 +113,5 @@ def _output(world: World, run_id: str, attempt: int, backend: str) -> str:
 
 
 def reference_plans() -> list[Plan]:
-    """The kinds whose course an undisturbed run has to tell."""
+    """Return the kinds that need a reference run."""
     return [plan for plan in PLANS.values() if plan.must_fail_with is None]

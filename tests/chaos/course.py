@@ -1,4 +1,4 @@
-"""The course of one run, put together from what a campaign left behind, for the promises to look at."""
+"""Course of one run, built from the history of a campaign, as input of the promises."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -12,12 +12,12 @@ from app.runs.models import LIVE, TERMINAL
 from tests.chaos.history import Creation, Event, History, Profile, Row, StopCall, Violation
 
 TOLD_BY_LIFECYCLE = ("status", "error", "end")
-"""Types of events that no trainer causes: written together with the change of status that they tell of."""
+"""Event types that are not written by trainers, but together with a status change."""
 REQUEUES = ("lost", "handed_back", "retried")
 REPAIRED = "repaired"
-"""What became of an attempt after which the run goes on by itself, with something changed: nobody has lost it."""
+"""Outcome of a failed attempt that is retried with a change; it does not count as a loss."""
 _REPAIRS = ("out of memory while", "loss or gradients were non-finite")
-"""How the reasons of such moves begin."""
+"""Prefixes of the reasons of such moves."""
 COUNTED = ("lost", "retried")
 """Requeues that raise `lost_count`."""
 
@@ -27,7 +27,7 @@ _DROPPED_LINES = re.compile(r"… \d+ lines dropped")
 
 @dataclass(frozen=True)
 class Move:
-    """A change of status; `ts` is the database's clock, read while the run's row was locked."""
+    """Status change; `ts` is the database's clock, read while the run's row was locked."""
 
     seq: int
     ts: float
@@ -43,13 +43,13 @@ class Move:
 
 @dataclass(frozen=True)
 class Loss:
-    """An attempt that ended because the run was taken from its worker, or given back by it."""
+    """Attempt that ended because its worker lost or released the run."""
 
     move: Move
     how: str
     """One of `REQUEUES`."""
     before: int
-    """Counted losses since the last new checkpoint, without this one."""
+    """Number of counted losses since the last new checkpoint, without this one."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Course:
     run_id: str
     row: Row
     profile: Profile | None
-    """None for a run of which it is not known who created it."""
+    """None if the creation request of the run is unknown."""
     creation: Creation | None
     events: tuple[Event, ...]
     attempts: tuple[Row, ...]
@@ -76,16 +76,16 @@ class Course:
 
     @property
     def must_complete(self) -> bool:
-        """Whether only a stop or a fault may keep the run from its last step."""
+        """True if only a stop or a fault may prevent the run from completing."""
         return self.profile is not None and self.profile.must_fail_with is None and not self.hangs
 
     @property
     def hangs(self) -> bool:
-        """Whether its trainers are made to hang."""
+        """True if its trainers hang on purpose."""
         return self.options is not None and self.options.hang_at_step is not None
 
     def hung_in(self, attempt: int) -> bool:
-        """Whether the trainer of the attempt got as far as the step that it never ends."""
+        """Return True if the trainer of the attempt reached the step that hangs."""
         if self.options is None or self.options.hang_at_step is None or self.outcome_of(attempt) is not None:
             return False
         start = self.start_of(attempt)
@@ -94,14 +94,14 @@ class Course:
 
     @cached_property
     def options(self) -> FakeOptions | None:
-        """How the trainer was to behave; None for a real one, which says nothing that a checker could foretell."""
+        """Options of the fake trainer; None for a real trainer, whose output is not predictable."""
         if self.row["backend"] != "fake":
             return None
         return FakeOptions.model_validate((self.row.get("config") or {}).get("extra") or {})
 
     @cached_property
     def moves(self) -> tuple[Move, ...]:
-        """Changes of status, in the order of the log."""
+        """Status changes, in the order of the event log."""
         told = (event for event in self.events if event.type == "status")
         return tuple(
             Move(
@@ -119,7 +119,7 @@ class Course:
         return next((move for move in self.moves if move.target == "initializing" and move.attempt == attempt), None)
 
     def end_of(self, attempt: int) -> Move | None:
-        """The first move that ended the attempt."""
+        """Return the first status change that ended the attempt."""
         return next((move for move in self.moves if move.ends_attempt and move.attempt == attempt), None)
 
     def of_trainer(self, attempt: int) -> list[Event]:
@@ -144,43 +144,43 @@ class Course:
         return grouped
 
     def steps_of(self, attempt: int) -> list[int]:
-        """Steps that the trainer of the attempt wrote down, in the order of the file; those it passed over too."""
+        """Return the steps of the attempt in the journal, in file order, including skipped ones."""
         return [line["step"] for line in self.lines_of(attempt) if line["event"] in ("step", "pass_over")]
 
     def start_of(self, attempt: int) -> int | None:
-        """The step at which the attempt took up the run; None if it never got to the training."""
+        """Return the step at which the attempt started; None if it never trained."""
         steps = self.steps_of(attempt)
         if steps:
             return steps[0] - 1
         return next((row["start_step"] for row in self.attempts if row["attempt"] == attempt), None)
 
     def outcome_of(self, attempt: int) -> str | None:
-        """What the trainer itself wrote down as its end."""
+        """Return the outcome that the trainer wrote to the journal, or None."""
         return next((line["outcome"] for line in self.lines_of(attempt) if line["event"] == "stop"), None)
 
     def pid_of(self, attempt: int) -> int | None:
         return next((line["pid"] for line in self.lines_of(attempt)), None)
 
     def printed_by(self, attempt: int) -> tuple[list[int], bool]:
-        """Numbers of the stored lines of the attempt, and whether the pump dropped some and said so."""
+        """Return the step numbers of the stored lines of the attempt, and True if a message reports dropped lines."""
         lines = [event.data for event in self.of_trainer(attempt) if event.type == "log"]
         numbered = (_NUMBERED_LINE.match(data["line"]) for data in lines if data.get("stream") == "stdout")
         dropped = any(_DROPPED_LINES.match(data["line"]) for data in lines)
         return [int(found[1]) for found in numbered if found], dropped
 
     def measured_by(self, attempt: int) -> list[int]:
-        """Steps of the stored metrics of the attempt."""
+        """Return the steps of the stored metrics of the attempt."""
         return [int(event.data["step"]) for event in self.of_trainer(attempt) if event.type == "metric"]
 
     def to_be_printed(self, attempt: int) -> list[int] | None:
-        """The numbers of all lines that the trainer printed, from its journal; None if it cannot be known."""
+        """Return the step numbers of all lines that the trainer printed, from its journal; None if unknown."""
         if self.options is None or not _NUMBERED_LINE.match(self.options.log_line.replace("{step}", "1")):
             return None
         trained = [line["step"] for line in self.lines_of(attempt) if line["event"] == "step"]
         return [step for step in trained for _ in range(self.options.log_lines_per_step)]
 
     def to_be_measured(self, attempt: int) -> list[int] | None:
-        """The steps of all metrics that the trainer sent, from its journal; None if it cannot be known."""
+        """Return the steps of all metrics that the trainer sent, from its journal; None if unknown."""
         total = self.profile.steps if self.profile else self.row["total_steps"]
         if self.options is None or total is None:
             return None
@@ -194,7 +194,7 @@ class Course:
 
     @cached_property
     def losses(self) -> tuple[Loss, ...]:
-        """How often the run changed hands; a new checkpoint sets the count back in the transaction of its event."""
+        """Losses of the run; a new checkpoint resets the count in the transaction of its event."""
         found: list[Loss] = []
         count = 0
         moves = {move.seq: move for move in self.moves}
@@ -209,7 +209,7 @@ class Course:
         return tuple(found)
 
     def _requeue(self, move: Move) -> str | None:
-        """How the move took the run from its worker; one that meets a stop or the limit ends the run all the same."""
+        """Return the kind of requeue, or None; a requeue after a stop or at the limit ends the run instead."""
         if not move.ends_attempt or move.reason.startswith(_REPAIRS):
             return None
         if move.target == "pending":
@@ -223,7 +223,7 @@ class Course:
 
 
 def courses(history: History) -> dict[str, Course]:
-    """Every run's course. A run is known by its idempotency key, because an answer may never have come."""
+    """Build the course of every run. Runs are matched by idempotency key, because a response may be lost."""
     by_key = {creation.key: creation for creation in history.creations}
     by_answer = {answer: creation for creation in history.creations for answer in creation.answers}
     stops: dict[str, list[StopCall]] = {}
@@ -247,7 +247,7 @@ def courses(history: History) -> dict[str, Course]:
 
 
 def ancestors(history: History, row: Row) -> Iterator[str]:
-    """The runs that a run resumes, nearest first."""
+    """Yield the runs that a run resumes, nearest first."""
     seen: set[str] = set()
     parent = row["parent_run_id"]
     while parent and parent in history.runs and parent not in seen:
@@ -257,10 +257,10 @@ def ancestors(history: History, row: Row) -> Iterator[str]:
 
 
 def candidates(history: History, course: Course, attempt: int) -> Iterator[Row]:
-    """Checkpoints that the worker looked at for this attempt, in its order, as far as they were there.
+    """Yield the checkpoints that existed for this attempt, in the order in which the worker checks them.
 
-    Rows are inserted and marked as deleted in transactions that are fenced by the claim, so what an earlier attempt
-    left is there unless it was deleted before the claim, and the rows of runs that have ended stay as they are.
+    Rows are inserted and marked as deleted in transactions that are fenced by the claim, so the checkpoints of earlier
+    attempts exist unless they were deleted before the claim, and the rows of ended runs do not change.
     """
     claim = course.claim_of(attempt)
     when = claim.ts if claim else 0.0
@@ -274,7 +274,7 @@ def candidates(history: History, course: Course, attempt: int) -> Iterator[Row]:
 
 
 def resumed_checkpoint(history: History, row: Row) -> Row | None:
-    """The checkpoint that a run was created to go on from, which is one of a run that it resumes."""
+    """Return the checkpoint of an ancestor from which a run was created to resume, or None."""
     wanted = row["resume_checkpoint_id"]
     inherited = (one for run_id in ancestors(history, row) for one in history.checkpoints.get(run_id, ()))
     return next((one for one in inherited if one["id"] == wanted), None) if wanted else None
@@ -285,7 +285,7 @@ def is_prefix(part: Sequence[int], whole: Sequence[int]) -> bool:
 
 
 def first_difference(part: Sequence[int], whole: Sequence[int]) -> str:
-    """Where two sequences part, for a message."""
+    """Describe the first difference of two sequences, for a message."""
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(part, whole, strict=False)))
     return f"…{list(part[max(same - 1, 0) : same + 3])} instead of …{list(whole[max(same - 1, 0) : same + 3])}"
 

@@ -1,6 +1,6 @@
-"""Whether the roll-ups of metrics tell of the same points as the event log (promise 5, for curves).
+"""Query for metric rollups that differ from the event log (promise 5, for curves).
 
-Sound: both are written in one transaction, and the history is taken after everything has ended.
+Sound: both are written in one transaction, and the history is collected after everything has ended.
 """
 
 MISMATCHES = """

@@ -1,4 +1,4 @@
-"""Every fault of a campaign, and the windows that it has to hit."""
+"""All faults of a campaign, with the windows that each has to hit."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Faults at a chosen moment: between a write and its commit, in the middle of a save."""
+"""Faults at a chosen moment: between a write and its commit, or during a save."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ LIED_ABOUT = (
 
 
 def ambiguous_commits(scene: Scene) -> None:
-    """Each kind of transaction once commits and once does not, and either way its caller sees a dead connection."""
+    """Break the connection at a commit, once after and once before it, for each kind of transaction."""
     orders = scene.world.orders
     orders.carried_out()
     taken: set[str] = set()
@@ -36,7 +36,7 @@ def ambiguous_commits(scene: Scene) -> None:
 
 
 def stop_during_claim(scene: Scene) -> None:
-    """A stop arrives between a claim and its commit."""
+    """Request a stop between a claim and its commit."""
     orders = scene.world.orders
     orders.carried_out()
     with scene.fault("workers", requeues=False):
@@ -48,7 +48,7 @@ def stop_during_claim(scene: Scene) -> None:
 
 
 def _saving(scene: Scene) -> tuple[str, Service, Path] | None:
-    """A run, its worker and the folder of the checkpoint that it is writing at this moment."""
+    """Return a run, its worker and the staging folder of the checkpoint that it is writing."""
     found = scene.a_training_run("saver")
     if not found:
         return None
@@ -59,7 +59,7 @@ def _saving(scene: Scene) -> tuple[str, Service, Path] | None:
 
 
 def stop_during_save(scene: Scene) -> None:
-    """A stop arrives while a checkpoint is being written."""
+    """Request a stop while a checkpoint is being written."""
     saving = _saving(scene)
     if saving:
         with scene.fault(saving[1].name, requeues=False):
@@ -67,7 +67,7 @@ def stop_during_save(scene: Scene) -> None:
 
 
 def torn_save(scene: Scene) -> None:
-    """kill -9 while a checkpoint is being written: what is half there is never resumed from."""
+    """Kill the trainer while it writes a checkpoint; runs never resume from the partial checkpoint."""
     saving = _saving(scene)
     if not saving:
         return
@@ -90,7 +90,7 @@ def _trainers_of(staging: Path) -> bool:
 
 
 def flip_a_byte(scene: Scene) -> None:
-    """The newest checkpoint rots on disk, then the worker dies: the run falls back to the one before."""
+    """Corrupt the newest checkpoint and kill the worker: the run falls back to the previous checkpoint."""
     found = scene.a_training_run("long", steps=42)
     if not found:
         return

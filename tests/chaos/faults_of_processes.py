@@ -1,4 +1,4 @@
-"""Faults of the service's own processes: killed, stalled, told to end."""
+"""Faults of the service's own processes: SIGKILL, SIGSTOP and SIGTERM."""
 
 import signal
 import time
@@ -14,7 +14,7 @@ CLOSE_STREAMS_WITHIN = 5.0
 
 
 def kill_worker(scene: Scene) -> None:
-    """kill -9 of a worker, perhaps with a run that allows no restart; another is stopped before anybody notices."""
+    """Kill a worker, possibly with a run that allows no restart; stop another of its runs before it is reaped."""
     scene.a_training_run("fragile")
     found = scene.a_training_run("long", steps=1)
     if not found:
@@ -26,7 +26,7 @@ def kill_worker(scene: Scene) -> None:
         scene.hits["worker killed with a run"] += bool(victims)
         scene.hits["stop while the worker is lost"] += scene.clients.stop(run_id) == 202
         if scene.random.random() < 0.4:
-            # Nobody comes back who could bury the dead: the lease has to run out.
+            # The worker does not restart and release its run, so the lease has to expire.
             with scene.lying("reap"):
                 wait_for(lambda: not _still(scene, victims), LEASE_SECONDS * 3)
             scene.hits["lease ran out"] += not _still(scene, victims)
@@ -39,7 +39,7 @@ def _still(scene: Scene, victims: list[dict[str, Any]]) -> bool:
 
 
 def kill_zygote(scene: Scene) -> None:
-    """kill -9 of the process that trainers are forked from, and with it of all of them."""
+    """Kill the zygote, and with it all trainers that it forked."""
     worker = scene.world.workers[0]
     zygote = wait_for(lambda: worker.zygote() if _has_trainer(scene, worker) else None, 15)
     if zygote is None:
@@ -54,7 +54,7 @@ def _has_trainer(scene: Scene, worker: Service) -> bool:
 
 
 def kill_trainer(scene: Scene) -> None:
-    """kill -9 of a training process alone: a failure of the run, told with its last lines."""
+    """Kill only a training process: the run fails, with its last lines as message."""
     found = scene.a_training_run("plain")
     trainer = scene.world.trainer(found[0]) if found else None
     if trainer is None:
@@ -66,7 +66,7 @@ def kill_trainer(scene: Scene) -> None:
 
 
 def kill_api(scene: Scene) -> None:
-    """kill -9 of a replica while clients create, stop and stream."""
+    """Kill an API replica while clients create, stop and stream."""
     api = scene.random.choice(scene.world.apis)
     with scene.fault(api.name, requeues=False):
         open_connections = _connections(api)
@@ -84,7 +84,7 @@ def _connections(service: Service) -> int:
 
 
 def freeze_worker(scene: Scene) -> None:
-    """SIGSTOP of a worker past its lease: its trainers must be gone before others start, and it writes no more."""
+    """Freeze a worker past its lease: its trainers must exit before others start, and its writes are fenced."""
     found = scene.a_training_run("long")
     if not found:
         return
@@ -101,7 +101,7 @@ def freeze_worker(scene: Scene) -> None:
                 scene.broken.append((3, f"the trainer of a frozen worker lives after a lease: {trainer.pid}"))
             scene.time("trainer of a frozen worker gone", time.monotonic() - frozen_at)
             wait_for(lambda: not any(run["id"] == run_id for run in scene.world.live_runs(worker)), LEASE_SECONDS * 3)
-            # Nobody is there to kill it: should the trainer have outlived its lease, then it meets its successor.
+            # No process kills the trainer, so if it outlived its lease, it would run at the same time as its successor.
             succeeded = wait_for(lambda: _attempts(scene, run_id) > attempts, LEASE_SECONDS * 2)
             scene.hits["another trained while the first worker stood still"] += bool(succeeded)
         finally:
@@ -119,7 +119,7 @@ def _attempts(scene: Scene, run_id: str) -> int:
 
 
 def deploy(scene: Scene) -> None:
-    """SIGTERM of a replica: streams are closed in time, their readers go on elsewhere."""
+    """Send SIGTERM to a replica: streams close in time and readers reconnect to another replica."""
     api = scene.random.choice(scene.world.apis)
     with scene.fault(api.name, requeues=False):
         streams = _connections(api)
@@ -133,7 +133,7 @@ def deploy(scene: Scene) -> None:
 
 
 def drain(scene: Scene) -> None:
-    """SIGTERM of a worker: its trainers save, its runs are handed back."""
+    """Send SIGTERM to a worker: its trainers save and its runs are released."""
     found = scene.a_training_run("long")
     if not found:
         return

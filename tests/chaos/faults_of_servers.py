@@ -1,4 +1,4 @@
-"""Faults of what the service depends on: Postgres, Valkey, the network, the clocks, the disk."""
+"""Faults of dependencies: PostgreSQL, Valkey, network, clocks and disk."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ KILL_AFTER_SECONDS = 2 / 3 * LEASE_SECONDS
 
 
 def kill_postgres(scene: Scene) -> None:
-    """kill -9 of the whole database, and a start on the same data."""
+    """Kill PostgreSQL and restart it on the same data."""
     live = wait_for(scene.world.live_runs, 10)
     with scene.fault("postgres", requeues=True):
         scene.hits["Postgres killed with runs"] += bool(live)
@@ -24,7 +24,7 @@ def kill_postgres(scene: Scene) -> None:
 
 
 def kill_valkey(scene: Scene) -> None:
-    """kill -9 of Valkey; training and streaming go on while it is away."""
+    """Kill Valkey; training and streaming continue during the outage."""
     scene.a_training_run("plain")
     with scene.fault("valkey", requeues=False):
         scene.world.down(scene.world.servers.valkey)
@@ -35,7 +35,7 @@ def kill_valkey(scene: Scene) -> None:
 
 
 def freeze_postgres(scene: Scene) -> None:
-    """SIGSTOP of the database for less than two thirds of a lease: training continues, what it says is kept."""
+    """Freeze the database for less than two thirds of a lease: training continues and its events are kept."""
     if not scene.a_training_run("long"):
         return
     processes = scene.world.server_processes(scene.world.servers.postgres)
@@ -61,7 +61,7 @@ def _signal(process: psutil.Process, number: int) -> None:
 
 
 def long_absence(scene: Scene) -> None:
-    """Postgres is away for longer than two thirds of a lease: every trainer has to be gone by then."""
+    """Stop PostgreSQL for longer than two thirds of a lease: every trainer must exit."""
     scene.a_training_run("long")
     live = [(run["id"], scene.world.trainer(run["id"])) for run in scene.world.live_runs()]
     with scene.fault("postgres", requeues=True):
@@ -78,7 +78,7 @@ def long_absence(scene: Scene) -> None:
 
 
 def silent_cut(scene: Scene) -> None:
-    """A worker's cable to the database is pulled: connections stay, nothing passes; short or past the lease."""
+    """Drop all packets between a worker and the database, for a short time or longer than the lease."""
     found = scene.a_training_run("long")
     if not found:
         return
@@ -96,9 +96,9 @@ def silent_cut(scene: Scene) -> None:
 
 
 def latency_and_clocks(scene: Scene) -> None:
-    """Every answer of the database is late, and every clock is wrong by an hour, each in its own direction.
+    """Delay every response of the database and set every process clock off by an hour, forward or back.
 
-    Nothing else is at work then: a lease that followed the wall clock would show.
+    No other fault is active at that time, so a lease that depends on the wall clock would be detected.
     """
     scene.calm_down()
     ways = [service.postgres for service in scene.world.services]
@@ -118,7 +118,7 @@ def latency_and_clocks(scene: Scene) -> None:
 
 
 def lose_and_double_hints(scene: Scene) -> None:
-    """FLUSHALL, then far too many hints."""
+    """Delete all hints with FLUSHALL, then send too many."""
     valkey = scene.world.redis()
     for _ in range(4):
         scene.clients.want("plain")
@@ -134,7 +134,7 @@ def lose_and_double_hints(scene: Scene) -> None:
 
 
 def disk_full(scene: Scene) -> None:
-    """The storage fills up while a run saves."""
+    """Fill the storage while a run saves."""
     if not scene.world.has_small_disk:
         return
     found = scene.a_training_run("saver")

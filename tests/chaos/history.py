@@ -1,4 +1,4 @@
-"""What is known of a campaign when it is over: the material on which the checker decides."""
+"""Data recorded by a campaign: the input of the checker."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,12 +7,12 @@ from typing import Any
 
 Row = Mapping[str, Any]
 MOST_MORE = 40
-"""Descriptors, or threads, that a process may have gained over a segment."""
+"""Maximum number of descriptors or threads that a process may gain over a segment."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """A stored event of a run."""
+    """Stored event of a run."""
 
     seq: int
     type: str
@@ -26,13 +26,13 @@ class Creation:
     """One `POST /v1/runs` (or `…/resume`) as its client saw it, retries with the same key included."""
 
     key: str
-    """The `Idempotency-Key`, unique to what the client wanted."""
+    """`Idempotency-Key`, unique per request of a client."""
     profile: str
-    """Which kind of run it is, see `Profile`."""
+    """Name of the `Profile` of the run."""
     answers: tuple[str, ...]
-    """The run ids of all 2xx answers to this key, replays included; empty if every try failed."""
+    """Run ids of all 2xx responses to this key, including replays; empty if every try failed."""
     parent: str | None = None
-    """The run that it resumes."""
+    """Run that it resumes."""
 
 
 @dataclass(frozen=True)
@@ -41,59 +41,59 @@ class StopCall:
 
     run_id: str
     answered: float
-    """Unix time of the 2xx answer, by the clock of the suite, which is also the database's."""
+    """Unix time of the 2xx response, by the clock of the suite, which is also the database's."""
     save: bool
 
 
 @dataclass(frozen=True)
 class Transcript:
-    """What one client of a run's stream received, over all its connections."""
+    """Events that one reader of a run's stream received, over all its connections."""
 
     run_id: str
     received: tuple[tuple[int, str, Mapping[str, Any]], ...]
     """(id, event, data), in the order of arrival, `end` included."""
     connections: int
     ended: bool
-    """Whether the `end` event came; otherwise the campaign gave up waiting."""
+    """True if the `end` event came; otherwise the campaign gave up waiting."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A kind of run whose course is known: it is deterministic, so an undisturbed run tells every loss."""
+    """Kind of run with known results: it is deterministic, so a run without faults gives every loss."""
 
     name: str
     backend: str
     steps: int
     max_restarts: int
     losses: Mapping[int, str]
-    """Step → `float.hex` of the loss, from an undisturbed run; empty for runs that are made to fail."""
+    """Step → `float.hex` of the loss, from a run without faults; empty for runs that fail on purpose."""
     samples: Mapping[int, tuple[Any, ...]]
     """Step → row ids, from the same run."""
     output: str | None
-    """SHA-256 of what it exports, from the same run."""
+    """SHA-256 of the exported file, from the same run."""
     must_fail_with: str | None = None
-    """The error code of a run that is made to fail; None for one that has to complete if nobody stops it."""
+    """Error code of a run that fails on purpose; None for one that must complete unless stopped."""
 
 
 @dataclass(frozen=True)
 class FaultRecord:
-    """A fault that was injected."""
+    """Injected fault."""
 
     round: int
     kind: str
     """As in `tests.chaos.faults`."""
     target: str
-    """The service, or what else was hit: `postgres`, `valkey`, `storage`, `all`, the process id of a trainer."""
+    """Target: a service, `postgres`, `valkey`, `storage`, `all` or the process id of a trainer."""
     began: float
     ended: float
     """Unix times, by the clock of the suite."""
     requeues: bool
-    """Whether a run may rightly be taken back, handed back or retried because of it."""
+    """True if runs may be reaped, released or retried because of it."""
 
 
 @dataclass(frozen=True)
 class Growth:
-    """A service before anything was asked of it in a segment, and when all was over."""
+    """Resource use of a service before and after a segment."""
 
     process: str
     descriptors: tuple[int, int]
@@ -101,13 +101,13 @@ class Growth:
 
     @property
     def is_too_much(self) -> bool:
-        """Whether it has more by a lot: pools may fill, but not for ever."""
+        """True if the growth exceeds the limit; pools may fill up to their size."""
         return any(last - first > MOST_MORE for first, last in (self.descriptors, self.threads))
 
 
 @dataclass(frozen=True)
 class History:
-    """Everything, after all clients have ended and every run had time to end."""
+    """Complete record of a segment, collected after all clients have ended and every run had time to end."""
 
     profiles: Mapping[str, Profile]
     creations: tuple[Creation, ...]
@@ -123,30 +123,30 @@ class History:
     checkpoints: Mapping[str, tuple[Row, ...]]
     """Run id → its rows of `checkpoints`, oldest first."""
     journals: Mapping[str, tuple[Row, ...]]
-    """Run id → what its trainers wrote down themselves, in the order of the file."""
+    """Run id → journal lines written by its trainers, in file order."""
     broken: Mapping[str, tuple[str, ...]]
-    """Checkpoint id → what is wrong with its folder on disk; rows that were not deleted only."""
+    """Checkpoint id → verification errors of its folder on disk; only rows that were not deleted."""
     outputs: Mapping[str, str]
-    """Run id → SHA-256 of what it exported, for runs with `output_attempt`."""
+    """Run id → SHA-256 of the exported file, for runs with `output_attempt`."""
     damaged: frozenset[str] = frozenset()
-    """Ids of checkpoints that the suite damaged itself."""
+    """Ids of checkpoints that the suite corrupted."""
     killed_trainers: frozenset[int] = frozenset()
-    """Process ids of trainers that the suite killed with SIGKILL, the worker being left alone."""
+    """Process ids of trainers that the suite killed with SIGKILL, without killing the worker."""
     workers: Mapping[str, str] = field(default_factory=dict)
-    """Id of a worker → the service that it was a process of, as faults name it in `target`."""
+    """Worker id → name of its service, as in `FaultRecord.target`."""
     booted: float = 0.0
     """Unix time at which the clock of the journals was 0."""
     growth: tuple[Growth, ...] = ()
-    """Of each process of the service, when all was quiet again."""
+    """Resource use of each process of the service, after all activity has ended."""
     left: Mapping[int, str] = field(default_factory=dict)
-    """Process id of each trainer that is there although every run has ended → what tells of it."""
+    """Process id of each trainer that is alive although every run has ended → source of this information."""
     lease_seconds: float = 3.0
-    """The lease that the service ran with."""
+    """Lease duration of the service in seconds."""
 
 
 @dataclass(frozen=True)
 class Violation:
-    """A broken promise."""
+    """Violation of a promise."""
 
     promise: int
     """Its number in docs/reliability.md."""

@@ -1,6 +1,6 @@
-"""What a process of the service does to itself when the suite asks for it: lies about commits, a clock that jumps.
+"""Fault injection inside a process of the service: false results of commits, and clock jumps.
 
-The suite asks through files in a folder, so that nothing of it is known to the product.
+The suite controls it through files in a folder, so the product needs no code for it.
 """
 
 import fcntl
@@ -15,7 +15,7 @@ _SCAN_SECONDS = 0.01
 
 
 class Orders:
-    """Orders of the suite to its processes: a file each, which the process that carries it out renames."""
+    """Orders of the suite to its processes: one file each, renamed by the process that executes it."""
 
     def __init__(self, folder: Path) -> None:
         self.waiting = folder / "waiting"
@@ -24,25 +24,25 @@ class Orders:
         self.taken.mkdir(exist_ok=True)
 
     def give(self, name: str, **order: Any) -> None:
-        """Lay down an order; it is carried out once."""
+        """Write an order; it is executed once."""
         draft = self.waiting.parent / f".{name}"
         draft.write_text(json.dumps(order))
         draft.rename(self.waiting / name)
 
     def withdraw(self) -> None:
-        """Nothing that is still waiting shall happen any more."""
+        """Delete all orders that were not executed."""
         for path in self.waiting.iterdir():
             path.unlink(missing_ok=True)
 
     def carried_out(self) -> list[str]:
-        """Names of the orders that were carried out since the last call."""
+        """Return the names of the orders executed since the last call."""
         done = sorted(self.taken.iterdir())
         for path in done:
             path.unlink()
         return [path.name for path in done]
 
     def take(self, process: str, verbs: set[str]) -> dict[str, Any] | None:
-        """An order for this process and one of these verbs, now ours alone; None if there is none."""
+        """Take an order for this process and one of these verbs; return None if there is none."""
         for path in self.waiting.iterdir():
             try:
                 order: dict[str, Any] = json.loads(path.read_text())
@@ -55,10 +55,10 @@ class Orders:
 
 
 def lie_about_commits(folder: Path, process: str) -> None:
-    """From now on a COMMIT whose transaction has a verb of an order goes wrong the way the order says.
+    """Patch COMMIT so that transactions with the verb of an order fail as the order says.
 
-    `after`: it happened, but the caller sees a dead connection. `before`: it did not happen, the caller sees the
-    same. `hold`: it happens `seconds` later. Verbs are the functions of `app.runs.lifecycle`, `append` and
+    `after`: the commit succeeds, but the connection is closed. `before`: the connection is closed before the commit.
+    `hold`: the commit happens `seconds` later. Verbs are the functions of `app.runs.lifecycle`, `append` and
     `checkpoint`.
     """
     import psycopg
@@ -76,7 +76,7 @@ def lie_about_commits(folder: Path, process: str) -> None:
 
     orders = Orders(folder)
     done: dict[int, set[str]] = {}
-    """Verbs of the transaction that each connection is in."""
+    """Verbs of the current transaction of each connection."""
 
     @event.listens_for(Engine, "before_execute")
     def note(connection: Any, clause: Any, _many: Any, _params: Any, options: Any) -> None:
@@ -124,7 +124,7 @@ def _marked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def let_clock_jump(path: Path) -> None:
-    """From now on the wall clock of this process is ahead by the seconds in the file (none: right)."""
+    """Patch the wall clock of this process so that it is ahead by the seconds in the file, if the file exists."""
     from app import clock
 
     right_time, right_now = time.time, clock.utc_now
@@ -151,10 +151,10 @@ def let_clock_jump(path: Path) -> None:
 
 
 def lock_nothing(name: str) -> None:
-    """From now on a lock on a file of this name has no effect in this process, as on storage that knows no locks.
+    """Patch `flock` so that locks on files of this name have no effect, as on storage without locks.
 
-    A second host need not see the first one's locks. There nothing but leases and deadlines keeps two trainers of one
-    run apart, and the journals of a campaign are to tell whether these do.
+    A second host may not see the locks of the first. Then only leases and deadlines prevent two concurrent trainers of
+    one run, and the journals of a campaign show if they do.
     """
     flock = fcntl.flock
 

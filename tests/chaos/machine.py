@@ -1,18 +1,16 @@
-"""How slow this machine is, so that leases are as long as it needs: one of 3 s is no fault to survive where a process
-takes seconds to start.
-"""
+"""Speed of this machine, which scales the leases: 3 s is too short where a process takes seconds to start."""
 
 import subprocess
 import sys
 
 _IMPORT = "import fastapi, sqlalchemy.orm, time; print(time.process_time())"
 _SECONDS = 0.8
-"""Processor time that this takes on the slowest machine on which leases of 3 s have always sufficed."""
+"""CPU seconds of this import on the slowest machine on which leases of 3 s are sufficient."""
 _MOST = 4.0
 
 
 def slowness() -> float:
-    """1, or how many times longer this machine takes to start something."""
+    """Return the factor by which this machine starts processes more slowly than the reference; at least 1."""
     took = min(
         float(subprocess.run([sys.executable, "-c", _IMPORT], capture_output=True, text=True, check=True).stdout)
         for _ in range(2)

@@ -1,4 +1,4 @@
-"""Histories in which odd things happened, and nothing wrong."""
+"""Unusual histories that break no promise."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ from tests.chaos.synthetic import Story, moment
 
 
 def unnoticed_until_later() -> Spoil:
-    """A checkpoint rots after it was resumed from, and the next attempt passes it over."""
+    """Corrupt a checkpoint after an attempt resumed from it; the next attempt skips it."""
     story = training(9).lost().claimed().begins(8).trains(11).lost().claimed().begins(4).completes()
     rotten = story.checkpoints[1]
     rotten["bad_reason"] = "weights.bin differs"
@@ -72,7 +72,7 @@ def dropped_lines(history: History) -> History:
 
 
 def first_line_refused(history: History) -> History:
-    """A full disk refused the journal's first line; there was room again when the process ended."""
+    """Drop the journal's first line, as on a full disk that had space again when the process ended."""
     story = waiting().claimed()
     story._write(event="stop", outcome="failed")
     return together(run_added(story.fails("disk_full", NO_SPACE)), disk_is_full())(history)
@@ -90,17 +90,17 @@ RIGHT: list[tuple[str, Spoil]] = [
     ("killed because it could not save in time",
      together(run_added(training(6).stop_accepted()._ends("cancelled", STOPPED)),
               fault_added("freeze_postgres", "postgres", LATE, LATE + 1))),
-    ("stopped late, because its worker stood still",
+    ("stopped late, because its worker was frozen",
      together(run_added(stopped_after(40)), fault_added("freeze_worker", "worker-1", LATE, LATE + 30))),
-    ("stopped late, because the database was away",
+    ("stopped late, because the database was unreachable",
      together(run_added(stopped_after(40)), fault_added("long_absence", "postgres", LATE + 20, LATE + 30))),
     ("stopped twice", run_added(training().stop_accepted().stop_accepted().stops_in_good_order())),
     ("lost twice, with a checkpoint in between",
      run_added(training(2, max_restarts=1).lost().claimed().begins().trains(6).lost().claimed().begins(4).completes(),
                after=LATE)),
     ("lost before its trainer began", run_added(waiting().claimed().lost().claimed().begins().completes(), after=LATE)),
-    ("lost with its last words", killed_before_the_last_words_were_stored()),
-    ("lost for long, because the database was away",
+    ("lost with its last events", killed_before_the_last_words_were_stored()),
+    ("lost for long, because the database was unreachable",
      lost_in_the_time_of(
          fault_added("kill_worker", "worker-1", LATE, LATE + 1),
          fault_added("long_absence", "postgres", LATE + 2, LATE + 40), after=45)),
@@ -117,8 +117,8 @@ RIGHT: list[tuple[str, Spoil]] = [
     ("resumed from a checkpoint that broke later", unnoticed_until_later()),
     ("resumed from before the damaged checkpoint of another run", child_of_a_damaged_checkpoint()),
     ("left without its newest whole checkpoint by later damage", newest_was_deleted_beside_a_bad_one()),
-    ("too talkative", dropped_lines),
-    ("failed because of the disk, which was told when the database took it",
+    ("too many log lines", dropped_lines),
+    ("failed because of the disk, reported when the database was reachable",
      together(run_added(training().fails("disk_full", NO_SPACE)),
               fault_added("disk_full", "storage", LATE - 10, LATE - 5))),
     ("failed before it could write", first_line_refused),

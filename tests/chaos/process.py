@@ -1,4 +1,4 @@
-"""`python -m tests.chaos.process FOLDER NAME MODULE ARGUMENTS…`: a process of the service that can be told to fail."""
+"""`python -m tests.chaos.process FOLDER NAME MODULE ARGUMENTS…`: service process with fault injection."""
 
 import importlib.util
 import runpy
@@ -10,7 +10,7 @@ from tests.chaos.inject import lie_about_commits
 
 
 def main() -> None:
-    """Run a module as `python -m` does, with commits that can go wrong."""
+    """Run a module as `python -m` does, with fault injection in commits."""
     folder, name, module, *arguments = sys.argv[1:]
     lie_about_commits(Path(folder), name)
     if name.endswith("-without-torch"):

@@ -1,4 +1,4 @@
-"""Looks at the processes of the service when nothing is asked of them: what has grown, and who should be gone."""
+"""Checks of idle service processes: resource growth and leftover trainers."""
 
 import contextlib
 import time
@@ -13,13 +13,13 @@ from tests.chaos.world import World
 _CLOSES_WITHIN = 15.0
 _ENDS_WITHIN = 10.0
 _AGES_DIFFER_BY = 2.0
-"""Seconds: the kernel tells when it was booted in whole ones."""
+"""Seconds; the kernel reports its boot time in whole seconds."""
 
 
 class Sizes:
-    """How many descriptors and threads each service had when nothing had been asked of it yet.
+    """Numbers of descriptors and threads of each service at the start of a segment.
 
-    Few processes live through a segment, so one that was started since is held against what its predecessor had.
+    Few processes survive a segment, so a restarted process is compared with its predecessor.
     """
 
     def __init__(self, world: World) -> None:
@@ -27,7 +27,7 @@ class Sizes:
         self._first = self._now()
 
     def growth(self) -> tuple[Growth, ...]:
-        """What has become of them, once they had time to close what they need no more."""
+        """Return the growth, after the processes had time to close unused resources."""
         wait_for(lambda: not any(one.is_too_much for one in self._compared()), _CLOSES_WITHIN, every=0.5)
         return tuple(self._compared())
 
@@ -48,7 +48,7 @@ class Sizes:
 
 
 def trainers_left(world: World, run_ids: Iterable[str]) -> dict[int, str]:
-    """Processes of trainers that are still there although all runs have ended, and what tells of each."""
+    """Return process ids of trainers that are alive after all runs have ended, and the source for each."""
     born: dict[int, tuple[str, float]] = {}
     booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
     for run_id in run_ids:
@@ -63,7 +63,7 @@ def _alive(world: World, born: dict[int, tuple[str, float]]) -> dict[int, str]:
     for pid, (run_id, wrote) in born.items():
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
-            # One that began after the trainer had written is another that was given the same number.
+            # A process that started after the trainer wrote is another one with a reused id.
             if is_alive(process) and process.create_time() <= wrote + _AGES_DIFFER_BY:
                 found[pid] = f"the journal of {run_id}"
     for worker in world.workers:

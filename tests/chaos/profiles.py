@@ -1,4 +1,4 @@
-"""The kinds of runs that clients ask for, each deterministic: any loss tells whether its run went right."""
+"""Kinds of runs that clients create; all are deterministic, so every loss can be checked."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Plan:
-    """What to POST for a profile, and how often."""
+    """Request body parameters of a profile, and its frequency."""
 
     name: str
     steps: int
@@ -14,10 +14,10 @@ class Plan:
     config: dict[str, Any] = field(default_factory=dict)
     backend: str = "fake"
     max_restarts: int = 20
-    """High: with a fault every few seconds a run may be lost often without being at fault."""
+    """High, because with a fault every few seconds a run may be lost often."""
     must_fail_with: str | None = None
     weight: int = 1
-    """How often the clients want it, against the others; 0: only faults ask for it."""
+    """Relative frequency among the clients' runs; 0 if only faults create it."""
 
 
 PLANS = {
@@ -34,7 +34,7 @@ PLANS = {
         ),
         Plan("chatty", 25, {"step_seconds": 0.05, "log_lines_per_step": 60}, {"save_steps": 10}, weight=2),
         Plan("loader", 10, {"step_seconds": 0.03, "load_seconds": 0.8}, {"save_steps": 5}, weight=2),
-        # Too large at first, and spoilt by a step: it repairs itself twice.
+        # Out of memory at first, then a non-finite step: it is retried automatically twice.
         Plan(
             "mended",
             24,
@@ -73,7 +73,7 @@ PLANS = {
 
 
 def body(plan: Plan, datasets: dict[str, str], priority: int = 0) -> dict[str, Any]:
-    """What to send to `POST /v1/runs`."""
+    """Return the body of `POST /v1/runs`."""
     extra = {"extra": {"steps": plan.steps, "log_lines_per_step": 1, **plan.extra}} if plan.backend == "fake" else {}
     config = {"base_model": "any", "method": "sft", "logging_steps": 1, **extra, **plan.config}
     return {

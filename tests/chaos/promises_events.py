@@ -1,4 +1,4 @@
-"""Promises about what is written down of a run: 1, 4 to 7, 17 and 18 (for readers)."""
+"""Promises about stored runs and events: 1, 4 to 7, and 17 and 18 for readers."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -18,11 +18,11 @@ _FOLLOWING: Mapping[str | None, tuple[str, ...]] = {
 
 
 def accepted_is_durable(history: History) -> Iterator[Violation]:
-    """1. Every answered creation exists, under one id for one key.
+    """Check promise 1: every creation with a 2xx response exists, with one id per key.
 
-    Sound: the answer leaves after the commit, so an answered run is there for good, whatever dies. A key is unique in
-    the database, so however many answers got lost there is at most one run; a creation without an answer may have one.
-    Clients write down a key before they first ask with it, and ask for nothing without one.
+    Sound: the response is sent after the commit, so the run survives any crash. A key is unique in the database, so
+    there is at most one run however many responses were lost; a creation without a response may have one. Clients
+    record a key before its first request, and always send one.
     """
     runs_of_key = Counter(row["idempotency_key"] for row in history.runs.values() if row["idempotency_key"])
     key_of_answer: dict[str, str] = {}
@@ -43,7 +43,7 @@ def accepted_is_durable(history: History) -> Iterator[Violation]:
     asked = {creation.key for creation in history.creations}
     for run_id, row in history.runs.items():
         if row["idempotency_key"] not in asked:
-            yield Violation(1, run_id, f"nobody asked for it: its key is {row['idempotency_key']}")
+            yield Violation(1, run_id, f"no client created it: its key is {row['idempotency_key']}")
     for key, count in runs_of_key.items():
         if count > 1:
             twins = sorted(run_id for run_id, row in history.runs.items() if row["idempotency_key"] == key)
@@ -51,10 +51,10 @@ def accepted_is_durable(history: History) -> Iterator[Violation]:
 
 
 def stale_writers_write_nothing(history: History, course: Course) -> Iterator[Violation]:
-    """4. Whatever an attempt wrote lies between its claim and its end, and nothing comes after the run's end.
+    """Check promise 4: events of an attempt are between its claim and its end, and none follows the run's end.
 
     Sound: claim, end and each append hold the run's row lock when they take their `seq`, so `seq` is the order of the
-    commits, and an append of an attempt that has ended, however late it arrives, must find another epoch.
+    commits, and a late append of an ended attempt finds another lease epoch.
     """
     latest = 0
     over = False
@@ -76,11 +76,11 @@ def _writes_outside_of_attempts(course: Course) -> Iterator[Violation]:
     for attempt in sorted({event.attempt for event in course.events if event.type not in TOLD_BY_LIFECYCLE}):
         claim, end = course.claim_of(attempt), course.end_of(attempt)
         if claim is None:
-            yield course.broke(4, f"something was written by attempt {attempt}, which nobody has claimed")
+            yield course.broke(4, f"attempt {attempt} wrote events, but was never claimed")
             continue
         for event in course.of_trainer(attempt):
             if event.seq < claim.seq or (end and event.seq > end.seq):
-                yield course.broke(4, f"event {event.seq} ({event.type}) lies outside of its attempt {attempt}")
+                yield course.broke(4, f"event {event.seq} ({event.type}) is outside of its attempt {attempt}")
 
 
 def _checkpoints_without_event(course: Course) -> Iterator[Violation]:
@@ -99,10 +99,10 @@ def _checkpoints_without_event(course: Course) -> Iterator[Violation]:
 
 
 def events_are_whole(history: History, course: Course) -> Iterator[Violation]:
-    """5. `seq` counts 1, 2, 3 … up to the run's counter.
+    """Check promise 5: `seq` counts 1, 2, 3 … up to the run's counter.
 
-    Sound: nothing else raises the counter, the rows are inserted in the same transaction, and the history is taken
-    after everything has ended.
+    Sound: nothing else increments the counter, the rows are inserted in the same transaction, and the history is
+    collected after everything has ended.
     """
     seqs = [event.seq for event in course.events]
     whole = list(range(course.row["first_seq"], course.row["event_seq"] + 1))
@@ -114,11 +114,11 @@ def events_are_whole(history: History, course: Course) -> Iterator[Violation]:
 
 
 def readers_see_every_event_once(history: History, transcript: Transcript) -> Iterator[Violation]:
-    """5, 17, 18. Every reader received the stored events from the first, each once, in order, as they are stored.
+    """Check promises 5, 17, 18: every reader received all stored events once, in order, as stored.
 
-    Sound: events never change once committed, and a reader that was cut off asks from the last id it received. Its
-    reading may end early only if it gave up; whoever was never cut off was then held up (17), the others were not
-    taken up again (18).
+    Sound: committed events never change, and a reader that was cut off continues after the last id it received. It
+    ends early only if it gave up: a reader that was never cut off was then blocked (17), the others were not resumed
+    (18).
     """
     run_id = transcript.run_id
     stored = {event.seq: event for event in history.events.get(run_id, ())}
@@ -142,15 +142,15 @@ def readers_see_every_event_once(history: History, transcript: Transcript) -> It
 
 
 def on_the_wire(run_id: str, event: Event) -> dict[str, object]:
-    """What a reader receives of a stored event, see `app.events.log.payload`."""
+    """Return a stored event as readers receive it, see `app.events.log.payload`."""
     return {"run_id": run_id, "seq": event.seq, "ts": timestamp(event.ts), **event.data}
 
 
 def hints_do_no_harm(history: History, course: Course) -> Iterator[Violation]:
-    """6. As many claims as attempts, numbered 1, 2, 3 …, each with its row and an epoch of its own.
+    """Check promise 6: one claim per attempt, numbered 1, 2, 3 …, each with a row and its own lease epoch.
 
-    Sound: a claim raises the attempt, inserts its row and its event in one statement; a hint that comes twice or late
-    finds nothing to claim and leaves no trace.
+    Sound: a claim increments the attempt and inserts its row and event in one statement; a duplicate or late hint
+    finds nothing to claim and has no effect.
     """
     numbers = list(range(1, course.row["attempt"] + 1))
     claims = [move.attempt for move in course.moves if move.target == "initializing"]
@@ -165,11 +165,11 @@ def hints_do_no_harm(history: History, course: Course) -> Iterator[Violation]:
 
 
 def ambiguous_commits_are_safe(history: History, course: Course) -> Iterator[Violation]:
-    """7. Each change of status and each thing that a trainer said is stored once, none in between is missing.
+    """Check promise 7: each status change and each trainer event is stored once, without gaps.
 
-    Sound: a commit whose answer got lost is tried again with the same numbers, and finds what it stored. What trainers
-    say is compared with their journal, which is written before; what the death of a worker cut off is missing at the
-    end of an attempt only (promise 9 says when not even there), and lines that the pump dropped are announced.
+    Sound: a commit whose response was lost is retried with the same numbers and finds what it stored. Trainer events
+    are compared with the journal, which is written first. Events lost with a worker are missing only at the end of an
+    attempt (promise 9 says when not even there), and dropped log lines are reported.
     """
     yield from _doubled_or_missing_moves(course)
     for row in course.attempts:

@@ -1,4 +1,4 @@
-"""Promises about how runs change hands and end: 2, 13 to 16 and 18 to 20."""
+"""Promises about requeued and ended runs: 2, 13 to 16 and 18 to 20."""
 
 from collections.abc import Iterator
 
@@ -15,11 +15,11 @@ _NO_SPACE = "No space left"
 
 
 def no_run_is_lost(history: History, course: Course) -> Iterator[Violation]:
-    """2. Every run has ended, and one that had to complete did, unless a stop or a fault explains what it did instead.
+    """Check promise 2: every run has ended, and completed unless a stop or a fault explains otherwise.
 
-    Sound: the campaign heals everything and waits before it looks. The codes that a fault can explain are judged by
-    promises 13 and 14; of the others none may come of what the suite does, but one: a checkpoint that it damaged
-    between the worker's look at it and the trainer's, or all of those that the run was to resume.
+    Sound: the campaign reverts all faults and waits before it checks. Codes that a fault can explain are checked by
+    promises 13 and 14; the suite causes no other, with one exception: it may corrupt a checkpoint between the checks of
+    the worker and of the trainer, or all checkpoints from which the run could resume.
     """
     if not course.has_ended:
         if not course.hangs:
@@ -38,11 +38,11 @@ def _lost_its_checkpoint(history: History, course: Course) -> bool:
 
 
 def disk_full_is_said(history: History, course: Course) -> Iterator[Violation]:
-    """13. A full disk, and nothing else, ends a run with `disk_full` and a message that says what to do.
+    """Check promise 13: only a full disk ends a run with `disk_full` and a message that says what to do.
 
-    Sound: a storage that is not full refuses no write, what it refused is told as soon as the database takes it, and
-    the kernel's words for it are always the same. They may stand among the last lines of a trainer that ended without
-    a word, whose end they do not explain.
+    Sound: a storage with free space rejects no write, an error is stored as soon as the database is reachable, and the
+    kernel's message is always the same. It may also be among the last lines of a trainer that crashed for another
+    reason.
     """
     code, message = course.row["error_code"], course.row["error_message"] or ""
     if course.profile is not None and course.profile.must_fail_with == "disk_full":
@@ -55,23 +55,23 @@ def disk_full_is_said(history: History, course: Course) -> Iterator[Violation]:
     if code == "disk_full" and not was_full:
         yield course.broke(13, f"failed with disk_full on a disk that was not: {message}")
     elif code == "disk_full" and not any(word in message.lower() for word in _SAYS_DISK):
-        yield course.broke(13, f"the message does not speak of the disk: {message!r}")
+        yield course.broke(13, f"the message does not mention the disk: {message!r}")
     elif code not in (None, "disk_full", "trainer_crashed", "out_of_memory") and _NO_SPACE in message:
         yield course.broke(13, f"failed with {code} because of a full disk: {message}")
 
 
 def failures_are_classified(history: History, course: Course) -> Iterator[Violation]:
-    """14. An error code is one of the list and the right one: for the profile, or for what was done to the run.
+    """Check promise 14: the error code is a known one and matches the profile or the injected fault.
 
-    Sound: a profile that is made to fail does so in every attempt. A trainer dies without a word only if the suite
-    killed it, and the suite knows whom. `worker_lost` needs more losses than `max_restarts` since the last new
-    checkpoint, which the log tells in the order in which they were counted.
+    Sound: a profile that fails on purpose does so in every attempt. A trainer dies without a record only if the suite
+    killed it, and the suite records its process id. `worker_lost` needs more losses than `max_restarts` since the last
+    new checkpoint, which the event log has in the order in which they were counted.
     """
     code = course.row["error_code"]
     made_to = course.profile.must_fail_with if course.profile else None
     if code is None:
         if made_to and course.row["status"] == "completed":
-            yield course.broke(14, f"completed, although made to fail with {made_to}")
+            yield course.broke(14, f"completed, but should have failed with {made_to}")
         return
     if code not in CODES:
         yield course.broke(14, f"failed with an unknown code {code}")
@@ -83,7 +83,7 @@ def failures_are_classified(history: History, course: Course) -> Iterator[Violat
             yield course.broke(14, f"failed as lost after {before} earlier losses of {course.row['max_restarts']}")
     elif code == "trainer_crashed":
         if not _trainer_was_killed(history, course):
-            yield course.broke(14, f"nobody killed its trainer: {course.row['error_message']}")
+            yield course.broke(14, f"the suite did not kill its trainer: {course.row['error_message']}")
     elif made_to and code != "disk_full":
         yield course.broke(14, f"failed with {code} instead of {made_to}: {course.row['error_message']}")
 
@@ -92,16 +92,16 @@ def _trainer_was_killed(history: History, course: Course) -> bool:
     pid = course.pid_of(course.row["attempt"])
     if pid is not None:
         return pid in history.killed_trainers
-    # It died before it could write down that it lives: one of those that were killed and never seen.
+    # It died before its first journal line, so it must be a killed trainer that is in no journal.
     seen = {line["pid"] for journal in history.journals.values() for line in journal}
     return bool(history.killed_trainers - seen)
 
 
 def alive_means_progress(history: History, course: Course) -> Iterator[Violation]:
-    """15. A trainer that hangs is found by the service, and its attempt ended.
+    """Check promise 15: the service detects a hanging trainer and ends its attempt.
 
-    Sound: such a run is made to hang at a step that it never ends, so without the watch its lease is renewed for
-    ever; a stop would end it too, and the suite must not have killed it itself, else this proves nothing.
+    Sound: such a run hangs at a step, so without hang detection its lease is renewed forever; a stop would also end
+    it. If the suite had killed it, the check would prove nothing.
     """
     if not course.hangs:
         return
@@ -115,23 +115,25 @@ def alive_means_progress(history: History, course: Course) -> Iterator[Violation
 
 
 def poison_runs_do_not_loop(history: History, course: Course) -> Iterator[Violation]:
-    """16. No run is taken up again after more than `max_restarts` losses without a new checkpoint in between.
+    """Check promise 16: no run is requeued after more than `max_restarts` losses without a new checkpoint.
 
-    Sound: the count is raised under the row lock with the move that is told, and set back in the transaction of the
-    checkpoint's event, so the log has both in the order in which they happened.
+    Sound: the count is incremented under the row lock together with the status event, and reset in the transaction of
+    the checkpoint's event, so the event log has both in order.
     """
     for loss in course.losses:
         if loss.how in COUNTED and loss.move.target == "pending" and loss.before >= course.row["max_restarts"]:
-            yield course.broke(16, f"taken up again after {loss.before + 1} losses of {course.row['max_restarts']}")
+            yield course.broke(
+                16, f"requeued after {loss.before + 1} losses, max_restarts is {course.row['max_restarts']}"
+            )
 
 
 def requeues_are_explained(history: History, course: Course) -> Iterator[Violation]:
-    """18, 19, 20. A run changes hands only because of a fault that may cause it; not because a clock jumped.
+    """Check promises 18, 19, 20: a run is requeued only because of a fault that may cause it, not by a clock jump.
 
-    Sound: what may cost a run is written down by the suite, with what it was done to, and costs runs of that worker
-    (of every worker, if it was Postgres or the network) within the leases that have to run out, plus one of grace
-    after Postgres was down. A trainer that hangs is a cause of its own. Handed back is for 18, lost and retried for
-    19, and either for 20 while a clock was wrong. The database's own clock never goes back.
+    Sound: the suite records each fault with its target; it affects runs of that worker (of every worker for PostgreSQL
+    or the network) within the leases that have to expire, plus one of grace after an outage of PostgreSQL. A hanging
+    trainer is a separate cause. Released runs count for 18, lost and retried ones for 19, and all of them for 20 while
+    a clock was wrong. The database's own clock never goes back.
     """
     for loss in course.losses:
         if course.hung_in(loss.move.attempt) or is_explained(history, course, loss):

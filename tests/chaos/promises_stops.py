@@ -8,18 +8,18 @@ from tests.chaos.history import History, StopCall, Violation
 
 GRACE_LEASES = 2
 STOP_SLACK = 10.0
-"""Seconds that a busy machine may take beyond what the leases and the grace explain."""
+"""Extra seconds for a busy machine, beyond the leases and the grace period."""
 _CLOCKS_DIFFER_BY = 0.001
-"""Seconds: what a float of a time stamp may be off."""
+"""Seconds of rounding error of a timestamp as a float."""
 
 
 def stop_always_wins(history: History, course: Course) -> Iterator[Violation]:
-    """8. After an accepted stop the run neither waits nor starts again, and ends.
+    """Check promise 8: after an accepted stop the run ends and is never pending or claimed again.
 
-    Sound: a stop is accepted under the run's row lock, and committed before its answer; claim and requeue read the
-    stop under the same lock, and the time of their events is taken while they hold it. So one that comes after the
-    stop has seen it, and one whose event is later than the answer comes after the stop. A run that was at its end
-    may complete or fail, but not as `worker_lost`: that is decided under the lock too.
+    Sound: a stop is accepted under the run's row lock and committed before its response; claim and requeue read the
+    stop under the same lock, and take the time of their events while they hold it. So a claim after the stop sees it,
+    and an event later than the response comes after the stop. A run that was about to end may complete or fail, but not
+    as `worker_lost`, which is also decided under the lock.
     """
     for stop in course.stops:
         asked = course.row["stop_requested_at"]
@@ -33,13 +33,13 @@ def stop_always_wins(history: History, course: Course) -> Iterator[Violation]:
 
 
 def stop_is_bounded(history: History, course: Course) -> Iterator[Violation]:
-    """9. A stopped run ends within the bound, and what a trainer said before it ended in good order is all stored.
+    """Check promise 9: a stopped run ends within the time limit, and all events of a graceful end are stored.
 
-    Sound: the worker hears of a stop with its next renewal, and kills what has not stopped after the grace. A fault of
-    the worker or of what all workers need may keep it from that, and starts a time of its own, in which leases run
-    out. A trainer's journal says `stop` after everything else, and nothing it said before can be lost while its worker
-    lives: pipes are unbuffered and read to their end. When the worker died instead the run was taken back, and the
-    reason of the move says so.
+    Sound: the worker receives a stop with its next lease renewal, and kills a trainer that has not stopped after the
+    grace period. A fault of the worker or of a shared dependency may delay this and starts its own period, in which
+    leases expire. A trainer's journal has `stop` as its last line, and no earlier event is lost while its worker is
+    alive: pipes are unbuffered and read to the end. If the worker died, the run was reaped, as the reason of the status
+    change says.
     """
     for stop in course.stops:
         late = _end_of_run(course) - due_at(history, course, stop)
@@ -60,7 +60,7 @@ def stop_is_bounded(history: History, course: Course) -> Iterator[Violation]:
 
 
 def due_at(history: History, course: Course, stop: StopCall) -> float:
-    """When the run has to have ended: grace and leases after the stop, or leases after a fault that came in between."""
+    """Return the deadline of the stop: grace and leases after it, or leases after a fault in between."""
     recovery = 2 * history.lease_seconds + STOP_SLACK
     due = stop.answered + GRACE_LEASES * history.lease_seconds + recovery
     worker = worker_of(history, course, course.row["attempt"])
@@ -71,10 +71,10 @@ def due_at(history: History, course: Course, stop: StopCall) -> float:
 
 
 def stop_saves(history: History, course: Course) -> Iterator[Violation]:
-    """9. A stop that asks for a checkpoint leaves one of the step at which the run ended, if nothing disturbs it.
+    """Check promise 9: a stop with checkpoint saves the last step of the run, unless a fault interferes.
 
-    Sound: a trainer that trains hears of the stop after the step that it is at, and has the grace to save it. Nobody
-    asked for less, and what an attempt has not trained itself was saved by those before it.
+    Sound: a training process handles the stop after its current step and has the grace period to save. No other stop
+    asked for less, and steps of earlier attempts were saved by those.
     """
     if not course.stops or not all(stop.save for stop in course.stops) or course.row["status"] != "cancelled":
         return
@@ -89,11 +89,13 @@ def stop_saves(history: History, course: Course) -> Iterator[Violation]:
         return
     saved = {row["step"] for row in course.checkpoints if row["deleted_at"] is None}
     if steps[-1] not in saved:
-        yield course.broke(9, f"stopped at step {steps[-1]}, which was to be saved; its checkpoints: {sorted(saved)}")
+        yield course.broke(
+            9, f"stopped at step {steps[-1]}, which should have been saved; its checkpoints: {sorted(saved)}"
+        )
 
 
 def ended_in_good_order(course: Course, attempt: int) -> bool:
-    """Whether the trainer came to its end, and its worker lived to tell."""
+    """Return True if the trainer ended by itself and its worker recorded it."""
     end = course.end_of(attempt)
     if end is None or course.outcome_of(attempt) not in ("stopped", "completed"):
         return False
@@ -106,7 +108,7 @@ def _end_of_run(course: Course) -> float:
 
 
 def phase_at(course: Course, stop: StopCall) -> str:
-    """What the run was at when the stop came."""
+    """Return the status of the run at the time of the stop."""
     asked = course.row["stop_requested_at"]
     before = [move.target for move in course.moves if asked and move.ts <= asked.timestamp()]
     return before[-1] if before else "pending"

@@ -1,4 +1,4 @@
-"""Promises about the training itself, on the word of the trainers' own journal: 3 and 10 to 12."""
+"""Promises about the training itself, based on the trainers' journal: 3 and 10 to 12."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,18 +7,18 @@ from tests.chaos.course import Course, ancestors, candidates, resumed_checkpoint
 from tests.chaos.history import History, Profile, Row, Violation
 
 _CLOCKS_DIFFER_BY = 0.2
-"""Seconds by which the time of day may have been set while a campaign ran."""
+"""Seconds by which the wall clock may have been adjusted during a campaign."""
 
 
 def one_trainer_at_a_time(history: History, course: Course) -> Iterator[Violation]:
-    """3. In the order of the journal no attempt writes after the next one has begun, and each is one process.
+    """Check promise 3: no attempt writes to the journal after the next one started, and each is one process.
 
     Sound: every line is one append to one file, so the order of the file is the order of the writes, and a trainer's
-    first line is its start. Within a boot the clock (boot time, taken before each write) agrees with that order.
-    Leases are what keeps them apart: the runs of the second worker are started without the lock on a run. So a trainer
-    is silent when the database finds that its lease has run out, a third of the lease after its deadline.
-    A trainer that got no further than its first line may have died with the zygote that forked it, before the worker
-    heard of it: the worker then has it forked once more.
+    first line is its start. Within a boot the clock (boot time, taken before each write) agrees with that order. Only
+    leases separate attempts, because the second worker starts trainers without the file lock of a run. So a trainer has
+    stopped writing when the database finds its lease expired, a third of the lease after the trainer's deadline. A
+    trainer with only its first line may have died with its zygote before the worker noticed; the worker then forks it
+    again.
     """
     latest: Row | None = None
     first_of: dict[int, Row] = {}
@@ -36,7 +36,7 @@ def one_trainer_at_a_time(history: History, course: Course) -> Iterator[Violatio
             yield course.broke(3, f"a line of attempt {attempt} is older than the one of {latest['attempt']} before it")
         if (line["pid"], line["boot_id"]) != (first["pid"], first["boot_id"]):
             yield course.broke(3, f"attempt {attempt} ran as process {first['pid']} and as {line['pid']}")
-        # A full disk may have refused the first line, and the process says nothing but that it failed.
+        # On a full disk the first line may be missing, and only the failure is in the journal.
         refused = line is first and line["event"] == "stop" and line["outcome"] == "failed"
         if (line["event"] == "start") != (line is first) and not refused:
             yield course.broke(3, f"attempt {attempt} began with {first['event']}, and wrote {line['event']}")
@@ -65,11 +65,11 @@ def _was_forked_again(history: History, course: Course, line: Row) -> bool:
 
 
 def resume_is_exact(history: History, course: Course) -> Iterator[Violation]:
-    """10. Every step that anybody ever trained has the loss and the samples of an undisturbed run.
+    """Check promise 10: every trained step has the loss and the samples of a run without faults.
 
-    Sound: the profiles are deterministic, and a loss depends on all steps before it, so it also tells of a resume from
-    the wrong state. A run that was completed has trained every step, itself or through those that it resumes, and
-    its output is that of the undisturbed run.
+    Sound: the profiles are deterministic, and a loss depends on all previous steps, so it also detects a resume from
+    the wrong state. A completed run and the runs that it resumes trained every step, and its output equals that of the
+    run without faults.
     """
     profile = course.profile
     if profile is None or not profile.losses:
@@ -89,7 +89,7 @@ def resume_is_exact(history: History, course: Course) -> Iterator[Violation]:
                 if loss == "nan" and event.data["loss"] is None:
                     continue
                 if loss is None or event.data["loss"] != float.fromhex(loss):
-                    yield course.broke(10, f"event {event.seq} tells the loss {event.data['loss']} instead of {loss}")
+                    yield course.broke(10, f"event {event.seq} has loss {event.data['loss']} instead of {loss}")
     if course.row["status"] == "completed":
         yield from _completed_wrongly(history, course, profile)
 
@@ -108,12 +108,12 @@ def _completed_wrongly(history: History, course: Course, profile: Profile) -> It
 
 
 def torn_checkpoints_are_never_resumed(history: History, course: Course) -> Iterator[Violation]:
-    """11. Every attempt takes up the run at its furthest whole checkpoint; only what the suite damaged is not whole.
+    """Check promise 11: every attempt resumes from the last valid checkpoint; only the suite corrupts checkpoints.
 
-    Sound: a row is inserted after its folder was fsynced and renamed, by the claim's holder only, so all rows of
-    earlier attempts are seen by the next. One that is bad at the end may have been whole at an earlier claim, so it
-    may be taken or passed over; the first that is not bad must be taken. A damaged one must not be taken by an attempt
-    that was claimed after the damage, where the record of the fault names the checkpoint.
+    Sound: a row is inserted after its folder was fsynced and renamed, only by the owner of the claim, so the next
+    attempt sees all rows of earlier ones. A checkpoint that is bad at the end may have been valid at an earlier claim,
+    so it may be used or skipped; the first one that is not bad must be used. A corrupt one must not be used by an
+    attempt that was claimed after the corruption, if the record of the fault names the checkpoint.
     """
     for attempt in range(1, course.row["attempt"] + 1):
         start = course.start_of(attempt)
@@ -128,7 +128,7 @@ def torn_checkpoints_are_never_resumed(history: History, course: Course) -> Iter
             yield course.broke(11, f"attempt {attempt} began at step {start}, whose checkpoint had been damaged before")
         told = next((row["start_step"] for row in course.attempts if row["attempt"] == attempt), None)
         if told is not None and told != start:
-            yield course.broke(11, f"attempt {attempt} was to begin at step {told} and began at {start}")
+            yield course.broke(11, f"attempt {attempt} is recorded to start at step {told}, but started at {start}")
     saved = {(line["attempt"], line["step"]) for line in course.journal if line["event"] == "save"}
     for row in course.checkpoints:
         if row["id"] in history.broken and row["id"] not in history.damaged:
@@ -145,7 +145,7 @@ def _possible_starts(seen: Sequence[Row], course: Course) -> set[int]:
         possible.add(row["step"])
         if row["bad_reason"] is None:
             return possible
-    # Without any whole checkpoint a run begins anew, unless it was asked to go on from one.
+    # Without a valid checkpoint a run restarts from step 0, unless it was created to resume from one.
     return possible if course.row["resume_checkpoint_id"] else {*possible, 0}
 
 
@@ -157,11 +157,11 @@ def _was_damaged_before(history: History, course: Course, attempt: int, row: Row
 
 
 def clean_up_keeps_what_is_needed(history: History, course: Course) -> Iterator[Violation]:
-    """12. The newest and the best whole checkpoint, pinned ones and those that another run resumes are not deleted.
+    """Check promise 12: the newest, the best, pinned and resumed checkpoints are not deleted.
 
-    Sound: clean-up decides among the rows that are there and not bad. One that turned out to be bad later may have
-    been the newest or the best then, so what was deleted beside a bad one that was further (or better) is not held
-    against it. Among several of the same step one is enough.
+    Sound: pruning chooses among existing rows that are not bad. A checkpoint that was marked bad later may have been
+    the newest or the best at that time, so deleting a valid one that is earlier (or worse) is then allowed. Of several
+    checkpoints at the same step one is enough.
     """
     whole = [row for row in course.checkpoints if row["bad_reason"] is None]
     bad = [row for row in course.checkpoints if row["bad_reason"] is not None]

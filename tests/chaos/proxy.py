@@ -1,4 +1,4 @@
-"""A TCP proxy between one process and one server, which can cut, delay and swallow."""
+"""TCP proxies between a process and a server, which can reset, delay and hold back traffic."""
 
 import asyncio
 import contextlib
@@ -13,10 +13,9 @@ _CHUNK = 64 * 1024
 
 
 class Proxies:
-    """All proxies of a campaign, in a process of their own.
+    """All proxies of a campaign, in a separate process.
 
-    In that of the clients they would wait for the interpreter behind all of these, and on a slow machine long enough
-    for a lease to run out.
+    In the process of the clients they would wait for the GIL, on a slow machine long enough for a lease to expire.
     """
 
     def __init__(self) -> None:
@@ -28,24 +27,24 @@ class Proxies:
         self._lock = threading.Lock()
 
     def to(self, port: int) -> "Proxy":
-        """A new proxy to a port of this machine."""
+        """Create a proxy to a local port."""
         number, own = self.ask("add", port)
         return Proxy(self, number, own)
 
     def close(self) -> None:
-        """End all."""
+        """Stop all proxies."""
         self._ours.close()
         self._process.join(10)
 
     def ask(self, *command: Any) -> Any:
-        """Have the other process do something, and wait until it has."""
+        """Send a command to the proxy process and return its result."""
         with self._lock:
             self._ours.send(command)
             return self._ours.recv()
 
 
 class Proxy:
-    """One way to a server. Its methods may be called from any thread."""
+    """Proxy to one server. Its methods are thread-safe."""
 
     def __init__(self, all_of_them: Proxies, number: int, port: int) -> None:
         self.port = port
@@ -54,24 +53,24 @@ class Proxy:
 
     @property
     def swallowed(self) -> int:
-        """Bytes that were kept back while it was silent."""
+        """Number of bytes that were held back while the proxy was silent."""
         return int(self._all.ask("swallowed", self._number))
 
     @property
     def delayed(self) -> int:
-        """Bytes that came late."""
+        """Number of delayed bytes."""
         return int(self._all.ask("delayed", self._number))
 
     def fall_silent(self) -> None:
-        """As a pulled cable: connections stay, nothing passes, new ones are taken and lead nowhere."""
+        """Hold back all traffic: connections stay open, and new ones are accepted but not forwarded."""
         self._all.ask("fall_silent", self._number)
 
     def delay(self, seconds: float) -> None:
-        """Everything comes this much later."""
+        """Delay all traffic by `seconds`."""
         self._all.ask("delay", self._number, seconds)
 
     def heal(self) -> None:
-        """Pass everything again, what was kept back included."""
+        """Forward all traffic again, including what was held back."""
         self._all.ask("heal", self._number)
 
     def cut(self) -> None:
@@ -84,7 +83,7 @@ def _run(orders: Connection) -> None:
 
 
 async def _obey(orders: Connection) -> None:
-    """Do what the campaign asks for, until it is gone."""
+    """Execute commands until the campaign closes the pipe."""
     ways: list[_Way] = []
     loop = asyncio.get_running_loop()
     while True:
@@ -104,7 +103,7 @@ async def _obey(orders: Connection) -> None:
 
 
 class _Way:
-    """A proxy in the process of all of them."""
+    """Proxy implementation, in the proxy process."""
 
     def __init__(self, target: int) -> None:
         self.port = 0
@@ -134,7 +133,7 @@ class _Way:
     def cut(self) -> None:
         for writer in list(self._writers):
             with contextlib.suppress(OSError):
-                # Lingering for no time makes the close a reset.
+                # A linger time of zero makes the close a reset.
                 writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             writer.transport.abort()
 
@@ -150,7 +149,7 @@ class _Way:
                 self._writers.discard(far_writer)
                 far_writer.close()
         except (OSError, asyncio.CancelledError):
-            pass  # the server is down, or somebody cut: the near end is closed too
+            pass  # the server is down or the connection was cut: also close the near end
         finally:
             self._writers.discard(writer)
             writer.close()
@@ -165,5 +164,5 @@ class _Way:
                 await asyncio.sleep(self._seconds)
             writer.write(data)
             await writer.drain()
-        # One end has said its last: so has the other.
+        # One end closed, so close the other.
         writer.close()

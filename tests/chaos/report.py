@@ -1,4 +1,4 @@
-"""The report of a campaign, as tables that docs/reliability.md can take in."""
+"""Report of a campaign, with tables for docs/reliability.md."""
 
 import statistics
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from tests.chaos.campaign import Result
 
 
 def show(result: Result) -> str:
-    """Faults by kind and by window, what was checked, and what was found."""
+    """Format the faults by kind and window, the checks, and the violations."""
     lines = [
         f"seed {result.seed}, {result.rounds} rounds, {result.seconds / 60:.1f} minutes",
         *_table("fault", result.faults),

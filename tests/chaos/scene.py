@@ -1,4 +1,4 @@
-"""What a fault of a campaign works with, and what is written down of it."""
+"""Context of the faults of a campaign, and their records."""
 
 import random
 import time
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass
 class Scene:
-    """What a fault works with, and what is written down of it."""
+    """Context of a fault, and the records of all faults."""
 
     world: World
     clients: Clients
@@ -30,15 +30,15 @@ class Scene:
     hits: Counter[str] = field(default_factory=Counter)
     records: list[FaultRecord] = field(default_factory=list)
     broken: list[tuple[int, str]] = field(default_factory=list)
-    """Promises seen broken at the moment of the fault: number, what was seen."""
+    """Violations observed during a fault: promise number and description."""
     killed_trainers: set[int] = field(default_factory=set)
     damaged: set[str] = field(default_factory=set)
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    """Times worth reporting, by what was timed."""
+    """Measured seconds for the report, by name."""
 
     @contextmanager
     def fault(self, target: str, *, requeues: bool) -> Iterator[None]:
-        """Write down when the fault lasted."""
+        """Record the start and end of the fault."""
         began = time.time()
         try:
             yield
@@ -49,17 +49,17 @@ class Scene:
     kind: str = ""
 
     def time(self, what: str, seconds: float) -> None:
-        """Note a time."""
+        """Record a duration."""
         self.seconds.setdefault(what, []).append(seconds)
 
     def calm_down(self) -> None:
-        """Wait until no earlier fault explains a loss any more: whatever goes wrong next has one cause."""
+        """Wait until no earlier fault explains a loss, so that the next one has a single cause."""
         over = max((over_at(one, LEASE_SECONDS) for one in self.records if one.requeues), default=0.0)
         wait_for(lambda: time.time() > over, over - time.time() + 1, every=0.1)
 
     @contextmanager
     def lying(self, verb: str) -> Iterator[None]:
-        """The next transaction of this kind commits, and its caller sees a dead connection."""
+        """Close the connection after the next commit of this kind of transaction."""
         orders = self.world.orders
         orders.carried_out()
         orders.give(f"{verb} after", verb=verb, how="after", process="")
@@ -70,7 +70,7 @@ class Scene:
             orders.withdraw()
 
     def a_worker_with(self, run_id: str, seconds: float = 10) -> Service | None:
-        """The worker that has a run."""
+        """Return the worker that executes a run, or None."""
 
         def owner() -> Service | None:
             for worker in self.world.workers:
@@ -81,7 +81,7 @@ class Scene:
         return wait_for(owner, seconds)
 
     def a_training_run(self, profile: str, steps: int = 2, seconds: float = 30) -> tuple[str, Service] | None:
-        """A new run, put before all others, once it trains; and the worker that has it."""
+        """Create a run with top priority and wait until it trains; return its id and its worker."""
         run_id = self.clients.create(profile, priority=900)
         worker = self.a_worker_with(run_id, seconds)
         reached = wait_for(lambda: self._step(run_id) >= steps, seconds) if worker else None
@@ -91,12 +91,12 @@ class Scene:
         return max((line.get("step", 0) for line in self.world.journal(run_id)), default=0)
 
     def all_steps(self) -> int:
-        """Steps that all live runs have in their journals."""
+        """Return the number of journal lines of all live runs."""
         return sum(len(self.world.journal(run["id"])) for run in self.world.live_runs())
 
 
 def wait_for(probe: Callable[[], T | None], seconds: float, every: float = 0.03) -> T | None:
-    """The first truthy answer of `probe`, or None when time is up: then the fault has missed."""
+    """Return the first truthy result of `probe`, or None after `seconds`: the fault then missed."""
     deadline = time.monotonic() + seconds
     while True:
         if value := probe():

@@ -1,4 +1,4 @@
-"""Ways to spoil a correct history in one place and nowhere else."""
+"""Modifications of a correct history in exactly one place."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,12 +12,12 @@ Which = Callable[[Event], bool]
 
 
 def whole(**values: Any) -> Spoil:
-    """Other fields of the history."""
+    """Replace fields of the history."""
     return lambda history: replace(history, **values)
 
 
 def row(run_id: str, **values: Any) -> Spoil:
-    """Other values in the row of a run; of a function, what it makes of the present one."""
+    """Replace values in the row of a run; a function gets the present value."""
 
     def spoil(history: History) -> History:
         before = history.runs[run_id]
@@ -28,7 +28,7 @@ def row(run_id: str, **values: Any) -> Spoil:
 
 
 def run_added(story: Story, after: float | None = None, target: str = "worker-1") -> Spoil:
-    """One run more, as it is told; with `after`, a fault explains whatever happens to it from then on."""
+    """Add a run; with `after`, also a fault that explains its losses from that time on."""
 
     def spoil(history: History) -> History:
         run_id = story.run_id
@@ -50,13 +50,13 @@ def run_added(story: Story, after: float | None = None, target: str = "worker-1"
 
 
 def fault_added(kind: str, target: str, began: float, ended: float, requeues: bool = True) -> Spoil:
-    """One fault more."""
+    """Add a fault."""
     fault = FaultRecord(1, kind, target, began, ended, requeues)
     return lambda history: replace(history, faults=(*history.faults, fault))
 
 
 def attempt(run_id: str, index: int, **values: Any) -> Spoil:
-    """Other values in the row of an attempt."""
+    """Replace values in the row of an attempt."""
 
     def spoil(history: History) -> History:
         rows = list(history.attempts[run_id])
@@ -67,7 +67,7 @@ def attempt(run_id: str, index: int, **values: Any) -> Spoil:
 
 
 def checkpoint(run_id: str, index: int, **values: Any) -> Spoil:
-    """Other values in the row of a checkpoint."""
+    """Replace values in the row of a checkpoint."""
 
     def spoil(history: History) -> History:
         rows = list(history.checkpoints[run_id])
@@ -78,19 +78,19 @@ def checkpoint(run_id: str, index: int, **values: Any) -> Spoil:
 
 
 def journal(run_id: str, change: Callable[[list[Row]], list[Row]]) -> Spoil:
-    """Another journal."""
+    """Replace the journal of a run."""
     return lambda history: replace(
         history, journals={**history.journals, run_id: tuple(change(list(history.journals[run_id])))}
     )
 
 
 def line(run_id: str, index: int, **values: Any) -> Spoil:
-    """Other values in one line of a journal."""
+    """Replace values in one line of a journal."""
     return journal(run_id, lambda lines: [{**one, **values} if one is lines[index] else one for one in lines])
 
 
 def line_added(run_id: str, after: int, **values: Any) -> Spoil:
-    """A line more, like the one it comes behind but for these values."""
+    """Insert a copy of a line after it, with other values."""
 
     def change(lines: list[Row]) -> list[Row]:
         place = after % len(lines)
@@ -100,14 +100,14 @@ def line_added(run_id: str, after: int, **values: Any) -> Spoil:
 
 
 def line_removed(run_id: str, which: Callable[[Row], bool]) -> Spoil:
-    """The lines that are like this less."""
+    """Remove the lines for which `which` is true."""
     return journal(run_id, lambda lines: [one for one in lines if not which(one)])
 
 
 def events(run_id: str, change: Callable[[list[Event]], list[Event]], uncounted: int = 0) -> Spoil:
-    """Other events, renumbered, counted, and read by nobody, so that nothing else is wrong with them.
+    """Replace the events of a run, renumbered, counted and without readers, so that nothing else is wrong.
 
-    `uncounted`: how many more of them are not the last attempt's own words.
+    `uncounted` is the number of added events that the trainer of the last attempt did not write.
     """
 
     def spoil(history: History) -> History:
@@ -123,7 +123,7 @@ def events(run_id: str, change: Callable[[list[Event]], list[Event]], uncounted:
 
 
 def event_added(run_id: str, after: Which, type: str, number: int = 1, counted: bool = True, **data: Any) -> Spoil:
-    """An event more of the attempt `number`, behind the first that `after` finds."""
+    """Insert an event of the attempt `number` after the first event for which `after` is true."""
 
     def change(before: list[Event]) -> list[Event]:
         place = next(index for index, event in enumerate(before) if after(event)) + 1
@@ -133,22 +133,22 @@ def event_added(run_id: str, after: Which, type: str, number: int = 1, counted: 
 
 
 def event_doubled(run_id: str, which: Which, counted: bool = True) -> Spoil:
-    """An event that is stored twice."""
+    """Duplicate events."""
     return events(run_id, lambda all: [one for one in all for _ in range(1 + which(one))], uncounted=int(not counted))
 
 
 def event_removed(run_id: str, which: Which) -> Spoil:
-    """An event less of the trainer of the last attempt."""
+    """Remove events of the trainer of the last attempt."""
     return events(run_id, lambda all: [one for one in all if not which(one)])
 
 
 def event_changed(run_id: str, which: Which, **data: Any) -> Spoil:
-    """Other data of an event."""
+    """Replace data of events."""
     return events(run_id, lambda all: [replace(e, data={**e.data, **data}) if which(e) else e for e in all])
 
 
 def reader(**values: Any) -> Spoil:
-    """Another transcript of the reader of the plain run; of a function, what it makes of what was received."""
+    """Replace fields in the transcript of the plain run; a function gets the received events."""
 
     def spoil(history: History) -> History:
         received = transcript("plain", history.events["plain"]).received
@@ -160,7 +160,7 @@ def reader(**values: Any) -> Spoil:
 
 
 def together(*spoils: Spoil) -> Spoil:
-    """One after the other."""
+    """Apply several modifications in order."""
 
     def spoil(history: History) -> History:
         for one in spoils:
@@ -171,25 +171,25 @@ def together(*spoils: Spoil) -> Spoil:
 
 
 def prints(step: int) -> Which:
-    """The line of a step."""
+    """Match the log line of a step."""
     return lambda event: event.type == "log" and event.data["line"].startswith(f"step {step} ")
 
 
 def measures(step: int) -> Which:
-    """The metric of a step."""
+    """Match the metric of a step."""
     return lambda event: event.type == "metric" and event.data["step"] == step
 
 
 def saves(step: int) -> Which:
-    """The checkpoint of a step."""
+    """Match the checkpoint of a step."""
     return lambda event: event.type == "checkpoint" and event.data["step"] == step
 
 
 def becomes(status: str, number: int = 1) -> Which:
-    """A change of status, in the attempt `number`."""
+    """Match a status change in the attempt `number`."""
     return lambda event: event.type == "status" and event.data["to"] == status and event.attempt == number
 
 
 def is_end(event: Event) -> bool:
-    """The last event."""
+    """Match the last event."""
     return event.type == "end"

@@ -1,4 +1,4 @@
-"""A history as a correct service would leave it behind, written by hand, for the tests of the checker to spoil."""
+"""Handwritten history of a correct service, which the tests of the checker modify."""
 
 import hashlib
 from dataclasses import dataclass, field
@@ -22,13 +22,13 @@ PROFILES = {
 
 
 def moment(seconds: float) -> datetime:
-    """As the database gives it."""
+    """Convert a Unix time to a datetime as the database returns it."""
     return datetime.fromtimestamp(seconds, UTC)
 
 
 @dataclass
 class Story:
-    """One run, told move by move; every move takes a tenth of a second."""
+    """Builder of the history of one run; every change takes 0.1 s."""
 
     run_id: str
     profile: str = "plain"
@@ -54,7 +54,7 @@ class Story:
         self.output_attempt: int | None = None
         self._move("pending", "created")
 
-    # What the service does
+    # Actions of the service
 
     def claimed(self) -> "Story":
         self.attempt += 1
@@ -67,7 +67,7 @@ class Story:
         return self
 
     def begins(self, step: int = 0) -> "Story":
-        """The trainer starts, from this step."""
+        """Start the trainer at this step."""
         self.step = step
         self._write(event="start")
         self._say("progress", phase="training")
@@ -76,7 +76,7 @@ class Story:
         return self
 
     def trains(self, until: int) -> "Story":
-        """Steps, each with its line and its metric, saving as it goes, but not at the end."""
+        """Train steps, each with a log line and a metric; save periodically, but not at the end."""
         while self.step < until:
             self.step += 1
             loss = LOSSES[self.step]
@@ -146,7 +146,7 @@ class Story:
         self._write(event="stop", outcome="stopped")
         return self._ends("cancelled", "stopped on request")
 
-    # How it is written down
+    # Recording
 
     def _pass(self) -> float:
         self.now += 0.1
@@ -210,7 +210,7 @@ class Story:
 
 
 def correct() -> History:
-    """Runs of every kind, and nothing wrong with any of them."""
+    """Return a history with runs of every kind and no violation."""
     stopped = Story("stopped", began=1_000_100.0).claimed().begins().trains(6).stop_accepted().stops_in_good_order()
     fallen = Story("fallen", began=1_000_500.0).claimed().begins().trains(9)
     fallen.checkpoints[-1]["bad_reason"] = "weights.bin differs"
@@ -291,12 +291,12 @@ def _history(stories: list[Story]) -> History:
 
 
 def _answers(run_id: str) -> tuple[str, ...]:
-    """One client asked again, another never heard an answer."""
+    """Return the responses to a creation: one client retried, another never got a response."""
     return {"plain": (run_id, run_id), "unheard": ()}.get(run_id, (run_id,))
 
 
 def transcript(run_id: str, events: tuple[Event, ...]) -> Transcript:
-    """What a reader received who was cut off once."""
+    """Return the transcript of a reader that was cut off once."""
     received = tuple((event.seq, event.type, on_the_wire(run_id, event)) for event in events)
     return Transcript(run_id, received, connections=2, ended=True)
 

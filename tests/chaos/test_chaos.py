@@ -1,4 +1,4 @@
-"""The short form of `make chaos`: every fault once, every window hit, no promise broken."""
+"""Short form of `make chaos`: every fault once, every window hit, no promise broken."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The checker itself: silent about a correct history, and every broken promise is told as that promise, alone."""
+"""The checker accepts a correct history and reports exactly the broken promise of each modified history."""
 
 import pytest
 

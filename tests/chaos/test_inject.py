@@ -1,4 +1,4 @@
-"""What the suite does to processes has the effect that it is meant to have."""
+"""Fault injection into processes has the intended effect."""
 
 import fcntl
 from pathlib import Path

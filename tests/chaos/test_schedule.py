@@ -1,4 +1,4 @@
-"""The seed replays the schedule, and every fault has its turn."""
+"""The seed reproduces the schedule, and every fault is scheduled."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""The whole service as a campaign sees it: two API replicas, two workers, Postgres and Valkey behind proxies."""
+"""Service under test in a campaign: two API replicas, two workers, PostgreSQL and Valkey behind proxies."""
 
 import contextlib
 import os
@@ -38,7 +38,7 @@ _REPOSITORY = Path(__file__).parents[2]
 
 
 class Service:
-    """One process of the service (an API replica or a worker), which can be killed, stalled and started again."""
+    """Process of the service (an API replica or a worker), which can be killed, frozen and restarted."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Service:
         site = world.home / "site" / name
         site.mkdir(parents=True)
         clock = world.orders_folder / "clock" / name
-        # Its trainers read this too: the path of modules is among the few things that they inherit.
+        # Its trainers load this too, because they inherit PYTHONPATH.
         (site / "sitecustomize.py").write_text(
             "from pathlib import Path\nfrom tests.chaos.inject import let_clock_jump, lock_nothing\n"
             f"let_clock_jump(Path({str(clock)!r}))\n" + (f"lock_nothing({RUN_LOCK!r})\n" if shares_no_locks else "")
@@ -73,10 +73,10 @@ class Service:
         self._command = [*prefix, module, *arguments]
         self.process: subprocess.Popen[bytes] | None = None
         self.pids: set[int] = set()
-        """Of all processes that it has ever had."""
+        """Ids of all its processes, including earlier ones."""
 
     def start(self) -> None:
-        """Start it (again)."""
+        """Start or restart the process."""
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
                 self._command, env=self._environment, stdout=output, stderr=output, cwd=_REPOSITORY
@@ -85,13 +85,13 @@ class Service:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Current process id."""
         assert self.process is not None
         return self.process.pid
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended."""
+        """True if the process has not exited."""
         return self.process is not None and self.process.poll() is None
 
     def signal(self, number: int) -> None:
@@ -100,13 +100,13 @@ class Service:
         self.process.send_signal(number)
 
     def kill(self) -> None:
-        """As a power cut would."""
+        """Kill the process with SIGKILL."""
         self.signal(signal.SIGKILL)
         assert self.process is not None
         self.process.wait(30)
 
     def terminate(self, timeout: float) -> float:
-        """SIGTERM; answers the seconds that it took to end."""
+        """Send SIGTERM and return the seconds until the process has exited."""
         assert self.process is not None
         began = time.monotonic()
         self.process.terminate()
@@ -114,11 +114,11 @@ class Service:
         return time.monotonic() - began
 
     def said(self) -> str:
-        """Its log so far."""
+        """Return its log so far."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def zygote(self) -> psutil.Process | None:
-        """The process that its trainers are forked from, if it has one."""
+        """Return the zygote from which its trainers are forked, or None."""
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(self.pid).children():
                 if "worker.zygote" in " ".join(child.cmdline()):
@@ -127,7 +127,7 @@ class Service:
 
 
 class World:
-    """Everything that runs, and what the suite knows of it from outside."""
+    """All servers and processes of a campaign, with access to their state from outside."""
 
     def __init__(self, home: Path, seed: int) -> None:
         self.home = home
@@ -149,7 +149,7 @@ class World:
             port=0,
             lease_seconds=LEASE_SECONDS,
             hang_seconds=HANG_SECONDS,
-            disk_reserve_bytes=0,  # the whole of that small disk is theirs, and a fault fills it
+            disk_reserve_bytes=0,  # runs may use the whole small disk, and a fault fills it
         )
         migrate.upgrade(self.settings)
         self.engine: Engine = sync_engine(self.settings.database_url or "", name="chaos")
@@ -158,8 +158,8 @@ class World:
         self.apis = [self._api(f"api-{number}") for number in (1, 2)]
         self.workers = [
             Service(self, "worker-1", "worker.main", [], launch="zygote", slots=2),
-            # The second starts its trainers cold and has no torch: it takes runs of the fake backend only. It is as
-            # on another machine, which sees no lock on a run.
+            # The second starts its trainers cold and has no torch, so it takes only runs of the fake backend. It acts
+            # as on another machine, without the file lock of a run.
             Service(self, "worker-2-without-torch", "worker.main", [], shares_no_locks=True, launch="cold", slots=2),
         ]
         for service in self.services:
@@ -175,23 +175,23 @@ class World:
         return [*self.apis, *self.workers]
 
     def ways(self) -> tuple[Proxy, Proxy]:
-        """New proxies to Postgres and Valkey."""
+        """Create proxies to PostgreSQL and Valkey."""
         assert self.servers.postgres is not None and self.servers.valkey is not None
         assert self.servers.postgres.port is not None and self.servers.valkey.port is not None
         return self.proxies.to(self.servers.postgres.port), self.proxies.to(self.servers.valkey.port)
 
     def address(self, api: Service) -> str:
-        """Base URL of a replica."""
+        """Return the base URL of a replica."""
         return f"http://127.0.0.1:{self._ports[api.name]}"
 
     def client(self, api: Service | None = None, timeout: float = 10) -> httpx.Client:
-        """A client of a replica, of any if none is named."""
+        """Return a client of a replica (default: a random one)."""
         api = api or self.random.choice(self.apis)
         headers = {"Authorization": f"Bearer {self.key}"}
         return httpx.Client(base_url=self.address(api), headers=headers, timeout=timeout, trust_env=False)
 
     def wait_until_answers(self, api: Service) -> None:
-        """Return once the replica serves."""
+        """Wait until the replica responds."""
 
         def answers() -> bool:
             assert api.is_running, api.said()[-3000:]
@@ -204,7 +204,7 @@ class World:
         eventually(answers, timeout=60, what=f"{api.name} answers, see {api.log}")
 
     def wait_for_workers(self) -> None:
-        """Return once both workers are registered."""
+        """Wait until both workers are registered."""
 
         def registered() -> bool:
             for worker in self.workers:
@@ -215,7 +215,7 @@ class World:
         eventually(registered, timeout=60, what="both workers are registered")
 
     def rows(self, statement: str, **values: Any) -> list[dict[str, Any]]:
-        """Look into the database, past the proxies."""
+        """Query the database directly, without the proxies."""
         from sqlalchemy import text
         from sqlalchemy.exc import DBAPIError
 
@@ -224,11 +224,11 @@ class World:
                 with self.engine.connect() as connection:
                     return [dict(row) for row in connection.execute(text(statement), values).mappings()]
             except DBAPIError as error:
-                last = error  # Postgres was restarted since: the pool has noticed now
+                last = error  # PostgreSQL was restarted: the pool reconnects on the next try
         raise last
 
     def live_runs(self, worker: Service | None = None) -> list[dict[str, Any]]:
-        """Runs that a worker has, of this one or of any; newest first."""
+        """Return the live runs of a worker (default: of all), newest first."""
         found = self.rows(
             "SELECT runs.id, runs.name, runs.status, runs.attempt, runs.current_step, workers.pid AS worker_pid "
             "FROM runs JOIN workers ON workers.id = runs.lease_owner "
@@ -237,16 +237,16 @@ class World:
         return [run for run in found if worker is None or run["worker_pid"] == worker.pid]
 
     def worker_names(self) -> dict[str, str]:
-        """Of every worker that ever registered: the service that it was a process of."""
+        """Return the service name of every worker that ever registered, by worker id."""
         rows = self.rows("SELECT id, pid FROM workers")
         return {row["id"]: worker.name for row in rows for worker in self.workers if row["pid"] in worker.pids}
 
     def journal(self, run_id: str) -> list[dict[str, Any]]:
-        """What the trainers of a run wrote down themselves."""
+        """Return the journal that the trainers of a run wrote."""
         return read_journal(self.storage / "runs" / run_id / "journal.jsonl")
 
     def trainer(self, run_id: str) -> psutil.Process | None:
-        """The training process that the journal names last, if it is alive."""
+        """Return the last training process in the journal if it is alive, else None."""
         lines = self.journal(run_id)
         if lines:
             with contextlib.suppress(psutil.Error):
@@ -257,11 +257,11 @@ class World:
         return None
 
     def redis(self) -> redis.Redis:
-        """A connection to Valkey, past the proxies."""
+        """Return a direct connection to Valkey."""
         return redis.Redis.from_url(self.settings.redis_url or "", socket_timeout=5)
 
     def down(self, server: Any) -> None:
-        """kill -9 of an embedded server."""
+        """Kill an embedded server with SIGKILL."""
         assert server is not None and server.process is not None
         process = psutil.Process(server.process.pid)
         for one in [process, *process.children(recursive=True)]:
@@ -270,17 +270,17 @@ class World:
         server.process.wait(30)
 
     def up(self, server: Any) -> None:
-        """Start it again, on the same port and data."""
+        """Restart an embedded server with the same port and data."""
         server.start()
         server.wait_ready()
 
     def server_processes(self, server: Any) -> list[psutil.Process]:
-        """All processes of an embedded server."""
+        """Return all processes of an embedded server."""
         process = psutil.Process(server.process.pid)
         return [process, *process.children(recursive=True)]
 
     def close(self) -> None:
-        """End everything."""
+        """Stop all processes."""
         for service in self.services:
             if service.is_running:
                 with contextlib.suppress(ProcessLookupError):
@@ -320,7 +320,7 @@ def _with_port(url: str | None, port: int) -> str:
 
 
 def _mount(folder: Path) -> bool:
-    """A file system so small that it can be filled; False where this user may not mount one."""
+    """Mount a small file system that can be filled; return False if this user may not mount."""
     if os.geteuid() != 0 or shutil.which("mount") is None:
         return False
     done = subprocess.run(

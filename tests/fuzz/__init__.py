@@ -1,1 +1,1 @@
-"""Fuzzing of the whole API from its own description: `make fuzz`."""
+"""Fuzzing of the API from its OpenAPI document: `make fuzz`."""

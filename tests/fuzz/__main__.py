@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz [--cases N] [--seed N]`: exit 1 unless every answer was documented and every call answered."""
+"""`python -m tests.fuzz [--cases N] [--seed N]`: exit code 1 on undocumented responses or calls without a 2xx."""
 
 import argparse
 import random
@@ -15,7 +15,7 @@ LEAST_SUCCESSES = 0.2
 
 
 def main() -> int:
-    """Fuzz a whole service of its own."""
+    """Start a service, fuzz it and return the exit code."""
     arguments = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     arguments.add_argument("--cases", type=int, default=10_000)
     arguments.add_argument("--seed", type=int, default=random.randrange(10**6))
@@ -23,7 +23,7 @@ def main() -> int:
     print(f"seed {given.seed}: make fuzz CASES={given.cases} SEED={given.seed}", flush=True)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="anneal-fuzz-", ignore_cleanup_errors=True) as folder:
-        # A name that is made up must not be looked for in the world.
+        # Generated model and dataset names must not be looked up on the Hub.
         stack = Stack(Path(folder), allow_hub=False)
         try:
             stack.add_worker(slots=2)
@@ -46,7 +46,7 @@ def _tell(result: Result, seconds: float) -> None:
         print(f"{call:58s} {statuses.total():6d} {good:6d} {bad:6d}")
     print(
         f"\n{result.cases:,} cases in {seconds:.0f} s over {len(result.by_call)} calls, {result.sequences:,} of them "
-        f"in stateful sequences: {result.share_of_successes:.0%} answered with 2xx, {result.server_errors} with 5xx, "
+        f"in stateful sequences: {result.share_of_successes:.0%} returned 2xx, {result.server_errors} returned 5xx, "
         f"{len(result.violations)} violations"
     )
     for call in result.never_answered:

@@ -1,4 +1,4 @@
-"""Cases that schemathesis makes of the service's own description, most of them led to things that there are."""
+"""Fuzzing campaign: schemathesis cases from the OpenAPI document, most of them with ids of existing objects."""
 
 import random
 from collections import Counter
@@ -28,9 +28,9 @@ CHECKS = [
     response_schema_conformance,
 ]  # fmt: skip
 PASSES = 4
-"""Every call is tried so many times over, so that what one made the others meet."""
+"""Number of passes over all calls, so that calls meet objects created by others."""
 SEQUENCES = 0.1
-"""Share of the cases that belong to stateful sequences."""
+"""Fraction of the cases in stateful sequences."""
 STEPS = 8
 SEQUENCES_AT_ONCE = 10
 SECONDS = 30
@@ -40,7 +40,7 @@ _SUPPRESSED = list(HealthCheck)
 
 @dataclass
 class Result:
-    """What came of it."""
+    """Result of a campaign."""
 
     by_call: dict[str, Counter[int]] = field(default_factory=dict)
     violations: list[str] = field(default_factory=list)
@@ -48,22 +48,22 @@ class Result:
 
     @property
     def cases(self) -> int:
-        """How many there were."""
+        """Number of cases."""
         return sum(statuses.total() for statuses in self.by_call.values())
 
     @property
     def share_of_successes(self) -> float:
-        """Which part was answered with 2xx."""
+        """Fraction of the cases that returned 2xx."""
         return self._count(200, 300) / max(self.cases, 1)
 
     @property
     def server_errors(self) -> int:
-        """How many were answered with 5xx."""
+        """Number of cases that returned 5xx."""
         return self._count(500, 600)
 
     @property
     def never_answered(self) -> list[str]:
-        """Calls that were never answered with 2xx."""
+        """Calls that never returned 2xx."""
         return [call for call, statuses in self.by_call.items() if not any(200 <= one < 300 for one in statuses)]
 
     def _count(self, low: int, high: int) -> int:
@@ -71,7 +71,7 @@ class Result:
 
 
 class Campaign:
-    """Fuzzes one service."""
+    """Campaign against one service."""
 
     def __init__(self, stack: Stack, seed: int) -> None:
         self.result = Result()
@@ -90,19 +90,19 @@ class Campaign:
         self._kept_run = ""
 
     def run(self, cases: int) -> Result:
-        """Make so many requests, or a few more."""
+        """Send at least `cases` requests, and return the result."""
         each = max(1, round(cases * (1 - SEQUENCES) / len(self._operations) / PASSES)) + 1
         for number in range(PASSES):
             order = list(self._operations)
             self._chance.shuffle(order)
             for operation in order:
                 self._keep_something()
-                # One in four is not even meant to be right.
+                # One case in four is invalid on purpose.
                 self._generate(operation, GenerationMode.POSITIVE, each - each // 4, number)
                 self._generate(operation, GenerationMode.NEGATIVE, each // 4, number)
             print(f"pass {number + 1} of {PASSES}: {self.result.cases:,} cases", flush=True)
         before = self.result.cases
-        random.seed(self._seed)  # which is where hypothesis takes its own from
+        random.seed(self._seed)  # Hypothesis derives its own seed from it
         while self.result.sequences < cases * SEQUENCES or self.result.cases < cases:
             self._sequences()
             self.result.sequences = self.result.cases - before
@@ -124,12 +124,12 @@ class Campaign:
         try:
             send()
         except Unsatisfiable:
-            # A call without input cannot be given wrong input; any other must have cases.
+            # A call without input has no invalid cases; every other call must have cases.
             if mode is GenerationMode.POSITIVE:
                 raise
 
     def _lead(self, case: Case, towards_success: bool) -> None:
-        """Put ids of what there is into a case, and often the example of the description in place of its body."""
+        """Insert ids of existing objects into a case, and often replace its body by the documented example."""
         for name in list(case.path_parameters or {}):
             found = self._pool.pick(name)
             if found and self._chance.random() < 0.8:
@@ -156,7 +156,7 @@ class Campaign:
             self._lead_query(case)
             self._lead_body(case)
         if case.path.endswith(("/events", "/logs")):
-            case.query = {**(case.query or {}), "follow": "false"}  # others would wait for a run that waits
+            case.query = {**(case.query or {}), "follow": "false"}  # otherwise it waits for a pending run
 
     def _lead_query(self, case: Case) -> None:
         if case.path.endswith("/compare"):
@@ -177,13 +177,13 @@ class Campaign:
             return
         body = self._pool.fill(example)
         if case.path in ("/v1/runs", "/v1/runs/estimate"):
-            # Runs of this backend end within a moment; those of the other would wait for a model for ever.
+            # Runs of the fake backend end quickly; those of the other would wait for a model forever.
             body = {
                 **body,
                 "backend": "fake",
                 "config": {"base_model": "any", "extra": {"steps": 3, "step_seconds": 0}},
             }
-            body.pop("probe", None)  # which that backend refuses
+            body.pop("probe", None)  # the fake backend rejects it
         if case.path.endswith("/resume"):
             body = self._chance.choice([{}, {"from": "start"}, {"from": "start", "config": {"max_steps": 2}}])
         if isinstance(case.body, dict) and case.body and self._chance.random() < 0.4:
@@ -229,14 +229,14 @@ class Campaign:
                 self._pool.of_run[item["id"]] = item["run_id"]
 
     def _keep_something(self) -> None:
-        """A run that has ended, pinned, with checkpoints and an output: whatever else was deleted, there is that."""
+        """Ensure that an ended, pinned run with checkpoints and an output exists."""
         client = self._stack.client
         if self._kept_run and client.get(f"/v1/runs/{self._kept_run}/artifacts").status_code == 200:
             return
         dataset = self._stack.upload(_ROWS)
         self._stack.dataset_id = dataset
         run_id = self._stack.create(
-            # It repairs itself once, so that there is something to explain.
+            # It fails and is retried once, so that its post-mortem is not empty.
             {"steps": 4, "step_seconds": 0, "out_of_memory_above": 2},
             config={"save_steps": 2, "batch_size": 4},
             name="kept",
@@ -252,7 +252,7 @@ class Campaign:
             self._pool.of_run[item["id"]] = run_id
 
     def _sequences(self) -> None:
-        """Some sequences of calls along the links between them, as schemathesis infers these from the description."""
+        """Run sequences of calls along the links that schemathesis infers from the document."""
         campaign = self
 
         class Sequence(self._schema.as_state_machine()):  # type: ignore[misc]
@@ -269,7 +269,7 @@ class Campaign:
             max_examples=SEQUENCES_AT_ONCE, stateful_step_count=STEPS, database=None, deadline=None,
             phases=[Phase.generate], suppress_health_check=_SUPPRESSED,
         )  # fmt: skip
-        # What a call can be followed by depends on its answer, and that on all calls before: hypothesis, which expects
-        # the same of the same, takes that for a flaw of the test. What was sent until then is checked all the same.
+        # The possible next calls depend on earlier responses, which Hypothesis reports as a flaky strategy. Everything
+        # sent until then has been checked.
         with suppress(FlakyStrategyDefinition):
             Sequence.run(settings=limits)

@@ -1,4 +1,4 @@
-"""Ids of things that there are, so that what is generated meets them; they come from answers, and go with deletions."""
+"""Pool of ids of existing objects for generated cases, filled from responses."""
 
 import json
 import random
@@ -13,22 +13,22 @@ _MOST = 200
 
 
 class Pool:
-    """What answers have named, by kind, newest last; `protected` never goes."""
+    """Ids from responses by kind, newest last; ids in `protected` are never evicted."""
 
     def __init__(self, chance: random.Random) -> None:
         self._chance = chance
         self._ids: dict[str, OrderedDict[str, None]] = {}
         self.protected: set[str] = set()
         self.of_run: dict[str, str] = {}
-        """The run of a checkpoint or action: both are in the path."""
+        """Run id of a checkpoint or action, because paths need both."""
 
     def learn(self, text: str) -> None:
-        """Take the ids out of an answer."""
+        """Add the ids in a response."""
         for id in _ID.findall(text):
             self.add(id)
 
     def add(self, id: str) -> None:
-        """One more thing that there is."""
+        """Add an id; evict the oldest if there are too many."""
         known = self._ids.setdefault(id.partition("_")[0], OrderedDict())
         known[id] = None
         if len(known) > _MOST:
@@ -38,17 +38,17 @@ class Pool:
                     break
 
     def forget(self, id: str) -> None:
-        """It was deleted."""
+        """Remove the id of a deleted object."""
         self._ids.get(id.partition("_")[0], OrderedDict()).pop(id, None)
 
     def pick(self, name: str) -> str | None:
-        """An id that fits a parameter or field called `name`, such as `run_id`; None when there is none."""
+        """Return an id for the parameter or field `name`, such as `run_id`, or None."""
         kind = _KIND.get(name.removesuffix("_id"))
         known = list(self._ids.get(kind or "", ()))
         return self._chance.choice(known) if known else None
 
     def fill(self, value: Any) -> Any:
-        """The same value with every id of the examples replaced by one of a thing that there is."""
+        """Return the value with every example id replaced by an id of an existing object."""
         text = json.dumps(value)
 
         def another(found: re.Match[str]) -> str:

@@ -1,1 +1,1 @@
-"""Deliberate bugs, each with the test that has to notice it: `python -m tests.mutants`."""
+"""Deliberate bugs, each with the test that must detect it: `python -m tests.mutants`."""

@@ -1,4 +1,4 @@
-"""`python -m tests.mutants [NAME …]`: try every mutant, or these; exit 1 unless each of them is caught."""
+"""`python -m tests.mutants [NAME …]`: test all or the named mutants; exit code 1 unless all are caught."""
 
 import sys
 import tempfile
@@ -15,11 +15,11 @@ _SECONDS_FOR_A_TEST = 60.0
 
 
 def main(names: Sequence[str]) -> int:
-    """Try mutants; answers the exit code."""
+    """Test mutants and return the exit code."""
     known = {mutant.name: mutant for mutant in MUTANTS}
     unknown = [name for name in names if name not in known]
     if unknown:
-        print(f"no mutant is called {', '.join(unknown)}; there are: {', '.join(known)}", file=sys.stderr)
+        print(f"unknown mutants: {', '.join(unknown)}. Known mutants: {', '.join(known)}", file=sys.stderr)
         return 1
     wanted = [known[name] for name in names] if names else list(MUTANTS)
     with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
@@ -33,7 +33,7 @@ def main(names: Sequence[str]) -> int:
         began = time.monotonic()
         unmutated = pristine.run(tests, _SECONDS_FOR_A_MUTANT + _SECONDS_FOR_A_TEST * len(tests))
         if all(outcome.state == "broken" for outcome in unmutated.values()):
-            # One that is not there keeps pytest from running any of them.
+            # A single missing test keeps pytest from running any of them.
             unmutated = {test: pristine.run([test], _SECONDS_FOR_A_MUTANT)[test] for test in tests}
         passed = sum(outcome.state == "passed" for outcome in unmutated.values())
         print(f"{passed} pass ({time.monotonic() - began:.0f} s)\n", flush=True)
@@ -59,7 +59,7 @@ def _verdict(mutant: Mutant, pristine: Copy, unmutated: Outcome) -> tuple[str, s
     if problem:
         return "STALE", problem
     if unmutated.state != "passed":
-        return "BROKEN", f"its test does not even pass without it: {unmutated.why}"
+        return "BROKEN", f"its test fails without the mutant: {unmutated.why}"
     copy = pristine.again(pristine.place.with_name("x"))
     try:
         for change in mutant.changes:
@@ -72,8 +72,8 @@ def _verdict(mutant: Mutant, pristine: Copy, unmutated: Outcome) -> tuple[str, s
     if outcome.state == "failed":
         return "caught", ""
     if outcome.state == "passed":
-        return "SURVIVED", f"{mutant.about} And {mutant.test} passes."
-    return "BROKEN", f"its test failed, but by no assertion of its own: {outcome.why}"
+        return "SURVIVED", f"{mutant.about} {mutant.test} still passes."
+    return "BROKEN", f"its test failed, but not by its own assertion: {outcome.why}"
 
 
 def _row(name: str, promises: str, test: str, verdict: str, seconds: str) -> str:

@@ -1,4 +1,4 @@
-"""Copies of the tree, in which a mutant can be tried while the tree itself stays as it is."""
+"""Copies of the working tree in which mutants are tested, so that the tree itself is not changed."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from tests.mutants.mutant import MutantError
 
 ROOT = Path(__file__).parents[2]
 VERDICTS = "MUTANT_VERDICTS"
-"""The variable that tells the plugin of the tests where to write what happened."""
+"""Environment variable with the path of the file to which the pytest plugin writes outcomes."""
 _PROBE = """
 import importlib, json
 print(json.dumps([importlib.import_module(name).__file__ for name in
@@ -25,22 +25,22 @@ print(json.dumps([importlib.import_module(name).__file__ for name in
 
 @dataclass(frozen=True)
 class Outcome:
-    """What happened to one test."""
+    """Outcome of one test."""
 
     state: str
-    """passed; failed (by an assertion of its own); broken (it did not come to a verdict)."""
+    """One of passed, failed (by its own assertion) and broken (no verdict)."""
     why: str = ""
 
 
 class Copy:
-    """The tree as git knows it, with every change that is not committed yet, in another folder."""
+    """Copy of the git working tree, with uncommitted changes, in another folder."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
 
     @classmethod
     def of_the_tree(cls, place: Path) -> "Copy":
-        """Copy what git tracks and what it does not ignore."""
+        """Copy all files that are tracked or not ignored by git."""
         listing = subprocess.run(
             ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
             cwd=ROOT,
@@ -58,12 +58,12 @@ class Copy:
         return copy
 
     def again(self, place: Path) -> "Copy":
-        """A copy of this copy, compiled modules included."""
+        """Copy this copy, with its compiled modules."""
         shutil.copytree(self.place, place, symlinks=True)
         return Copy(place)
 
     def run(self, tests: Sequence[str], seconds: float) -> dict[str, Outcome]:
-        """Run these tests here; each has an outcome, whatever happens."""
+        """Run these tests in the copy; return an outcome for each, even on errors."""
         verdicts = self.place.with_name(f"{self.place.name}.verdicts")
         basetemp = self.place.with_name(f"{self.place.name}.t")
         command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider"]
@@ -77,7 +77,7 @@ class Copy:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            start_new_session=True,  # so that a time-out ends all of it; the servers end with their parent
+            start_new_session=True,  # so that a timeout kills the whole group; the servers exit with their parent
         ) as process:
             try:
                 output, _ = process.communicate(timeout=seconds)
@@ -93,11 +93,11 @@ class Copy:
         return {test: _outcome(test, said, output, self.place) for test in tests}
 
     def remove(self) -> None:
-        """Leave nothing."""
+        """Delete the copy."""
         shutil.rmtree(self.place, ignore_errors=True)
 
     def _environment(self) -> dict[str, str]:
-        # Tests start workers and trainers in folders of their own: the path leads them here too.
+        # Tests start workers and trainers in other folders; PYTHONPATH makes them import from this copy too.
         inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         return {**inherited, "PYTHONPATH": str(self.place)}
 
@@ -114,13 +114,13 @@ class Copy:
             raise MutantError(f"the copy cannot be imported: {probe.stderr.strip().splitlines()[-1]}")
         elsewhere = [file for file in json.loads(probe.stdout) if not Path(file).is_relative_to(self.place)]
         if elsewhere:
-            raise MutantError(f"a process that is started elsewhere imports other code than the copy's: {elsewhere}")
+            raise MutantError(f"a process started in another folder imports code from outside the copy: {elsewhere}")
 
 
 def _outcome(test: str, said: list[dict[str, Any]], output: str, place: Path) -> Outcome:
     foreign = [file for line in said for file in line.get("files", []) if not Path(file).is_relative_to(place)]
     if foreign:
-        return Outcome("broken", f"other code than the copy's was run: {foreign[0]}")
+        return Outcome("broken", f"code from outside the copy was run: {foreign[0]}")
     collection = next((line["collecting"] for line in said if "collecting" in line), None)
     if collection:
         return Outcome("broken", f"it could not be collected: {collection}")

@@ -1,36 +1,38 @@
-"""What a mutant is: a small bug, the promise that it breaks, and the test that must fail because of it."""
+"""Mutants: a small bug, the promise that it breaks, and the test that must fail because of it."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 
 class MutantError(Exception):
-    """A mutant that cannot be tried: its text is not there, or its test is not."""
+    """Mutant that cannot be tested, because its text or its test does not exist."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """`old`, which occurs exactly once in `file`, becomes `new`."""
+    """Replacement of `old`, which occurs exactly once in `file`, by `new`."""
 
     file: str
     old: str
     new: str
 
     def problem(self, root: Path) -> str | None:
-        """Why it cannot be made below `root`."""
+        """Return the reason why the change cannot be applied below `root`, or None."""
         path = root / self.file
         if not path.is_file():
-            return f"{self.file} does not exist any more"
+            return f"{self.file} does not exist"
         count = path.read_text().count(self.old)
         if count != 1:
-            return f"{self.file} holds its text {count} times instead of once: {self.old.strip().splitlines()[0]!r} …"
+            return (
+                f"{self.file} contains the text {count} times instead of once: {self.old.strip().splitlines()[0]!r} …"
+            )
         return None
 
     def make(self, root: Path) -> None:
         """Write the changed file.
 
         Raises:
-            MutantError: the text is not there exactly once.
+            MutantError: the text does not occur exactly once.
         """
         problem = self.problem(root)
         if problem:
@@ -41,13 +43,13 @@ class Change:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A deliberate bug. Most need one change; some need a second one, where two safeguards do the same."""
+    """Deliberate bug. Most need one change; some need a second one where two safeguards overlap."""
 
     name: str
     promises: tuple[int, ...]
-    """Of docs/reliability.md."""
+    """Numbers of the promises in docs/reliability.md."""
     about: str
-    """What the bug is, in one sentence."""
+    """One sentence that describes the bug."""
     changes: tuple[Change, ...]
     test: str
-    """The node id of the test that fails with it, and passes without."""
+    """Node id of the test that fails with the mutant and passes without it."""

@@ -1,4 +1,4 @@
-"""The mutants do not rot: each can still be made, and its test is still there. `make mutants` tries them."""
+"""Every mutant can be applied to the current code, and its test exists. `make mutants` tests them."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def test_each_is_a_bug_of_its_own_and_breaks_a_promise() -> None:
 def test_the_test_of_each_is_there(request: pytest.FixtureRequest) -> None:
     assert [mutant.name for mutant in MUTANTS if not is_test(mutant.test)] == []
     assert [mutant.name for mutant in MUTANTS if is_parametrized(mutant.test) and "[" not in mutant.test] == []
-    # Parameters are known once a test is collected: where its function was, the one that is meant is among them.
+    # Parameters are known after collection: if the function was collected, so was the parametrized test.
     collected = {item.nodeid.partition("@")[0] for item in request.session.items}
     functions = {node.partition("[")[0] for node in collected}
     chosen = request.config.option.keyword or any("::" in argument for argument in request.config.args)

@@ -1,4 +1,4 @@
-"""A plugin for the tests in a copy: writes down how each of them ended, and which files its modules came from."""
+"""Pytest plugin for the tests in a copy: records the outcome of each test and the files of the loaded modules."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def _write(**facts: Any) -> None:
 
 
 def _has_asserted(error: pytest.ExceptionInfo[BaseException]) -> bool:
-    """Whether the test itself said no: an assertion, a missing exception; not a time-out, not an error of Python's."""
+    """Return True if the test failed by an assertion or a missing exception, not by a timeout or another error."""
     failed = isinstance(error.value, pytest.fail.Exception) and "Timeout" not in str(error.value)
     return failed or isinstance(error.value, AssertionError)
 

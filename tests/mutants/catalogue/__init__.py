@@ -1,4 +1,4 @@
-"""Every mutant there is."""
+"""All mutants."""
 
 from tests.mutants.catalogue import checkpoints, events, runs, workers
 from tests.mutants.mutant import Mutant

@@ -1,4 +1,4 @@
-"""Bugs in writing checkpoints, resuming from them and cleaning them up."""
+"""Mutants of saving, resuming and pruning checkpoints."""
 
 from tests.mutants.mutant import Change, Mutant
 
@@ -29,14 +29,14 @@ MUTANTS = (
     Mutant(
         name="action-done-twice",
         promises=(10,),
-        about="An attempt does again what took effect behind the very step of its checkpoint, which holds it already.",
+        about="An attempt repeats actions of its checkpoint's step, which the checkpoint already contains.",
         changes=(Change("app/actions/replay.py", "RunAction.step > step", "RunAction.step >= step"),),
         test="tests/app/test_actions.py::test_an_attempt_does_again_what_lies_behind_its_checkpoint",
     ),
     Mutant(
         name="a-bad-step-is-taken-again",
         promises=(14,),
-        about="The next attempt does not know which rows went wrong by themselves, and meets them in a later pass.",
+        about="The next attempt does not know which rows failed on their own, and trains on them in a later epoch.",
         changes=(
             Change(
                 "worker/training/protection.py",
@@ -49,7 +49,7 @@ MUTANTS = (
     Mutant(
         name="pruning-forgets-who-resumed",
         promises=(12,),
-        about="Retention deletes a checkpoint that a later run went on from.",
+        about="Retention deletes a checkpoint that a later run resumed from.",
         changes=(Change("app/checkpoints/retention.py", "_retire(run_id, 1).where(~resumed)", "_retire(run_id, 1)"),),
         test="tests/app/test_pruning.py::TestCheckpoints::"
         "test_the_furthest_the_best_the_pinned_and_those_resumed_from_stay",
@@ -57,7 +57,7 @@ MUTANTS = (
     Mutant(
         name="delete-forgets-who-builds-on-it",
         promises=(12,),
-        about="A run can be deleted although another has its output as base model.",
+        about="A run can be deleted although another run uses its output as base model.",
         changes=(
             Change(
                 "app/runs/removal.py",
@@ -70,7 +70,7 @@ MUTANTS = (
     Mutant(
         name="pruning-forgets-who-learns-from-it",
         promises=(12,),
-        about="Retention chooses a run to delete whose reward model another run still learns from.",
+        about="Retention deletes a run whose reward model another run still uses.",
         changes=(
             Change(
                 "app/runs/pruning.py",
@@ -83,14 +83,14 @@ MUTANTS = (
     Mutant(
         name="rename-before-fsync",
         promises=(11,),
-        about="A checkpoint gets its name while its files are still only in memory.",
+        about="A checkpoint is renamed to its final name before its files are fsynced.",
         changes=(Change(_MANIFEST, _SYNC_FILES + _RENAME, _RENAME + _SYNC_FILES.replace("staging", "final")),),
         test=f"{_DURABLE}::test_files_and_folders_are_on_the_disk_before_the_rename_and_the_name_after_it",
     ),
     Mutant(
         name="manifest-not-on-the-disk",
         promises=(11,),
-        about="The manifest is the one file of a checkpoint that is never fsynced.",
+        about="The manifest of a checkpoint is never fsynced.",
         changes=(
             Change(_MANIFEST, "    path.write_bytes(text)\n    _sync(path)\n", "    path.write_bytes(text)\n"),
             Change(
@@ -104,14 +104,14 @@ MUTANTS = (
     Mutant(
         name="name-not-on-the-disk",
         promises=(11,),
-        about="A checkpoint is told of while a power cut could still take its name.",
+        about="A checkpoint is reported before its rename is durable.",
         changes=(Change(_MANIFEST, "    _sync(final.parent)\n", ""),),
         test=f"{_DURABLE}::TestAWholeRun::test_of_the_fake_trainer",
     ),
     Mutant(
         name="half-a-checkpoint-stays",
         promises=(13,),
-        about="A save that the disk refuses leaves what it has written, and the disk stays full.",
+        about="A save that fails on a full disk leaves its partial files, and the disk stays full.",
         changes=(
             Change(
                 "worker/training/checkpoints.py",
@@ -125,7 +125,7 @@ MUTANTS = (
     Mutant(
         name="resume-unverified",
         promises=(11,),
-        about="A run resumes from whatever lies in the folder of its newest checkpoint.",
+        about="A run resumes from its newest checkpoint folder without verification.",
         changes=(
             Change(
                 "worker/job.py",
@@ -138,7 +138,7 @@ MUTANTS = (
     Mutant(
         name="copy-unverified",
         promises=(11,),
-        about="A copy of a checkpoint is resumed as it comes.",
+        about="A run resumes from a checkpoint replica without verification.",
         changes=(
             Change(
                 "worker/remote.py",
@@ -151,7 +151,7 @@ MUTANTS = (
     Mutant(
         name="unreadable-is-damaged",
         promises=(11,),
-        about="A checkpoint that a worker cannot read just now counts as damaged for good.",
+        about="A checkpoint that a worker temporarily cannot read is marked as corrupt.",
         changes=(
             Change(
                 "worker/training/manifest.py",
@@ -164,7 +164,7 @@ MUTANTS = (
     Mutant(
         name="random-state-not-saved",
         promises=(10,),
-        about="A checkpoint leaves out the state of the random numbers, so dropout differs after a resume.",
+        about="A checkpoint omits the random number generator state, so dropout differs after a resume.",
         changes=(Change("worker/training/snapshot.py", "        trainer._save_rng_state(str(folder))\n", ""),),
         test="tests/worker/training/test_resume.py::TestExact"
         "::test_losses_rows_and_weights_equal_the_undisturbed_runs[lora-mid-epoch]",
@@ -172,7 +172,7 @@ MUTANTS = (
     Mutant(
         name="written-from-live-weights",
         promises=(10,),
-        about="A checkpoint that a thread writes refers to the weights instead of copying them.",
+        about="A checkpoint written in a background thread references the weights instead of copying them.",
         changes=(
             Change(
                 "worker/training/checkpoints.py",
@@ -186,7 +186,7 @@ MUTANTS = (
     Mutant(
         name="clean-up-takes-the-newest",
         promises=(12,),
-        about="Clean-up keeps the oldest checkpoints instead of the newest.",
+        about="Pruning keeps the oldest checkpoints instead of the newest.",
         changes=(
             Change(
                 _RETENTION, "there.order_by(one.attempt.desc(), one.step.desc()", "there.order_by(one.attempt, one.step"
@@ -197,7 +197,7 @@ MUTANTS = (
     Mutant(
         name="clean-up-goes-by-steps-alone",
         promises=(12,),
-        about="What an attempt saves goes at once where an earlier one was further, and the next begins anew.",
+        about="Pruning ignores the attempt: new checkpoints below an earlier attempt's steps are deleted at once.",
         changes=(
             Change(_RETENTION, "there.order_by(one.attempt.desc(), one.step.desc()", "there.order_by(one.step.desc()"),
         ),
@@ -206,14 +206,14 @@ MUTANTS = (
     Mutant(
         name="clean-up-takes-the-best",
         promises=(12,),
-        about="Clean-up takes the checkpoint with the lowest evaluation loss.",
+        about="Pruning deletes the checkpoint with the lowest evaluation loss.",
         changes=(Change(_RETENTION, "            Checkpoint.id.not_in(best),\n", ""),),
         test=f"{_KEPT}::test_the_one_with_the_lowest_evaluation_loss_stays",
     ),
     Mutant(
         name="clean-up-takes-the-pinned",
         promises=(12,),
-        about="Clean-up takes a checkpoint that somebody pinned.",
+        about="Pruning deletes a pinned checkpoint.",
         changes=(Change(_RETENTION, "            Checkpoint.pinned.is_(False),\n", ""),),
         test=f"{_KEPT}::test_a_pinned_one_stays_however_old",
     ),

@@ -1,4 +1,4 @@
-"""Bugs in storing events and in handing them to readers."""
+"""Mutants of storing events and delivering them to readers."""
 
 from tests.mutants.mutant import Change, Mutant
 
@@ -11,7 +11,7 @@ MUTANTS = (
     Mutant(
         name="append-without-epoch",
         promises=(4,),
-        about="Whoever counts on from what is stored may append, also a worker that has lost the run.",
+        about="Any writer with the next sequence number may append, even a worker that has lost the run.",
         changes=(
             Change(
                 _LOG,
@@ -26,7 +26,7 @@ MUTANTS = (
     Mutant(
         name="numbers-outside-the-lock",
         promises=(5,),
-        about="Numbers are taken like those of a global serial: another writer may commit later ones first.",
+        about="Sequence numbers are allocated without the row lock, so a later number can commit first.",
         changes=(
             Change(
                 _LOG,
@@ -47,14 +47,14 @@ MUTANTS = (
     Mutant(
         name="resend-counts-as-stored",
         promises=(5, 7),
-        about="What is sent again counts as stored already, also what has been added to it.",
+        about="A resent batch counts as already stored, including the events added to it.",
         changes=(Change(_LOG, "new = new[stored - first + 1 :]", "new = []"),),
         test=f"{_APPENDS}::TestAppend::test_sent_again_with_more_behind_it_stores_the_rest",
     ),
     Mutant(
         name="stored-before-commit",
         promises=(7,),
-        about="The worker counts events as stored before the commit, and skips them when that fails.",
+        about="The worker counts events as stored before the commit, and skips them if the commit fails.",
         changes=(
             Change(
                 "worker/writer.py",
@@ -67,7 +67,7 @@ MUTANTS = (
     Mutant(
         name="points-counted-again",
         promises=(5, 7),
-        about="A point that is sent again, because nobody heard of the commit, counts twice in the curves.",
+        about="A metric that is resent after a lost commit response counts twice in the curves.",
         changes=(Change("app/runs/rollups.py", "            if number > self._taken:\n", "            if True:\n"),),
         test="tests/app/test_curves.py::TestWriting::"
         "test_what_is_sent_again_counts_once_however_the_commit_before_it_went",
@@ -75,14 +75,14 @@ MUTANTS = (
     Mutant(
         name="order-by-time",
         promises=(5,),
-        about="A reader gets events in the order of their times, which two machines do not agree on.",
+        about="A reader gets events in the order of their timestamps, which differ between machines.",
         changes=(Change(_LOG, ".order_by(RunEvent.seq)", ".order_by(RunEvent.ts)"),),
         test="tests/app/test_stream.py::test_a_reader_continues_behind_its_cursor_without_seam",
     ),
     Mutant(
         name="join-without-being-level",
         promises=(5,),
-        about="A reader that lags behind the live tail joins it, and misses what lies between.",
+        about="A reader that lags behind the live tail joins it and misses the events in between.",
         changes=(
             Change(_STREAM, "if tail is None or tail.start > reader.position:", "if tail is None:"),
             Change(_STREAM, "if tail is not None and tail.start <= reader.position:", "if tail is not None:"),
@@ -92,7 +92,7 @@ MUTANTS = (
     Mutant(
         name="unbounded-buffer",
         promises=(17,),
-        about="A reader that takes nothing is given everything, and the API keeps it in memory.",
+        about="The buffer of a reader that reads nothing grows without limit in the API's memory.",
         changes=(Change(_STREAM, "while self.kept_bytes > _KEPT_BYTES and", "while self.kept_bytes < 0 and"),),
         test="tests/app/test_stream.py::test_a_slow_reader_holds_a_bounded_buffer_and_delays_nobody",
     ),

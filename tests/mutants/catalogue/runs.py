@@ -1,4 +1,4 @@
-"""Bugs in accepting, claiming, stopping and taking back runs."""
+"""Mutants of creating, claiming, stopping and reaping runs."""
 
 from tests.mutants.mutant import Change, Mutant
 
@@ -6,7 +6,7 @@ _LIFECYCLE = "app/runs/lifecycle.py"
 _STATES = "tests/app/test_lifecycle.py"
 _TOLD = "tests/app/test_after_commit.py"
 
-# The database refuses a waiting run that was stopped; a mutant of the statements has to get past that too.
+# The database rejects a pending run with a stop request; a mutant of the statements must also disable that check.
 _NOTHING_REFUSED = Change(
     "migrations/versions/0001_first_schema.py",
     "\"status <> 'pending' OR stop_requested_at IS NULL\"",
@@ -17,14 +17,14 @@ MUTANTS = (
     Mutant(
         name="answer-before-commit",
         promises=(1,),
-        about="The API answers 202 and only then commits.",
+        about="The API responds with 202 before it commits.",
         changes=(Change("app/dependencies.py", '(get_session, scope="function")', '(get_session, scope="request")'),),
         test=f"{_TOLD}::TestAnAnswer::test_that_a_run_is_accepted_never_precedes_its_commit",
     ),
     Mutant(
         name="hint-before-commit",
         promises=(2, 6),
-        about="The hint is sent before its run can be seen, so whoever takes it finds nothing.",
+        about="The hint is sent before its run is committed, so the worker that receives it finds nothing.",
         changes=(
             Change(
                 "app/runs/endpoints.py",
@@ -37,7 +37,7 @@ MUTANTS = (
     Mutant(
         name="stop-told-before-commit",
         promises=(8, 9),
-        about="The worker is told of a stop that it cannot see yet, so its renewal brings none.",
+        about="The worker is notified of a stop before it is committed, so its lease renewal does not return it.",
         changes=(
             Change(
                 "app/runs/endpoints.py",
@@ -50,14 +50,14 @@ MUTANTS = (
     Mutant(
         name="late-acks",
         promises=(3, 6),
-        about="A hint is acknowledged after its run, so the broker delivers it again in the middle of a long one.",
+        about="A hint is acknowledged after its run, so the broker redelivers it during a long run.",
         changes=(Change("app/queue.py", "task_acks_late=False", "task_acks_late=True"),),
         test="tests/app/test_hints.py::test_a_hint_is_acknowledged_before_its_run_trains_so_it_never_comes_again",
     ),
     Mutant(
         name="claim-only-what-was-hinted",
         promises=(2, 6),
-        about="A hint counts as the truth: a run that none was sent for is never claimed.",
+        about="Workers rely on hints: a run without a hint is never claimed.",
         changes=(
             Change(
                 _LIFECYCLE,
@@ -71,7 +71,7 @@ MUTANTS = (
     Mutant(
         name="hint-only-once",
         promises=(2, 6),
-        about="A run whose hint got lost is never hinted again.",
+        about="A lost hint is never sent again.",
         changes=(
             Change(
                 _LIFECYCLE,
@@ -84,14 +84,14 @@ MUTANTS = (
     Mutant(
         name="claim-without-row-lock",
         promises=(3,),
-        about="A claim does not lock what it picks, so two workers get the same run.",
+        about="A claim does not lock the row it selects, so two workers get the same run.",
         changes=(Change(_LIFECYCLE, "        .with_for_update(of=runs, skip_locked=True)\n", ""),),
         test=f"{_STATES}::TestClaim::test_a_run_that_another_is_just_claiming_is_passed_over",
     ),
     Mutant(
         name="finish-without-epoch",
         promises=(4,),
-        about="A worker that has lost its run ends it all the same.",
+        about="A worker that has lost its run can still end it.",
         changes=(
             Change(
                 _LIFECYCLE,
@@ -104,7 +104,7 @@ MUTANTS = (
     Mutant(
         name="renewal-without-epoch",
         promises=(3, 4),
-        about="A worker that has lost its run keeps renewing the lease of the one that has it.",
+        about="A worker that has lost its run keeps renewing the lease of its new owner.",
         changes=(
             Change(
                 _LIFECYCLE,
@@ -117,7 +117,7 @@ MUTANTS = (
     Mutant(
         name="reap-without-new-epoch",
         promises=(3, 4),
-        about="A lost run is given back with its old epoch, so the worker that lost it may go on writing.",
+        about="A reaped run keeps its lease epoch, so the worker that lost it can still write.",
         changes=(
             Change(
                 _LIFECYCLE,
@@ -130,7 +130,7 @@ MUTANTS = (
     Mutant(
         name="stop-leaves-it-waiting",
         promises=(8,),
-        about="A stop of a waiting run is written down, and the run goes on waiting for a worker.",
+        about="A stop request for a pending run is recorded, but the run stays pending.",
         changes=(
             Change(
                 _LIFECYCLE,
@@ -144,7 +144,7 @@ MUTANTS = (
     Mutant(
         name="epoch-end-stops-at-once",
         promises=(8,),
-        about="A run that is to train to the end of its epoch counts as stopped, so a lost worker ends it.",
+        about="A run that stops at the end of its epoch counts as stopped, so the loss of its worker ends it.",
         changes=(
             Change(
                 _LIFECYCLE,
@@ -158,7 +158,7 @@ MUTANTS = (
     Mutant(
         name="requeue-forgets-stop",
         promises=(8,),
-        about="A lost run that was to stop waits for another worker instead of ending.",
+        about="A lost run with a stop request becomes pending instead of ending.",
         changes=(
             Change(
                 _LIFECYCLE,
@@ -172,14 +172,14 @@ MUTANTS = (
     Mutant(
         name="losses-not-counted",
         promises=(16,),
-        about="Losses are not counted, so a run that kills its worker each time is tried for ever.",
+        about="Losses are not counted, so a run that always kills its worker is retried forever.",
         changes=(Change(_LIFECYCLE, "lost_count=runs.c.lost_count + int(counted)", "lost_count=runs.c.lost_count"),),
         test=f"{_STATES}::TestLoss::test_a_run_that_is_lost_too_often_fails_and_says_so",
     ),
     Mutant(
         name="no-pause-between-losses",
         promises=(14,),
-        about="A run that is lost again and again is tried again at once each time.",
+        about="A run that is lost repeatedly is retried each time without delay.",
         changes=(
             Change(
                 _LIFECYCLE,
@@ -192,7 +192,7 @@ MUTANTS = (
     Mutant(
         name="no-grace-after-an-outage",
         promises=(19,),
-        about="When Postgres comes back, every run whose worker could not renew meanwhile is called lost.",
+        about="After an outage of PostgreSQL, every run whose lease could not be renewed counts as lost.",
         changes=(
             Change(
                 _LIFECYCLE,

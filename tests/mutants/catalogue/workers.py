@@ -1,4 +1,4 @@
-"""Bugs in supervisors, leases and training processes."""
+"""Mutants of supervisors, leases and training processes."""
 
 from tests.mutants.mutant import Change, Mutant
 
@@ -10,7 +10,7 @@ MUTANTS = (
     Mutant(
         name="lease-from-the-answer",
         promises=(3, 19),
-        about="A renewal counts from its answer, so after a slow one the trainer outlives its lease.",
+        about="A renewal counts from its response, so after a slow response the trainer outlives its lease.",
         changes=(
             Change(
                 _LEASE,
@@ -23,7 +23,7 @@ MUTANTS = (
     Mutant(
         name="lease-by-the-wall-clock",
         promises=(20,),
-        about="A worker counts its lease by a clock that is set, and takes an hour's jump for its end.",
+        about="A worker measures its lease by the wall clock, so a clock change of an hour ends it.",
         changes=(
             Change(_LEASE, "        sent = time.monotonic()\n", "        sent = time.time()\n"),
             Change(_LEASE, "time.monotonic() >= self.kill_at", "time.time() >= self.kill_at"),
@@ -33,7 +33,7 @@ MUTANTS = (
     Mutant(
         name="no-timer-in-the-trainer",
         promises=(3,),
-        about="The trainer sets itself no deadline, so it outlives the lease of a supervisor that stands still.",
+        about="The trainer has no deadline of its own, so it outlives the lease of a frozen supervisor.",
         changes=(
             Change(
                 "worker/training/control.py",
@@ -46,14 +46,14 @@ MUTANTS = (
     Mutant(
         name="end-before-the-log-tail",
         promises=(9,),
-        about="The last status is written while the last lines of the log still wait to be stored.",
+        about="The final status is written before the last log lines are stored.",
         changes=(Change("worker/supervisor.py", "        writer.drain()\n        return", "        return"),),
         test=f"{_END}::test_the_last_status_waits_for_the_last_line_of_the_log",
     ),
     Mutant(
         name="wake-before-commit",
         promises=(5,),
-        about="Readers are woken before the new events can be seen, look, find nothing and sleep on.",
+        about="Readers are notified before the new events are committed, find nothing and wait again.",
         changes=(
             Change(
                 "worker/writer.py",
@@ -71,7 +71,7 @@ MUTANTS = (
     Mutant(
         name="stop-waits-for-ever",
         promises=(9,),
-        about="A trainer that does not listen to a stop is waited for without end.",
+        about="A trainer that ignores a stop request is never killed.",
         changes=(Change(_FOLLOWING, "if now - self._asked_at <= grace:", "if now - self._asked_at >= 0:"),),
         test="tests/reliability/test_stop.py::TestStopIsBounded"
         "::test_a_trainer_that_does_not_listen_is_killed_after_the_grace",
@@ -79,14 +79,14 @@ MUTANTS = (
     Mutant(
         name="hang-not-noticed",
         promises=(15,),
-        about="A trainer that says nothing any more is waited for as long as its supervisor lives.",
+        about="A trainer that reports nothing is never killed.",
         changes=(Change(_FOLLOWING, "if silent > self._host.settings.hang_seconds:", "if silent < 0:"),),
         test="tests/reliability/test_hang.py::test_a_trainer_that_falls_silent_is_killed_and_its_run_goes_on",
     ),
     Mutant(
         name="slow-is-hung",
         promises=(15,),
-        about="What a trainer does between two metrics gives no sign of life: a long step is killed in each attempt.",
+        about="There is no heartbeat between two metrics, so a trainer with long steps is killed in each attempt.",
         changes=(
             Change(
                 "worker/training/callbacks.py",
@@ -100,7 +100,7 @@ MUTANTS = (
     Mutant(
         name="alive-by-the-clock",
         promises=(15,),
-        about="Signs of life come by the clock while a model is loaded: a download that stands still is waited for.",
+        about="Heartbeats during model loading do not depend on progress, so a stalled download is never detected.",
         changes=(
             Change("worker/training/pulse.py", "            if now > before:\n", "            if now >= before:\n"),
         ),
@@ -109,14 +109,14 @@ MUTANTS = (
     Mutant(
         name="drain-without-saving",
         promises=(18,),
-        about="A worker that is told to end does not let its trainers save, so steps are trained twice.",
+        about="A worker that receives SIGTERM does not let its trainers save, so steps are recomputed.",
         changes=(Change(_FOLLOWING, "if stop else (True, False)", "if stop else (False, False)"),),
         test="tests/reliability/test_stop.py::TestDrain::test_sigterm_saves_hands_back_and_loses_nothing",
     ),
     Mutant(
         name="sick-worker-takes-runs",
         promises=(13,),
-        about="A worker without the storage takes runs all the same, and fails them one by one.",
+        about="A worker without access to the storage still claims runs, and each of them fails.",
         changes=(
             Change(
                 "worker/fitness.py",
@@ -129,7 +129,7 @@ MUTANTS = (
     Mutant(
         name="spool-overtakes",
         promises=(5, 19),
-        about="What is said while older events wait on the worker's disk is stored before them.",
+        about="New events are stored before older events that are still spooled on the worker's disk.",
         changes=(Change("worker/spool.py", "if not self._rest and self._head_has_room:", "if self._head_has_room:"),),
         test="tests/worker/test_spool.py::test_order_and_content_are_kept_whatever_waits_where",
     ),
