@@ -15,14 +15,14 @@ demo: $(READY)  ## fine-tune a small model through the service and watch; MODEL=
 up: $(READY)  ## run the service until Ctrl-C
 	@exec $(BIN)/anneal up
 
-# All of it in two processes; a part, often small, in one.
+# All of it in several processes (tests/scheduling.py); a part, often small, in one.
 # The chaos suite first and alone: beside other tests its leases of 3 s run out by themselves, which it reports.
 test: lint .venv/.node  ## everything that has to hold; ARGS='-k stream' for a part
 ifdef ARGS
 	@$(BIN)/python -m pytest $(ARGS)
 else
 	@$(BIN)/python -m pytest $(CHAOS)
-	@$(BIN)/python -m pytest --deselect $(CHAOS) -n 2 --dist loadgroup --no-loadscope-reorder
+	@$(BIN)/python -m pytest --deselect $(CHAOS) -n auto
 endif
 
 lint: $(READY)  ## style, types, and who may import whom

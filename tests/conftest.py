@@ -21,7 +21,10 @@ from app.config import Settings
 from app.db import sync_engine
 from app.embedded import EmbeddedServers
 from app.home import HomeLock
+from tests.scheduling import pytest_xdist_auto_num_workers, pytest_xdist_make_scheduler
 from tests.server import ApiServer, ThreadServer
+
+__all__ = ["pytest_xdist_auto_num_workers", "pytest_xdist_make_scheduler"]
 
 _REDIS_DATABASES = 512
 
@@ -40,7 +43,7 @@ for _name in [name for name in os.environ if name.startswith("ANNEAL_")]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep together, in one process, the tests of a file and those of a folder that share what starts slowly."""
+    """Put the files that take long first, those that wait in turn with those that compute."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
     files = list(dict.fromkeys(item.path for item in items))
@@ -48,9 +51,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     turns = itertools.chain.from_iterable(itertools.zip_longest(waits, computes))
     place = {file: number for number, file in enumerate(turns)}
     items.sort(key=lambda item: place.get(item.path, len(files)))
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @dataclass(frozen=True)
