@@ -1,5 +1,6 @@
 """What every test may ask for: real servers for the session, a database of its own for each test."""
 
+import gc
 import itertools
 import os
 import secrets
@@ -26,6 +27,9 @@ from tests.server import ApiServer, ThreadServer
 
 __all__ = ["pytest_xdist_auto_num_workers", "pytest_xdist_make_scheduler"]
 
+# Off until the tests are collected: imports create a million objects and hardly any garbage.
+gc.disable()
+
 _REDIS_DATABASES = 512
 
 # Where several processes share the tests, what takes long begins first, and none of them waits for another at the end.
@@ -39,6 +43,17 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # The tests are about the code, not about what the shell that runs them has set.
 for _name in [name for name in os.environ if name.startswith("ANNEAL_")]:
     del os.environ[_name]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Turn the collector on behind the collection, and keep it off the objects that the imports have created."""
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
