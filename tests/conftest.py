@@ -22,6 +22,7 @@ from app.config import Settings
 from app.db import sync_engine
 from app.embedded import EmbeddedServers
 from app.home import HomeLock
+from tests import programs
 from tests.scheduling import pytest_xdist_auto_num_workers, pytest_xdist_make_scheduler
 from tests.server import ApiServer, ThreadServer
 
@@ -66,6 +67,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     turns = itertools.chain.from_iterable(itertools.zip_longest(waits, computes))
     place = {file: number for number, file in enumerate(turns)}
     items.sort(key=lambda item: place.get(item.path, len(files)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_programs() -> Iterator[None]:
+    """Fork the API and worker processes of tests from one that has imported them."""
+    with programs.forked():
+        yield
 
 
 @dataclass(frozen=True)

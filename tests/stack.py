@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +16,7 @@ from app import migrate
 from app.config import Settings
 from app.db import sync_engine
 from app.embedded import EmbeddedServers
+from tests import programs
 from tests.server import ProcessServer
 from tests.waiting import eventually
 from worker.training.journal import read_journal
@@ -28,10 +27,7 @@ class WorkerProcess:
 
     def __init__(self, settings: Settings, log: Path) -> None:
         self.log = log
-        with log.open("ab") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "worker.main"], env=settings.child_environment(), stdout=output, stderr=output
-            )
+        self.process = programs.start("worker.main", [], settings.child_environment(), log)
 
     def kill(self) -> None:
         """As a power cut would."""
