@@ -18,6 +18,7 @@ from app.db import sync_engine
 from app.embedded import EmbeddedServers
 from tests import programs
 from tests.server import ProcessServer
+from tests.slowness import slowness
 from tests.waiting import eventually
 from worker.training.journal import read_journal
 
@@ -55,7 +56,9 @@ class WorkerProcess:
 class Stack:
     """PostgreSQL, Valkey, an API and workers, on one home."""
 
-    def __init__(self, home: Path, **values: Any) -> None:
+    def __init__(self, home: Path, *, lease_seconds: float = 3.0, **values: Any) -> None:
+        """Start the servers and the API; the lease is `lease_seconds` times the machine's slowness."""
+        self.slowness = slowness()
         self.home = home
         self.servers = EmbeddedServers(home)
         self.servers.start()
@@ -65,7 +68,7 @@ class Stack:
                 "database_url": self.servers.database_url,
                 "redis_url": self.servers.redis_url,
                 "port": 0,
-                "lease_seconds": 3,
+                "lease_seconds": min(lease_seconds * self.slowness, 3600.0),
                 "launch": "cold",
                 **values,
             }
