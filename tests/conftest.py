@@ -23,6 +23,7 @@ from app.db import sync_engine
 from app.embedded import EmbeddedServers
 from app.home import HomeLock
 from tests import programs
+from tests.databases import SpareDatabases
 from tests.scheduling import pytest_xdist_auto_num_workers, pytest_xdist_make_scheduler
 from tests.server import ApiServer, ThreadServer
 
@@ -134,20 +135,28 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
             servers.stop()
 
 
+@pytest.fixture(scope="session")
+def databases(services: Services) -> Iterator[SpareDatabases]:
+    """Databases for `settings`."""
+    databases = SpareDatabases(services.create_database, services.drop_database)
+    yield databases
+    databases.close()
+
+
 @pytest.fixture
-def settings(services: Services, tmp_path: Path) -> Iterator[Settings]:
-    """Settings on a fresh, migrated database and an empty Redis, with a lease that tests can wait for."""
-    url = services.create_database()
+def settings(services: Services, databases: SpareDatabases, tmp_path: Path) -> Iterator[Settings]:
+    """Settings on an empty, migrated database and an empty Redis, with a lease that tests can wait for."""
+    database = databases.borrow()
     yield Settings(
         home=tmp_path / "home",
         storage=tmp_path / "storage",
-        database_url=url,
+        database_url=database.url,
         redis_url=services.fresh_redis(),
         host="127.0.0.1",
         port=0,
         lease_seconds=3,
     )
-    services.drop_database(url)
+    databases.give_back(database)
 
 
 @pytest.fixture
