@@ -1,28 +1,32 @@
 # On a bare machine with Python 3.11 or newer: `make demo`, `make test`. Each creates what it needs, in .venv.
 PYTHON ?= python3
 BIN := .venv/bin
+# The service with its worker; and all that tests, benchmarks and documents need beside it, but for Node's packages.
+SERVICE := .venv/.service
 READY := .venv/.ready
 CHAOS := tests/chaos/test_chaos.py
+
+comma := ,
 
 # Where this is set, every process would compile PyTorch's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo up test lint bench venv chaos mutants fuzz resume-matrix methods estimates prediction docs
 
-demo: $(READY)  ## fine-tune a small model through the service and watch; MODEL=<hub name> for another
+demo: $(SERVICE)  ## fine-tune a small model through the service and watch; MODEL=<hub name> for another
 	@$(BIN)/anneal demo $(if $(MODEL),--model '$(MODEL)')
 
-up: $(READY)  ## run the service until Ctrl-C
+up: $(SERVICE)  ## run the service until Ctrl-C
 	@exec $(BIN)/anneal up
 
-# All of it in two processes; a part, often small, in one.
+# All of it in several processes (tests/scheduling.py); a part, often small, in one.
 # The chaos suite first and alone: beside other tests its leases of 3 s run out by themselves, which it reports.
 test: lint .venv/.node  ## everything that has to hold; ARGS='-k stream' for a part
 ifdef ARGS
 	@$(BIN)/python -m pytest $(ARGS)
 else
 	@$(BIN)/python -m pytest $(CHAOS)
-	@$(BIN)/python -m pytest --deselect $(CHAOS) -n 2 --dist loadgroup --no-loadscope-reorder
+	@$(BIN)/python -m pytest --deselect $(CHAOS) -n auto
 endif
 
 lint: $(READY)  ## style, types, and who may import whom
@@ -58,14 +62,23 @@ bench: .venv/.bench  ## all benchmarks; ONLY=C8 for one, SCALE=0.01 for a trial 
 venv: $(READY)
 
 # --no-compile halves the time: Python compiles what is really imported, when it first is.
+define install
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+  { echo "Anneal needs Python 3.11 or newer: install it, or name it: make PYTHON=python3.12"; exit 1; }
+@echo "Creating the virtual environment .venv …"
+@$(PYTHON) -m venv .venv || { echo "Python has no venv here: install it (Debian: apt install python3-venv)."; exit 1; }
+@echo "Installing PyTorch, transformers and the rest into it; about a minute, more on a slow line …"
+@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -e '.[$(1)]' -c constraints.txt
+endef
+
+$(SERVICE): pyproject.toml constraints.txt
+	$(call install,worker)
+	@touch $(SERVICE)
+	@echo "Installed."
+
 $(READY): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
-	  { echo "Anneal needs Python 3.11 or newer: install it, or name it: make PYTHON=python3.12"; exit 1; }
-	@echo "Creating the virtual environment .venv …"
-	@$(PYTHON) -m venv .venv || { echo "Python has no venv here: install it (Debian: apt install python3-venv)."; exit 1; }
-	@echo "Installing PyTorch, transformers and the rest into it; about a minute, more on a slow line …"
-	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -e '.[worker,trackers,dev]' -c constraints.txt
-	@touch $(READY)
+	$(call install,worker$(comma)trackers$(comma)dev)
+	@touch $(SERVICE) $(READY)
 	@echo "Installed."
 
 # One of the readers of streams that the tests try is Node's.

@@ -1,5 +1,6 @@
 """Fixtures for all tests: real servers for the session, a separate database for each test."""
 
+import gc
 import itertools
 import os
 import secrets
@@ -21,7 +22,15 @@ from app.config import Settings
 from app.db import sync_engine
 from app.embedded import EmbeddedServers
 from app.home import HomeLock
+from tests import programs
+from tests.databases import SpareDatabases
+from tests.scheduling import pytest_xdist_auto_num_workers, pytest_xdist_make_scheduler
 from tests.server import ApiServer, ThreadServer
+
+__all__ = ["pytest_xdist_auto_num_workers", "pytest_xdist_make_scheduler"]
+
+# Off until the tests are collected: imports create a million objects and hardly any garbage.
+gc.disable()
 
 _REDIS_DATABASES = 512
 
@@ -38,9 +47,24 @@ for _name in [name for name in os.environ if name.startswith("ANNEAL_")]:
     del os.environ[_name]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Turn the collector on behind the collection, and keep it off the objects that the imports have created."""
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+<<<<<<< HEAD
     """Run the tests of a file, or of a folder with slow shared fixtures, in one process."""
+=======
+    """Put the files that take long first, those that wait in turn with those that compute."""
+>>>>>>> w/suite
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
     files = list(dict.fromkeys(item.path for item in items))
@@ -48,9 +72,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     turns = itertools.chain.from_iterable(itertools.zip_longest(waits, computes))
     place = {file: number for number, file in enumerate(turns)}
     items.sort(key=lambda item: place.get(item.path, len(files)))
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_programs() -> Iterator[None]:
+    """Fork the API and worker processes of tests from one that has imported them."""
+    with programs.forked():
+        yield
 
 
 @dataclass(frozen=True)
@@ -111,20 +139,34 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
             servers.stop()
 
 
+@pytest.fixture(scope="session")
+def databases(services: Services) -> Iterator[SpareDatabases]:
+    """Databases for `settings`."""
+    databases = SpareDatabases(services.create_database, services.drop_database)
+    yield databases
+    databases.close()
+
+
 @pytest.fixture
+<<<<<<< HEAD
 def settings(services: Services, tmp_path: Path) -> Iterator[Settings]:
     """Settings with a new, migrated database, an empty Redis and a short lease."""
     url = services.create_database()
+=======
+def settings(services: Services, databases: SpareDatabases, tmp_path: Path) -> Iterator[Settings]:
+    """Settings on an empty, migrated database and an empty Redis, with a lease that tests can wait for."""
+    database = databases.borrow()
+>>>>>>> w/suite
     yield Settings(
         home=tmp_path / "home",
         storage=tmp_path / "storage",
-        database_url=url,
+        database_url=database.url,
         redis_url=services.fresh_redis(),
         host="127.0.0.1",
         port=0,
         lease_seconds=3,
     )
-    services.drop_database(url)
+    databases.give_back(database)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import socket
 import subprocess
-import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -16,6 +15,7 @@ from app.config import Settings
 from app.main import create_app
 from app.processes import free_port
 from app.protocol import Protocol
+from tests import programs
 from tests.waiting import eventually
 
 
@@ -104,11 +104,9 @@ class ProcessServer(ApiServer):
     """Server in a separate process, which can be killed and restarted on the same port."""
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "uvicorn", "--factory", "app.main:create_app", "--host", "127.0.0.1"]
-        self.process = subprocess.Popen(
-            [*command, "--port", str(self.port), "--log-level", "warning", "--timeout-graceful-shutdown", "2"],
-            env=self.settings.child_environment(),
-        )
+        arguments = ["--factory", "app.main:create_app", "--host", "127.0.0.1", "--port", str(self.port)]
+        arguments += ["--log-level", "warning", "--timeout-graceful-shutdown", "2"]
+        self.process = programs.start("uvicorn", arguments, self.settings.child_environment())
 
     def kill(self) -> None:
         """Kill the process with SIGKILL."""

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +16,9 @@ from app import migrate
 from app.config import Settings
 from app.db import sync_engine
 from app.embedded import EmbeddedServers
+from tests import programs
 from tests.server import ProcessServer
+from tests.slowness import slowness
 from tests.waiting import eventually
 from worker.training.journal import read_journal
 
@@ -28,10 +28,7 @@ class WorkerProcess:
 
     def __init__(self, settings: Settings, log: Path) -> None:
         self.log = log
-        with log.open("ab") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "worker.main"], env=settings.child_environment(), stdout=output, stderr=output
-            )
+        self.process = programs.start("worker.main", [], settings.child_environment(), log)
 
     def kill(self) -> None:
         """Kill the process with SIGKILL."""
@@ -59,7 +56,9 @@ class WorkerProcess:
 class Stack:
     """PostgreSQL, Valkey, an API and workers with one home folder."""
 
-    def __init__(self, home: Path, **values: Any) -> None:
+    def __init__(self, home: Path, *, lease_seconds: float = 3.0, **values: Any) -> None:
+        """Start the servers and the API; the lease is `lease_seconds` times the machine's slowness."""
+        self.slowness = slowness()
         self.home = home
         self.servers = EmbeddedServers(home)
         self.servers.start()
@@ -69,7 +68,7 @@ class Stack:
                 "database_url": self.servers.database_url,
                 "redis_url": self.servers.redis_url,
                 "port": 0,
-                "lease_seconds": 3,
+                "lease_seconds": min(lease_seconds * self.slowness, 3600.0),
                 "launch": "cold",
                 **values,
             }

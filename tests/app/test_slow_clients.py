@@ -42,7 +42,7 @@ def _seconds_until_closed(connection: socket.socket, drip: bytes) -> float:
         except OSError:
             return True
 
-    eventually(is_closed, timeout=10)
+    eventually(is_closed, timeout=60)
     return time.monotonic() - started
 
 
@@ -50,7 +50,7 @@ def _seconds_until_closed(connection: socket.socket, drip: bytes) -> float:
 def test_headers_that_never_end_are_not_waited_for(hasty: ApiServer, begin: bytes) -> None:
     with _connect(hasty) as connection:
         connection.sendall(begin)
-        assert 0.3 < _seconds_until_closed(connection, b"a" if begin else b"") < 5
+        assert 0.3 < _seconds_until_closed(connection, b"a" if begin else b"") < 15
 
 
 def test_headers_of_a_further_request_on_the_same_connection_have_the_same_bound(hasty: ApiServer) -> None:
@@ -59,14 +59,14 @@ def test_headers_of_a_further_request_on_the_same_connection_have_the_same_bound
             connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert connection.recv(4096).startswith(b"HTTP/1.1 200")
         connection.sendall(b"GET /healthz HTTP/1.1\r\nX-A: ")
-        assert _seconds_until_closed(connection, b"a") < 5
+        assert _seconds_until_closed(connection, b"a") < 15
 
 
 def test_a_refused_body_is_not_taken_for_ever(hasty: ApiServer) -> None:
     with _connect(hasty) as connection:
         connection.sendall(b"POST /v1/datasets HTTP/1.1\r\nHost: localhost\r\nContent-Length: 209715200\r\n\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 401")
-        assert 0.3 < _seconds_until_closed(connection, b"x") < 5
+        assert 0.3 < _seconds_until_closed(connection, b"x") < 15
 
 
 def test_a_long_stream_is_not_ended_by_these_bounds(hasty: ApiServer) -> None:

@@ -2,12 +2,8 @@
 
 from typing import Any
 
-import pytest
-
 from tests.e2e.conftest import TrainingStack
 from tests.waiting import eventually
-
-pytestmark = pytest.mark.xdist_group("e2e")
 
 
 def ask(stack: TrainingStack, run_id: str, action: str, **parameters: Any) -> dict[str, Any]:

@@ -5,12 +5,8 @@ import re
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from tests.e2e.conftest import TrainingStack
 from tests.worker.training.tiny import make_tiny_model
-
-pytestmark = pytest.mark.xdist_group("e2e")
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

@@ -5,13 +5,10 @@ import subprocess
 import sys
 
 import psutil
-import pytest
 
 from tests.e2e.conftest import STEPS, TrainingStack
 from tests.stack import Follower, assert_attempts_never_overlap, pids_of_trainers
 from tests.waiting import eventually
-
-pytestmark = pytest.mark.xdist_group("e2e")
 
 
 def final_loss(stack: TrainingStack, run_id: str) -> str:

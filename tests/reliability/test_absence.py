@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import psutil
 import pytest
@@ -15,6 +16,11 @@ from tests.waiting import eventually
 
 SLOW = {"steps": 150, "step_seconds": 0.05, "log_lines_per_step": 1}
 WITHOUT_OWN_CHECKPOINTS = {"save_steps": 1000}
+
+
+def slow(stack: Stack) -> dict[str, Any]:
+    """Options of a run whose steps, like the leases of the stack, are as long as the machine needs."""
+    return {**SLOW, "step_seconds": 0.05 * stack.slowness}
 
 
 @contextmanager
@@ -94,8 +100,8 @@ class TestShorterThanTwoThirdsOfTheLease:
     def test_training_goes_on_and_every_line_of_the_meantime_is_stored_in_order(
         self, stack: Stack, undisturbed: dict[int, str], how: str
     ) -> None:
-        run_id = stack.create(SLOW)
-        stack.add_worker(lease_seconds=30)
+        run_id = stack.create(slow(stack))
+        stack.add_worker(lease_seconds=60)
         stack.until_step(run_id, 5)
         with away(stack, how):
             before = last_step(stack, run_id)
@@ -111,13 +117,13 @@ class TestLongerThanTheLease:
     def test_the_trainer_goes_what_it_said_is_stored_and_the_run_resumes_from_a_checkpoint_of_the_meantime(
         self, stack: Stack, undisturbed: dict[int, str], how: str
     ) -> None:
-        run_id = stack.create(SLOW, WITHOUT_OWN_CHECKPOINTS)
+        run_id = stack.create(slow(stack), WITHOUT_OWN_CHECKPOINTS)
         stack.add_worker()
         stack.until_step(run_id, 10)
         (first,) = pids_of_trainers(stack.journal(run_id))
         with away(stack, how):
             before = last_step(stack, run_id)
-            limit = stack.settings.kill_after_seconds + 1
+            limit = stack.settings.kill_after_seconds + stack.slowness
             eventually(
                 lambda: not is_alive(first), timeout=limit, what="the trainer is gone by two thirds of the lease"
             )
@@ -149,7 +155,7 @@ class TestOfOneWorkerOnly:
     def test_another_takes_the_run_and_nothing_of_the_first_is_stored_any_more(
         self, stack: Stack, undisturbed: dict[int, str], way: Proxy
     ) -> None:
-        run_id = stack.create(SLOW, {"save_steps": 10})
+        run_id = stack.create(slow(stack), {"save_steps": 10})
         cut_off = stack.add_worker(database_url=through(stack, way))
         stack.until_step(run_id, 15)
         way.fall_silent()
@@ -164,13 +170,13 @@ class TestOfOneWorkerOnly:
         assert attempts == sorted(attempts), "nothing of the first attempt is stored after the second began"
 
     def test_a_stop_that_was_asked_for_meanwhile_wins(self, stack: Stack, way: Proxy) -> None:
-        run_id = stack.create({**SLOW, "steps": 100_000}, WITHOUT_OWN_CHECKPOINTS)
-        # The trainer dies after 6 s without an answer, and 3 s are left until the run could be taken back.
-        stack.add_worker(database_url=through(stack, way), lease_seconds=9)
+        run_id = stack.create({**slow(stack), "steps": 100_000}, WITHOUT_OWN_CHECKPOINTS)
+        # The trainer dies at two thirds of the lease, and a third is left until the run could be taken back.
+        stack.add_worker(database_url=through(stack, way), lease_seconds=9 * stack.slowness)
         stack.until_step(run_id, 10)
         (trainer,) = pids_of_trainers(stack.journal(run_id))
         way.fall_silent()
-        eventually(lambda: not is_alive(trainer), timeout=8)
+        eventually(lambda: not is_alive(trainer), timeout=8 * stack.slowness)
         assert stack.stop(run_id).status_code == 202
         way.heal()
         shown = stack.until(run_id, "cancelled")
@@ -181,12 +187,12 @@ class TestOfOneWorkerOnly:
         assert [event["step"] for event in stack.events(run_id) if event["type"] == "checkpoint"] == [saved]
 
     def test_a_worker_that_is_to_end_meanwhile_does_not_wait_for_ever(self, stack: Stack, way: Proxy) -> None:
-        run_id = stack.create(SLOW, WITHOUT_OWN_CHECKPOINTS)
+        run_id = stack.create(slow(stack), WITHOUT_OWN_CHECKPOINTS)
         worker = stack.add_worker(database_url=through(stack, way))
         stack.until_step(run_id, 10)
         (trainer,) = pids_of_trainers(stack.journal(run_id))
         way.fall_silent()
-        eventually(lambda: not is_alive(trainer), timeout=5)
+        eventually(lambda: not is_alive(trainer), timeout=30)
         assert worker.terminate(timeout=30) == 0
         stack.add_worker()
         stack.until(run_id, "completed")
@@ -206,11 +212,11 @@ class TestADiskThatTakesNothing:
             "log_line": "step {step} " + "x" * 7900,
         }
         run_id = stack.create(much, WITHOUT_OWN_CHECKPOINTS)
-        worker = stack.add_worker(lease_seconds=60, hang_seconds=4)
+        worker = stack.add_worker(lease_seconds=60, hang_seconds=4 * stack.slowness)
         stack.until_step(run_id, 5)
         with away(stack, "stopped"):
             eventually(lambda: "training waits until the database" in worker.log.read_text(), what="the head is full")
-            step, moment = last_step(stack, run_id), time.monotonic() + 6
+            step, moment = last_step(stack, run_id), time.monotonic() + 6 * stack.slowness
             eventually(lambda: time.monotonic() > moment)
             assert last_step(stack, run_id) <= step + 20, "only what fits into the kernel's queue"
         stack.until_step(run_id, step + 30)

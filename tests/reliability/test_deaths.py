@@ -128,12 +128,13 @@ class TestNoRunIsLost:
 class TestDeathOfAProcess:
     def test_of_the_worker(self, stack: Stack, undisturbed: dict[int, str]) -> None:
         run_id = stack.create(SLOW, {"save_steps": 10})
-        worker = stack.add_worker()
+        worker = stack.add_worker(lease_seconds=120)
         follower = Follower(stack, run_id, reconnect_every=7)
         stack.until_step(run_id, 25)
         (trainer,) = pids_of_trainers(stack.journal(run_id))
         worker.kill()
-        eventually(lambda: not is_alive(trainer), timeout=2, what="the trainer dies with its worker")
+        # Long before its own timer, which ends it at two thirds of the lease.
+        eventually(lambda: not is_alive(trainer), timeout=40, what="the trainer dies with its worker")
         stack.add_worker()
         assert_as_if_nothing_had_happened(stack, run_id, undisturbed)
         ids = follower.join()
@@ -189,7 +190,7 @@ class TestAFrozenSupervisor:
     def test_its_trainer_is_gone_before_another_starts_and_it_writes_nothing_more(
         self, stack: Stack, undisturbed: dict[int, str]
     ) -> None:
-        run_id = stack.create({**SLOW, "step_seconds": 0.15}, {"save_steps": 10})
+        run_id = stack.create({**SLOW, "step_seconds": 0.15 * stack.slowness}, {"save_steps": 10})
         frozen = stack.add_worker()
         stack.until_step(run_id, 12)
         (first,) = pids_of_trainers(stack.journal(run_id))
@@ -220,7 +221,7 @@ class TestAFrozenSupervisor:
         (trainer,) = pids_of_trainers(stack.journal(run_id))
         frozen.freeze()
         # Nobody else is there who could kill it.
-        eventually(lambda: not is_alive(trainer), timeout=stack.settings.kill_after_seconds + 1.5)
+        eventually(lambda: not is_alive(trainer), timeout=stack.settings.kill_after_seconds + 1.5 * stack.slowness)
         frozen.thaw()
         stack.stop(run_id)
         stack.until(run_id, "cancelled")

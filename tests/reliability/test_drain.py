@@ -35,7 +35,7 @@ from tests.reliability.draining import (
     states,
 )
 from tests.server import ProcessServer
-from tests.stack import Stack, WorkerProcess, assert_attempts_never_overlap, pids_of_trainers
+from tests.stack import Stack, WorkerProcess, assert_attempts_never_overlap, is_alive, pids_of_trainers
 from tests.waiting import eventually
 
 STEPS = {"steps": 60, "step_seconds": 0.05}
@@ -66,7 +66,7 @@ class TestAnApiThatEnds:
             assert ours.process.wait(5) == 0
         for reader in at_ours + at_plain:
             assert reader.ids == list(range(1, len(reader.ids) + 1))
-            assert reader.ends[0] - told < 5
+            assert reader.ends[0] - told < 5 * stack.slowness
             assert not reader.broken, "streams end with their last chunk"
         assert upload.startswith("HTTP/1.1 201")
         # Deaf readers do not hold it up for as long as a request may take: what nobody reads is reset.
@@ -143,13 +143,11 @@ class TestAWorkerThatEnds:
         assert len(saved) >= 3 and all(any(step <= one for one in saved) for step in told)
 
     def test_one_that_loads_a_model_does_not_wait_for_it(self, stack: Stack) -> None:
-        run_id = stack.create({"load_seconds": 60})
-        worker = stack.add_worker()
+        run_id = stack.create({"load_seconds": 600})
+        worker = stack.add_worker(lease_seconds=60)  # the grace is twice as long
         stack.until(run_id, "initializing")
         eventually(lambda: pids_of_trainers(stack.journal(run_id)))
-        began = time.monotonic()
-        assert worker.terminate() == 0
-        assert time.monotonic() - began < 4
+        assert worker.terminate(timeout=30) == 0
         assert (stack.run(run_id)["status"], lost_count(stack, run_id)) == ("pending", 0)
         stack.stop(run_id)
 
@@ -159,19 +157,17 @@ class TestAWorkerThatEnds:
             "cannot be reached": {**away, "home": tmp_path / "both"},
             "Error 111": {"redis_url": away["redis_url"], "home": tmp_path / "broker"},
         }
+        patient = {"lease_seconds": 60}  # a worker that did wait would end by force after two leases
         workers = [
-            (sign, WorkerProcess(stack.settings.model_copy(update=values), tmp_path / f"{n}.log"))
+            (sign, WorkerProcess(stack.settings.model_copy(update={**values, **patient}), tmp_path / f"{n}.log"))
             for n, (sign, values) in enumerate(waiting.items())
         ]
         for sign, worker in workers:
             eventually(lambda sign=sign, worker=worker: sign in worker.log.read_text(), what=worker.log.read_text)
-        began = time.monotonic()
         for _, worker in workers:
             worker.process.terminate()
         for _, worker in workers:
-            assert worker.process.wait(20) == 0, worker.log.read_text()
-        assert time.monotonic() - began < 6
-        for _, worker in workers:
+            assert worker.process.wait(30) == 0, worker.log.read_text()
             assert "Traceback" not in worker.log.read_text()
 
     def test_one_whose_database_stays_away_ends_within_the_grace_and_the_run_goes_on_later(
@@ -189,7 +185,7 @@ class TestAWorkerThatEnds:
         took = time.monotonic() - began
         postgres.start()
         postgres.wait_ready()
-        assert took < stack.settings.save_grace_seconds + 8
+        assert took < stack.settings.save_grace_seconds + 8 * stack.slowness
         stack.add_worker()
         stack.until(run_id, "completed")
         assert losses(stack, run_id) == undisturbed
@@ -208,7 +204,8 @@ class TestDrain:
         assert watched.wait(20) == 130
         assert "continue draining" in (watched.stdout.read() if watched.stdout else "")
         said, _ = cli(stack, "--drain").communicate(timeout=60)
-        assert worker.process.wait(1) == 0, "the command returns when the worker has ended"
+        assert not is_alive(worker.process.pid), "the command returns when the worker has ended"
+        assert worker.process.wait(10) == 0
         assert f"process {worker.process.pid}) is draining and claims no more runs" in said
         assert f"Still running: {at_work}" in said
         assert "Drained: 1 worker ended." in said
@@ -229,7 +226,7 @@ class TestDrain:
         stack.until_step(run_id, 3)
         command = cli(stack, "--drain", "--timeout", "0.5")
         said, _ = command.communicate(timeout=60)
-        assert (command.returncode, worker.process.wait(1)) == (0, 0), said
+        assert (command.returncode, worker.process.wait(10)) == (0, 0), said
         assert "Timeout of 0.5 s reached: the remaining runs are saved and released." in said
         assert (stack.run(run_id)["status"], lost_count(stack, run_id)) == ("pending", 0)
         assert stack.run(run_id)["checkpoint_path"]

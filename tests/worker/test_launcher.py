@@ -247,7 +247,7 @@ class TestWorkerDeath:
         worker.wait()
         for pid in (told["trainer"], told["zygote"]):
             if pid is not None:
-                eventually(lambda pid=pid: not is_alive(pid), timeout=1, every=0.001)
+                eventually(lambda pid=pid: not is_alive(pid), timeout=10, every=0.001)
         assert set(session.sweep(tmp_path / "run" / "trainers")) == set(told["children"])
 
     @pytest.mark.parametrize("mode", ["zygote", "cold"])
@@ -255,7 +255,7 @@ class TestWorkerDeath:
         worker, told = _worker(tmp_path, mode)
         worker.kill()
         worker.wait()
-        eventually(lambda: not is_alive(told["trainer"]), timeout=1)
+        eventually(lambda: not is_alive(told["trainer"]), timeout=10)
         assert set(session_members(told["trainer"])) == set(told["children"])
         launcher = Launcher(Settings(home=tmp_path, launch="cold"), preload=[])
         assert set(launcher.start()) == set(told["children"])

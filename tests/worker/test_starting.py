@@ -56,7 +56,7 @@ class TestWaiting:
         began = time.monotonic()
         with pytest.raises(LaunchAbandoned):
             launcher.launch("tests.worker.trainers:quick", write_job(tmp_path), CPU, should_end=_after(0.3))
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30, "the import takes 60 s"
         launcher.stop()
 
     @pytest.mark.parametrize("mode", ["zygote", "cold"])

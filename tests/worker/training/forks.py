@@ -1,5 +1,6 @@
 """The server behind `tiny.Forks`: reads jobs from standard input, forks a child for each, tells its end."""
 
+import gc
 import json
 import os
 import resource
@@ -7,8 +8,9 @@ import socket
 import sys
 from typing import Any
 
-from tests.worker.training import troubles
-from worker.training.__main__ import main
+gc.disable()  # imports create a million objects and hardly any garbage
+from tests.worker.training import troubles  # noqa: E402
+from worker.training.__main__ import main  # noqa: E402
 
 
 def _child(request: dict[str, Any]) -> None:
@@ -36,6 +38,10 @@ def _child(request: dict[str, Any]) -> None:
         os._exit(code)
 
 
+# A collection in a child would write to, and so copy, every page of what the imports have created.
+gc.collect()
+gc.freeze()
+gc.enable()
 for line in sys.stdin:
     child = os.fork()
     if child == 0:

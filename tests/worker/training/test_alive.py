@@ -4,19 +4,20 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.slowness import slowness
 from tests.worker.launching import CPU, start_launcher
 from tests.worker.training.tiny import make_job, write_job
 from worker.following import Following, KilledFor
 from worker.launcher import Launcher
 from worker.pump import Pump
 
-HANG_SECONDS = 4.0
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 # No word between the first step and the last: what is heard in between are signs of life.
 SILENT: dict[str, Any] = {
@@ -27,6 +28,17 @@ SILENT: dict[str, Any] = {
     "logging_steps": 1000,
     "save_steps": 1000,
 }
+
+
+@cache
+def factor() -> float:
+    """Measure once how slow the machine is: silence of a busy machine is no hang."""
+    return slowness()
+
+
+def hang_seconds() -> float:
+    """Return the limit after which a silent trainer is killed."""
+    return 4.0 * factor()
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +69,7 @@ class Watched:
     """A training process followed to its end by a real supervisor's loop, with everything but the trainer pretended."""
 
     def __init__(self, launcher: Launcher, job: dict[str, Any], timeout: float = 60) -> None:
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout * factor()
         self.stored: list[Any] = []
 
         class Lease:
@@ -68,7 +80,7 @@ class Watched:
             def expired(self) -> bool:  # ends a test that would wait for ever
                 return time.monotonic() > deadline
 
-        settings = SimpleNamespace(hang_seconds=HANG_SECONDS, save_after_seconds=1e9, save_grace_seconds=1e9)
+        settings = SimpleNamespace(hang_seconds=hang_seconds(), save_after_seconds=1e9, save_grace_seconds=1e9)
         host: Any = SimpleNamespace(settings=settings, draining=threading.Event(), copies=None)
         writer: Any = SimpleNamespace(put=self.stored.append, check=lambda: None, is_full=False, progress=None)
         run: Any = SimpleNamespace(
@@ -117,9 +129,9 @@ def test_a_slow_trainer_is_left_alone_however_long_it_has_nothing_to_tell(
     slow: dict[str, float], config: dict[str, int], launcher: Launcher, tiny_model: Path, chats: Path, tmp_path: Path
 ) -> None:
     job = make_job(tmp_path, tiny_model, chats, **{**SILENT, **config})
-    watched = Watched(launcher, {**job, "slow": slow})
+    watched = Watched(launcher, {**job, "slow": {name: seconds * factor() for name, seconds in slow.items()}})
     assert watched.told == (None, "completed"), watched.pump.tail
-    assert watched.seconds > HANG_SECONDS
+    assert watched.seconds > hang_seconds()
     assert watched.types <= {"config", "metric", "progress", "checkpoint", "log"}, "a sign of life is no event"
 
 
@@ -146,9 +158,11 @@ def test_a_download_that_takes_long_is_waited_for_as_long_as_it_gets_on(
 ) -> None:
     coming = hub / "models--owner--slow" / "blobs" / "weights.incomplete"
     coming.parent.mkdir()
-    watched = Watched(launcher, hub_job(tmp_path, tiny_model, chats, {"download": 14, "to": str(coming)}))
+    watched = Watched(
+        launcher, hub_job(tmp_path, tiny_model, chats, {"download": round(14 * factor()), "to": str(coming)})
+    )
     assert watched.told == (None, "completed"), watched.pump.tail
-    assert watched.seconds > HANG_SECONDS
+    assert watched.seconds > hang_seconds()
 
 
 def test_a_download_that_stands_still_is_not(launcher: Launcher, tiny_model: Path, chats: Path, tmp_path: Path) -> None:

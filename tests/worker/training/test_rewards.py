@@ -203,13 +203,13 @@ class TestNothingHangs:
         document = json.dumps([{"a": at, "b": -at} for at in range(20_000)])
         started = time.monotonic()
         assert function(["?"], [document], [[2]]) == [given]
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 60
         assert function.timeouts == (given == 0)
 
     def test_a_long_line_of_opened_blocks_ends_soon(self) -> None:
         started = time.monotonic()
         assert judge({"type": "json_schema", "schema": {}}, "```json" * 20_000) == [0]
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 30
 
     def test_a_schema_that_goes_round_in_circles_gives_nothing(self) -> None:
         assert judge({"type": "json_schema", "schema": {"$ref": "#"}}, "1") == [0]
@@ -225,7 +225,7 @@ class TestNothingHangs:
         assert slow(["?"] * 2, [VICTIM] * 2, [[2]] * 2) == [0, 0]
         assert told == [] and len(beats) == 2
         assert slow(["?"] * 50, ["a.Bc", *[VICTIM] * 49], [[2]] * 50) == [1, *[0] * 49]
-        assert time.monotonic() - started < 15
+        assert time.monotonic() - started < 40, "50 of them would take 50 s"
         assert len(beats) == 52, "each completion is a sign of life"
         assert slow.timeouts == 5
         (line,) = told
@@ -238,7 +238,7 @@ class TestNothingHangs:
         (function,) = functions([reward(**fields)], TOKENIZER)
         started = time.monotonic()
         assert function(["?"], [completion], [[2]], answer=["7"]) == [0]
-        assert 0.9 < time.monotonic() - started < 10
+        assert 0.9 < time.monotonic() - started < 60
         assert function.timeouts == 1
 
 

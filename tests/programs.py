@@ -1,0 +1,262 @@
+"""Programs of the service as processes of their own, forked in tests from a process that has imported them.
+
+An import of the API or the worker takes one to two seconds of processor time, a fork a few milliseconds. A forked
+program has its own environment, output, signals and exit; tests kill, freeze and await it like any other process. Two
+differences remain: its parent is the template process, and `/proc/PID/cmdline` and `environ` show the template's.
+Starts from nothing are tested elsewhere: `anneal up`, `anneal worker` and the chaos suite run real processes.
+
+Outside pytest (benchmarks, fuzzing) nothing is forked: `start` starts `python -m …`.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+_PRELOADED = (
+    "worker.main", "worker.supervisor", "app.main", "app.serve", "uvicorn.__main__", "uvicorn.loops.auto",
+    "uvicorn.protocols.http.auto", "uvicorn.lifespan.on", "celery.app.amqp", "celery.app.builtins", "celery.app.trace",
+    "celery.backends.redis", "celery.concurrency.thread", "celery.events.state", "celery.fixups.django",
+    "celery.loaders.app", "celery.worker.autoscale", "celery.worker.components", "celery.worker.consumer",
+    "celery.worker.strategy", "kombu.transport.redis", "psycopg_binary", "sqlalchemy.dialects.postgresql.psycopg",
+)  # fmt: skip
+_PROGRAMS = ("worker.main", "uvicorn.__main__")
+"""Modules that a copy executes anew, as `python -m` does."""
+_START_SECONDS = 60.0
+
+
+class Process(Protocol):
+    """The part of `subprocess.Popen` that tests use."""
+
+    pid: int
+    returncode: Any
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end; return the exit code."""
+
+    def send_signal(self, sig: int) -> None:
+        """Send a signal, unless the process has ended."""
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+
+
+def start(module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path | None = None) -> Process:
+    """Start `python -m module arguments`, with its output appended to `log`."""
+    if _template is not None:
+        return _template.start(module, arguments, environment, log)
+    with contextlib.ExitStack() as stack:
+        output = None if log is None else stack.enter_context(log.open("ab"))
+        command = [sys.executable, "-m", module, *arguments]
+        return subprocess.Popen(command, env=dict(environment), stdout=output, stderr=output)
+
+
+class ForkedProcess:
+    """A process that the template has forked and waits for."""
+
+    def __init__(self, pid: int, template: "Template") -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._template = template
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None."""
+        self.returncode = self._template.exit_code(self.pid, 0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end; return the exit code."""
+        self.returncode = self._template.exit_code(self.pid, timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        return self.returncode
+
+    def send_signal(self, sig: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, sig)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+
+class Template:
+    """Client of the template process, which is started with the first program."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._starting = threading.Lock()
+        self._changed = threading.Condition()
+        self._started: list[int] = []
+        self._codes: dict[int, int] = {}
+        self._is_closed = False
+
+    def start(
+        self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path | None
+    ) -> ForkedProcess:
+        """Fork a copy that becomes `python -m module arguments`."""
+        request = {
+            "module": module,
+            "arguments": list(arguments),
+            "environment": dict(environment),
+            "folder": str(Path.cwd()),
+            "log": None if log is None else str(log),
+        }
+        with self._starting:
+            if self._process is None:
+                self._start_template()
+            self._socket.sendall(json.dumps(request).encode() + b"\n")
+            with self._changed:
+                self._changed.wait_for(lambda: self._started or self._is_closed, _START_SECONDS)
+                assert self._started, "the template process forks"
+                return ForkedProcess(self._started.pop(), self)
+
+    def exit_code(self, pid: int, timeout: float | None) -> int | None:
+        """Return how a copy ended, as soon as it has."""
+        with self._changed:
+            self._changed.wait_for(lambda: pid in self._codes or self._is_closed, timeout)
+            assert pid in self._codes or not self._is_closed, "the template process is there"
+            return self._codes.get(pid)
+
+    def close(self) -> None:
+        """End the template process; its copies go on."""
+        if self._process is not None:
+            self._socket.shutdown(socket.SHUT_WR)
+            self._process.wait(timeout=30)
+            self._socket.close()
+
+    def _start_template(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "tests.programs", str(theirs.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=Path(__file__).parents[1])
+        threading.Thread(target=self._receive, name="template of programs", daemon=True).start()
+
+    def _receive(self) -> None:
+        with self._socket.makefile("r") as lines:
+            for line in lines:
+                message = json.loads(line)
+                with self._changed:
+                    if "code" in message:
+                        self._codes[message["pid"]] = message["code"]
+                    else:
+                        self._started.append(message["pid"])
+                    self._changed.notify_all()
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+
+_template: Template | None = None
+
+
+@contextlib.contextmanager
+def forked() -> Any:
+    """Fork the programs that are started within."""
+    global _template
+    _template = Template()
+    try:
+        yield
+    finally:
+        _template.close()
+        _template = None
+
+
+def _serve(requests: socket.socket) -> dict[str, Any] | None:
+    """Fork a copy for each request until the client is gone; return the request in a copy."""
+    with selectors.DefaultSelector() as selector, requests:
+        selector.register(requests, selectors.EVENT_READ)
+        pids: dict[int, int] = {}
+        received = b""
+        while True:
+            for key, _ in selector.select():
+                if key.fd in pids:
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
+                    pid = pids.pop(key.fd)
+                    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                    _send(requests, {"pid": pid, "code": code})
+                    continue
+                data = requests.recv(1 << 20)
+                if not data:
+                    return None
+                *lines, received = (received + data).split(b"\n")
+                for line in lines:
+                    pid = os.fork()
+                    if pid == 0:
+                        for descriptor in pids:
+                            os.close(descriptor)
+                        request: dict[str, Any] = json.loads(line)
+                        return request
+                    descriptor = os.pidfd_open(pid)
+                    pids[descriptor] = pid
+                    selector.register(descriptor, selectors.EVENT_READ)
+                    _send(requests, {"pid": pid})
+
+
+def _send(requests: socket.socket, message: dict[str, int]) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the client has gone meanwhile
+        requests.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _preload() -> None:
+    for name in _PRELOADED:
+        importlib.import_module(name)
+    for name in _PROGRAMS:
+        del sys.modules[name]
+    threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    assert len(threads) == 1, f"a fork would lack these threads: {threads}"
+
+
+def _become(request: dict[str, Any]) -> None:
+    """Run the program of a request in this process, with its environment and output."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    if request["log"] is not None:
+        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+    sys.argv = [request["module"], *request["arguments"]]
+    runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+
+
+def _main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which close the connection
+    gc.disable()
+    _preload()
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    request = _serve(socket.socket(fileno=int(sys.argv[1])))
+    if request is not None:
+        _become(request)
+
+
+if __name__ == "__main__":
+    _main()

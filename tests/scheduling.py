@@ -1,0 +1,47 @@
+"""Distribution of the tests over processes with pytest-xdist; hooks of `tests/conftest.py`.
+
+All tests of a file run in one process, so its fixtures are made once. The group is computed here from the path in the
+node id. The scheduler `loadgroup` of pytest-xdist 3.8 cannot be used: it appends the group to `item._nodeid`, which
+pytest 9.2 no longer reads (pytest-xdist issue 1386), and then distributes single tests without a warning.
+"""
+
+import os
+from typing import Any
+
+import psutil
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+_FOLDERS = ("tests/e2e/",)
+"""Folders whose files share fixtures of the session that are slow to make."""
+
+_MOST_PROCESSES = 8
+"""Upper limit of `-n auto`: each process imports the whole service and torch, and starts its own PostgreSQL."""
+
+
+class ByFile(LoadScopeScheduling):
+    """Give each file, or each of `_FOLDERS`, to one process, in the order of the collection."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        return next((folder for folder in _FOLDERS if path.startswith(folder)), path)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    """Create the scheduler of the process that distributes the tests."""
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Choose the number of processes of `-n auto`: two for each idle core, one for each core of a busy machine.
+
+    Tests wait about half of their time, for leases and for other processes, so twice as many processes as cores keep
+    idle cores busy. Where other programs use the cores, more processes only make leases expire. The use of the
+    processors is sampled now: the load average would still include the tests that have just ended.
+    """
+    cores = len(os.sched_getaffinity(0))
+    is_idle = psutil.cpu_percent(interval=1.0) < 50
+    return min(2 * cores if is_idle else cores, _MOST_PROCESSES)
