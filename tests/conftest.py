@@ -60,11 +60,7 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-<<<<<<< HEAD
-    """Run the tests of a file, or of a folder with slow shared fixtures, in one process."""
-=======
-    """Put the files that take long first, those that wait in turn with those that compute."""
->>>>>>> w/suite
+    """Put slow files first, alternating those that wait with those that compute."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
     files = list(dict.fromkeys(item.path for item in items))
@@ -148,15 +144,9 @@ def databases(services: Services) -> Iterator[SpareDatabases]:
 
 
 @pytest.fixture
-<<<<<<< HEAD
-def settings(services: Services, tmp_path: Path) -> Iterator[Settings]:
-    """Settings with a new, migrated database, an empty Redis and a short lease."""
-    url = services.create_database()
-=======
 def settings(services: Services, databases: SpareDatabases, tmp_path: Path) -> Iterator[Settings]:
     """Settings on an empty, migrated database and an empty Redis, with a lease that tests can wait for."""
     database = databases.borrow()
->>>>>>> w/suite
     yield Settings(
         home=tmp_path / "home",
         storage=tmp_path / "storage",

@@ -1,12 +1,8 @@
-<<<<<<< HEAD
-"""Short form of `make chaos`: every fault once, every window hit, no promise broken."""
-=======
-"""The short form of `make chaos`: every fault once, no promise broken.
+"""Short form of `make chaos`: every fault once, no promise broken.
 
-Whether a fault hits the window that it aims at is a matter of moments, and on a busy machine some miss. The long form,
-`make chaos`, fails for a window that was never hit; this one fails for broken promises alone.
+A busy machine may miss the window that a fault aims at. The long form, `make chaos`, fails for a window that was never
+hit; the short form fails for broken promises only.
 """
->>>>>>> w/suite
 
 import pytest
 
