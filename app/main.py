@@ -10,42 +10,45 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
-import app.actions.endpoints
-import app.artifacts.endpoints
+import app.api.health
 import app.audit.endpoints
 import app.backends.endpoints
-import app.checkpoints.endpoints
 import app.datasets.endpoints
 import app.datasets.service
-import app.estimates.endpoints
-import app.events.endpoints
 import app.experiments.endpoints
-import app.health
-import app.monitoring.endpoints
-import app.postmortems.endpoints
-import app.runs.curves
+import app.prometheus.endpoints
+import app.runs.actions.endpoints
+import app.runs.artifacts.endpoints
+import app.runs.checkpoints.endpoints
 import app.runs.endpoints
-import app.runs.log_endpoints
-import app.runs.pruning
+import app.runs.events.endpoints
+import app.runs.logs.endpoints
+import app.runs.metrics.curves
+import app.runs.metrics.endpoints
+import app.runs.postmortem.endpoints
+import app.runs.retention
 import app.secrets.endpoints
 import app.workers.endpoints
-from app import docs, embedded, errors, openapi
+from app.api import docs_page, errors, openapi
+from app.api.middleware.body_limits import Intake
+from app.api.middleware.host_guard import Hosts
+from app.api.middleware.request_ids import RequestIds
+from app.api.middleware.request_metrics import RequestMetrics, Requests
+from app.api.middleware.security_headers import ResponseHeaders
+from app.api_keys.middleware import Authentication
+from app.api_keys.verifier import Auth
 from app.audit.middleware import Audit
-from app.auth import Auth, Authentication
-from app.backends.registry import RULES
 from app.config import Settings, get_settings
-from app.db import async_engine, session_maker
-from app.events.stream import Streams
-from app.headers import ResponseHeaders
-from app.hosts import Hosts
-from app.intake import Intake
-from app.monitoring.collector import Metrics
-from app.monitoring.requests import RequestMetrics, Requests
-from app.monitoring.snapshot import Snapshots
-from app.queue import Queue
-from app.runs.dispatcher import Dispatcher
-from app.runs.forecasts import Forecasts
-from app.storage import Storage
+from app.contracts.backends import BACKEND_RULES
+from app.infra.broker import Queue
+from app.infra.db import async_engine, session_maker
+from app.infra.server_urls import resolve_urls
+from app.infra.storage import Storage
+from app.prometheus.collector import Metrics
+from app.prometheus.snapshot import Snapshots
+from app.runs.events.stream import Streams
+from app.runs.scheduler.dispatcher import Dispatcher
+from app.runs.scheduler.eta import Forecasts
 
 DESCRIPTION = "Fine-tune language models on your own machines: durable runs, live event streams, exact resume."
 
@@ -59,7 +62,7 @@ class Anneal(FastAPI):
 
 def create_app(settings: Settings | None = None) -> FastAPI:
     """Create the application; settings default to the environment, and URLs to the embedded servers."""
-    settings = embedded.resolve_urls(settings or get_settings())
+    settings = resolve_urls(settings or get_settings())
     requests = RequestMetrics()
     api = Anneal(
         title="Anneal",
@@ -75,7 +78,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         middleware=[
             Middleware(Requests, metrics=requests),
             Middleware(ResponseHeaders),
-            Middleware(errors.RequestIds),
+            Middleware(RequestIds),
             Middleware(Hosts, settings=settings),
             Middleware(Authentication),
             Middleware(Audit),
@@ -84,20 +87,20 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     )
     api.state.settings, api.state.requests = settings, requests
     errors.install(api)
-    api.include_router(app.health.router)
-    api.include_router(docs.router)
-    api.include_router(app.monitoring.endpoints.router)
+    api.include_router(app.api.health.router)
+    api.include_router(docs_page.router)
+    api.include_router(app.prometheus.endpoints.router)
     for resource in (
         app.experiments.endpoints,
         app.datasets.endpoints,
-        app.estimates.endpoints,
         app.runs.endpoints,
-        app.runs.log_endpoints,
-        app.events.endpoints,
-        app.actions.endpoints,
-        app.checkpoints.endpoints,
-        app.artifacts.endpoints,
-        app.postmortems.endpoints,
+        app.runs.metrics.endpoints,
+        app.runs.logs.endpoints,
+        app.runs.events.endpoints,
+        app.runs.actions.endpoints,
+        app.runs.checkpoints.endpoints,
+        app.runs.artifacts.endpoints,
+        app.runs.postmortem.endpoints,
         app.backends.endpoints,
         app.workers.endpoints,
         app.secrets.endpoints,
@@ -122,9 +125,9 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     api.state.reading_sessions = session_maker(engine.execution_options(isolation_level="AUTOCOMMIT"))
     api.state.snapshot_sessions = session_maker(engine.execution_options(isolation_level="REPEATABLE READ"))
     api.state.auth, api.state.queue, api.state.streams = Auth(sessions), queue, streams
-    api.state.curve_reads = asyncio.Semaphore(app.runs.curves.READS_AT_A_TIME)
-    api.state.log_searches = asyncio.Semaphore(app.runs.log_endpoints.SEARCHES_AT_A_TIME)
-    api.state.forecasts = Forecasts(settings, sorted(RULES), api.state.reading_sessions)
+    api.state.curve_reads = asyncio.Semaphore(app.runs.metrics.curves.READS_AT_A_TIME)
+    api.state.log_searches = asyncio.Semaphore(app.runs.logs.endpoints.SEARCHES_AT_A_TIME)
+    api.state.forecasts = Forecasts(settings, sorted(BACKEND_RULES), api.state.reading_sessions)
     api.state.snapshots = Snapshots(dispatching, settings)
     api.state.metrics = Metrics(api.state.requests, streams, queue, dispatcher)
     # Every stream stalls during a full garbage collection, so collections skip all objects that exist now, and a full
@@ -135,7 +138,7 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     await queue.start()
     await dispatcher.start()
     sweeping = app.datasets.service.sweep_in_background(sessions, storage)
-    pruning = app.runs.pruning.in_background(engine, storage, settings)
+    pruning = app.runs.retention.in_background(engine, storage, settings)
     try:
         yield
     finally:

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from sqlalchemy import Engine
 
-from app.events import log as event_log
-from app.events.log import NewEvent, Progress
-from app.runs import lifecycle
-from app.runs.rollups import Rollups
+from app.runs.events import log as event_log
+from app.runs.events.log import NewEvent, Progress
+from app.runs.metrics.rollups import Rollups
+from app.runs.state import machine
 from tests.rows import add_run, add_worker, claim
 
 
@@ -24,7 +24,7 @@ class Attempt:
         self._rollups = Rollups(run.id, run.attempt)
 
     def store(self, events: Sequence[NewEvent], progress: Progress | None = None) -> None:
-        """Store a batch as `worker.writer` does."""
+        """Store a batch as `worker.ingest.event_writer` does."""
         first = self.stored + 1
         self.send(first, events, progress)
         self._rollups.committed()
@@ -39,4 +39,4 @@ class Attempt:
     def complete(self) -> None:
         """Complete the run."""
         with self._engine.begin() as connection:
-            connection.execute(lifecycle.complete(self.run_id, self._epoch, None, "benchmark")).one()
+            connection.execute(machine.complete(self.run_id, self._epoch, None, "benchmark")).one()

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.ratios import Ratio
 from tests.worker.training.tiny import make_job, make_tiny_model, write_rows
-from worker.training.journal import read_journal
+from worker.wire.journal import read_journal
 
 ROUNDS, STEPS, WARM_UP = 7, 150, 20
 BATCH, LENGTH, HIDDEN, RATE = 4, 128, 128, 1e-3

@@ -21,8 +21,8 @@ from typing import Any
 
 from benchmarks.ratios import Ratio
 from tests.worker.training.tiny import make_job, make_tiny_model, parse_records, write_rows
-from worker.training.journal import read_journal
-from worker.training.manifest import verify
+from worker.checkpoint_files.manifest import verify
+from worker.wire.journal import read_journal
 
 ROUNDS, STEPS, EVERY = 3, 20, 9
 HIDDEN, LAYERS, LENGTH, RATE = 1024, 4, 32, 1e-3
@@ -130,7 +130,7 @@ def _job(folder: Path, model: Path, rows: Path, **more: Any) -> Path:
 
 def _ours(folder: Path, model: Path, rows: Path) -> None:
     from worker.training.__main__ import main as train
-    from worker.training.trainer import Faithful
+    from worker.training.loop.trainer import Faithful
 
     clock = _Clock(Faithful)
     path = _job(folder, model, rows)

@@ -18,7 +18,7 @@ from typing import Any
 
 import psycopg
 
-from app.events.log import NewEvent, Progress
+from app.runs.events.log import NewEvent, Progress
 from benchmarks.attempt import Attempt
 from benchmarks.mlflow_peer import Mlflow, settings
 from benchmarks.ratios import Lane, Turns

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from app.events.log import NewEvent
+from app.runs.events.log import NewEvent
 from benchmarks.attempt import Attempt
 from benchmarks.mlflow_peer import Mlflow, settings
 from benchmarks.ratios import Lane, Turns

@@ -17,8 +17,8 @@ from typing import Any
 import httpx
 import psycopg
 
-from app.ids import new_id
-from app.runs.models import Run
+from app.infra.ids import new_id
+from app.tables.runs import Run
 from benchmarks.mlflow_peer import Mlflow, settings
 from benchmarks.ratios import Lane, Turns
 from tests.stack import Stack

@@ -25,9 +25,9 @@ from typing import Any
 import httpx
 import psutil
 
-from app.events.log import NewEvent, append
-from app.processes import free_port
-from app.queue import events_channel
+from app.infra.broker import events_channel
+from app.infra.processes import free_port
+from app.runs.events.log import NewEvent, append
 from tests.rows import add_run, add_worker, claim
 from tests.stack import Stack
 from tests.waiting import eventually

@@ -25,7 +25,7 @@ from typing import Any
 
 import psycopg
 
-from app.events.log import NewEvent
+from app.runs.events.log import NewEvent
 from benchmarks.attempt import Attempt
 from benchmarks.mlflow_peer import Mlflow, settings
 from benchmarks.ratios import Lane, Ratio, Turns
@@ -199,7 +199,7 @@ def _ray(lines: int, stack: ExitStack) -> str:
     import ray
     from ray.job_submission import JobStatus, JobSubmissionClient
 
-    from app.processes import free_port
+    from app.infra.processes import free_port
 
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # Ray's sockets need a short path
     stack.callback(shutil.rmtree, folder, ignore_errors=True)

@@ -4,10 +4,10 @@ import sys
 import time
 from typing import Any
 
-from app.runs import lifecycle
+from app.runs.state import machine
 from benchmarks.c7_tasks import STARTED
-from worker import supervisor
-from worker.host import Host
+from worker.attempts import supervisor
+from worker.context import Host
 from worker.main import main
 
 
@@ -15,7 +15,7 @@ def begin(host: Host, run: Any, _: float) -> None:
     """Replace `supervisor.supervise`, which is called after the claim is committed."""
     now = time.monotonic()
     with host.engine.begin() as connection:
-        connection.execute(lifecycle.complete(run.id, run.epoch, None, "benchmark"))
+        connection.execute(machine.complete(run.id, run.epoch, None, "benchmark"))
     host.redis.lpush(STARTED, f"{run.id} {now}")
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from tests.stack import Stack
 from tests.waiting import eventually
 from tests.worker.training.tiny import make_chat_dataset, make_tiny_model
-from worker.training.journal import read_journal
+from worker.wire.journal import read_journal
 
 ROUNDS = 7
 CONFIG: dict[str, Any] = {

@@ -28,11 +28,11 @@ from datasets import Dataset, load_dataset
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
-from app.demo.base_model import train_tokenizer, write_model
-from app.runs.config import TrainingConfig
+from app.cli.demo.base_model import train_tokenizer, write_model
+from app.contracts.training_config.fields import TrainingConfig
 from benchmarks.ratios import Ratio
-from worker.training import data
-from worker.training.token_cache import TokenCache
+from worker.training.data import dataset
+from worker.training.data.token_cache import TokenCache
 
 DOCUMENTS = 50_000
 LENGTH = 2048
@@ -92,7 +92,7 @@ class _Bench:
         config = TrainingConfig(base_model="bench", packing=True)
         with _as_in_a_trainer():
             began = time.perf_counter()
-            made = data.tokenise(
+            made = dataset.tokenise(
                 str(self._file), "text", tokenizer, config, max_length=LENGTH, chosen=None, sha256=self._sha256,
                 progress=lambda done, total: None, cache=TokenCache(place / "tokens", LIMIT_BYTES),
             )  # fmt: skip

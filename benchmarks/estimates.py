@@ -16,12 +16,12 @@ from peft import get_peft_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, BitsAndBytesConfig
 from trl.trainer.utils import add_fused_lm_head
 
-from app.estimates import architecture
-from app.estimates.activations import EVERY, Activations, Checkpointing, Precision, activations
-from app.estimates.architecture import Architecture
-from app.estimates.layers import Attention, Batch
-from app.runs.config import TrainingConfig
-from worker.training.model import lora_config
+from app.contracts.training_config.fields import TrainingConfig
+from app.estimator import architecture
+from app.estimator.activations import EVERY, Activations, Checkpointing, Precision, activations
+from app.estimator.architecture import Architecture
+from app.estimator.forward_pass import Attention, Batch
+from worker.training.model.loader import lora_config
 
 SIZES: dict[str, Any] = {
     "vocab_size": 517, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4,

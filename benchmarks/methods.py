@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from app.demo import base_model, data
-from app.demo.data import Documented
+from app.cli.demo import base_model, data
+from app.cli.demo.data import Documented
 
 BASE: dict[str, Any] = {
     "method": "full", "max_steps": 400, "batch_size": 4, "gradient_accumulation_steps": 1, "learning_rate": 4e-3,

@@ -7,8 +7,8 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from app.runs.fields import TrainerOptions, TrainingConfig
-from app.runs.rewards import Reward
+from app.contracts.rewards import Reward
+from app.contracts.training_config.fields import TrainerOptions, TrainingConfig
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- fields -->\n", "<!-- /fields -->\n"

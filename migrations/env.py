@@ -1,8 +1,8 @@
-"""Alembic environment: runs the migrations on the connection that `app.migrate` passes in."""
+"""Alembic environment: runs the migrations on the connection that `app.tables.migrate` passes in."""
 
 from alembic import context
 
-from app.models import all_models
+from app.tables.registry import all_models
 
 connection = context.config.attributes["connection"]
 context.configure(

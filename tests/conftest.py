@@ -17,11 +17,11 @@ from psycopg import sql
 from sqlalchemy import Engine
 from sqlalchemy.engine import make_url
 
-from app import migrate
 from app.config import Settings
-from app.db import sync_engine
-from app.embedded import EmbeddedServers
-from app.home import HomeLock
+from app.infra.db import sync_engine
+from app.standalone.home_lock import HomeLock
+from app.standalone.servers import EmbeddedServers
+from app.tables import migrate
 from tests import programs
 from tests.databases import SpareDatabases
 from tests.scheduling import pytest_xdist_auto_num_workers, pytest_xdist_make_scheduler

@@ -15,10 +15,10 @@ import yaml
 from pydantic import ValidationError
 from typer.exceptions import TyperException
 
-from app.auth import PUBLIC
-from app.cli import cli
+from app.api.authorization import PUBLIC
+from app.cli.main import cli
 from app.config import Settings
-from app.serve import REQUEST_GRACE_SECONDS
+from app.server import REQUEST_GRACE_SECONDS
 from tests.dockerfile import Stage, read
 
 ROOT = Path(__file__).parents[1]
@@ -26,7 +26,7 @@ FILES = ("docker-compose.yml", "Dockerfile.gpu", ".env.example", ".dockerignore"
 _VARIABLE = re.compile(r"(?<!\$)\$\{(\w+)(?:(:[-?])([^}]*))?\}")
 _PINNED = re.compile(r"[\w./-]+:\d+(\.\d+)*(-[\w.]+)*")
 _SECRET = re.compile(r"PASSWORD|SECRET|TOKEN|API_KEY", re.IGNORECASE)
-_WORKER_MORE_SECONDS = 10  # same margin beyond the trainers' grace period as in app.up
+_WORKER_MORE_SECONDS = 10  # same margin beyond the trainers' grace period as in app.standalone.supervisor
 _API_MORE_SECONDS = 5
 
 

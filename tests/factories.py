@@ -8,16 +8,16 @@ from typing import Any
 import httpx
 from sqlalchemy import Engine, insert, select, update
 
-from app.checkpoints.models import Checkpoint
 from app.config import Settings
-from app.datasets.models import Dataset
-from app.events.log import NewEvent, append
-from app.experiments.models import Experiment
-from app.ids import new_id
-from app.runs import lifecycle
-from app.runs.models import Run
-from app.runs.rollups import Rollups
-from app.storage import Storage
+from app.infra.ids import new_id
+from app.infra.storage import Storage
+from app.runs.events.log import NewEvent, append
+from app.runs.metrics.rollups import Rollups
+from app.runs.state import machine
+from app.tables.checkpoints import Checkpoint
+from app.tables.datasets import Dataset
+from app.tables.experiments import Experiment
+from app.tables.runs import Run
 from tests.rows import add_worker
 from tests.waiting import eventually
 
@@ -77,12 +77,12 @@ class Trainer:
 
     def _claim(self) -> Any:
         with self.engine.begin() as connection:
-            claim = lifecycle.claim(self.worker_id, ["celery", "fake"], 600.0, "cuda", 100_000)
+            claim = machine.claim(self.worker_id, ["celery", "fake"], 600.0, "cuda", 100_000)
             return connection.execute(claim).mappings().one_or_none()
 
     def begin(self, step: int = 0, total: int | None = 100) -> "Trainer":
         """Start training."""
-        return self._do(lifecycle.begin(self.run_id, self.epoch, step, 0.0, total, None))
+        return self._do(machine.begin(self.run_id, self.epoch, step, 0.0, total, None))
 
     def events(self, kind: str, *payloads: dict[str, Any]) -> None:
         """Append events of one type."""
@@ -124,26 +124,26 @@ class Trainer:
 
     def complete(self) -> "Trainer":
         """Complete the run with an output."""
-        return self._do(lifecycle.complete(self.run_id, self.epoch, self.attempt, "all steps done"))
+        return self._do(machine.complete(self.run_id, self.epoch, self.attempt, "all steps done"))
 
     def fail(self, code: str = "internal", message: str = "it broke") -> "Trainer":
         """Fail the run with an error code."""
-        return self._do(lifecycle.fail(self.run_id, self.epoch, code, message))
+        return self._do(machine.fail(self.run_id, self.epoch, code, message))
 
     def cancel_on_request(self) -> "Trainer":
         """Cancel the run after a stop request, with the current attempt's output."""
         with self.engine.begin() as connection:
-            connection.execute(lifecycle.request_stop(self.run_id, True))
+            connection.execute(machine.request_stop(self.run_id, True))
             connection.execute(update(Run).where(Run.id == self.run_id).values(output_attempt=self.attempt))
         return self.cancel()
 
     def cancel(self) -> "Trainer":
         """Cancel the run."""
-        return self._do(lifecycle.cancel(self.run_id, self.epoch))
+        return self._do(machine.cancel(self.run_id, self.epoch))
 
     def retry(self) -> "Trainer":
         """Requeue the run and claim it again; return the trainer of the next attempt."""
-        self._do(lifecycle.retry(self.run_id, self.epoch, "lost", 0.0))
+        self._do(machine.retry(self.run_id, self.epoch, "lost", 0.0))
         return Trainer(self.engine, self.run_id, self.rolls_up)
 
     def write_output(self, storage: Storage) -> Path:

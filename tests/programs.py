@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 _PRELOADED = (
-    "worker.main", "worker.supervisor", "app.main", "app.serve", "uvicorn.__main__", "uvicorn.loops.auto",
+    "worker.main", "worker.attempts.supervisor", "app.main", "app.server", "uvicorn.__main__", "uvicorn.loops.auto",
     "uvicorn.protocols.http.auto", "uvicorn.lifespan.on", "celery.app.amqp", "celery.app.builtins", "celery.app.trace",
     "celery.backends.redis", "celery.concurrency.thread", "celery.events.state", "celery.fixups.django",
     "celery.loaders.app", "celery.worker.autoscale", "celery.worker.components", "celery.worker.consumer",

@@ -4,12 +4,12 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine, insert, select, text
 
-from app.datasets.models import Dataset
-from app.events.models import RunEvent
-from app.experiments.models import Experiment
-from app.ids import new_id
-from app.runs import lifecycle
-from app.runs.models import Run, RunRewardModel
+from app.infra.ids import new_id
+from app.runs.state import machine
+from app.tables.datasets import Dataset
+from app.tables.events import RunEvent
+from app.tables.experiments import Experiment
+from app.tables.runs import Run, RunRewardModel
 from app.workers import registry
 
 
@@ -26,7 +26,7 @@ def add_run(engine: Engine, **values: Any) -> Any:
             "config": {"base_model": "none", "extra": {}},
             "given": ["base_model"],
         }
-        return connection.execute(lifecycle.create({**defaults, **values})).one()
+        return connection.execute(machine.create({**defaults, **values})).one()
 
 
 def learn_from(engine: Engine, run_id: str, reward_run_id: str) -> None:
@@ -55,7 +55,7 @@ def add_worker(engine: Engine, devices: int = 1, **values: Any) -> str:
 def claim(engine: Engine, worker_id: str, lease: float = 60.0, backends: tuple[str, ...] = ("fake",)) -> Any:
     """Claim a run for the worker; return its row or None."""
     with engine.begin() as connection:
-        return connection.execute(lifecycle.claim(worker_id, list(backends), lease, "cpu", 1000)).one_or_none()
+        return connection.execute(machine.claim(worker_id, list(backends), lease, "cpu", 1000)).one_or_none()
 
 
 def run_row(engine: Engine, run_id: str) -> Any:

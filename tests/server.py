@@ -10,11 +10,11 @@ from types import TracebackType
 import httpx
 import uvicorn
 
-from app.auth import create_key_sync
+from app.api.uvicorn_protocol import Protocol
+from app.api_keys.service import create_key_sync
 from app.config import Settings
+from app.infra.processes import free_port
 from app.main import create_app
-from app.processes import free_port
-from app.protocol import Protocol
 from tests import programs
 from tests.waiting import eventually
 

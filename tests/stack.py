@@ -12,15 +12,15 @@ import psutil
 import redis
 from sqlalchemy import Engine
 
-from app import migrate
 from app.config import Settings
-from app.db import sync_engine
-from app.embedded import EmbeddedServers
+from app.infra.db import sync_engine
+from app.standalone.servers import EmbeddedServers
+from app.tables import migrate
 from tests import programs
 from tests.server import ProcessServer
 from tests.slowness import slowness
 from tests.waiting import eventually
-from worker.training.journal import read_journal
+from worker.wire.journal import read_journal
 
 
 class WorkerProcess:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.workers.local import Notebook
+from app.workers.status_files import Notebook
 from tests.container_rules import Files, problems
 from tests.server import ApiServer
 

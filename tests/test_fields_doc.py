@@ -1,6 +1,7 @@
 """The README documents every field of the training configuration as in the code."""
 
-from app.runs.fields import DpoOptions, RlhfOptions, TrainerOptions, TrainingConfig
+from app.contracts.methods import DpoOptions, RlhfOptions
+from app.contracts.training_config.fields import TrainerOptions, TrainingConfig
 from docs.fields import README, table, written
 
 

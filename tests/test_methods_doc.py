@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from app.runs.config import TrainingMethod, problems
-from app.runs.fields import RlhfOptions
+from app.contracts.methods import RlhfOptions, TrainingMethod
+from app.contracts.training_config.validation import problems
 
 TEXT = (Path(__file__).parents[1] / "docs" / "methods.md").read_text()
 CONFIGS = [json.loads(block) for block in re.findall(r"^```json\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)]

@@ -3,28 +3,20 @@
 import logging
 import threading
 import time
-from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from app.process_logs import in_this_context
-from app.runs import lifecycle
-from worker.host import Host
-from worker.process import TrainingProcess
+from app.contracts.stop import StopAsked
+from app.infra.log_setup import in_this_context
+from app.runs.state import machine
+from worker.context import Host
+from worker.process.training_process import TrainingProcess
 
 log = logging.getLogger(__name__)
 
+
 _JOIN_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class StopAsked:
-    """Request to end the run."""
-
-    save: bool
-    finish: bool = False
-    """Nothing is saved, but a checkpoint being written is completed: it may be the best one."""
 
 
 class Lease:
@@ -116,7 +108,7 @@ class Lease:
         sent = time.monotonic()
         try:
             with self._host.lease_engine.begin() as connection:
-                renewal = lifecycle.renew(self.run_id, self.epoch, self._host.settings.lease_seconds)
+                renewal = machine.renew(self.run_id, self.epoch, self._host.settings.lease_seconds)
                 row = connection.execute(renewal).one_or_none()
         except SQLAlchemyError as error:
             log.info("%s: renewal failed, %.1f s left: %s", self.run_id, self.kill_at - sent, error)
@@ -135,3 +127,7 @@ class Lease:
         if self._process:
             self._process.send({"renew_until": self.kill_at})
         return True
+
+
+class LeaseLost(Exception):
+    """Postgres was not reached in time: the run may have another owner by now, and no trainer of it may live."""

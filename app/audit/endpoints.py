@@ -5,12 +5,13 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 from pydantic import AwareDatetime
 
+from app.api.authorization import AdminOnly
+from app.api.dependencies import Session
+from app.api.pagination import PageQuery, fetch
 from app.audit.log import Filters, listing
-from app.audit.models import AuditEntry
-from app.audit.schemas import AuditView
-from app.auth import AdminOnly
-from app.dependencies import Session
-from app.pagination import Page, PageQuery, fetch
+from app.contracts.schemas.audit import AuditView
+from app.contracts.schemas.page import Page
+from app.tables.audit import AuditEntry
 
 router = APIRouter(prefix="/audit", tags=["audit"], dependencies=[AdminOnly])
 

@@ -13,10 +13,10 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Scope
 
-from app.audit.models import AuditEntry
-from app.errors import clean, request_id
-from app.ids import id_at, new_id
-from app.monitoring.requests import route_template
+from app.api.errors import clean, request_id
+from app.api.middleware.request_metrics import route_template
+from app.infra.ids import id_at, new_id
+from app.tables.audit import AuditEntry
 
 KEPT_DAYS = 365.0
 _LONGEST = 200
@@ -28,6 +28,12 @@ class Call:
     def __init__(self, scope: Scope) -> None:
         self.is_written = False
         self._scope = scope
+
+    def record(self, request: Request, response: Response, session: AsyncSession) -> None:
+        """Add the record to the transaction of an endpoint, which is about to be committed."""
+        usual = getattr(request.scope.get("route"), "status_code", None) or 200
+        # The id of a created resource is not in the request's path, but in the Location header of the response.
+        self.write(session, response.status_code or usual, made(response.headers))
 
     def write(self, session: AsyncSession, status: int, resource: str | None) -> None:
         """Add the entry to the session's transaction."""
@@ -56,16 +62,6 @@ class Call:
 def call_of(scope: Scope) -> Call | None:
     """Return the audited call of this request; None if it makes no changes."""
     call: Call | None = scope["state"].get("audited")
-    return call
-
-
-def write(request: Request, response: Response, session: AsyncSession) -> Call | None:
-    """Add the call of an endpoint to its transaction, just before the commit."""
-    call = call_of(request.scope)
-    if call is not None:
-        usual = getattr(request.scope.get("route"), "status_code", None) or 200
-        # The id of a created resource is not in the request path but in the response's Location header.
-        call.write(session, response.status_code or usual, made(response.headers))
     return call
 
 

@@ -6,9 +6,9 @@ from sqlalchemy import insert
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app.api.errors import as_api_error
 from app.audit.log import Call, made
-from app.audit.models import AuditEntry
-from app.errors import as_api_error
+from app.tables.audit import AuditEntry
 
 log = logging.getLogger(__name__)
 

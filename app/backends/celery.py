@@ -8,44 +8,35 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
-from app.backends.base import BackendCapabilities, Rules, TrainingBackend
-from app.checkpoints.models import Checkpoint
 from app.config import Settings
-from app.errors import FieldError
-from app.estimates import service as estimates
-from app.estimates.kept import keep
-from app.estimates.plan import Data
-from app.estimates.schemas import RunEstimate
-from app.events.stream import Streams
-from app.ids import is_id
-from app.queue import Queue
-from app.runs import logs, service, views
-from app.runs.checks import config_problems, online_machines, refusal
-from app.runs.config import Problem, TrainingConfig, TrainingMethod, given_fields, in_numbers
-from app.runs.models import Run
+from app.contracts.backends import BACKEND_RULES, TrainingBackend
+from app.contracts.errors import FieldError
+from app.contracts.schemas.estimates import RunEstimate
+from app.contracts.schemas.runs import RunCreate, RunRead, RunResume, TrainingRun
+from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.raw_config import given_fields, in_numbers
+from app.estimator.steps import Data
+from app.infra.broker import Queue
+from app.infra.ids import is_id
+from app.infra.storage import Storage
+from app.runs import serializers, service
+from app.runs.creation import Surroundings, create
+from app.runs.estimates import service as estimates
+from app.runs.estimates.store import keep
+from app.runs.events.stream import Streams
+from app.runs.logs import lines
 from app.runs.resume import resume
-from app.runs.schemas import RunCreate, RunRead, RunResume, TrainingRun
-from app.storage import Storage
+from app.runs.validation.config import config_problems
+from app.runs.validation.result import refusal
+from app.tables.checkpoints import Checkpoint
+from app.tables.runs import Run
+from app.workers.queries import online_machines
 
 
 class CeleryBackend(TrainingBackend):
     """Backend that launches a run by inserting a pending row; a worker claims it after a hint over the broker."""
 
-    rules = Rules(
-        capabilities=BackendCapabilities(
-            name="celery",
-            supports_local=True,
-            supports_remote=True,
-            supports_distributed=False,
-            supported_methods=tuple(TrainingMethod),
-            max_model_size_b=None,
-            supported_quantization=("4bit", "8bit"),
-            supports_streaming_logs=True,
-        ),
-        options=None,
-        machine_matters=True,
-        loads_model=True,
-    )
+    rules = BACKEND_RULES["celery"]
 
     def __init__(
         self,
@@ -59,9 +50,9 @@ class CeleryBackend(TrainingBackend):
         self._storage = storage
         self._queue = queue
         self._streams = streams
-        self._around = service.Surroundings(settings, storage, {self.capabilities.name: self.rules})
+        self._around = Surroundings(settings, storage, {self.capabilities.name: self.rules})
 
-    async def validate_config(self, config: Mapping[str, Any]) -> list[Problem]:
+    async def validate_config(self, config: Mapping[str, Any]) -> list[FieldError]:
         """Return the problems of the configuration, also with regard to the devices of online workers."""
         name = self.capabilities.name
         async with self._sessions() as session:
@@ -104,7 +95,7 @@ class CeleryBackend(TrainingBackend):
             known = await session.scalar(select(Run.id).where(Run.id == run.run_id))
             made = None
             if known is None:
-                made = await service.create(session, self._around, request, created_by=None, run_id=run.run_id)
+                made = await create(session, self._around, request, created_by=None, run_id=run.run_id)
         await self._queue.hint()
         if made is not None and self.rules.loads_model:
             await keep(self._sessions, self._around.settings, self._storage, made)
@@ -113,13 +104,13 @@ class CeleryBackend(TrainingBackend):
     async def get_status(self, run_id: str) -> RunRead:
         """Return the run with its newest metrics."""
         async with self._sessions() as session:
-            return await views.one(session, self._storage, await service.get(session, run_id))
+            return await serializers.one(session, self._storage, await service.get(session, run_id))
 
     async def stream_logs(self, run_id: str) -> AsyncIterator[str]:
         """Yield stored lines, then new ones until the run has ended."""
         async with self._sessions() as session:
             run = await service.get(session, run_id)
-        async for line in logs.lines(self._streams.batches(run_id, run.first_seq - 1), grep=None):
+        async for line in lines.lines(self._streams.batches(run_id, run.first_seq - 1), grep=None):
             yield line
 
     async def stop(self, run_id: str, save_checkpoint: bool = True) -> None:

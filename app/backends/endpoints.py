@@ -3,9 +3,8 @@
 from fastapi import APIRouter
 
 from app.backends import registry
-from app.backends.base import Rules
-from app.backends.schemas import BackendRead
-from app.pagination import Page
+from app.contracts.backends import BACKEND_RULES, BackendRead, Rules
+from app.contracts.schemas.page import Page
 
 router = APIRouter(prefix="/backends", tags=["backends"])
 
@@ -13,7 +12,7 @@ router = APIRouter(prefix="/backends", tags=["backends"])
 @router.get("")
 async def list_backends() -> Page[BackendRead]:
     """List the backends on which runs can execute."""
-    return Page(data=[_read(rules) for rules in registry.RULES.values()], has_more=False)
+    return Page(data=[_read(rules) for rules in BACKEND_RULES.values()], has_more=False)
 
 
 @router.get("/{name}")

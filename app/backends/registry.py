@@ -2,19 +2,18 @@
 
 from collections.abc import Mapping
 
-from app.backends.base import Rules
+from app.api.errors import not_found
 from app.backends.celery import CeleryBackend
 from app.backends.fake import FakeBackend
-from app.errors import not_found
+from app.contracts.backends import BACKEND_RULES, Rules
 
 BACKENDS: Mapping[str, type[CeleryBackend]] = {
     kind.rules.capabilities.name: kind for kind in (CeleryBackend, FakeBackend)
 }
-RULES: Mapping[str, Rules] = {name: kind.rules for name, kind in BACKENDS.items()}
 
 
 def rules(name: str) -> Rules:
     """Return the rules of a backend; raise 404 `backend_not_found` for an unknown name."""
-    if name not in RULES:
+    if name not in BACKEND_RULES:
         raise not_found("backend", name)
-    return RULES[name]
+    return BACKEND_RULES[name]

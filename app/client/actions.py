@@ -5,9 +5,9 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Literal
 
-from app.actions.schemas import ActionRead
-from app.client.modes import M, call, stream
-from app.client.resource import ApiResource, given
+from app.client.api_resource import ApiResource, given
+from app.client.sync_async import M, call, stream
+from app.contracts.schemas.actions import ActionRead
 
 Name = Literal["checkpoint", "evaluate", "sample", "set_learning_rate", "extend"]
 

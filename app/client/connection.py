@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 
 from app.client.errors import AnnealError
 from app.config import ClientSettings
-from app.home import read_json
+from app.infra.private_files import read_json
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from typing import BinaryIO, cast
 
 import httpx
 
-from app.client.modes import M, call, stream
-from app.client.resource import ApiResource, given
+from app.client.api_resource import ApiResource, given
+from app.client.sync_async import M, call, stream
 from app.client.transport import understood
-from app.datasets.schemas import DatasetSummary, DatasetView
+from app.contracts.schemas.datasets import DatasetSummary, DatasetView
 
 # The service responds only after it has downloaded, parsed and counted everything; this is its own time limit.
 _TIMEOUT = httpx.Timeout(10.0, read=5400.0, write=60.0)

@@ -9,9 +9,9 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 from urllib.parse import quote
 
-from app.artifacts.schemas import Artifact
 from app.client.errors import AnnealError
 from app.client.transport import Backoff, Session
+from app.contracts.schemas.artifacts import Artifact
 
 Told = Callable[[str, int, int], None]
 

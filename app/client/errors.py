@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import httpx
 
-from app.wire import FieldError
+from app.contracts.errors import FieldError
 
 _PASSING = {429, 502, 503, 504}
 

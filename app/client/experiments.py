@@ -3,9 +3,9 @@
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from app.client.modes import M, call, stream
-from app.client.resource import ApiResource, given
-from app.experiments.schemas import ExperimentSummary, ExperimentView
+from app.client.api_resource import ApiResource, given
+from app.client.sync_async import M, call, stream
+from app.contracts.schemas.experiments import ExperimentSummary, ExperimentView
 
 
 class Experiments(ApiResource[M]):

@@ -6,15 +6,17 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Literal
 
-from app.artifacts.schemas import Artifact, Artifacts
-from app.checkpoints.schemas import CheckpointRead
+from app.client.api_resource import ApiResource, body_of, given
 from app.client.download import download
-from app.client.events import Event, Follower
-from app.client.modes import M, call, stream
-from app.client.resource import ApiResource, body_of, given
-from app.estimates.schemas import Estimated
-from app.postmortems.schemas import PostMortem
-from app.runs.schemas import RunCheck, RunComparison, RunCreate, RunMetrics, RunRead, RunStopped, RunSummary, StopMode
+from app.client.event_stream import Follower
+from app.client.sync_async import M, call, stream
+from app.contracts.events import Event
+from app.contracts.schemas.artifacts import Artifact, Artifacts
+from app.contracts.schemas.checkpoints import CheckpointRead
+from app.contracts.schemas.estimates import Estimated
+from app.contracts.schemas.postmortem import PostMortem
+from app.contracts.schemas.runs import RunCheck, RunComparison, RunCreate, RunMetrics, RunRead, RunStopped, RunSummary
+from app.contracts.stop import StopMode
 
 STREAM_PATIENCE = 600.0
 """Default number of seconds during which a stream tries to reconnect."""

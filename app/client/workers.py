@@ -3,9 +3,9 @@
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from app.client.modes import M, stream
-from app.client.resource import ApiResource
-from app.workers.schemas import WorkerRead
+from app.client.api_resource import ApiResource
+from app.client.sync_async import M, stream
+from app.contracts.schemas.workers import WorkerRead
 
 
 class Workers(ApiResource[M]):

@@ -6,13 +6,14 @@ from typing import Annotated
 from fastapi import APIRouter, BackgroundTasks, Header, Query, Request, Response
 from starlette.responses import FileResponse
 
+from app.api.authorization import CurrentCaller
+from app.api.dependencies import CurrentSettings, CurrentStorage, Session
+from app.api.idempotency import Idempotency
+from app.api.pagination import PageQuery
 from app.audit.log import call_of
-from app.auth import CurrentCaller
+from app.contracts.schemas.datasets import UPLOAD_BODY, DatasetSummary, DatasetView, Format
+from app.contracts.schemas.page import Page
 from app.datasets import service, sources
-from app.datasets.schemas import UPLOAD_BODY, DatasetSummary, DatasetView, Format
-from app.dependencies import CurrentSettings, CurrentStorage, Session
-from app.pagination import Page, PageQuery
-from app.runs.service import Idempotency
 
 router = APIRouter(prefix="/datasets", tags=["datasets"])
 

@@ -1,6 +1,7 @@
 """Minimal client of the Hugging Face Hub that lists and downloads files."""
 
 import asyncio
+import ipaddress
 import json
 import re
 import socket
@@ -14,10 +15,13 @@ from urllib.parse import quote
 
 import httpx
 
+from app.api.errors import ApiError, clean, invalid
 from app.config import hub_endpoint
-from app.datasets.schemas import HubImport
-from app.errors import ApiError, FieldError, clean, invalid
-from app.outgoing import is_public
+from app.contracts.errors import FieldError
+from app.contracts.schemas.datasets import HubImport
+
+_PROTOCOLS = ipaddress.ip_network("192.0.0.0/24")
+
 
 _MAX_LISTING_BYTES = 16 * 1024**2
 _MAX_FILES = 10_000
@@ -241,3 +245,21 @@ def _refused(field: str, code: str, message: str) -> ApiError:
 def _bad_gateway(why: str) -> ApiError:
     detail = f"The hub could not be used ({clean(why, 200)}); try again later, or upload the file yourself."
     return ApiError(502, "hub_unusable", detail)
+
+
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+
+
+def is_public(address: str) -> bool:
+    """Return True if an address is public, and so is any IPv4 address embedded in it."""
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    if ip.version == 6:
+        inside = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
+        if ip in _NAT64:
+            inside = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+        if inside is not None:
+            return is_public(str(inside))
+    return ip.is_global and not ip.is_multicast and not ip.is_reserved and ip not in _PROTOCOLS

@@ -9,15 +9,16 @@ from sqlalchemy import ARRAY, Text, any_, literal, or_, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
+from app.api.errors import ApiError, as_api_error, conflict, not_found
+from app.api.idempotency import Idempotency
+from app.api.pagination import Paging, fetch
 from app.audit.log import Call
-from app.datasets.models import Dataset, UploadKey
-from app.datasets.receiving import Received
-from app.errors import ApiError, as_api_error, conflict, is_database_away, not_found
-from app.ids import new_id
-from app.pagination import Paging, fetch
-from app.runs.models import Run
-from app.runs.service import Idempotency
-from app.storage import Storage
+from app.datasets.importer import Received
+from app.infra.db import is_database_away
+from app.infra.ids import new_id
+from app.infra.storage import Storage
+from app.tables.datasets import Dataset, UploadKey
+from app.tables.runs import Run
 
 log = logging.getLogger(__name__)
 

@@ -11,18 +11,19 @@ from pydantic import ValidationError
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
+from app.api.errors import ApiError, from_validation, invalid, too_large
+from app.base_models import resolver
 from app.config import Settings
+from app.contracts.errors import FieldError
+from app.contracts.schemas.datasets import HubImport
 from app.datasets import upload
-from app.datasets.receiving import Reading, Received, Receiving, in_thread, in_turn
-from app.datasets.schemas import HubImport
-from app.datasets.tokens import MOST_TOKENIZER_BYTES, TokenCounter
-from app.errors import ApiError, FieldError, from_validation, invalid, too_large
-from app.runs import base_models
-from app.runs.models import Run
+from app.datasets.importer import Reading, Received, Receiving, in_thread, in_turn
+from app.datasets.token_counter import MOST_TOKENIZER_BYTES, TokenCounter
+from app.infra.storage import Storage
+from app.infra.strict_json import BadJson, parse
 from app.secrets import service as secrets
 from app.secrets.store import HF_TOKEN
-from app.storage import Storage
-from app.strict_json import BadJson, parse
+from app.tables.runs import Run
 
 
 @dataclass(frozen=True)
@@ -98,16 +99,16 @@ async def _tokenizer(around: Around, name: str) -> TokenCounter:
     try:
         file = await _tokenizer_file(around, name)
         return await in_turn(TokenCounter, name, file, around.settings)
-    except base_models.BaseModelError as error:
+    except resolver.BaseModelError as error:
         raise _no_tokenizer(error.code, error.message) from None
 
 
 async def _tokenizer_file(around: Around, name: str) -> Path:
     attempt = None
-    if base_models.is_run(name):
+    if resolver.is_run(name):
         async with around.sessions() as session:
             attempt = await session.scalar(select(Run.output_attempt).where(Run.id == name))
-    located = await asyncio.to_thread(base_models.locate, around.settings, around.storage, name, attempt)
+    located = await asyncio.to_thread(resolver.locate, around.settings, around.storage, name, attempt)
     if located["path"] is None:
         from app.datasets import hub
 

@@ -9,14 +9,15 @@ from typing import Any
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
+from app.api.errors import ApiError, clean, invalid
 from app.config import Settings
+from app.contracts.errors import FieldError
 from app.datasets.formats import FORMATS
-from app.datasets.readers.kinds import KINDS, Kind
-from app.datasets.receiving import Reading, Received, Receiving, in_thread, in_turn
-from app.datasets.rows import MOST_KEY_CHARACTERS
-from app.datasets.tokens import TokenCounter
-from app.errors import ApiError, FieldError, clean, invalid
-from app.strict_json import BadJson, parse
+from app.datasets.importer import Reading, Received, Receiving, in_thread, in_turn
+from app.datasets.readers.file_type import KINDS, Kind
+from app.datasets.row_writer import MOST_KEY_CHARACTERS
+from app.datasets.token_counter import TokenCounter
+from app.infra.strict_json import BadJson, parse
 
 _BATCH = 1024 * 1024
 _MAX_FIELD_BYTES = {"columns": 16 * 1024}

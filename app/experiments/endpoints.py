@@ -2,12 +2,13 @@
 
 from fastapi import APIRouter, BackgroundTasks, Request, Response
 
-from app.auth import CurrentCaller
-from app.dependencies import Session
+from app.api.authorization import CurrentCaller
+from app.api.dependencies import Session
+from app.api.pagination import PageQuery
+from app.contracts.schemas.experiments import ExperimentCreate, ExperimentEdit, ExperimentSummary, ExperimentView
+from app.contracts.schemas.page import Page
 from app.experiments import service
-from app.experiments.schemas import ExperimentCreate, ExperimentEdit, ExperimentSummary, ExperimentView
-from app.pagination import Page, PageQuery
-from app.runs import removal
+from app.runs import deletion
 
 router = APIRouter(prefix="/experiments", tags=["experiments"])
 
@@ -50,7 +51,7 @@ async def delete_experiment(
 ) -> None:
     """Delete an experiment and all its runs with their events, checkpoints and outputs."""
     await service.remove(session, experiment_id)
-    after_commit.add_task(removal.finish, request.app.state.sessions, request.app.state.storage)
+    after_commit.add_task(deletion.finish, request.app.state.sessions, request.app.state.storage)
 
 
 async def _view(session: Session, experiment_id: str) -> ExperimentView:

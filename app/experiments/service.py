@@ -1,22 +1,19 @@
 """Operations on experiments."""
 
 from sqlalchemy import Select, func, select
-from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.errors import conflict, not_found
-from app.experiments.models import Experiment
-from app.experiments.schemas import BestRun, ExperimentCreate, ExperimentEdit
-from app.ids import new_id
-from app.pagination import Paging, fetch
-from app.runs import removal
-from app.runs.fields import TrainingStatus
-from app.runs.listing import best_of
-from app.runs.models import TERMINAL, Run
+from app.api.errors import conflict, not_found
+from app.api.pagination import Paging, fetch
+from app.contracts.run_status import TERMINAL, TrainingStatus
+from app.contracts.schemas.experiments import BestRun, ExperimentCreate, ExperimentEdit
+from app.infra.ids import new_id
+from app.runs import deletion
+from app.runs.queries import best_of
+from app.tables.experiments import Experiment
+from app.tables.runs import Run
 
 _NAMED = 3
-DEFAULT_ID = "exp_" + "0" * 26
-"""Experiment of runs that specify none; the id is fixed, so that two concurrent first runs create only one."""
 
 
 async def create(session: AsyncSession, body: ExperimentCreate, created_by: str | None) -> Experiment:
@@ -39,16 +36,6 @@ async def get(session: AsyncSession, experiment_id: str) -> Experiment:
 async def page(session: AsyncSession, paging: Paging) -> tuple[list[Experiment], bool]:
     """Return a page of experiments, newest first."""
     return await fetch(session, select(Experiment), Experiment.id, paging)
-
-
-async def default(session: AsyncSession, created_by: str | None) -> Experiment:
-    """Return the default experiment for runs that specify none; the first such run creates it."""
-    found = await session.get(Experiment, DEFAULT_ID)
-    if found is not None:
-        return found
-    made = insert(Experiment).values(id=DEFAULT_ID, name="default", created_by=created_by)
-    await session.execute(made.on_conflict_do_nothing(index_elements=[Experiment.id]))
-    return await get(session, DEFAULT_ID)
 
 
 async def count_runs(session: AsyncSession, experiment_id: str) -> dict[TrainingStatus, int]:
@@ -89,13 +76,13 @@ async def remove(session: AsyncSession, experiment_id: str) -> None:
         raise conflict(
             "run_is_pinned", f"Experiment {experiment_id} has pinned runs: {pinned}. Unpin them, or keep it."
         )
-    if needing := await _some(session, removal.needing(runs)):
+    if needing := await _some(session, deletion.needing(runs)):
         raise conflict(
             "run_is_needed",
             f"Runs of other experiments were resumed from runs of {experiment_id}, or use their output: {needing}. "
             "Delete those runs first.",
         )
-    await removal.drop(session, runs)
+    await deletion.drop(session, runs)
     await session.delete(experiment)
 
 

@@ -6,11 +6,12 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.errors import FieldError, invalid, not_found
-from app.runs.config import TrainingStatus
-from app.runs.curves import curves
-from app.runs.models import Run
-from app.runs.schemas import ComparedRun, Reached, RunComparison
+from app.api.errors import invalid, not_found
+from app.contracts.errors import FieldError
+from app.contracts.run_status import TrainingStatus
+from app.contracts.schemas.runs import ComparedRun, Reached, RunComparison
+from app.runs.metrics.curves import curves
+from app.tables.runs import Run
 
 _MOST = 20
 _FEWEST_POINTS = 4

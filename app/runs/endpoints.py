@@ -1,54 +1,106 @@
 """Endpoints of `/v1/runs`: translate between HTTP and `service`, `listing`, `removal`, `resume` and `curves`."""
 
-from collections.abc import AsyncIterator
 from typing import Annotated
 
 from fastapi import APIRouter, BackgroundTasks, Depends, Query, Request, Response
+from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.backends.registry import RULES
-from app.checkpoints.service import best_good
-from app.dependencies import CurrentSettings, CurrentStorage, Reading, Session, Snapshot
-from app.estimates.kept import keep
-from app.pagination import Page, PageQuery
-from app.queue import Queue
-from app.runs import comparison, curves, listing, removal, service, stopping, views
-from app.runs.config import TrainingStatus
-from app.runs.forecasts import Forecasts
-from app.runs.making import NewRun
-from app.runs.resume import resume
-from app.runs.schemas import (
+from app.api.dependencies import CurrentSettings, CurrentStorage, Reading, Session, Snapshot
+from app.api.errors import invalid
+from app.api.pagination import PageQuery
+from app.audit import log as audit
+from app.contracts.backends import BACKEND_RULES
+from app.contracts.errors import FieldError
+from app.contracts.run_status import TrainingStatus
+from app.contracts.schemas.estimates import Estimated, KeptEstimate
+from app.contracts.schemas.page import Page
+from app.contracts.schemas.runs import (
     OTHER_RUN_ID,
     RUN_ID,
     RunCheck,
     RunComparison,
     RunCreate,
     RunEdit,
-    RunMetrics,
     RunRead,
     RunResume,
     RunStop,
     RunStopped,
     RunSummary,
+    RunToEstimate,
 )
+from app.infra.broker import Queue
+from app.runs import comparison, deletion, queries, serializers, service, stop_outlook
+from app.runs.checkpoints.service import best_good
+from app.runs.creation import Surroundings, check, create, replayed
+from app.runs.dependencies import NewRun, curve_read_slot
+from app.runs.estimates import probe, store
+from app.runs.estimates import service as estimates
+from app.runs.estimates.store import keep
+from app.runs.resume import resume
+from app.runs.scheduler.eta import Forecasts
+from app.runs.validation.request import examine
+from app.runs.validation.result import refusal
 
 router = APIRouter(prefix="/runs", tags=["runs"])
 
 
-async def _turn(request: Request) -> AsyncIterator[None]:
-    """Limit concurrent reads of curves; requests wait before the session takes a connection, so that they hold none."""
-    async with request.app.state.curve_reads:
-        yield
+@router.post(
+    "/estimate",
+    responses={202: {"model": Estimated, "description": "With `probe`: a probe run was queued."}},
+)
+async def estimate_run(body: RunToEstimate, new: NewRun) -> Estimated:
+    """Estimate memory, steps, tokens, time and cost of a run, and the devices it fits on, without creating it.
+
+    With `probe`, a short run also measures it: two steps on the longest rows, of which nothing is kept. The probe is
+    queued like any other run.
+    """
+    idempotency = None
+    if body.probe:
+        idempotency = await new.idempotency("/v1/runs/estimate")
+    else:
+        audit.forget(new.request)
+    sessions, expected = new.request.app.state.sessions, None
+    # Separate short sessions, so that no row stays locked and no connection in use during the computation.
+    async with sessions() as reading:
+        if earlier := await replayed(reading, new.caller_id, idempotency):
+            expected = await store.of(reading, earlier.id)
+    if expected is None:
+        async with sessions() as reading:
+            subject = await _subject(reading, new.around, body)
+        computed = await estimates.estimate(sessions, new.around.settings, new.around.storage, subject)
+        if not body.probe:
+            return Estimated(**dict(computed))
+        config = subject.config
+        expected = KeptEstimate(**dict(computed), eval_split=config.eval_split, stop_at_step=config.stop_at_step)
+    run = await create(new.session, new.around, probe.request_of(body), new.caller_id, idempotency)
+    await store.store(new.session, run.id, expected)
+    new.accept(run)
+    shown = await serializers.one(new.session, new.around.storage, run)
+    return Estimated(**dict(expected), probe_run_id=run.id, measured=shown.measured, probe=shown.probe)
+
+
+async def _subject(session: AsyncSession, around: Surroundings, body: RunToEstimate) -> estimates.Subject:
+    # An estimate must work before the weights are downloaded; a probe loads them.
+    found = await examine(session, around.settings, around.storage, around.rules, body, needs_weights=body.probe)
+    if found.errors or found.config is None:
+        raise refusal(found.errors)
+    rules = around.rules[body.backend]
+    if body.probe and not rules.loads_model:
+        message = f"backend `{body.backend}` loads no model, so there is nothing to measure; omit `probe`"
+        raise invalid([FieldError(field="probe", code="not_supported", message=message)])
+    data = await estimates.data_of(session, body.dataset_id)
+    return estimates.Subject(found.config, found.given, body.backend, data, rules.loads_model)
 
 
 @router.post("", status_code=202)
 async def create_run(body: RunCreate, new: NewRun) -> RunRead:
     """Create a run. It waits until a worker is free, and survives any restart."""
     idempotency = await new.idempotency("/v1/runs")
-    run = await service.create(new.session, new.around, body, new.caller_id, idempotency)
+    run = await create(new.session, new.around, body, new.caller_id, idempotency)
     new.accept(run)
-    if RULES[run.backend].loads_model:
+    if BACKEND_RULES[run.backend].loads_model:
         new.after_commit.add_task(keep, new.request.app.state.sessions, new.around.settings, new.around.storage, run)
-    return await views.one(new.session, new.around.storage, run)
+    return await serializers.one(new.session, new.around.storage, run)
 
 
 @router.post("/validate")
@@ -56,7 +108,7 @@ async def validate_run(
     body: RunCreate, session: Session, settings: CurrentSettings, storage: CurrentStorage
 ) -> RunCheck:
     """Validate a run without creating it: return its errors and the effective configuration."""
-    return await service.check(session, service.Surroundings(settings, storage, RULES), body)
+    return await check(session, Surroundings(settings, storage, BACKEND_RULES), body)
 
 
 @router.get("", response_model=Page[RunSummary])
@@ -71,7 +123,7 @@ async def list_runs(
     parent_run_id: Annotated[str | None, Query(max_length=100)] = None,
     base_model: Annotated[str | None, Query(max_length=300)] = None,
     sort: Annotated[
-        listing.Sort,
+        queries.Sort,
         Query(
             description="`created_at`: newest first. `best_loss`: lowest loss first, runs without one last, no probes; "
             "the order of running runs may change between pages, so one may appear twice or not at all."
@@ -79,15 +131,15 @@ async def list_runs(
     ] = "created_at",
 ) -> Response:
     """List runs, newest or best first."""
-    filters = listing.Filters(experiment_id, tuple(status or ()), tag, parent_run_id, base_model)
-    rows, has_more = await listing.page(session, filters, paging, sort)
+    filters = queries.Filters(experiment_id, tuple(status or ()), tag, parent_run_id, base_model)
+    rows, has_more = await queries.page(session, filters, paging, sort)
     predictions = await _forecasts(request).of({row.id: row.status for row in rows})
-    return Response(views.page(storage, rows, has_more, predictions), media_type="application/json")
+    return Response(serializers.page(storage, rows, has_more, predictions), media_type="application/json")
 
 
 @router.get(
     "/compare",
-    dependencies=[Depends(_turn, scope="function")],
+    dependencies=[Depends(curve_read_slot, scope="function")],
     responses={404: {"description": "One of the runs does not exist."}},
 )
 async def compare_runs(
@@ -108,7 +160,7 @@ async def get_run(run_id: str, request: Request, session: Session, storage: Curr
     """Get a run with its newest metrics."""
     run = await service.get(session, run_id)
     predictions = await _forecasts(request).of({run.id: run.status})
-    return await views.one(session, storage, run, predictions.get(run.id))
+    return await serializers.one(session, storage, run, predictions.get(run.id))
 
 
 @router.patch("/{run_id}")
@@ -117,7 +169,7 @@ async def edit_run(run_id: str, body: RunEdit, request: Request, session: Sessio
     await _forecasts(request).renew()  # before the row is locked, because its worker would wait for the lock
     run = await service.edit(session, run_id, body)
     predictions = _forecasts(request).newest({run.id: run.status})
-    return await views.one(session, storage, run, predictions.get(run.id))
+    return await serializers.one(session, storage, run, predictions.get(run.id))
 
 
 @router.delete(
@@ -127,8 +179,8 @@ async def edit_run(run_id: str, body: RunEdit, request: Request, session: Sessio
 )
 async def delete_run(run_id: str, request: Request, session: Session, after_commit: BackgroundTasks) -> None:
     """Delete a run that has ended, with its events, checkpoints and output."""
-    await removal.remove(session, run_id)
-    after_commit.add_task(removal.finish, request.app.state.sessions, request.app.state.storage)
+    await deletion.remove(session, run_id)
+    after_commit.add_task(deletion.finish, request.app.state.sessions, request.app.state.storage)
 
 
 @router.post(
@@ -151,10 +203,10 @@ async def stop_run(
     found_no_best = mode == "best" and await best_good(session, run_id) is None
     mode = "checkpoint" if found_no_best else mode
     run = await service.stop(session, run_id, mode)
-    outlook = await stopping.outlook(session, run, mode, settings.save_grace_seconds, found_no_best=found_no_best)
+    outlook = await stop_outlook.outlook(session, run, mode, settings.save_grace_seconds, found_no_best=found_no_best)
     after_commit.add_task(_queue(request).call_worker, run_id)
     after_commit.add_task(_queue(request).wake, run_id)
-    return await views.stopped(session, storage, run, outlook)
+    return await serializers.stopped(session, storage, run, outlook)
 
 
 @router.post(
@@ -167,34 +219,7 @@ async def resume_run(run_id: str, new: NewRun, body: RunResume | None = None) ->
     idempotency = await new.idempotency(f"/v1/runs/{run_id}/resume")
     run = await resume(new.session, new.around, run_id, body or RunResume(), new.caller_id, idempotency)
     new.accept(run)
-    return await views.one(new.session, new.around.storage, run)
-
-
-@router.get("/{run_id}/metrics", dependencies=[Depends(_turn, scope="function")])
-async def get_metrics(
-    run_id: str,
-    session: Snapshot,
-    names: Annotated[
-        str | None,
-        Query(
-            max_length=2000,
-            description="Series, comma-separated: `loss`, `learning_rate`, … of the metrics, `extra.<name>` of their "
-            "`extra`, `eval.<name>` of the evaluations (`eval_loss` is short for `eval.eval_loss`). Default: all "
-            "series of the run. A series that it does not have is empty.",
-            examples=["loss,extra.tokens_per_second,eval.eval_loss"],
-        ),
-    ] = None,
-    max_points: Annotated[int, Query(ge=4, le=100_000, description="Maximum number of points per series.")] = 1000,
-    from_step: Annotated[int, Query(ge=0, le=2**53)] = 0,
-    to_step: Annotated[int | None, Query(ge=0, le=2**53)] = None,
-) -> RunMetrics:
-    """Get the curves of a run; thinned curves keep every extreme."""
-    # The name of a metric in an evaluation is accepted for its series.
-    parts = [name.strip() for name in names.split(",") if name.strip()] if names else []
-    asked = {name: f"eval.{name}" if name.startswith("eval_") else name for name in parts}
-    wanted = list(dict.fromkeys(asked.values())) if names else None
-    found = await curves.curves(session, run_id, wanted, from_step, to_step, max_points)
-    return RunMetrics(run_id=run_id, series={name: found[full] for name, full in asked.items()} if asked else found)
+    return await serializers.one(new.session, new.around.storage, run)
 
 
 def _forecasts(request: Request) -> Forecasts:

@@ -7,35 +7,43 @@ from typing import Any
 from sqlalchemy import Select, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.actions.service import changes
-from app.checkpoints.models import Checkpoint
-from app.checkpoints.service import furthest_good, preferred
-from app.errors import ApiError, FieldError, conflict, invalid
-from app.ids import new_id
+from app.api.errors import ApiError, conflict, invalid
+from app.api.idempotency import Idempotency
+from app.contracts.errors import FieldError
+from app.contracts.run_status import TERMINAL
+from app.contracts.schemas.runs import RunResume
+from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.raw_config import given_fields, understood
+from app.contracts.training_config.validation import resume_problems
+from app.infra.ids import new_id
 from app.runs import service
-from app.runs.checks import config_problems, refusal, requirements
-from app.runs.config import Problem, TrainingConfig, given_fields, resume_problems, understood
-from app.runs.destinations import destination_problems
-from app.runs.models import TERMINAL, Run
-from app.runs.schemas import RunResume
+from app.runs.actions.service import changes
+from app.runs.checkpoints.service import furthest_good, preferred
+from app.runs.creation import Surroundings, insert, replayed
+from app.runs.validation.config import config_problems
+from app.runs.validation.destinations import destination_problems
+from app.runs.validation.request import requirements
+from app.runs.validation.result import refusal
+from app.tables.checkpoints import Checkpoint
+from app.tables.runs import Run
 
 _GROUPS = ("dpo", "rlhf", "extra")
 
 
 async def resume(
     session: AsyncSession,
-    around: service.Surroundings,
+    around: Surroundings,
     run_id: str,
     request: RunResume,
     created_by: str | None,
-    idempotency: service.Idempotency | None = None,
+    idempotency: Idempotency | None = None,
 ) -> Run:
     """Create a run that continues `run_id` from a checkpoint; the same idempotency key returns the same run.
 
     Raises 409 while the run is live (`run_is_live`) or without a checkpoint (`no_checkpoint`), 422 for changes that
     cannot be made (`not_changeable_on_resume`) and when no step is left (`nothing_left_to_train`).
     """
-    if earlier := await service.replayed(session, created_by, idempotency):
+    if earlier := await replayed(session, created_by, idempotency):
         return earlier
     parent = await _ended(session, run_id)
     sent = await destination_problems(session, around.settings, {**parent.config, **request.config})
@@ -72,7 +80,7 @@ async def resume(
     reason = f"resumes {parent.id} " + (f"from step {checkpoint.step}" if checkpoint else "from the start")
     # The parent is locked, which also keeps its reward models.
     reward_runs = await service.reward_run_ids(session, parent)
-    return await service.insert(session, values, created_by, idempotency, reason, reward_runs)
+    return await insert(session, values, created_by, idempotency, reason, reward_runs)
 
 
 async def _ended(session: AsyncSession, run_id: str) -> Run:
@@ -87,7 +95,7 @@ async def _ended(session: AsyncSession, run_id: str) -> Run:
 
 
 def _configuration(
-    around: service.Surroundings, parent: Run, changed: dict[str, Any], request: RunResume, sent: list[Problem]
+    around: Surroundings, parent: Run, changed: dict[str, Any], request: RunResume, sent: list[FieldError]
 ) -> tuple[TrainingConfig, list[str]]:
     """Return the parent's configuration with the overrides, and the names of all fields that a user set.
 

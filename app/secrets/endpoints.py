@@ -2,10 +2,10 @@
 
 from fastapi import APIRouter
 
-from app.auth import AdminOnly, CurrentCaller
-from app.dependencies import CurrentSettings, Session
+from app.api.authorization import AdminOnly, CurrentCaller
+from app.api.dependencies import CurrentSettings, Session
+from app.contracts.schemas.secrets import SecretList, SecretValue, SecretView
 from app.secrets import service
-from app.secrets.schemas import SecretList, SecretValue, SecretView
 
 router = APIRouter(prefix="/secrets", tags=["secrets"], dependencies=[AdminOnly])
 

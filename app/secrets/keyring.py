@@ -8,7 +8,8 @@ import secrets
 from pathlib import Path
 
 from app.config import Settings
-from app.home import HomeError, make_private_folder
+from app.infra.errors import HomeError
+from app.infra.private_files import make_private_folder
 
 _KEY_BYTES = 32
 _NONCE_BYTES = 12

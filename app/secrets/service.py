@@ -6,11 +6,12 @@ from typing import TypeVar
 from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from app.api.errors import ApiError, invalid, not_found
 from app.config import Settings
-from app.errors import ApiError, FieldError, invalid, not_found
+from app.contracts.errors import FieldError
 from app.secrets import store
 from app.secrets.keyring import KeyringError
-from app.secrets.models import Secret
+from app.tables.secrets import Secret
 
 T = TypeVar("T")
 

@@ -9,13 +9,13 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.sql.dml import ReturningDelete, ReturningInsert
 
 from app.config import Settings
+from app.contracts.schemas.secrets import VALUE
 from app.secrets.keyring import Keyring
-from app.secrets.models import Secret
+from app.tables.secrets import Secret
 
 HF_TOKEN = "hf_token"  # the name of a secret, not a value
+
 NAME = r"[a-z][a-z0-9_]{0,62}"
-VALUE = r"[\x21-\x7e]{8,4096}"
-"""Tokens are visible ASCII; shorter ones could be guessed, and redacting them would redact much of a log."""
 
 
 SHOWN = (Secret.name, Secret.key_id, Secret.created_at, Secret.updated_at)

@@ -2,10 +2,11 @@
 
 from fastapi import APIRouter
 
-from app.dependencies import CurrentSettings, Session
-from app.pagination import Page, PageQuery
+from app.api.dependencies import CurrentSettings, Session
+from app.api.pagination import PageQuery
+from app.contracts.schemas.page import Page
+from app.contracts.schemas.workers import DeviceRead, WorkerRead
 from app.workers import service
-from app.workers.schemas import DeviceRead, WorkerRead
 
 router = APIRouter(prefix="/workers", tags=["workers"])
 

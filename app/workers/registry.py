@@ -5,7 +5,7 @@ from typing import Any
 from sqlalchemy import Executable, delete, func, select, update
 from sqlalchemy.dialects.postgresql import insert
 
-from app.workers.models import Device, Worker
+from app.tables.workers import Device, Worker
 
 
 def register(values: dict[str, Any]) -> Executable:

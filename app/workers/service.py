@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from app.api.pagination import Paging, fetch
 from app.config import Settings
-from app.pagination import Paging, fetch
-from app.runs.models import LIVE, Run
-from app.runs.transitions import seconds
-from app.workers.models import Device, Worker
-
-FRESH_LEASES = 3
-"""Lease times without a heartbeat after which a worker counts as offline."""
+from app.contracts.run_status import LIVE
+from app.infra.db import seconds
+from app.tables.runs import Run
+from app.tables.workers import Device, Worker
+from app.workers.queries import FRESH_LEASES
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("run_id", "seq", name=op.f("pk_run_events")),
         postgresql_partition_by="RANGE (run_id)",
     )
-    # Rows of ids outside the monthly partitions (app.events.partitions) must still have a home.
+    # Rows of ids outside the monthly partitions (app.tables.events) must still have a home.
     op.execute("CREATE TABLE run_events_default PARTITION OF run_events DEFAULT")
     op.create_index(
         "ix_run_events_metric",

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from app.cli import cli
-from app.home import write_private_json
+from app.cli.main import cli
+from app.infra.private_files import write_private_json
 from tests.server import ApiServer
 
 Anneal = Callable[..., Result]

@@ -7,11 +7,12 @@ from typing import Any
 from sqlalchemy import Connection, insert, update
 from sqlalchemy.exc import IntegrityError
 
-from app.checkpoints.models import Checkpoint
-from app.events.log import Fenced, NewEvent, Progress, append
-from app.ids import new_id
-from app.runs import lifecycle
-from app.runs.models import LIVE, Run
+from app.contracts.run_status import LIVE
+from app.infra.ids import new_id
+from app.runs.events.log import Fenced, NewEvent, Progress, append
+from app.runs.state import machine
+from app.tables.checkpoints import Checkpoint
+from app.tables.runs import Run
 
 LEASE = 600.0
 REAP_LEASE = 0.3
@@ -82,25 +83,25 @@ def _lifecycle(statement: Callable[["Call"], Any]) -> Callable[["Call", Connecti
 
 def _create(call: Call, connection: Connection, fixed: dict[str, Any]) -> Any:
     values = {**fixed, **dict(call.values), "id": call.run}
-    row = connection.execute(lifecycle.create(values)).one_or_none()
+    row = connection.execute(machine.create(values)).one_or_none()
     return row.status if row else "refused"
 
 
 def _claim(call: Call, connection: Connection, _: dict[str, Any]) -> Any:
     worker = call.worker
     assert worker
-    statement = lifecycle.claim(worker.id, list(worker.backends), LEASE, worker.kind, worker.memory_mb)
+    statement = machine.claim(worker.id, list(worker.backends), LEASE, worker.kind, worker.memory_mb)
     row = connection.execute(statement).one_or_none()
     return (*_moved([row])[0], sorted(row.device_indexes)) if row else None
 
 
 def _renew(call: Call, connection: Connection, _: dict[str, Any]) -> Any:
-    row = connection.execute(lifecycle.renew(call.run, call.epoch, LEASE)).one_or_none()
+    row = connection.execute(machine.renew(call.run, call.epoch, LEASE)).one_or_none()
     return (row.stop_requested_at is not None, row.stop_save_checkpoint) if row else None
 
 
 def _hint(call: Call, connection: Connection, _: dict[str, Any]) -> Any:
-    return sorted(connection.execute(lifecycle.hint_due(call.limit)).scalars())
+    return sorted(connection.execute(machine.hint_due(call.limit)).scalars())
 
 
 def _append(call: Call, connection: Connection, _: dict[str, Any]) -> Any:
@@ -132,16 +133,16 @@ _MAKE: dict[str, Callable[[Call, Connection, dict[str, Any]], Any]] = {
     "hint_due": _hint,
     "append": _append,
     "checkpoint": _checkpoint,
-    "begin": _lifecycle(lambda it: lifecycle.begin(it.run, it.epoch, START_STEP, 0.5, 100, None)),
-    "saving": _lifecycle(lambda it: lifecycle.saving(it.run, it.epoch)),
-    "saved": _lifecycle(lambda it: lifecycle.saved(it.run, it.epoch)),
-    "complete": _lifecycle(lambda it: lifecycle.complete(it.run, it.epoch, 1, "all steps done")),
-    "fail": _lifecycle(lambda it: lifecycle.fail(it.run, it.epoch, "bad_data", "row 3 is empty")),
-    "cancel": _lifecycle(lambda it: lifecycle.cancel(it.run, it.epoch)),
-    "hand_back": _lifecycle(lambda it: lifecycle.hand_back(it.run, it.epoch, "drain")),
-    "retry": _lifecycle(lambda it: lifecycle.retry(it.run, it.epoch, "trainer lost", it.delay)),
-    "reap": _lifecycle(lambda _: lifecycle.reap(REAP_LEASE)),
-    "reap_dead": _lifecycle(lambda it: lifecycle.reap_dead([it.worker.id if it.worker else ""])),
-    "request_stop_at_epoch_end": _lifecycle(lambda it: lifecycle.request_stop_at_epoch_end(it.run)),
-    "request_stop": _lifecycle(lambda it: lifecycle.request_stop(it.run, it.save)),
+    "begin": _lifecycle(lambda it: machine.begin(it.run, it.epoch, START_STEP, 0.5, 100, None)),
+    "saving": _lifecycle(lambda it: machine.saving(it.run, it.epoch)),
+    "saved": _lifecycle(lambda it: machine.saved(it.run, it.epoch)),
+    "complete": _lifecycle(lambda it: machine.complete(it.run, it.epoch, 1, "all steps done")),
+    "fail": _lifecycle(lambda it: machine.fail(it.run, it.epoch, "bad_data", "row 3 is empty")),
+    "cancel": _lifecycle(lambda it: machine.cancel(it.run, it.epoch)),
+    "hand_back": _lifecycle(lambda it: machine.hand_back(it.run, it.epoch, "drain")),
+    "retry": _lifecycle(lambda it: machine.retry(it.run, it.epoch, "trainer lost", it.delay)),
+    "reap": _lifecycle(lambda _: machine.reap(REAP_LEASE)),
+    "reap_dead": _lifecycle(lambda it: machine.reap_dead([it.worker.id if it.worker else ""])),
+    "request_stop_at_epoch_end": _lifecycle(lambda it: machine.request_stop_at_epoch_end(it.run)),
+    "request_stop": _lifecycle(lambda it: machine.request_stop(it.run, it.save)),
 }

@@ -11,7 +11,9 @@ from fastapi import APIRouter, FastAPI
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from app.auth import PUBLIC, FailureLimit, create_key_sync, list_keys_sync, revoke_key_sync
+from app.api.authorization import PUBLIC
+from app.api_keys.failure_limit import FailureLimit
+from app.api_keys.service import create_key_sync, list_keys_sync, revoke_key_sync
 from tests.app.routes import SAFE, UNSAFE, calls, paths
 from tests.server import ApiServer, ThreadServer
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, select, text
 
-from app import client
-from app.actions.models import RunAction
-from app.client.events import ActionEvent
-from app.db import sync_engine
+from app.client import client
+from app.contracts.events import ActionEvent
+from app.infra.db import sync_engine
+from app.tables.actions import RunAction
 from tests.app.conftest import Anneal
 from tests.factories import Trainer
 from tests.server import ApiServer

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, select, text
 
-from app.actions.models import RunAction
-from app.actions.replay import done_behind
-from app.actions.service import MOST_WAITING
-from app.db import sync_engine
-from app.runs import lifecycle
+from app.infra.db import sync_engine
+from app.runs.actions.replay import done_behind
+from app.runs.actions.service import MOST_WAITING
+from app.runs.state import machine
+from app.tables.actions import RunAction
 from tests.factories import Trainer, make_dataset, make_run, mark_run
 from tests.rows import run_row, waiting_for_locks
 from tests.server import ApiServer
@@ -38,7 +38,7 @@ def ask(api: ApiServer, run_id: str, action: str, *, key: str | None = None, **p
 
 def renewed(engine: Engine, trainer: Trainer) -> Any:
     with engine.begin() as connection:
-        return connection.execute(lifecycle.renew(trainer.run_id, trainer.epoch, 600)).one()
+        return connection.execute(machine.renew(trainer.run_id, trainer.epoch, 600)).one()
 
 
 def done(engine: Engine, action_id: str, step: int) -> None:

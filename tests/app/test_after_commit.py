@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import Engine
 
 from app.config import Settings
-from app.queue import Queue
+from app.infra.broker import Queue
 from tests.factories import Trainer, count_runs, make_dataset, make_run
 from tests.rows import run_row
 from tests.server import ApiServer

@@ -54,17 +54,17 @@ def _after_import(module: str, expression: str) -> object:
     return json.loads(run.stdout)
 
 
-@pytest.mark.parametrize("module", ["app.main", "app.cli"])
+@pytest.mark.parametrize("module", ["app.main", "app.cli.main"])
 def test_the_api_and_the_command_line_import_nothing_heavy(module: str) -> None:
     assert _after_import(module, f"sorted(set(sys.modules) & set({HEAVY!r}))") == []
 
 
 def test_help_waits_for_nothing_and_the_client_knows_no_server() -> None:
     slow = {"pydantic", "pydantic_settings", "httpx", "rich", "sqlalchemy", "fastapi", "starlette", "plotext"}
-    commands = "app.cli, app.commands.runs, app.commands.datasets, app.commands.experiments, app.commands.workers"
+    commands = "app.cli.main, app.cli.runs.commands, app.cli.datasets, app.cli.experiments, app.cli.workers"
     assert _after_import(commands, f"sorted(set(sys.modules) & {slow!r})") == []
     server = {"fastapi", "starlette", "sqlalchemy", "psycopg", "redis", "uvicorn", "plotext"}
-    assert _after_import("app.client", f"sorted(set(sys.modules) & {server!r})") == []
+    assert _after_import("app.client.client", f"sorted(set(sys.modules) & {server!r})") == []
 
 
 def test_the_supervisor_imports_neither_torch_nor_http() -> None:
@@ -137,7 +137,9 @@ def test_only_the_lifecycle_writes_the_status_of_a_run() -> None:
             text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
             if any("status" in assigned for assigned in _ASSIGNED.findall(text)):
                 writers.add(_name(path))
-    assert writers <= {"app/runs/lifecycle.py", "app/runs/transitions.py"}, "the verbs, and the move beneath them"
+    assert writers <= {"app/runs/state/machine.py", "app/runs/state/transitions.py"}, (
+        "the verbs, and the move beneath them"
+    )
 
 
 def _of_run(target: ast.Attribute) -> bool:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from app.artifacts import archive
-from app.db import sync_engine
-from app.ids import new_id
-from app.storage import Storage
+from app.infra.db import sync_engine
+from app.infra.ids import new_id
+from app.infra.storage import Storage
+from app.runs.artifacts import archive
 from tests.factories import Trainer
 from tests.rows import add_run
 from tests.server import ApiServer

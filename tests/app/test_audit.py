@@ -9,13 +9,13 @@ import psycopg
 import pytest
 from sqlalchemy import Engine
 
+from app.api.dependencies import get_session
+from app.api_keys.service import create_key_sync, list_keys_sync, revoke_key_sync
 from app.audit.middleware import CHANGES_NOTHING
-from app.auth import create_key_sync, list_keys_sync, revoke_key_sync
 from app.config import Settings
-from app.dependencies import get_session
-from app.ids import id_at
+from app.infra.ids import id_at
 from app.main import create_app
-from app.runs.pruning import Policy, prune
+from app.runs.retention import Policy, prune
 from tests.app.routes import UNSAFE
 from tests.factories import make_dataset, make_run
 from tests.server import ApiServer

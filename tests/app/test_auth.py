@@ -12,20 +12,15 @@ import httpx
 import psycopg
 import pytest
 
-from app import auth as auth_module
-from app.auth import (
-    CACHE_SECONDS,
-    PUBLIC,
-    Auth,
-    FailureLimit,
-    KeyView,
-    create_key_sync,
-    list_keys_sync,
-    revoke_key_sync,
-)
+from app.api.authorization import PUBLIC
+from app.api_keys import middleware as auth_module
+from app.api_keys.failure_limit import FailureLimit
+from app.api_keys.service import create_key_sync, list_keys_sync, revoke_key_sync
+from app.api_keys.verifier import CACHE_SECONDS, Auth
 from app.config import Settings
-from app.db import async_engine, session_maker
-from app.ids import new_id
+from app.contracts.schemas.api_keys import KeyView
+from app.infra.db import async_engine, session_maker
+from app.infra.ids import new_id
 from app.main import create_app
 from tests.server import ApiServer, ThreadServer
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from app.base_models.resolver import BaseModelError, locate
 from app.config import Settings
-from app.ids import new_id
-from app.runs.base_models import BaseModelError, locate
-from app.storage import Storage
+from app.infra.ids import new_id
+from app.infra.storage import Storage
 from tests.factories import make_model
 
 
@@ -95,7 +95,7 @@ class TestLocate:
         assert locate(closed, storage, "org/model", None)["path"] == str(folder)
 
     def test_the_worker_needs_no_web_framework_for_it(self) -> None:
-        check = "import sys, app.runs.base_models; sys.exit('fastapi' in sys.modules)"
+        check = "import sys, app.base_models.resolver; sys.exit('fastapi' in sys.modules)"
         assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
 

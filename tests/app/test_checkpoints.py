@@ -3,7 +3,7 @@
 import pytest
 from sqlalchemy import Engine, func
 
-from app.ids import new_id
+from app.infra.ids import new_id
 from tests.factories import Trainer, make_dataset, make_run, mark_checkpoint
 from tests.server import ApiServer
 

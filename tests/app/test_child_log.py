@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from app.child_log import ChildLog
+from app.standalone.child_log import ChildLog
 
 
 def append(path: Path, text: str) -> None:

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from app.cli import cli
+from app.cli.main import cli
 from app.config import Settings, get_settings
 from tests.conftest import Services
 from tests.waiting import eventually
@@ -31,7 +31,7 @@ def anneal(*arguments: str, input: str = "", **variables: str) -> subprocess.Com
 def process(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """A command as a shell runs it."""
     environment = {**os.environ, "COLUMNS": "200", **variables}
-    command = [sys.executable, "-P", "-m", "app.cli", *arguments]
+    command = [sys.executable, "-P", "-m", "app.cli.main", *arguments]
     return subprocess.run(command, env=environment, input="", capture_output=True, text=True, timeout=60)
 
 
@@ -123,7 +123,7 @@ class TestMigrate:
         url = services.create_database(template="template1")
         try:
             environment = {**os.environ, "ANNEAL_DATABASE_URL": url}
-            command = [sys.executable, "-P", "-m", "app.cli", "migrate"]
+            command = [sys.executable, "-P", "-m", "app.cli.main", "migrate"]
             replicas = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)]
             said = [replica.communicate(timeout=60)[0] for replica in replicas]
             assert [replica.returncode for replica in replicas] == [0, 0, 0]
@@ -175,7 +175,7 @@ class TestApi:
         self, servers: dict[str, str], settings: Settings
     ) -> None:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "app.cli", "api", "--port", "0"], env={**os.environ, **servers}
+            [sys.executable, "-P", "-m", "app.cli.main", "api", "--port", "0"], env={**os.environ, **servers}
         )
         try:
             told = settings.home / "run" / "api.json"

@@ -13,13 +13,14 @@ import pytest
 from pydantic import BaseModel
 from sqlalchemy import Engine
 
-from app.client import Anneal, AnnealError, AsyncAnneal
+from app.client.client import Anneal, AsyncAnneal
 from app.client.connection import find_connection
+from app.client.errors import AnnealError
 from app.config import ClientSettings
-from app.datasets.schemas import DatasetView
-from app.db import sync_engine
-from app.home import write_private_json
-from app.storage import Storage
+from app.contracts.schemas.datasets import DatasetView
+from app.infra.db import sync_engine
+from app.infra.private_files import write_private_json
+from app.infra.storage import Storage
 from tests.factories import Trainer, make_dataset, mark_run
 from tests.http_server import serving
 from tests.server import ApiServer

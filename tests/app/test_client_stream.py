@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine
 
-from app.auth import list_keys_sync, revoke_key_sync
-from app.client import Anneal, AnnealError, AsyncAnneal
-from app.client.events import EndEvent, Event, LogEvent, MetricEvent, StatusEvent
+from app.api_keys.service import list_keys_sync, revoke_key_sync
+from app.client.client import Anneal, AsyncAnneal
+from app.client.errors import AnnealError
 from app.config import Settings
-from app.events import stream
+from app.contracts.events import EndEvent, Event, LogEvent, MetricEvent, StatusEvent
+from app.runs.events import stream
 from tests.factories import Trainer, make_dataset, make_run
 from tests.http_server import serving
 from tests.server import ApiServer, ProcessServer
@@ -92,7 +93,7 @@ class TestConnections:
     ) -> None:
         assert [event.seq for event in client.runs.events("run_away")] == list(range(1, LAST + 1))
         assert Streams.cursors == [None, "2", "2", "4", "6"]
-        (told,) = [record.getMessage() for record in caplog.records if record.name == "app.client.events"]
+        (told,) = [record.getMessage() for record in caplog.records if record.name == "app.client.event_stream"]
         assert "503" in told and "Retrying" in told
 
     def test_an_event_that_is_missing_is_told_and_not_passed_over(self, client: Anneal) -> None:
@@ -172,7 +173,7 @@ class TestEvents:
         self, api: ApiServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(stream, "RECHECK_SECONDS", 0.1)
-        monkeypatch.setattr("app.auth.CACHE_SECONDS", 0.1)
+        monkeypatch.setattr("app.api_keys.verifier.CACHE_SECONDS", 0.1)
         trainer = self.trained(api, engine)
         with Anneal(api.url, api.key_with(["read"])) as client:
             events = client.runs.events(trainer.run_id)

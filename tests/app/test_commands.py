@@ -18,16 +18,16 @@ import pytest
 from sqlalchemy import Engine
 from typer.testing import CliRunner
 
-from app import client
-from app.cli import cli
-from app.client.events import EvalEvent
+from app.api.errors import RETRY_SECONDS
+from app.cli.main import cli
+from app.cli.runs.postmortem import typed
+from app.cli.runs.watch import Seen
+from app.client import client
 from app.client.transport import SyncTransport
-from app.commands.postmortem import typed
-from app.commands.watching import Seen
-from app.db import sync_engine
-from app.errors import RETRY_SECONDS
-from app.postmortems.schemas import CorrectedRequest
-from app.storage import Storage
+from app.contracts.events import EvalEvent
+from app.contracts.schemas.postmortem import CorrectedRequest
+from app.infra.db import sync_engine
+from app.infra.storage import Storage
 from tests.app import hub_server
 from tests.app.conftest import Anneal, told
 from tests.app.hub_server import Hub
@@ -354,7 +354,7 @@ class TestTerminal:
         def run(*arguments: str) -> Started:
             ours, theirs = pty.openpty()
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "app.cli", *arguments], stdin=theirs, stdout=theirs, stderr=theirs,
+                [sys.executable, "-P", "-m", "app.cli.main", *arguments], stdin=theirs, stdout=theirs, stderr=theirs,
                 env={**os.environ, **there, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}, start_new_session=True,
             )  # fmt: skip
             os.close(theirs)

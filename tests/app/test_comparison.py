@@ -2,7 +2,7 @@
 
 from sqlalchemy import Engine
 
-from app.ids import new_id
+from app.infra.ids import new_id
 from tests.factories import Trainer, make_dataset, make_run
 from tests.server import ApiServer
 

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.runs.config import TrainingConfig, in_numbers, problems
-from app.strict_json import BadJson, parse
+from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.raw_config import in_numbers
+from app.contracts.training_config.validation import problems
+from app.infra.strict_json import BadJson, parse
 
 COUNTS = (
     "max_steps", "min_steps", "save_steps", "eval_steps", "logging_steps", "stop_at_step", "batch_size",

@@ -10,12 +10,12 @@ import pytest
 from sqlalchemy import Engine, delete, event, select, text, update
 from sqlalchemy.orm import Session
 
-from app.db import async_engine, session_maker, sync_engine
-from app.events.log import NewEvent, append
-from app.events.models import RunEvent
-from app.runs.metrics import Points, all_points
-from app.runs.models import MetricRollup, Run
-from app.runs.rollups import MOST_STEP, Rollups, highest_level, points_of
+from app.infra.db import async_engine, session_maker, sync_engine
+from app.runs.events.log import NewEvent, append
+from app.runs.metrics.points import Points, all_points
+from app.runs.metrics.rollups import MOST_STEP, Rollups, highest_level, points_of
+from app.tables.events import RunEvent
+from app.tables.runs import MetricRollup, Run
 from tests.chaos.curves import MISMATCHES
 from tests.factories import Trainer, make_dataset, make_run
 from tests.rows import add_run, add_worker, claim

@@ -13,15 +13,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from app.api.errors import ApiError
 from app.config import Settings
 from app.datasets.formats import FORMATS
-from app.datasets.readers.lines import LineReader
-from app.datasets.receiving import Received
-from app.datasets.rows import MOST_BAD_ROWS, Rows, TooManyBadRows
-from app.datasets.tokens import TokenCounter
+from app.datasets.importer import Received
+from app.datasets.readers.jsonl import LineReader
+from app.datasets.row_writer import MOST_BAD_ROWS, Rows, TooManyBadRows
+from app.datasets.token_counter import TokenCounter
 from app.datasets.upload import receive
-from app.errors import ApiError
-from app.strict_json import parse
+from app.infra.strict_json import parse
 from tests.properties import examples
 
 _MOST_LINE = 2048

@@ -9,10 +9,10 @@ import pytest
 from sqlalchemy import Engine, delete, event, insert
 
 from app.config import Settings
-from app.datasets.models import Dataset, UploadKey
-from app.db import sync_engine
-from app.ids import new_id
-from app.storage import Storage
+from app.infra.db import sync_engine
+from app.infra.ids import new_id
+from app.infra.storage import Storage
+from app.tables.datasets import Dataset, UploadKey
 from tests.app.uploads import lines, upload
 from tests.factories import make_dataset, make_run
 from tests.server import ApiServer, ThreadServer

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from app.api.errors import ApiError
 from app.config import Settings
-from app.datasets.readers.array import ArrayReader
-from app.datasets.readers.kinds import Kind
-from app.datasets.readers.table import TableReader
-from app.datasets.receiving import Reading, Receiving
-from app.datasets.rows import Rows, TooManyBadRows
-from app.errors import ApiError
-from app.strict_json import BadJson, parse
+from app.datasets.importer import Reading, Receiving
+from app.datasets.readers.csv_table import TableReader
+from app.datasets.readers.file_type import Kind
+from app.datasets.readers.json_array import ArrayReader
+from app.datasets.row_writer import Rows, TooManyBadRows
+from app.infra.strict_json import BadJson, parse
 from tests.app.uploads import parquet
 from tests.properties import examples
 

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from app.api.errors import ApiError
 from app.config import Settings
-from app.datasets.receiving import Reading, Receiving
-from app.errors import ApiError
+from app.datasets.importer import Reading, Receiving
 from tests.app.uploads import CHAT, errors, kept, lines, parquet, upload
 from tests.server import ApiServer, ThreadServer
 

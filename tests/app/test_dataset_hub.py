@@ -9,10 +9,9 @@ from typing import Any
 import anyio
 import pytest
 
+from app.api.errors import ApiError
 from app.config import Settings
-from app.datasets.hub import HubFile, client, download
-from app.errors import ApiError
-from app.outgoing import is_public
+from app.datasets.hub import HubFile, client, download, is_public
 from tests.app import hub_server
 from tests.app.hub_server import COMMIT, Hub
 from tests.app.uploads import lines, parquet

@@ -11,11 +11,11 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from app.config import Settings
-from app.datasets import child, receiving, tokens
-from app.datasets.tokens import TokenCounter
-from app.db import sync_engine
-from app.ids import new_id
-from app.storage import Storage
+from app.datasets import importer, sandbox, token_counter
+from app.datasets.token_counter import TokenCounter
+from app.infra.db import sync_engine
+from app.infra.ids import new_id
+from app.infra.storage import Storage
 from tests.app.uploads import PeakMemory, errors, lines, parquet, upload
 from tests.factories import Trainer, make_dataset, make_model, make_run
 from tests.server import ApiServer, ProcessServer, ThreadServer
@@ -131,8 +131,8 @@ def test_a_tokenizer_that_makes_much_of_a_short_text_costs_its_own_process(setti
 
 
 def test_a_row_longer_than_a_batch_counts_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokens, "_BATCH_CHARACTERS", 100)
-    monkeypatch.setattr(tokens, "_PIECE_CHARACTERS", 40)
+    monkeypatch.setattr(token_counter, "_BATCH_CHARACTERS", 100)
+    monkeypatch.setattr(token_counter, "_PIECE_CHARACTERS", 40)
     counter = TokenCounter("words", _tokenizer(tmp_path), Settings(home=tmp_path))
     for words in (3, 1000, 1, 50, 50, 200):
         counter.add(["a " * words])
@@ -155,9 +155,9 @@ def test_a_folder_of_the_same_name_where_the_service_was_started_is_not_ours(
 
 
 def test_only_so_many_processes_count_at_a_time(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "_slots", {})
-    monkeypatch.setattr(child, "MOST_AT_A_TIME", 1)
-    monkeypatch.setattr(receiving, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(sandbox, "_slots", {})
+    monkeypatch.setattr(sandbox, "MOST_AT_A_TIME", 1)
+    monkeypatch.setattr(importer, "PATIENCE_SECONDS", 0.3)
     file = _tokenizer(make_model(settings))
     first = TokenCounter("words", file, settings)
     with ThreadServer(settings) as api:

@@ -15,9 +15,9 @@ import pytest
 
 from app.config import Settings
 from app.datasets import service
-from app.db import async_engine, session_maker
-from app.ids import new_id
-from app.storage import Storage
+from app.infra.db import async_engine, session_maker
+from app.infra.ids import new_id
+from app.infra.storage import Storage
 from tests.app.uploads import framed, streamed
 from tests.server import ApiServer, ThreadServer
 from tests.waiting import eventually
@@ -214,7 +214,7 @@ def test_more_than_the_cap_is_413_with_and_without_a_length(settings: Settings) 
 
 def test_a_full_disk_is_507_and_leaves_nothing(api: ApiServer, settings: Settings) -> None:
     """A file-size limit of the kernel stands for the disk: the same short write, then the same kind of error."""
-    from app.datasets import receiving as module
+    from app.datasets import importer as module
 
     class FullDisk:
         def __init__(self, file: Any) -> None:

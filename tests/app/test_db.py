@@ -8,7 +8,7 @@ from sqlalchemy import Engine, text
 from sqlalchemy.exc import DBAPIError, ProgrammingError
 
 from app.config import Settings
-from app.db import async_engine, is_away, sync_engine
+from app.infra.db import async_engine, is_away, sync_engine
 
 _WRITE = text("CREATE TABLE written (x int)")
 _PID = text("SELECT pg_backend_pid()")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from app.demo import base_model, data
+from app.cli.demo import base_model, data
 
 _MODULE = '''"""A module."""
 

@@ -12,10 +12,10 @@ from sqlalchemy import Engine, event, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from app.config import Settings
-from app.db import async_engine
-from app.ids import id_at
-from app.queue import Queue
-from app.runs.dispatcher import Dispatcher
+from app.infra.broker import Queue
+from app.infra.db import async_engine
+from app.infra.ids import id_at
+from app.runs.scheduler.dispatcher import Dispatcher
 from tests.rows import add_run, add_worker, claim, run_row
 from tests.waiting import eventually, eventually_async
 

@@ -18,10 +18,12 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from sqlalchemy.engine import make_url
 
-from app import embedded_postgres, embedded_valkey
 from app.config import Settings
-from app.embedded import EmbeddedServers, resolve_urls
-from app.home import HomeError, HomeLock
+from app.infra.errors import HomeError
+from app.infra.server_urls import resolve_urls
+from app.standalone import postgres, valkey
+from app.standalone.home_lock import HomeLock
+from app.standalone.servers import EmbeddedServers
 from tests.waiting import eventually
 
 Make = Callable[[], EmbeddedServers]
@@ -67,7 +69,7 @@ class TestFirstStart:
         with redis.Redis.from_url(servers.redis_url or "") as client:
             assert client.info("server")["valkey_version"].startswith("9.")
 
-    @pytest.mark.parametrize("module", [embedded_postgres, embedded_valkey])
+    @pytest.mark.parametrize("module", [postgres, valkey])
     def test_a_port_that_somebody_else_has_taken_meanwhile_is_left_to_them(
         self, make: Make, module: ModuleType, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -300,7 +302,7 @@ class TestResolvingUrls:
 def start_owner(home: Path) -> subprocess.Popen[bytes]:
     """A process that starts the servers, says so, and waits to be killed."""
     program = (
-        "import sys, pathlib, signal; from app.embedded import EmbeddedServers;"
+        "import sys, pathlib, signal; from app.standalone.servers import EmbeddedServers;"
         "EmbeddedServers(pathlib.Path(sys.argv[1]), durable=False).start();"
         "print('started', flush=True); signal.pause()"
     )

@@ -9,10 +9,11 @@ import psycopg
 import pytest
 import sqlalchemy.exc
 
-from app import errors
+from app.api import errors
+from app.api.errors import ApiError
 from app.config import Settings
-from app.errors import ApiError, FieldError
-from app.ids import new_id
+from app.contracts.errors import FieldError
+from app.infra.ids import new_id
 from app.main import create_app
 from tests.server import ApiServer, ThreadServer
 
@@ -147,7 +148,7 @@ def test_a_body_over_the_cap_is_413_without_a_length_too(settings: Settings) -> 
 
 
 def test_a_body_that_stops_in_the_middle_is_408(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.intake._IDLE_SECONDS", 0.2)
+    monkeypatch.setattr("app.api.middleware.body_limits._IDLE_SECONDS", 0.2)
     for path, kind in (("/v1/experiments", "application/json"), ("/v1/datasets", "multipart/form-data; boundary=b")):
         with ThreadServer(settings) as api, socket.create_connection(("127.0.0.1", api.port), timeout=10) as connection:
             connection.sendall(

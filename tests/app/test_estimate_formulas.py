@@ -8,14 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.estimates import architecture, planner, schemas
-from app.estimates.activations import Precision, activations
-from app.estimates.architecture import Architecture, UnknownArchitecture
-from app.estimates.memory import Components, memory
-from app.estimates.parameters import CannotTrain, total, trained
-from app.estimates.plan import Data, attention_of, plan
-from app.estimates.work import left_out, work
-from app.runs.config import Machine, TrainingConfig, given_fields, problems, resolve
+from app.contracts.schemas import estimates
+from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.raw_config import given_fields
+from app.contracts.training_config.resolution import resolve
+from app.contracts.training_config.rules import Machine
+from app.contracts.training_config.validation import problems
+from app.estimator import architecture, memory_planner
+from app.estimator.activations import Precision, activations
+from app.estimator.architecture import Architecture, UnknownArchitecture
+from app.estimator.flops import left_out, work
+from app.estimator.memory import Components, memory
+from app.estimator.parameters import CannotTrain, total, trained
+from app.estimator.steps import Data, attention_of, plan
 from tests.properties import examples
 
 # Llama-3.1-8B, as its config.json has it.
@@ -169,9 +174,9 @@ class TestMemory:
     def test_the_documented_example_is_what_the_code_says(self) -> None:
         model, config = architecture.read(LLAMA), effective(epochs=1)
         planned = plan(model, config, counted(12_640, 173.56, 320))
-        shown: Any = schemas.EXAMPLE
+        shown: Any = estimates.EXAMPLE
         device, precision = shown["device"], Precision.of(config, "cuda")
-        choice = planner.choose(model, config, precision, planned.batch, device["memory_mb"] * 2**20)
+        choice = memory_planner.choose(model, config, precision, planned.batch, device["memory_mb"] * 2**20)
         todo = work(model, config, precision, planned, choice.checkpointing)
         assert shown["memory_mb"] == choice.memory.as_megabytes()
         assert shown["parameters"] == {"total": total(model), "trainable": trained(model, config).count}
@@ -200,7 +205,7 @@ class TestAdvice:
     )
     def test_never_changes_what_a_run_learns_towards(self, asked: dict[str, Any], gigabytes: int) -> None:
         model, config = architecture.read(LLAMA), effective(**asked)
-        (said,) = planner.Advice(model, config, Precision.of(config, "cuda"), 1024, None).within(gigabytes * GIB)
+        (said,) = memory_planner.Advice(model, config, Precision.of(config, "cuda"), 1024, None).within(gigabytes * GIB)
         if asked["method"] not in ("full", "lora"):
             assert "method:" not in said
         changed = {"base_model": "any", **asked, **_named(said)}
@@ -211,7 +216,7 @@ class TestAdvice:
     def test_names_an_adapter_where_every_weight_of_a_preference_run_trains(self) -> None:
         model, config = architecture.read(LLAMA), effective(method="dpo", lora_r=None, batch_size=1)
         precision = Precision.of(config, "cuda")
-        advice = planner.Advice(model, config, precision, 512, None)
+        advice = memory_planner.Advice(model, config, precision, 512, None)
         said = [advice.within(gigabytes * GIB)[0] for gigabytes in (40, 14)]
         assert "`lora_r: 16` with `load_in_4bit: false`" in said[0]
         assert "`lora_r: 16` with `load_in_4bit: true`" in said[1]
@@ -220,7 +225,7 @@ class TestAdvice:
     def test_stays_within_what_a_field_may_be(self, steps: int) -> None:
         model = architecture.read(LLAMA)
         config = effective(batch_size=4096, gradient_accumulation_steps=steps)
-        advice = planner.Advice(model, config, Precision.of(config, "cuda"), 2048, None)
+        advice = memory_planner.Advice(model, config, Precision.of(config, "cuda"), 2048, None)
         for gigabytes in (1000, 80, 24, 12):
             (said,) = advice.within(gigabytes * GIB)
             assert problems({"base_model": "any", **_named(said)}, has_eval_dataset=False) == [], said
@@ -229,7 +234,7 @@ class TestAdvice:
     def test_comes_with_a_reason_that_stands_by_itself(self, gigabytes: int) -> None:
         model, config = architecture.read(LLAMA), effective(gradient_checkpointing=False)
         batch = plan(model, config, counted()).batch
-        reason = planner.choose(model, config, Precision.of(config, "cuda"), batch, gigabytes * GIB).reason
+        reason = memory_planner.choose(model, config, Precision.of(config, "cuda"), batch, gigabytes * GIB).reason
         assert reason.startswith("The run needs about ")
 
 
@@ -286,12 +291,12 @@ class TestAConfigJson:
             assert str(error).endswith(".")
             return
         planned, precision = plan(model, config, counted()), Precision.of(config, "cuda")
-        choice = planner.choose(model, config, precision, planned.batch, GIB)
+        choice = memory_planner.choose(model, config, precision, planned.batch, GIB)
         assert choice.memory.peak > 0 and min(choice.memory.as_megabytes().values()) >= 0
         todo = work(model, config, precision, planned, choice.checkpointing)
         assert todo is not None and todo.training >= 0
         if not choice.fits:
-            planner.Advice(model, config, precision, planned.batch.length, planned.rows).within(GIB)
+            memory_planner.Advice(model, config, precision, planned.batch.length, planned.rows).within(GIB)
 
 
 _ODD = st.one_of(
@@ -321,7 +326,7 @@ def test_memory_is_walked_through_once_for_each_way_of_checkpointing() -> None:
 
     model, config = architecture.read({"model_type": "llama", **TINY}), effective()
     planned = plan(model, config, counted())
-    assert not planner.first_that_fits(needs, 1, planner.CHOICES).fits
+    assert not memory_planner.first_that_fits(needs, 1, memory_planner.CHOICES).fits
     assert walked == ["off", "selective", "full"]
 
 
@@ -350,23 +355,23 @@ def test_advice_for_several_devices_walks_through_each_change_once(monkeypatch: 
         walked.append(asked)
         return memory(*asked)
 
-    monkeypatch.setattr(planner, "memory", counting)
+    monkeypatch.setattr(memory_planner, "memory", counting)
     model, config = architecture.read(LLAMA), effective(method="full")
-    advice = planner.Advice(model, config, Precision.of(config, "cuda"), 512, None)
+    advice = memory_planner.Advice(model, config, Precision.of(config, "cuda"), 512, None)
     said = [advice.within(gigabytes * GIB)[0] for gigabytes in (40, 24, 1)]
     most = len(walked)
     assert said == [advice.within(gigabytes * GIB)[0] for gigabytes in (40, 24, 1)] and len(walked) == most
     assert "adapter" in said[0] and "smaller model" in said[2]
 
 
-@pytest.mark.parametrize("document", [{}, {"parameters": 3}, {**schemas.EXAMPLE, "fits": [{"device": None}]}])
+@pytest.mark.parametrize("document", [{}, {"parameters": 3}, {**estimates.EXAMPLE, "fits": [{"device": None}]}])
 def test_an_estimate_of_another_version_is_none(document: dict[str, Any]) -> None:
-    assert schemas.stored(document) is None
-    assert schemas.stored(dict(schemas.EXAMPLE)) is not None
+    assert estimates.stored(document) is None
+    assert estimates.stored(dict(estimates.EXAMPLE)) is not None
 
 
 def test_memory_comes_in_the_order_of_the_model_however_it_was_kept() -> None:
-    memory: Any = schemas.MEMORY
-    found = schemas.stored({**schemas.EXAMPLE, "memory_mb": dict(sorted(memory.items(), reverse=True))})
+    memory: Any = estimates.MEMORY
+    found = estimates.stored({**estimates.EXAMPLE, "memory_mb": dict(sorted(memory.items(), reverse=True))})
     assert found is not None and found.memory_mb is not None
     assert list(found.memory_mb) == [*(one.name for one in fields(Components)), "total"]

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, insert, text, update
 
-from app.client import Anneal
+from app.client.client import Anneal
 from app.config import Settings
-from app.db import sync_engine
-from app.estimates import history, service
-from app.estimates.models import StoredEstimate
-from app.runs.models import Pace
-from app.runs.prediction import likeness
-from app.workers.models import Device
+from app.infra.db import sync_engine
+from app.runs.estimates import history, service
+from app.runs.scheduler.durations import likeness
+from app.tables.runs import Pace, StoredEstimate
+from app.tables.workers import Device
 from tests.factories import Trainer, make_dataset, make_model, make_run
 from tests.rows import add_worker
 from tests.server import ApiServer, ThreadServer

@@ -4,8 +4,8 @@ import pytest
 from sqlalchemy import Engine, text
 from sqlalchemy.exc import OperationalError
 
-from app.events.log import Fenced, NewEvent, append
-from app.runs import lifecycle
+from app.runs.events.log import Fenced, NewEvent, append
+from app.runs.state import machine
 from tests.rows import add_run, add_worker, claim, events_of, run_row
 
 LINES = [NewEvent.of("log", 1_700_000_000.0, {"line": "a line"}) for _ in range(3)]
@@ -22,7 +22,7 @@ def run(engine: Engine) -> str:
 def test_a_stale_worker_writes_nothing_into_the_attempt_that_followed(engine: Engine, run: str) -> None:
     """The next attempt is live and has stored as much as the stale worker believes: only the epoch tells them apart."""
     with engine.begin() as connection:
-        connection.execute(lifecycle.hand_back(run, 1, "drain"))
+        connection.execute(machine.hand_back(run, 1, "drain"))
     assert claim(engine, add_worker(engine)).epoch == 3
     before = events_of(engine, run)
     with pytest.raises(Fenced), engine.begin() as connection:
@@ -39,7 +39,7 @@ def test_numbers_are_committed_in_their_order_so_a_reader_never_finds_a_smaller_
         try:
             with engine.begin() as other:
                 other.execute(text("SET LOCAL lock_timeout = '300ms'"))
-                other.execute(lifecycle.begin(run, 1, 0, 0.0, 10, None))
+                other.execute(machine.begin(run, 1, 0, 0.0, 10, None))
         except OperationalError:
             pass  # it has to wait, so nobody sees its event before those
         seen = [event.seq for event in events_of(engine, run)]

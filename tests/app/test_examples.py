@@ -9,9 +9,9 @@ import pytest
 from sqlalchemy import Engine
 
 from app.config import Settings
-from app.db import sync_engine
+from app.infra.db import sync_engine
+from app.infra.storage import Storage
 from app.main import create_app
-from app.storage import Storage
 from tests.factories import Trainer, make_experiment, make_model
 from tests.server import ApiServer
 

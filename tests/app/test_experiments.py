@@ -6,9 +6,9 @@ import re
 from sqlalchemy import update
 
 from app.config import Settings
-from app.db import async_engine, session_maker, sync_engine
-from app.experiments import service
-from app.runs.models import Run
+from app.infra.db import async_engine, session_maker, sync_engine
+from app.runs.creation import DEFAULT_ID, default
+from app.tables.runs import Run
 from tests.factories import Trainer
 from tests.rows import add_run
 from tests.server import ApiServer
@@ -65,9 +65,9 @@ async def test_the_default_experiment_is_made_once_by_whoever_comes_first(settin
 
     async def first_run() -> str:
         async with sessions() as session, session.begin():
-            return (await service.default(session, None)).id
+            return (await default(session, None)).id
 
     try:
-        assert set(await asyncio.gather(*(first_run() for _ in range(10)))) == {service.DEFAULT_ID}
+        assert set(await asyncio.gather(*(first_run() for _ in range(10)))) == {DEFAULT_ID}
     finally:
         await engine.dispose()

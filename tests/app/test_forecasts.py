@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, event, func, insert, select, text
 
-import app.runs.forecasts
+import app.runs.scheduler.eta
 from app.config import Settings
-from app.db import async_engine, session_maker
-from app.runs import lifecycle
-from app.runs.forecasts import Forecasts
-from app.runs.models import Pace, Run
-from app.runs.prediction import Prediction, Timings, task
+from app.contracts.schemas.runs import Prediction
+from app.infra.db import async_engine, session_maker
+from app.runs.scheduler.durations import Timings, task
+from app.runs.scheduler.eta import Forecasts
+from app.runs.state import machine
+from app.tables.runs import Pace, Run
 from tests.factories import mark_run
 from tests.rows import add_run, add_worker, claim, waiting_for_locks
 from tests.server import ApiServer
@@ -41,7 +42,7 @@ def past(engine: Engine) -> Any:
     run = add_run(engine, config={**CONFIG, "extra": {}})
     claimed = claim(engine, add_worker(engine))
     with engine.begin() as connection:
-        connection.execute(lifecycle.complete(run.id, claimed.epoch, None, "done")).one()
+        connection.execute(machine.complete(run.id, claimed.epoch, None, "done")).one()
     return run
 
 
@@ -167,14 +168,14 @@ def test_a_forecast_that_goes_wrong_fails_no_answer_and_the_next_is_made_as_ever
     assert None not in predictions()
     with engine.begin() as connection:
         connection.execute(text("ALTER TABLE run_paces RENAME TO elsewhere"))
-    with caplog.at_level(logging.ERROR, "app.runs.forecasts"):
+    with caplog.at_level(logging.ERROR, "app.runs.scheduler.eta"):
         assert [*predictions(), *predictions()] == [None] * 6
-    assert len([record for record in caplog.records if record.name == "app.runs.forecasts"]) == 1, "told once"
+    assert len([record for record in caplog.records if record.name == "app.runs.scheduler.eta"]) == 1, "told once"
     with engine.begin() as connection:
         connection.execute(text("ALTER TABLE elsewhere RENAME TO run_paces"))
     assert None not in predictions()
     with monkeypatch.context() as patch, engine.begin() as connection:
-        patch.setattr(app.runs.forecasts, "_MOST_SECONDS", 0.2)
+        patch.setattr(app.runs.scheduler.eta, "_MOST_SECONDS", 0.2)
         connection.execute(text("LOCK TABLE run_paces IN ACCESS EXCLUSIVE MODE"))
         assert predictions() == [None] * 3, "nobody waits longer than that"
     assert None not in predictions()

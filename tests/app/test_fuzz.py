@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.ids import new_id
+from app.infra.ids import new_id
 from tests.server import ApiServer
 
 _TEXT = st.text(st.characters(codec=None, exclude_categories=()), max_size=20)

@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from app.docs import CONTENT_SECURITY_POLICY
-from app.headers import ALWAYS, UNLESS_SAID
+from app.api.docs_page import CONTENT_SECURITY_POLICY
+from app.api.middleware.security_headers import ALWAYS, UNLESS_SAID
 from tests.app.routes import calls
 from tests.server import ApiServer, ThreadServer
 

@@ -1,8 +1,8 @@
 """Promises of /healthz and /readyz."""
 
-from app import migrate
 from app.config import Settings
-from app.ids import new_id
+from app.infra.ids import new_id
+from app.tables import migrate
 from tests.server import ApiServer, ThreadServer
 
 

@@ -13,7 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from app.cli import cli
+from app.cli.main import cli
 
 
 def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -50,7 +50,7 @@ def test_without_a_command_they_are_listed() -> None:
 
 def test_help_imports_nothing_heavy() -> None:
     heavy = ["pydantic", "sqlalchemy", "fastapi", "httpx", "cryptography", "yaml", "rich.console"]
-    script = "import sys; from app.cli import cli; cli(['--help'], standalone_mode=False); "
+    script = "import sys; from app.cli.main import cli; cli(['--help'], standalone_mode=False); "
     script += f"sys.exit(' '.join(name for name in {heavy} if name in sys.modules) or 0)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
@@ -71,7 +71,7 @@ def test_what_answers_something_answers_it_as_json_too(command: tuple[str, ...])
 
 
 def test_completion_can_be_installed_and_knows_the_nouns(tmp_path: Path) -> None:
-    script = "import sys; sys.argv[0] = 'anneal'; from app.cli import main; main()"
+    script = "import sys; sys.argv[0] = 'anneal'; from app.cli.main import main; main()"
     environment = {**os.environ, "HOME": str(tmp_path), "SHELL": "/bin/bash"}
     command = [sys.executable, "-c", script]
     asked = {"_ANNEAL_COMPLETE": "complete_bash", "COMP_WORDS": "anneal runs wa", "COMP_CWORD": "2"}

@@ -8,7 +8,7 @@ from celery.contrib.testing.worker import start_worker
 from redis import Redis
 
 from app.config import Settings
-from app.queue import QUEUE, TASK, celery_app
+from app.infra.broker import QUEUE, TASK, celery_app
 from tests.waiting import eventually
 
 

@@ -8,8 +8,8 @@ from sqlalchemy import Engine, text
 from sqlalchemy.exc import IntegrityError
 
 from app.config import Settings
-from app.db import sync_engine
-from app.runs import lifecycle
+from app.infra.db import sync_engine
+from app.runs.state import machine
 from tests.rows import add_run, add_worker, claim, events_of, run_row
 from tests.waiting import eventually
 
@@ -104,7 +104,7 @@ class TestClaim:
         run, (one, two) = add_run(engine), (add_worker(engine), add_worker(engine))
         got: list[object] = []
         with engine.connect() as first:
-            statement = lifecycle.claim(one, ["fake"], 60.0, "cpu", 1000)
+            statement = machine.claim(one, ["fake"], 60.0, "cpu", 1000)
             assert first.execute(statement).one().id == run.id
             second = threading.Thread(target=lambda: got.append(claim(engine, two)))
             second.start()
@@ -133,10 +133,10 @@ class TestTheWholeLife:
         run, worker = add_run(engine), add_worker(engine)
         claim(engine, worker)
         for statement in (
-            lifecycle.begin(run.id, 1, 0, 0.0, 10, None),
-            lifecycle.saving(run.id, 1),
-            lifecycle.saved(run.id, 1),
-            lifecycle.complete(run.id, 1, 1, "training is complete"),
+            machine.begin(run.id, 1, 0, 0.0, 10, None),
+            machine.saving(run.id, 1),
+            machine.saved(run.id, 1),
+            machine.complete(run.id, 1, 1, "training is complete"),
         ):
             assert len(move(engine, statement)) == 1
         assert told(engine, run.id) == [
@@ -154,7 +154,7 @@ class TestTheWholeLife:
     def test_frees_devices_and_closes_the_attempt_at_its_end(self, engine: Engine) -> None:
         run, worker = add_run(engine), add_worker(engine)
         claim(engine, worker)
-        move(engine, lifecycle.fail(run.id, 1, "bad_data", "row 3 is empty"))
+        move(engine, machine.fail(run.id, 1, "bad_data", "row 3 is empty"))
         assert told(engine, run.id)[-3:] == [("error", "bad_data"), ("status", "failed"), ("end", "failed")]
         with engine.connect() as connection:
             assert connection.execute(text("SELECT run_id FROM devices")).scalar() is None
@@ -164,14 +164,14 @@ class TestTheWholeLife:
     def test_a_stale_worker_moves_nothing(self, engine: Engine, verb: str) -> None:
         run, worker = add_run(engine), add_worker(engine)
         claim(engine, worker)
-        move(engine, lifecycle.hand_back(run.id, 1, "drain"))
+        move(engine, machine.hand_back(run.id, 1, "drain"))
         claim(engine, worker)
         statement = {
-            "begin": lifecycle.begin(run.id, 1, 0, 0.0, 10, None),
-            "complete": lifecycle.complete(run.id, 1, 1, "done"),
-            "fail": lifecycle.fail(run.id, 1, "internal", "x"),
-            "hand_back": lifecycle.hand_back(run.id, 1, "x"),
-            "retry": lifecycle.retry(run.id, 1, "x", 0),
+            "begin": machine.begin(run.id, 1, 0, 0.0, 10, None),
+            "complete": machine.complete(run.id, 1, 1, "done"),
+            "fail": machine.fail(run.id, 1, "internal", "x"),
+            "hand_back": machine.hand_back(run.id, 1, "x"),
+            "retry": machine.retry(run.id, 1, "x", 0),
         }[verb]
         before = events_of(engine, run.id)
         assert move(engine, statement) == []
@@ -181,23 +181,23 @@ class TestTheWholeLife:
     def test_a_stale_worker_renews_nothing_and_hears_no_stop(self, engine: Engine) -> None:
         run, worker = add_run(engine), add_worker(engine)
         claim(engine, worker)
-        move(engine, lifecycle.hand_back(run.id, 1, "drain"))
+        move(engine, machine.hand_back(run.id, 1, "drain"))
         claim(engine, worker)
         before = run_row(engine, run.id).lease_expires_at
-        assert move(engine, lifecycle.renew(run.id, 1, 3600)) == []
+        assert move(engine, machine.renew(run.id, 1, 3600)) == []
         assert run_row(engine, run.id).lease_expires_at == before
 
     def test_an_impossible_row_is_refused_by_the_database(self, engine: Engine) -> None:
         run, worker = add_run(engine), add_worker(engine)
         claim(engine, worker)
         with pytest.raises(IntegrityError, match="cancelled_by_stop"):
-            move(engine, lifecycle.cancel(run.id, 1))
+            move(engine, machine.cancel(run.id, 1))
 
 
 class TestStop:
     def test_ends_a_waiting_run_at_once(self, engine: Engine) -> None:
         run, worker = add_run(engine), add_worker(engine)
-        (row,) = move(engine, lifecycle.request_stop(run.id, True))
+        (row,) = move(engine, machine.request_stop(run.id, True))
         assert row["status"] == "cancelled"
         assert told(engine, run.id)[-2:] == [("status", "cancelled"), ("end", "cancelled")]
         assert claim(engine, worker) is None
@@ -205,22 +205,22 @@ class TestStop:
     def test_marks_a_live_run_and_reaches_its_worker_with_the_renewal(self, engine: Engine) -> None:
         run, worker = add_run(engine), add_worker(engine)
         claim(engine, worker)
-        (row,) = move(engine, lifecycle.request_stop(run.id, True))
+        (row,) = move(engine, machine.request_stop(run.id, True))
         assert row["status"] == "initializing"
-        (renewed,) = move(engine, lifecycle.renew(run.id, 1, 60))
+        (renewed,) = move(engine, machine.renew(run.id, 1, 60))
         assert renewed["stop_requested_at"] is not None and renewed["stop_save_checkpoint"] is True
-        (row,) = move(engine, lifecycle.request_stop(run.id, False))
+        (row,) = move(engine, machine.request_stop(run.id, False))
         assert row["stop_save_checkpoint"] is False
 
     @pytest.mark.parametrize("verb", ["hand_back", "retry", "reap_dead"])
     def test_is_never_followed_by_another_attempt(self, engine: Engine, verb: str) -> None:
         run, worker = add_run(engine), add_worker(engine)
         claim(engine, worker)
-        move(engine, lifecycle.request_stop(run.id, True))
+        move(engine, machine.request_stop(run.id, True))
         statement = {
-            "hand_back": lifecycle.hand_back(run.id, 1, "drain"),
-            "retry": lifecycle.retry(run.id, 1, "lost", 0),
-            "reap_dead": lifecycle.reap_dead([worker]),
+            "hand_back": machine.hand_back(run.id, 1, "drain"),
+            "retry": machine.retry(run.id, 1, "lost", 0),
+            "reap_dead": machine.reap_dead([worker]),
         }[verb]
         (row,) = move(engine, statement)
         assert row["status"] == "cancelled"
@@ -229,8 +229,8 @@ class TestStop:
     def test_changes_nothing_once_the_run_has_ended(self, engine: Engine) -> None:
         run, worker = add_run(engine), add_worker(engine)
         claim(engine, worker)
-        move(engine, lifecycle.complete(run.id, 1, 1, "done"))
-        assert move(engine, lifecycle.request_stop(run.id, True)) == []
+        move(engine, machine.complete(run.id, 1, 1, "done"))
+        assert move(engine, machine.request_stop(run.id, True)) == []
 
     def test_against_a_claim_strands_nobody(self, engine: Engine) -> None:
         worker = add_worker(engine, devices=40)
@@ -238,7 +238,7 @@ class TestStop:
             run = add_run(engine)
             both = [
                 threading.Thread(target=lambda: claim(engine, worker)),
-                threading.Thread(target=lambda id=run.id: move(engine, lifecycle.request_stop(id, True))),
+                threading.Thread(target=lambda id=run.id: move(engine, machine.request_stop(id, True))),
             ]
             for thread in both:
                 thread.start()
@@ -258,22 +258,22 @@ class TestLoss:
         run, worker = add_run(engine), add_worker(engine)
         claim(engine, worker, lease=0.05)
         self.expire(engine)
-        (row,) = move(engine, lifecycle.reap(0.01))
+        (row,) = move(engine, machine.reap(0.01))
         assert (row["status"], row["epoch"], row["lost_count"], row["from_status"]) == ("pending", 2, 1, "initializing")
-        assert move(engine, lifecycle.renew(run.id, 1, 60)) == []
-        assert move(engine, lifecycle.reap(0.01)) == []
+        assert move(engine, machine.renew(run.id, 1, 60)) == []
+        assert move(engine, machine.reap(0.01)) == []
 
     def test_postgres_that_has_only_just_come_up_gives_a_lease_of_grace(self, engine: Engine) -> None:
         add_run(engine)
         claim(engine, add_worker(engine))
         self.expire(engine)
-        assert move(engine, lifecycle.reap(3600 * 24)) == []
+        assert move(engine, machine.reap(3600 * 24)) == []
 
     def test_a_run_that_is_lost_too_often_fails_and_says_so(self, engine: Engine) -> None:
         run, worker = add_run(engine, max_restarts=1), add_worker(engine)
         for _ in range(2):
             claim(engine, worker)
-            move(engine, lifecycle.reap_dead([worker]))
+            move(engine, machine.reap_dead([worker]))
         row = run_row(engine, run.id)
         assert (row.status, row.error_code) == ("failed", "worker_lost")
         assert "max_restarts is 1" in row.error_message
@@ -283,7 +283,7 @@ class TestLoss:
         run, worker = add_run(engine, max_restarts=0), add_worker(engine)
         for _ in range(3):
             claim(engine, worker)
-            move(engine, lifecycle.hand_back(run.id, run_row(engine, run.id).epoch, "drain"))
+            move(engine, machine.hand_back(run.id, run_row(engine, run.id).epoch, "drain"))
         row = run_row(engine, run.id)
         assert (row.status, row.lost_count, row.attempt) == ("pending", 0, 3)
 
@@ -294,7 +294,7 @@ class TestLoss:
             with engine.begin() as connection:
                 connection.execute(text("UPDATE runs SET not_before = now()"))
             claim(engine, worker)
-            move(engine, lifecycle.retry(run.id, run_row(engine, run.id).epoch, "lost", 10))
+            move(engine, machine.retry(run.id, run_row(engine, run.id).epoch, "lost", 10))
             with engine.connect() as connection:
                 pauses.append(connection.scalar(text("SELECT extract(epoch FROM not_before - now()) FROM runs")))
         assert [round(float(pause) / 10) for pause in pauses] == [1, 2, 4]
@@ -305,7 +305,7 @@ class TestLoss:
         with engine.begin() as connection:
             connection.execute(text("UPDATE runs SET lost_count = 90"))
         self.expire(engine)
-        (row,) = move(engine, lifecycle.reap(0.01))
+        (row,) = move(engine, machine.reap(0.01))
         assert row["status"] == "pending"
         with engine.connect() as connection:
             pause = connection.scalar(text("SELECT extract(epoch FROM not_before - now()) FROM runs"))
@@ -316,8 +316,8 @@ class TestLoss:
 class TestHints:
     def test_are_due_once_and_again_after_a_while(self, engine: Engine) -> None:
         run = add_run(engine)
-        assert [row["id"] for row in move(engine, lifecycle.hint_due(10))] == [run.id]
-        assert move(engine, lifecycle.hint_due(10)) == []
+        assert [row["id"] for row in move(engine, machine.hint_due(10))] == [run.id]
+        assert move(engine, machine.hint_due(10)) == []
         with engine.begin() as connection:
             connection.execute(text("UPDATE runs SET hinted_at = now() - interval '31 s'"))
-        assert len(move(engine, lifecycle.hint_due(10))) == 1
+        assert len(move(engine, machine.hint_due(10))) == 1

@@ -23,8 +23,8 @@ from hypothesis.stateful import (
 from sqlalchemy import Connection, Engine, text
 
 from app.config import Settings
-from app.db import sync_engine
-from app.ids import new_id
+from app.infra.db import sync_engine
+from app.infra.ids import new_id
 from tests.app.lifecycle_calls import Call, Offer
 from tests.app.lifecycle_model import ENDED, LIVE, Model
 from tests.properties import TIMES, examples

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, event, func, insert, text, update
 
-from app.checkpoints.models import Checkpoint
-from app.db import sync_engine
-from app.ids import new_id
-from app.runs.models import TERMINAL, Run
+from app.contracts.run_status import TERMINAL
+from app.infra.db import sync_engine
+from app.infra.ids import new_id
+from app.tables.checkpoints import Checkpoint
+from app.tables.runs import Run
 from tests.factories import make_dataset, make_experiment
 from tests.rows import add_worker, run_row
 from tests.server import ApiServer

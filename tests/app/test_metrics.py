@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, text
 
-from app.ids import new_id
-from app.runs import curves as reading
-from app.runs import metrics
+from app.infra.ids import new_id
+from app.runs.metrics import curves as reading
+from app.runs.metrics import points
 from tests.factories import Trainer, make_dataset, make_run
 from tests.server import ApiServer
 
@@ -132,7 +132,7 @@ class TestCost:
         with engine.begin() as connection:
             connection.execute(text("ANALYZE run_events"))
             for types in (("metric",), ("metric", "eval")):
-                query = metrics._newest_first(trainer.run_id, types)
+                query = points._newest_first(trainer.run_id, types)
                 for _ in range(12):  # often enough for a prepared statement with a plan for any parameters
                     connection.execute(query)
                 written = query.compile(connection, compile_kwargs={"render_postcompile": True, "literal_binds": True})

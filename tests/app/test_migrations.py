@@ -9,10 +9,10 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import CheckConstraint, text
 
-from app import migrate
 from app.config import Settings
-from app.db import sync_engine
-from app.models import all_models
+from app.infra.db import sync_engine
+from app.tables import migrate
+from app.tables.registry import all_models
 from tests.conftest import Services
 from tests.factories import Trainer, mark_run
 from tests.rows import add_run, run_row

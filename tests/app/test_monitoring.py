@@ -12,18 +12,20 @@ from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import Engine, text
 from starlette.types import Scope
 
-from app import auth
+from app.api.middleware.request_metrics import route_template
+from app.api_keys import middleware
+from app.api_keys.service import create_key_sync, list_keys_sync, revoke_key_sync
+from app.api_keys.verifier import Auth
 from app.config import Settings
-from app.db import async_engine, session_maker
-from app.events.log import NewEvent, append
-from app.events.stream import Streams
-from app.ids import id_at, new_id
-from app.monitoring import snapshot
-from app.monitoring.requests import route_template
-from app.monitoring.snapshot import MOST_LIVE, Snapshots
-from app.queue import Queue
-from app.runs import lifecycle
-from app.runs.dispatcher import Dispatcher
+from app.infra.broker import Queue
+from app.infra.db import async_engine, session_maker
+from app.infra.ids import id_at, new_id
+from app.prometheus import snapshot
+from app.prometheus.snapshot import MOST_LIVE, Snapshots
+from app.runs.events.log import NewEvent, append
+from app.runs.events.stream import Streams
+from app.runs.scheduler.dispatcher import Dispatcher
+from app.runs.state import machine
 from tests.conftest import Services
 from tests.factories import Trainer, make_dataset, make_run
 from tests.rows import add_run, add_worker, claim
@@ -58,7 +60,7 @@ class TestTheState:
                 trainers[name] = Trainer(engine, run_id).begin(step=7, total=90)
             trainers["fails"].fail()
             with engine.begin() as connection:
-                connection.execute(lifecycle.retry(made["is lost"], trainers["is lost"].epoch, "lost", 0.0))
+                connection.execute(machine.retry(made["is lost"], trainers["is lost"].epoch, "lost", 0.0))
                 connection.execute(
                     text("UPDATE runs SET not_before = now() - interval '1 hour' WHERE id = :id"),
                     {"id": made["is lost"]},
@@ -90,7 +92,7 @@ class TestTheState:
         worker = add_worker(engine)
         claimed = claim(engine, worker)
         with engine.begin() as connection:
-            connection.execute(lifecycle.retry(run_id, claimed.epoch, "lost", 0.0))
+            connection.execute(machine.retry(run_id, claimed.epoch, "lost", 0.0))
         taken = await self._taken(settings)
         assert taken.ended == {"retried": 1}
         assert taken.recent == {}
@@ -140,7 +142,7 @@ class TestWithoutADatabase:
     @pytest.fixture
     def api(self, services: Services, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
         """One that has been scraped, remembers verified keys for no longer than that, and has lost its database."""
-        monkeypatch.setattr(auth, "CACHE_SECONDS", 0.0)
+        monkeypatch.setattr(middleware, "CACHE_SECONDS", 0.0)
         monkeypatch.setattr(snapshot, "FRESH_SECONDS", 0.0)
         with ThreadServer(settings) as server:
             assert value(scrape(server), "anneal_database_up") == 1
@@ -168,19 +170,19 @@ class TestWithoutADatabase:
     async def test_a_key_is_known_for_as_long_as_it_lasts_and_not_once_it_was_refused(
         self, settings: Settings, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        key = auth.create_key_sync(settings, "x", ["read"], expires_in=timedelta(minutes=5))
-        lasting = auth.create_key_sync(settings, "y", ["read"])
+        key = create_key_sync(settings, "x", ["read"], expires_in=timedelta(minutes=5))
+        lasting = create_key_sync(settings, "y", ["read"])
         reading = async_engine(settings.database_url or "")
-        verifying = auth.Auth(session_maker(reading))
+        verifying = Auth(session_maker(reading))
         try:
             for one in (key, lasting):
                 assert await verifying.verify(one) and verifying.known(one)
-            auth.revoke_key_sync(settings, next(it.id for it in auth.list_keys_sync(settings) if it.name == "y"))
+            revoke_key_sync(settings, next(it.id for it in list_keys_sync(settings) if it.name == "y"))
             assert await verifying.verify(lasting) is None
             assert verifying.known(lasting) is None
             later = time.monotonic() + 301
             # The module's own clock alone: with the process's clock stopped, the event loop would end a minute late.
-            monkeypatch.setattr(auth, "time", SimpleNamespace(monotonic=lambda: later))
+            monkeypatch.setattr(middleware, "time", SimpleNamespace(monotonic=lambda: later))
             assert verifying.known(key) is None
         finally:
             await reading.dispose()

@@ -11,8 +11,12 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import TypeAdapter
 
-from app.runs.config import Machine, TrainingConfig, given_fields, problems, resolve
-from app.runs.rewards import Reward, names
+from app.contracts.rewards import Reward, names
+from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.raw_config import given_fields
+from app.contracts.training_config.resolution import resolve
+from app.contracts.training_config.rules import Machine
+from app.contracts.training_config.validation import problems
 
 ANSWER = {"type": "exact_match"}
 

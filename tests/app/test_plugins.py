@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine
 
-from app.runs import plugins
-from app.runs.fields import TrainerOptions
+from app.contracts import plugins
+from app.contracts.training_config.fields import TrainerOptions
 from tests.factories import make_dataset, make_model
 from tests.rows import add_worker
 from tests.server import ApiServer

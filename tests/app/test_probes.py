@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, update
 
-from app.client import Anneal
-from app.db import sync_engine
-from app.runs.config import TrainerOptions
-from app.runs.models import Attempt
+from app.client.client import Anneal
+from app.contracts.training_config.fields import TrainerOptions
+from app.infra.db import sync_engine
+from app.tables.runs import Attempt
 from tests.factories import Trainer, count_runs, make_dataset, make_experiment, make_model, mark_run
 from tests.server import ApiServer
 from tests.waiting import eventually

@@ -16,8 +16,8 @@ import pytest
 from structlog.contextvars import bound_contextvars, get_contextvars
 
 from app.config import Settings
-from app.ids import new_id
-from app.process_logs import bound_to_run
+from app.infra.ids import new_id
+from app.infra.log_setup import bound_to_run
 from tests.server import ApiServer
 from tests.waiting import eventually
 
@@ -31,7 +31,7 @@ class LoggingServer(ApiServer):
         self._variables = variables
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "app.cli", "api", "--port", str(self.port)]
+        command = [sys.executable, "-m", "app.cli.main", "api", "--port", str(self.port)]
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
                 command, env=self.settings.child_environment() | self._variables, stdout=output, stderr=output
@@ -47,7 +47,7 @@ class LoggingServer(ApiServer):
 
     def record_of(self, answer: httpx.Response) -> dict[str, Any]:
         """The one line of this request."""
-        mine = {"logger": "app.monitoring.requests", "request_id": answer.headers["x-request-id"]}
+        mine = {"logger": "app.api.middleware.request_metrics", "request_id": answer.headers["x-request-id"]}
         found = eventually(lambda: [one for one in self.records() if mine.items() <= one.items()])
         assert len(found) == 1
         return found[0]
@@ -112,7 +112,7 @@ def test_console_lines_are_for_people_and_carry_the_same(settings: Settings, tmp
     with LoggingServer(settings, tmp_path / "api.log", ANNEAL_LOG_FORMAT="console") as api:
         id = api.client.get("/v1/nowhere").headers["x-request-id"]
         line = eventually(lambda: [one for one in api.log.read_text().splitlines() if f"request_id={id}" in one])[0]
-    said = "INFO app.monitoring.requests: GET unmatched answered with 404"
+    said = "INFO app.api.middleware.request_metrics: GET unmatched answered with 404"
     assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z " + said, line)
 
 

@@ -11,23 +11,22 @@ import pytest
 from sqlalchemy import Engine, func, select, text, update
 from typer.testing import CliRunner
 
-from app.checkpoints.models import Checkpoint
-from app.cli import cli
-from app.client import Anneal
-from app.client.events import EndEvent, TruncatedEvent
+from app.cli.main import cli
+from app.client.client import Anneal
 from app.config import Settings
-from app.db import async_engine, sync_engine
-from app.events import stream
-from app.events.frames import Frame
-from app.events.models import RunEvent
-from app.events.partitions import ensure_partitions
-from app.events.stream import Streams
-from app.ids import id_at
-from app.queue import Queue
-from app.runs import pruning
-from app.runs.models import Run
-from app.runs.pruning import Policy, Pruned, prune
-from app.storage import Storage
+from app.contracts.events import EndEvent, TruncatedEvent
+from app.infra.broker import Queue
+from app.infra.db import async_engine, sync_engine
+from app.infra.ids import id_at
+from app.infra.storage import Storage
+from app.runs import retention
+from app.runs.events import stream
+from app.runs.events.frames import Frame
+from app.runs.events.stream import Streams
+from app.runs.retention import Policy, Pruned, prune
+from app.tables.checkpoints import Checkpoint
+from app.tables.events import RunEvent, ensure_partitions
+from app.tables.runs import Run
 from tests.factories import Trainer, mark_checkpoint, mark_run
 from tests.rows import add_run, learn_from, run_row
 from tests.server import ThreadServer
@@ -239,7 +238,7 @@ class TestCheckpoints:
     ) -> None:
         told: list[str] = []
         # Not by way of the logging of the process, which other tests set up in their own ways.
-        monkeypatch.setattr(pruning.log, "warning", lambda text, *values: told.append(text % values))
+        monkeypatch.setattr(retention.log, "warning", lambda text, *values: told.append(text % values))
         odd, usual = made.run(JANUARY), made.run(FEBRUARY)
         folders = [made.checkpoint(trainer, step) for trainer in (odd, usual) for step in (1, 2)]
         with engine.begin() as connection:
@@ -254,7 +253,7 @@ class TestRuns:
     def test_many_go_in_several_transactions_and_a_dry_run_counts_the_same(
         self, engine: Engine, made: Made, settings: Settings, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(pruning, "_RUNS_AT_ONCE", 2)
+        monkeypatch.setattr(retention, "_RUNS_AT_ONCE", 2)
         first = made.run(JANUARY, points=1)
         second = made.run(JANUARY, points=1, parent_run_id=first.run_id)
         made.run(JANUARY, points=1, parent_run_id=second.run_id)

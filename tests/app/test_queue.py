@@ -5,7 +5,7 @@ import asyncio
 import redis
 
 from app.config import Settings
-from app.queue import Queue
+from app.infra.broker import Queue
 
 
 def commands_of_listeners(settings: Settings) -> list[int]:

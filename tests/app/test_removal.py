@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from sqlalchemy import Engine, func, select, text
 
-from app.db import sync_engine
-from app.events.models import RunEvent
-from app.ids import new_id
-from app.runs.models import MetricRollup, Removal
-from app.storage import Storage
+from app.infra.db import sync_engine
+from app.infra.ids import new_id
+from app.infra.storage import Storage
+from app.tables.events import RunEvent
+from app.tables.runs import MetricRollup, Removal
 from tests.factories import Trainer, make_dataset, make_experiment, make_run, mark_run
 from tests.rows import add_run, learn_from, waiting_for_locks
 from tests.server import ApiServer

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import pytest
 from sqlalchemy import Engine, select
 
-from app.checkpoints import retention
-from app.checkpoints.models import Checkpoint
 from app.config import Settings
-from app.db import sync_engine
+from app.infra.db import sync_engine
+from app.runs.checkpoints import retention
+from app.tables.checkpoints import Checkpoint
 from tests.factories import Trainer, mark_checkpoint
 from tests.rows import add_run
 

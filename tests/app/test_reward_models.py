@@ -7,9 +7,9 @@ import pytest
 from sqlalchemy import Engine, text
 
 from app.config import Settings
-from app.db import sync_engine
-from app.ids import new_id
-from app.storage import Storage
+from app.infra.db import sync_engine
+from app.infra.ids import new_id
+from app.infra.storage import Storage
 from tests.factories import Trainer, count_runs, make_dataset, make_model, make_run
 from tests.rows import waiting_for_locks
 from tests.server import ApiServer, ThreadServer

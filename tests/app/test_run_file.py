@@ -47,7 +47,7 @@ class TestRunFile:
     def test_a_merge_may_bring_a_key_again(self, anneal: Anneal, run_file: Path) -> None:
         text = "x: &x {lora_r: 4, epochs: 1}\ny: &y {<<: *x, lora_r: 8}\nconfig: {<<: *y, epochs: 5}\n"
         Path("merged.yaml").write_text(text)
-        from app.commands.run_file import read
+        from app.cli.runs.run_file import read
 
         assert read(Path("merged.yaml"))["config"] == {"lora_r": 8, "epochs": 5}
 

@@ -8,11 +8,11 @@ import pytest
 from sqlalchemy import Engine
 
 from app.config import Settings
-from app.db import sync_engine
-from app.experiments.service import DEFAULT_ID
-from app.ids import is_id, new_id
-from app.runs.config import TrainingConfig
-from app.storage import Storage
+from app.contracts.training_config.fields import TrainingConfig
+from app.infra.db import sync_engine
+from app.infra.ids import is_id, new_id
+from app.infra.storage import Storage
+from app.runs.creation import DEFAULT_ID
 from tests.factories import Trainer, count_runs, make_dataset, make_experiment, make_run
 from tests.rows import events_of, run_row
 from tests.server import ApiServer, ThreadServer

@@ -6,7 +6,7 @@ import httpx
 import pytest
 from sqlalchemy import Engine, func
 
-from app.ids import new_id
+from app.infra.ids import new_id
 from tests.factories import Trainer, count_runs, make_dataset, make_run, mark_checkpoint
 from tests.rows import events_of, run_row
 from tests.server import ApiServer

@@ -8,11 +8,12 @@ import pytest
 from sqlalchemy import Engine, update
 
 from app.config import Settings
-from app.datasets.models import Dataset
-from app.db import sync_engine
-from app.ids import new_id
-from app.runs import checks
-from app.storage import Storage
+from app.contracts.training_config.validation import problems
+from app.infra.db import sync_engine
+from app.infra.ids import new_id
+from app.infra.storage import Storage
+from app.runs.validation import request
+from app.tables.datasets import Dataset
 from tests.factories import Trainer, count_runs, make_dataset, make_model, make_run
 from tests.rows import add_worker, run_row
 from tests.server import ApiServer, ThreadServer
@@ -351,7 +352,7 @@ class TestValidate:
 
 def test_while_a_configuration_is_judged_others_are_served(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     inline = []
-    judge = checks.problems
+    judge = problems
 
     def judged(*given: Any, **more: Any) -> Any:
         try:
@@ -362,7 +363,7 @@ def test_while_a_configuration_is_judged_others_are_served(settings: Settings, m
             inline.append(True)
         return judge(*given, **more)
 
-    monkeypatch.setattr(checks, "problems", judged)
+    monkeypatch.setattr(request, "problems", judged)
     with ThreadServer(settings) as api:
         engine = sync_engine(settings.database_url or "", pool_size=0)
         body = {"dataset_id": make_dataset(engine), "config": {"base_model": "org/model"}}

@@ -11,7 +11,7 @@ import psycopg
 import pytest
 
 from app.config import Settings
-from app.db import sync_engine
+from app.infra.db import sync_engine
 from app.secrets import store
 from app.secrets.keyring import Keyring, KeyringError
 from tests.app.routes import calls
@@ -172,7 +172,7 @@ def test_the_key_file_may_lie_elsewhere(settings: Settings, tmp_path: Path) -> N
 
 
 def test_no_representation_of_a_request_tells_the_value() -> None:
-    from app.secrets.schemas import SecretValue
+    from app.contracts.schemas.secrets import SecretValue
 
     body = SecretValue.model_validate_json(json.dumps({"value": TOKEN}))
     assert TOKEN not in repr(body) and TOKEN not in body.model_dump_json()

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from app.events import serving, stream
-from app.events.serving import LiveResponse
+from app.runs.events import responses, stream
+from app.runs.events.responses import LiveResponse
 
 FORMS = ["text/event-stream", "application/x-ndjson", "text/plain; charset=utf-8"]
 
@@ -51,7 +51,7 @@ class Client:
 
 @pytest.mark.parametrize("form", FORMS)
 async def test_a_client_that_takes_nothing_is_disconnected(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "SEND_SECONDS", 0.2)
+    monkeypatch.setattr(responses, "SEND_SECONDS", 0.2)
     client = Client(reads=False, allowed=True)
     await client.serve(form)
     assert client.body_was_closed
@@ -62,7 +62,7 @@ async def test_a_key_that_is_no_longer_valid_ends_its_streams_also_those_that_no
     reads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream, "RECHECK_SECONDS", 0.1)
-    monkeypatch.setattr(serving, "_CUT_SECONDS", 0.1)
+    monkeypatch.setattr(responses, "_CUT_SECONDS", 0.1)
     client = Client(reads, allowed=False)
     await client.serve(FORMS[0])
     assert client.body_was_closed

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from app import protocol
+from app.api import uvicorn_protocol
 from app.config import Settings
 from tests.server import ApiServer, ProcessServer, ThreadServer
 from tests.waiting import eventually
@@ -19,8 +19,8 @@ _MEGABYTE = b"x" * 2**20
 @pytest.fixture
 def hasty(shared_api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
     """A server that waits for no client longer than a moment."""
-    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.5)
-    monkeypatch.setattr(protocol, "REST_SECONDS", 0.5)
+    monkeypatch.setattr(uvicorn_protocol, "HEAD_SECONDS", 0.5)
+    monkeypatch.setattr(uvicorn_protocol, "REST_SECONDS", 0.5)
     yield shared_api
 
 
@@ -123,4 +123,8 @@ def test_two_hundred_megabytes_without_a_key_leave_no_byte(settings: Settings) -
 def test_the_bounds_hold_where_the_service_is_served() -> None:
     source = (Path(__file__).parents[2] / "app" / "serve.py").read_text()
     assert "http=Protocol" in source
-    assert issubclass(ThreadServer, ApiServer) and protocol.HEAD_SECONDS <= 30 and protocol.MOST_HEAD_BYTES <= 2**17
+    assert (
+        issubclass(ThreadServer, ApiServer)
+        and uvicorn_protocol.HEAD_SECONDS <= 30
+        and uvicorn_protocol.MOST_HEAD_BYTES <= 2**17
+    )

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, text
 
-from app.db import sync_engine
-from app.runs import lifecycle
+from app.infra.db import sync_engine
+from app.runs.state import machine
 from tests.factories import Trainer, make_dataset, make_run, mark_run
 from tests.rows import run_row
 from tests.server import ApiServer
@@ -90,7 +90,7 @@ class TestAtTheEndOfTheEpoch:
         row = run_row(engine, trainer.run_id)
         assert (row.status, row.attempt, row.stop_mode) == ("initializing", 2, "epoch_end")
         with engine.begin() as connection:
-            assert connection.execute(lifecycle.renew(again.run_id, again.epoch, 600)).one().stop_mode == "epoch_end"
+            assert connection.execute(machine.renew(again.run_id, again.epoch, 600)).one().stop_mode == "epoch_end"
         again.begin().cancel()
         row = run_row(engine, trainer.run_id)
         assert (row.status, row.stop_mode) == ("cancelled", "epoch_end") and row.stop_requested_at is not None
@@ -104,7 +104,7 @@ class TestAtTheEndOfTheEpoch:
         self, shared_api: ApiServer, engine: Engine, trainer: Trainer
     ) -> None:
         with engine.begin() as connection:
-            connection.execute(lifecycle.retry(trainer.run_id, trainer.epoch, "lost", 600.0))
+            connection.execute(machine.retry(trainer.run_id, trainer.epoch, "lost", 600.0))
         mark_run(engine, trainer.run_id, not_before=text("now() + interval '1 hour'"))
         assert stop(shared_api, trainer.run_id, mode="epoch_end")["status"] == "pending"
         assert stop(shared_api, trainer.run_id)["status"] == "cancelled"

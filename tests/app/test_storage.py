@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from app.config import Settings
-from app.ids import new_id
-from app.storage import OutsideStorage, Storage
+from app.infra.ids import new_id
+from app.infra.storage import OutsideStorage, Storage
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ from sqlalchemy import Engine
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from app.config import Settings
-from app.db import async_engine, sync_engine
-from app.events import stream
-from app.events.frames import Batch, Frame
-from app.events.log import NewEvent, append
-from app.events.stream import Streams
-from app.queue import Queue
-from app.runs import lifecycle
+from app.infra.broker import Queue
+from app.infra.db import async_engine, sync_engine
+from app.runs.events import stream
+from app.runs.events.frames import Batch, Frame
+from app.runs.events.log import NewEvent, append
+from app.runs.events.stream import Streams
+from app.runs.state import machine
 from tests.rows import add_run, add_worker, claim
 from tests.waiting import eventually_async
 
@@ -45,7 +45,7 @@ class Lab:
     async def end(self) -> None:
         def complete() -> None:
             with self.engine.begin() as connection:
-                connection.execute(lifecycle.complete(self.run_id, 1, None, "done"))
+                connection.execute(machine.complete(self.run_id, 1, None, "done"))
 
         await asyncio.to_thread(complete)
         await self.queue.wake(self.run_id)

@@ -11,13 +11,13 @@ from httpx_sse import EventSource
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from app.events.frames import Batch, Frame
-from app.events.log import NewEvent, payload
-from app.events.serving import as_ndjson, as_sse
-from app.ids import new_id
+from app.infra.ids import new_id
+from app.runs.events.frames import Batch, Frame
+from app.runs.events.log import NewEvent, payload
+from app.runs.events.responses import as_ndjson, as_sse
 from tests.properties import examples
-from worker.lines import clean_record
-from worker.redaction import Redactor
+from worker.ingest.record_parser import clean_record
+from worker.ingest.redaction import Redactor
 
 _RUN = new_id("run")
 _ODD_TEXT = st.sampled_from(

@@ -14,7 +14,7 @@ import sseclient
 from httpx_sse import connect_sse
 from sqlalchemy import Engine
 
-from app.db import sync_engine
+from app.infra.db import sync_engine
 from tests.factories import Trainer, make_dataset, make_run
 from tests.server import ApiServer
 

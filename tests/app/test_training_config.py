@@ -10,18 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from app.runs.config import (
-    CHANGEABLE_ON_RESUME,
-    Machine,
-    TrainingConfig,
-    TrainingMethod,
-    TrainingStatus,
-    given_fields,
-    problems,
-    resolve,
-    resume_problems,
-    understood,
-)
+from app.contracts.methods import TrainingMethod
+from app.contracts.run_status import TrainingStatus
+from app.contracts.training_config.field_traits import CHANGEABLE_ON_RESUME
+from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.raw_config import given_fields, understood
+from app.contracts.training_config.resolution import resolve
+from app.contracts.training_config.rules import Machine
+from app.contracts.training_config.validation import problems, resume_problems
 
 CPU = Machine(kind="cpu", bf16=True)
 GPU = Machine(kind="cuda", bf16=True, flash_attention=False)
@@ -89,7 +85,10 @@ class TestFieldsAndDefaults:
         assert codes(schema["example"]) == set()
 
     def test_importing_it_imports_no_torch(self) -> None:
-        program = "import sys, app.runs.config; sys.exit(any(m in sys.modules for m in ('torch', 'fastapi')))"
+        program = (
+            "import sys, app.contracts.training_config.validation; "
+            "sys.exit(any(m in sys.modules for m in ('torch', 'fastapi')))"
+        )
         assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from app.runs.turns import Seat, Waiting, turns
+from app.runs.scheduler.simulation import Seat, Waiting, turns
 
 
 def waiting(run_id: str = "a", **change: object) -> Waiting:

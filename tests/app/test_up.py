@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from app.config import Settings
-from app.up import Supervised, Up
+from app.standalone.supervisor import Supervised, Up
 from tests.waiting import eventually
 
 READY_SECONDS = 90.0
@@ -117,7 +117,7 @@ class TestReady:
     def test_its_log_files_are_for_people(self, running: Running) -> None:
         assert running.answers()
         lines = (running.home / "logs" / "api.log").read_text().splitlines()
-        assert any(" INFO app.monitoring.requests: GET /readyz answered with 200" in line for line in lines)
+        assert any(" INFO app.api.middleware.request_metrics: GET /readyz answered with 200" in line for line in lines)
         assert not [line for line in lines if line.startswith("{")]
 
     def test_a_second_one_on_the_same_home_is_told_so(self, running: Running) -> None:
@@ -268,4 +268,4 @@ class Broken:
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-P", "-m", "app.cli", *arguments]
+    return [sys.executable, "-P", "-m", "app.cli.main", *arguments]

@@ -9,16 +9,16 @@ from typing import Any, ClassVar
 import pytest
 from sqlalchemy import Engine
 
+from app.api.errors import ApiError
 from app.backends.celery import CeleryBackend
 from app.config import Settings
-from app.db import async_engine, session_maker, sync_engine
-from app.errors import ApiError
-from app.events.stream import Streams
-from app.ids import new_id
-from app.queue import Queue
-from app.runs.config import TrainingMethod
-from app.runs.schemas import TrainingRun
-from app.storage import Storage
+from app.contracts.methods import TrainingMethod
+from app.contracts.schemas.runs import TrainingRun
+from app.infra.broker import Queue
+from app.infra.db import async_engine, session_maker, sync_engine
+from app.infra.ids import new_id
+from app.infra.storage import Storage
+from app.runs.events.stream import Streams
 from tests.factories import Trainer, count_runs, make_dataset, make_experiment
 from tests.rows import events_of, run_row
 

@@ -13,7 +13,7 @@ from tests.chaos.processes import Sizes, trainers_left
 from tests.chaos.profiles import PLANS, Plan
 from tests.chaos.scene import Scene
 from tests.chaos.world import LEASE_SECONDS, World
-from worker.training import manifest
+from worker.checkpoint_files import manifest
 
 _EXPORTED = {"fake": "fake_model.json", "celery": "adapter_model.safetensors"}
 

@@ -6,7 +6,7 @@ import psutil
 
 from tests.chaos.scene import Scene, is_alive, wait_for
 from tests.chaos.world import Service
-from worker.training.journal import read_journal
+from worker.wire.journal import read_journal
 
 LIED_ABOUT = (
     "create", "claim", "begin", "append", "renew", "saving", "checkpoint", "complete", "request_stop", "cancel",

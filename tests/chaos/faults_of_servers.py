@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from app.queue import QUEUE, TASK, celery_app
+from app.infra.broker import QUEUE, TASK, celery_app
 from tests.chaos.scene import Scene, is_alive, wait_for
 from tests.chaos.world import LEASE_SECONDS
 from tests.waiting import _pause

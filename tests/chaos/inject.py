@@ -58,21 +58,21 @@ def lie_about_commits(folder: Path, process: str) -> None:
     """Patch COMMIT so that transactions with the verb of an order fail as the order says.
 
     `after`: the commit succeeds, but the connection is closed. `before`: the connection is closed before the commit.
-    `hold`: the commit happens `seconds` later. Verbs are the functions of `app.runs.lifecycle`, `append` and
+    `hold`: the commit happens `seconds` later. Verbs are the functions of `app.runs.state.machine`, `append` and
     `checkpoint`.
     """
     import psycopg
     from sqlalchemy import Engine, event
     from sqlalchemy.engine.default import DefaultDialect
 
-    from app.events import log as event_log
-    from app.runs import lifecycle
+    from app.runs.events import log as event_log
+    from app.runs.state import machine
 
     for name in (
         "create", "claim", "begin", "saving", "saved", "complete", "fail", "cancel", "hand_back", "retry", "reap",
         "request_stop", "renew", "hint_due",
     ):  # fmt: skip
-        setattr(lifecycle, name, _marked(name, getattr(lifecycle, name)))
+        setattr(machine, name, _marked(name, getattr(machine, name)))
 
     orders = Orders(folder)
     done: dict[int, set[str]] = {}
@@ -125,7 +125,7 @@ def _marked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def let_clock_jump(path: Path) -> None:
     """Patch the wall clock of this process so that it is ahead by the seconds in the file, if the file exists."""
-    from app import clock
+    from app.infra import clock
 
     right_time, right_now = time.time, clock.utc_now
     seen, offset = 0, 0.0

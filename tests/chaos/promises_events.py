@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from app.events.log import timestamp
-from app.runs.models import TERMINAL
+from app.contracts.field_types import timestamp
+from app.contracts.run_status import TERMINAL
 from tests.chaos.course import REPAIRED, REQUEUES, TOLD_BY_LIFECYCLE, Course, first_difference, is_prefix
 from tests.chaos.history import Event, History, Transcript, Violation
 
@@ -142,7 +142,7 @@ def readers_see_every_event_once(history: History, transcript: Transcript) -> It
 
 
 def on_the_wire(run_id: str, event: Event) -> dict[str, object]:
-    """Return a stored event as readers receive it, see `app.events.log.payload`."""
+    """Return a stored event as readers receive it, see `app.runs.events.log.payload`."""
     return {"run_id": run_id, "seq": event.seq, "ts": timestamp(event.ts), **event.data}
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.chaos.inject import lock_nothing
 from tests.chaos.world import RUN_LOCK
-from worker import child
+from worker.process import child
 
 
 def _is_taken(path: Path) -> bool:

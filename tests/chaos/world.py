@@ -17,18 +17,18 @@ import psutil
 import redis
 from sqlalchemy import Engine
 
-from app import migrate
-from app.auth import create_key_sync
+from app.api_keys.service import create_key_sync
 from app.config import Settings
-from app.db import sync_engine
-from app.embedded import EmbeddedServers
+from app.infra.db import sync_engine
+from app.standalone.servers import EmbeddedServers
+from app.tables import migrate
 from tests.chaos.inject import Orders
 from tests.chaos.machine import SLOWNESS
 from tests.chaos.proxy import Proxies, Proxy
 from tests.server import _free_port
 from tests.waiting import eventually
 from tests.worker.training.tiny import make_chat_dataset, make_tiny_model
-from worker.training.journal import read_journal
+from worker.wire.journal import read_journal
 
 LEASE_SECONDS = 3.0 * SLOWNESS
 HANG_SECONDS = 8.0
@@ -121,7 +121,7 @@ class Service:
         """Return the zygote from which its trainers are forked, or None."""
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(self.pid).children():
-                if "worker.zygote" in " ".join(child.cmdline()):
+                if "worker.process.zygote" in " ".join(child.cmdline()):
                     return child
         return None
 

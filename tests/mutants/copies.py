@@ -19,7 +19,7 @@ VERDICTS = "MUTANT_VERDICTS"
 _PROBE = """
 import importlib, json
 print(json.dumps([importlib.import_module(name).__file__ for name in
-                  ("app.runs.lifecycle", "worker.supervisor", "worker.training.report", "tests.stack")]))
+                  ("app.runs.state.machine", "worker.attempts.supervisor", "worker.wire.reporter", "tests.stack")]))
 """
 
 

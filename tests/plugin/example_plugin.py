@@ -9,12 +9,12 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from transformers import PreTrainedModel
 
-from worker.training.recipes import supervised
+from worker.training.methods import sft
 
 A_NUMBER = 3
 
 
-class LengthTrainer(supervised.SupervisedTrainer):
+class LengthTrainer(sft.SupervisedTrainer):
     """A loss that counts for more or less, the same factor for all: what a recipe of one's own may begin with."""
 
     factor = 1.0
@@ -29,7 +29,7 @@ class LengthTrainer(supervised.SupervisedTrainer):
 def weighted_by_length(run: Any, replaced: Any, factor: float) -> dict[str, Any]:
     """The supervised recipe with another trainer."""
     run.report.message(f"This is a recipe of our own, with factor {factor}.")
-    return supervised.train(run, replaced, type("Ours", (LengthTrainer,), {"factor": factor}))
+    return sft.train(run, replaced, type("Ours", (LengthTrainer,), {"factor": factor}))
 
 
 def repeated(path: Path, purpose: str, times: int) -> Any:

@@ -23,7 +23,7 @@ class Replica(ApiServer):
         self.log = self.settings.home / f"api-{self.port}.log"
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "app.cli", "api", "--port", str(self.port)],
+                [sys.executable, "-m", "app.cli.main", "api", "--port", str(self.port)],
                 env=self.settings.child_environment(),
                 stdout=output,
                 stderr=output,
@@ -106,7 +106,7 @@ def cli(stack_or_home: Stack | Path, *arguments: str) -> subprocess.Popen[str]:
     """`anneal worker …` on a home, knowing neither database nor broker."""
     home = stack_or_home if isinstance(stack_or_home, Path) else stack_or_home.home
     environment = {**os.environ, "ANNEAL_HOME": str(home), "ANNEAL_LEASE_SECONDS": "3", "COLUMNS": "200"}
-    command = [sys.executable, "-m", "app.cli", "worker", *arguments]
+    command = [sys.executable, "-m", "app.cli.main", "worker", *arguments]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.reliability.test_deaths import SLOW, losses
 from tests.stack import Stack
 from tests.waiting import eventually
-from worker.training.journal import read_journal
+from worker.wire.journal import read_journal
 
 
 def test_a_run_whose_machine_is_lost_goes_on_exactly_on_another_one(stack: Stack, tmp_path: Path) -> None:

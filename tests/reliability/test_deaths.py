@@ -112,7 +112,7 @@ class TestNoRunIsLost:
         assert worker.process.poll() is None
 
     def test_duplicate_and_late_hints_start_it_once(self, stack: Stack) -> None:
-        from app.queue import TASK, celery_app
+        from app.infra.broker import TASK, celery_app
 
         run_id = stack.create({"steps": 3})
         celery = celery_app(stack.settings.redis_url or "")

@@ -14,9 +14,9 @@ import pytest
 from sqlalchemy import text
 
 import migrations
-from app import migrate
 from app.config import Settings
-from app.home import HomeError
+from app.infra.errors import HomeError
+from app.tables import migrate
 from tests.conftest import Services
 from tests.reliability.migration_rules import breaking, reason
 from tests.server import ThreadServer
@@ -133,7 +133,7 @@ class TestAMigrationWhileReplicasServe:
         with ThreadServer(stack.settings.model_copy(update={"home": stack.home / "old"})) as old:
             assert old.client.get("/readyz").status_code == 200
         migrating_old = subprocess.run(
-            [sys.executable, "-m", "app.cli", "migrate"],
+            [sys.executable, "-m", "app.cli.main", "migrate"],
             env=stack.settings.child_environment(),
             capture_output=True,
             text=True,
@@ -151,14 +151,14 @@ class TestAnOlderDatabase:
         sentence = f"The database is at revision 0000, this version needs {migrate.head()}: run `anneal migrate`."
         worker = WorkerProcess(settings.model_copy(update={"launch": "cold"}), tmp_path / "worker.log")
         api = subprocess.run(
-            [sys.executable, "-m", "app.cli", "api", "--port", "0"],
+            [sys.executable, "-m", "app.cli.main", "api", "--port", "0"],
             env=settings.child_environment(),
             capture_output=True,
             text=True,
             timeout=60,
         )
         assert (api.returncode, api.stderr.strip().splitlines()[-1]) == (1, f"anneal: {sentence}")
-        assert worker.process.wait(30) == 1
+        assert worker.process.training_process.wait(30) == 1
         assert f"anneal: {sentence}" in worker.log.read_text() and "Traceback" not in worker.log.read_text()
 
 

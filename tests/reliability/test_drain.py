@@ -18,9 +18,10 @@ import pytest
 from celery import Celery
 
 from app.config import Settings
-from app.queue import QUEUE, TASK, celery_app
-from app.serve import REQUEST_GRACE_SECONDS
-from app.workers import local
+from app.infra.broker import QUEUE, TASK, celery_app
+from app.infra.process_identity import boot_id, pid_namespace, process_started
+from app.server import REQUEST_GRACE_SECONDS
+from app.workers import status_files
 from tests.reliability.draining import (
     Reader,
     Replica,
@@ -206,7 +207,7 @@ class TestDrain:
         said, _ = cli(stack, "--drain").communicate(timeout=60)
         assert not is_alive(worker.process.pid), "the command returns when the worker has ended"
         assert worker.process.wait(10) == 0
-        assert f"process {worker.process.pid}) is draining and claims no more runs" in said
+        assert f"process {worker.process.training_process.pid}) is draining and claims no more runs" in said
         assert f"Still running: {at_work}" in said
         assert "Drained: 1 worker ended." in said
         shown = stack.run(at_work)
@@ -238,13 +239,13 @@ class TestDrain:
         assert command.returncode == 1 and "--timeout requires --drain" in said
 
     def test_a_hint_that_a_draining_worker_has_taken_goes_to_somebody_else(self, stack: Stack) -> None:
-        from worker import tasks
+        from worker import celery_worker
 
         class Draining:
             closing = type("", (), {"is_set": lambda self: True})()
 
         app: Celery = celery_app(stack.settings.redis_url or "")
-        tasks.register(app, Draining())  # type: ignore[arg-type]
+        celery_worker.register(app, Draining())  # type: ignore[arg-type]
         with stack.redis() as redis:
             before = redis.llen(QUEUE)
             app.tasks[TASK]()
@@ -260,7 +261,9 @@ class TestDrain:
         variables.pop("ANNEAL_STORAGE", None)
         log = tmp_path / "up.out"
         with log.open("wb") as output:
-            up = subprocess.Popen([sys.executable, "-m", "app.cli", "up"], env=variables, stdout=output, stderr=output)
+            up = subprocess.Popen(
+                [sys.executable, "-m", "app.cli.main", "up"], env=variables, stdout=output, stderr=output
+            )
         try:
             eventually(lambda: "Anneal is ready" in log.read_text(), timeout=60, what="anneal up")
             connection = tmp_path / "up" / "connection.json"
@@ -289,9 +292,9 @@ class TestNotes:
     def test_a_process_that_was_given_a_workers_id_later_is_never_signalled(
         self, stranger: subprocess.Popen[bytes], tmp_path: Path
     ) -> None:
-        started = local.process_started(stranger.pid)
+        started = process_started(stranger.pid)
         assert started is not None
-        here = {"boot_id": local.boot_id(), "namespace": local.namespace()}
+        here = {"boot_id": boot_id(), "namespace": pid_namespace()}
         others: list[dict[str, Any]] = [
             {**here, "process_started": started - 1},
             {**here, "process_started": started, "boot_id": "another"},
@@ -300,27 +303,29 @@ class TestNotes:
         folder = tmp_path / "run" / "workers"
         folder.mkdir(parents=True)
         for n, other in enumerate(others):
-            note = local.Note(id=f"wrk_{n}", pid=stranger.pid, **other)
+            note = status_files.Note(id=f"wrk_{n}", pid=stranger.pid, **other)
             assert not note.signal(signal.SIGTERM)
             (folder / f"{note.id}.json").write_text(json.dumps(note.__dict__))
         said, _ = cli(tmp_path, "--drain").communicate(timeout=30)
         assert re.search(r"wrk_1 belongs to another machine", said) and "nothing to drain" in said
         assert stranger.poll() is None
-        right = local.Note(id="wrk", pid=stranger.pid, process_started=started, **here)
+        right = status_files.Note(id="wrk", pid=stranger.pid, process_started=started, **here)
         assert right.signal(signal.SIGTERM)
         assert stranger.wait(10) == -signal.SIGTERM
 
     def test_a_new_worker_clears_away_the_notes_of_dead_ones(self, settings: Settings) -> None:
         folder = settings.home / "run" / "workers"
         folder.mkdir(parents=True)
-        dead = local.Note("wrk_dead", 2**22 + 1, 1, local.boot_id(), local.namespace())
+        dead = status_files.Note("wrk_dead", 2**22 + 1, 1, boot_id(), pid_namespace())
         (folder / "wrk_dead.json").write_text(json.dumps(dead.__dict__))
         (folder / "wrk_torn.json").write_text("{")
-        drained = local.Note("wrk_drained", 2**22 + 2, 1, local.boot_id(), local.namespace(), draining=True)
+        drained = status_files.Note("wrk_drained", 2**22 + 2, 1, boot_id(), pid_namespace(), draining=True)
         (folder / "wrk_drained.json").write_text(json.dumps(drained.__dict__))
-        notebook = local.Notebook(settings.home, "wrk_new")
+        notebook = status_files.Notebook(settings.home, "wrk_new")
         notebook.open()
-        assert sorted(note.id for note in local.notes(settings.home)) == ["wrk_drained", "wrk_new"]
-        assert local.was_drained(settings.home, drained.pid) and not local.was_drained(settings.home, os.getpid())
+        assert sorted(note.id for note in status_files.notes(settings.home)) == ["wrk_drained", "wrk_new"]
+        assert status_files.was_drained(settings.home, drained.pid) and not status_files.was_drained(
+            settings.home, os.getpid()
+        )
         notebook.close()
-        assert [note.id for note in local.notes(settings.home)] == ["wrk_drained"]
+        assert [note.id for note in status_files.notes(settings.home)] == ["wrk_drained"]

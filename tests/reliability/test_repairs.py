@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from app.postmortems.causes import Before, explain
+from app.runs.postmortem.causes import Before, explain
 from tests.stack import Stack
 from tests.waiting import eventually
-from worker import repairs
+from worker.attempts import auto_repair
 
 
 def repairs_told(stack: Stack, run_id: str) -> list[dict[str, Any]]:
@@ -181,13 +181,13 @@ class TestPostmortem:
             "gradient_checkpointing": False,
         }  # fmt: skip
         seen = []
-        while repair := repairs.repair_for(config, "training", "out_of_memory", None):
-            config, _ = repairs.apply(config, [repair.stored()])
+        while repair := auto_repair.repair_for(config, "training", "out_of_memory", None):
+            config, _ = auto_repair.apply(config, [repair.stored()])
             seen.append(config["batch_size"])
             assert config["batch_size"] * config["gradient_accumulation_steps"] == 24
         assert all(later <= before for before, later in pairwise(seen)) and seen[-2:] == [1, 1]
         assert config["gradient_checkpointing"] is True
-        assert repairs.repair_for(config, "loading", "out_of_memory", None) is None
+        assert auto_repair.repair_for(config, "loading", "out_of_memory", None) is None
 
     @pytest.mark.parametrize(("message", "says"), [
         ("worker lost: its lease ran out (4 times …)", "The worker was lost"),

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from app.storage import Storage
+from app.infra.storage import Storage
 from tests.stack import Follower, Stack, pids_of_trainers
 from tests.waiting import eventually
 

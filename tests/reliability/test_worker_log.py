@@ -21,12 +21,14 @@ def test_lines_of_supervisor_and_lease_carry_run_and_attempt(stack: Stack) -> No
         return [json.loads(line) for line in worker.log.read_text().splitlines() if line.startswith("{")]
 
     def fenced() -> list[dict[str, Any]]:
-        return [line for line in lines() if line["logger"] == "worker.supervisor" and "fenced" in line["event"]]
+        return [
+            line for line in lines() if line["logger"] == "worker.attempts.supervisor" and "fenced" in line["event"]
+        ]
 
     eventually(fenced)
     concern = [line for line in lines() if run_id in line["event"]]
-    assert {"worker.lease", "worker.supervisor"} <= {line["logger"] for line in concern}
+    assert {"worker.lease", "worker.attempts.supervisor"} <= {line["logger"] for line in concern}
     assert {(line["run_id"], line["attempt"]) for line in concern} == {(run_id, 1)}
     others = [line for line in lines() if run_id not in line["event"]]
-    assert any(line["logger"] == "worker.host" for line in others)
-    assert not [line for line in others if line["logger"] == "worker.host" and "run_id" in line]
+    assert any(line["logger"] == "worker.context" for line in others)
+    assert not [line for line in others if line["logger"] == "worker.context" and "run_id" in line]

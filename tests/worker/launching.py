@@ -8,9 +8,9 @@ from typing import Any
 
 from app.config import Settings
 from tests.worker.trainers import write_job
-from worker.launcher import Launcher
-from worker.process import Exit, TrainingProcess
-from worker.training.pulse import ALIVE
+from worker.process.launcher import Launcher
+from worker.process.training_process import Exit, TrainingProcess
+from worker.wire.heartbeat import ALIVE
 
 CPU = {"kind": "cpu", "index": 0, "id": "cpu-0"}
 Launch = Callable[..., TrainingProcess]

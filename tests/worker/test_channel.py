@@ -10,8 +10,8 @@ import pytest
 
 from tests.waiting import eventually
 from tests.worker.launching import Said, launch, start_launcher
-from worker.channel import Channel
-from worker.launcher import Launcher
+from worker.process.channel import Channel
+from worker.process.launcher import Launcher
 
 
 @pytest.fixture(scope="module", params=["zygote", "cold"])

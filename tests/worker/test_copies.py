@@ -16,23 +16,23 @@ from moto.server import ThreadedMotoServer
 from sqlalchemy import Engine, select, text
 from sqlalchemy.ext.asyncio import async_sessionmaker
 
-from app.checkpoints import retention
-from app.checkpoints.models import Checkpoint
 from app.config import Settings
-from app.db import async_engine
-from app.events.log import NewEvent
-from app.home import HomeError
-from app.ids import new_id
-from app.runs import removal
-from app.storage import Storage
+from app.infra.db import async_engine
+from app.infra.errors import HomeError
+from app.infra.ids import new_id
+from app.infra.storage import Storage
+from app.runs import deletion
+from app.runs.checkpoints import retention
+from app.runs.events.log import NewEvent
+from app.tables.checkpoints import Checkpoint
 from tests.rows import run_row
 from tests.waiting import eventually
 from tests.worker.test_job import CPU, WAITS, Lab, flip
-from worker import fetching
-from worker.copies import Copies
-from worker.job import JobError, prepare
-from worker.remote import MARK, BadCopy, NotAsWritten, NotThere, Remote, Unreachable
-from worker.training import manifest
+from worker.attempts.job_builder import JobError, prepare
+from worker.checkpoint_files import manifest
+from worker.checkpoint_store import restore
+from worker.checkpoint_store.remote_store import MARK, BadCopy, NotAsWritten, NotThere, Remote, Unreachable
+from worker.checkpoint_store.replicator import Copies
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +234,7 @@ class TestTheNextAttempt:
         worker.until_copied(1)
         worker.moves(tmp_path / "the first machine")
         (tmp_path / "shared").rename(tmp_path / "away")
-        monkeypatch.setattr(fetching, "_PAUSE_SECONDS", 0.0)
+        monkeypatch.setattr(restore, "_PAUSE_SECONDS", 0.0)
         with pytest.raises(JobError, match="cannot be fetched now") as refused:
             worker.lab.next_attempt()
         assert refused.value.is_passing and worker.lab.bad_reasons() == {10: None}
@@ -313,7 +313,7 @@ class TestTheThread:
         worker.lab.trainer.complete()
         database = async_engine(settings.database_url or "")
         async with async_sessionmaker(database)() as session, session.begin():
-            await removal.remove(session, worker.lab.trainer.run_id)
+            await deletion.remove(session, worker.lab.trainer.run_id)
         await database.dispose()
 
         def killed(_: Path) -> None:

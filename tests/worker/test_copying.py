@@ -11,18 +11,18 @@ from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import async_sessionmaker
 
-from app.checkpoints import copies as statements
 from app.config import Settings
-from app.db import async_engine
-from app.events.log import NewEvent
-from app.runs import removal
-from app.storage import Storage
+from app.infra.db import async_engine
+from app.infra.storage import Storage
+from app.runs import deletion
+from app.runs.checkpoints import replicas as statements
+from app.runs.events.log import NewEvent
 from tests.waiting import eventually
 from tests.worker.test_copies import Worker, files_below, shared, worker  # noqa: F401
 from tests.worker.test_job import flip
-from worker import copies as copying
-from worker.copies import Copies
-from worker.remote import MARK, Remote, Unreachable
+from worker.checkpoint_store import replicator as copying
+from worker.checkpoint_store.remote_store import MARK, Remote, Unreachable
+from worker.checkpoint_store.replicator import Copies
 
 # ruff: noqa: F811
 
@@ -95,7 +95,7 @@ class TestOnItsWay:
         async def delete() -> None:
             database = async_engine(settings.database_url or "")
             async with async_sessionmaker(database)() as session, session.begin():
-                await removal.remove(session, worker.lab.trainer.run_id)
+                await deletion.remove(session, worker.lab.trainer.run_id)
             await database.dispose()
 
         def is_deleted() -> None:

@@ -10,17 +10,19 @@ import pytest
 from sqlalchemy import Engine, text
 
 from app.config import Settings
-from app.ids import new_id
-from app.runs import lifecycle
-from app.storage import Storage
+from app.contracts.stop import StopAsked
+from app.infra.ids import new_id
+from app.infra.storage import Storage
+from app.runs.state import machine
 from tests.rows import add_run, add_worker, claim, events_of
 from tests.waiting import eventually
-from worker import supervisor
-from worker.host import Host
-from worker.lease import Lease, StopAsked
-from worker.process import Exit
-from worker.pump import Pump
-from worker.writer import Writer
+from worker.attempts import supervisor
+from worker.attempts.outcome import conclude, out_of_reach
+from worker.context import Host
+from worker.ingest.event_writer import Writer
+from worker.ingest.record_handler import Pump
+from worker.lease import Lease
+from worker.process.training_process import Exit
 
 _SLOW = """
 CREATE FUNCTION dawdle() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_sleep(0.5); RETURN NEW; END $$;
@@ -51,7 +53,7 @@ def test_the_last_status_waits_for_the_last_line_of_the_log(
         eventually(lambda: is_storing_the_first_line(engine))
         record = {"type": "phase", "ts": time.time(), "name": "training", "total_steps": 1}
         pump.take([("report", json.dumps(record).encode()), ("stdout", b"second\n"), ("stderr", b"last\n")])
-        return lifecycle.complete(run.id, run.epoch, None, "training is complete")
+        return machine.complete(run.id, run.epoch, None, "training is complete")
 
     monkeypatch.setattr(supervisor, "attempt", attempt)
     supervisor.supervise(host, run, time.monotonic())
@@ -92,7 +94,7 @@ def test_a_completed_run_tells_where_its_output_was_pushed(hub: Any, told: str, 
     pump: Any = SimpleNamespace(result={"outcome": "completed", "output": "output", "hub": hub})
     nothing: Any = None
     with engine.begin() as connection:
-        connection.execute(supervisor.conclude(nothing, run, nothing, pump, Exit(code=0), None))
+        connection.execute(conclude(nothing, run, nothing, pump, Exit(code=0), None))
     told_last = [event.data for event in events_of(engine, run.id) if event.type == "status"][-1]
     assert (told_last["to"], told_last["reason"]) == ("completed", f"training is complete{told}")
 
@@ -109,7 +111,7 @@ def test_a_trainer_that_ended_by_its_timer_is_blamed_on_the_database_only_where_
     host: Any = SimpleNamespace(settings=settings.model_copy(update={"lease_seconds": 60.0}))
     lease = Lease(host, run.id, run.epoch, time.monotonic() - silence)
     with engine.begin() as connection:
-        connection.execute(supervisor.out_of_reach(run, lease))
+        connection.execute(out_of_reach(run, lease))
     told_last = [event.data for event in events_of(engine, run.id) if event.type == "status"][-1]
     assert told_last["reason"].startswith(says) and told_last["reason"].endswith("continues from its last checkpoint")
 

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from app.backends.fake_options import FakeOptions
+from app.contracts.fake_options import FakeOptions
 from tests.worker.launching import CPU, Said, start_launcher
 from tests.worker.trainers import write_job
-from worker.launcher import Launcher
-from worker.process import Exit
-from worker.training import manifest
-from worker.training.journal import read_journal
+from worker.checkpoint_files import manifest
+from worker.process.launcher import Launcher
+from worker.process.training_process import Exit
+from worker.wire.journal import read_journal
 
 
 @pytest.fixture(scope="module")
 def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
-    launcher = start_launcher(tmp_path_factory.mktemp("home"), "zygote", preload=("worker.fake",))
+    launcher = start_launcher(tmp_path_factory.mktemp("home"), "zygote", preload=("worker.fake.trainer",))
     yield launcher
     launcher.stop()
 
@@ -58,7 +58,7 @@ class Run:
             journal=str(self.folder / "journal.jsonl"),
             device=CPU,
         )
-        return Said(self.launcher.launch("worker.fake:main", job, CPU))
+        return Said(self.launcher.launch("worker.fake.trainer:main", job, CPU))
 
     def finish(self, resume_from: dict[str, Any] | None = None, **config: Any) -> tuple[Said, Exit]:
         """Run the next attempt to its end."""

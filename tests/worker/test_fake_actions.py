@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.worker.launching import CPU
-from worker.fake import Training
-from worker.training.control import Control
-from worker.training.journal import Journal
-from worker.training.report import Report
+from worker.fake.trainer import Training
+from worker.wire.control import Control
+from worker.wire.journal import Journal
+from worker.wire.reporter import Report
 
 
 class Drained(Journal):

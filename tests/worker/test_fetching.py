@@ -8,19 +8,20 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, update
 
-from app.checkpoints import copies, retention
-from app.checkpoints.models import Checkpoint
 from app.config import Settings
-from app.events.log import NewEvent
-from app.runs.models import Run
+from app.runs.checkpoints import replicas, retention
+from app.runs.events.log import NewEvent
+from app.tables.checkpoints import Checkpoint
+from app.tables.runs import Run
 from tests.factories import Trainer
 from tests.rows import add_run, add_worker, run_row
 from tests.worker.test_copies import Worker
 from tests.worker.test_job import CPU, WAITS, flip
-from worker import fetching, job
-from worker.fetching import Patience
-from worker.job import JobError, prepare
-from worker.remote import Stopped
+from worker.attempts import job_builder
+from worker.attempts.job_builder import JobError, prepare
+from worker.checkpoint_store import restore
+from worker.checkpoint_store.remote_store import Stopped
+from worker.checkpoint_store.restore import Patience
 
 
 @pytest.fixture
@@ -101,7 +102,7 @@ class TestAStoreThatIsAway:
         self, moved: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (tmp_path / "shared").rename(tmp_path / "away")
-        monkeypatch.setattr(fetching, "_PAUSE_SECONDS", 0.0)
+        monkeypatch.setattr(restore, "_PAUSE_SECONDS", 0.0)
 
         def pause() -> float | None:
             with pytest.raises(JobError) as refused:
@@ -111,7 +112,7 @@ class TestAStoreThatIsAway:
 
         # The first attempt of this run never told that it began.
         assert [pause() for _ in range(2)] == [60.0, 90.0]
-        monkeypatch.setattr(job, "_MAX_WAITS", 3)
+        monkeypatch.setattr(job_builder, "_MAX_WAITS", 3)
         assert pause() is None
 
 
@@ -137,5 +138,5 @@ def test_the_row_of_a_copy_that_has_been_sent_again_meanwhile_stays(moved: Worke
     (row, _) = moved.rows()
     with moved.engine.begin() as connection:
         connection.execute(update(Checkpoint).where(Checkpoint.id == row.id).values(remote_at=row.created_at))
-        connection.execute(copies.spoilt(row.id, row.remote_at))
+        connection.execute(replicas.spoilt(row.id, row.remote_at))
     assert moved.rows()[0].remote_at == row.created_at

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from worker import fitness
-from worker.fitness import Fitness
+from worker import health
+from worker.health import Fitness
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def test_all_is_well_with_a_storage_that_has_room(storage: Path) -> None:
 
 def test_a_full_storage_takes_no_run_until_there_is_room(storage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        full = SimpleNamespace(f_blocks=10**6, f_bavail=fitness.ROOM_BYTES // 4096 - 1, f_frsize=4096)
+        full = SimpleNamespace(f_blocks=10**6, f_bavail=health.ROOM_BYTES // 4096 - 1, f_frsize=4096)
         patched.setattr(os, "statvfs", lambda _: full)
         assert "full: free some space" in (Fitness(storage).trouble() or "")
     assert Fitness(storage).trouble() is None

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from worker.following import Following
-from worker.lease import StopAsked
+from app.contracts.stop import StopAsked
+from worker.attempts.monitor import Following
 
 
 @pytest.fixture

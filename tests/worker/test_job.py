@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, select, update
 
-from app.checkpoints.models import Checkpoint
 from app.config import Settings
-from app.datasets.models import Dataset
-from app.db import sync_engine
-from app.runs.models import Run
-from app.storage import Storage
+from app.infra.db import sync_engine
+from app.infra.storage import Storage
+from app.tables.checkpoints import Checkpoint
+from app.tables.datasets import Dataset
+from app.tables.runs import Run
 from tests.factories import Trainer, make_model
 from tests.rows import add_run, run_row
-from worker.fetching import Patience
-from worker.job import Job, JobError, prepare
-from worker.training import manifest
+from worker.attempts.job_builder import Job, JobError, prepare
+from worker.checkpoint_files import manifest
+from worker.checkpoint_store.restore import Patience
 
 CPU = {"kind": "cpu", "index": 0, "id": "cpu-0"}
 WAITS = Patience(lambda: False, lambda _: None)

@@ -17,11 +17,13 @@ from typing import Any
 import pytest
 
 from app.config import Settings
+from app.infra.process_identity import Identity, start_time
 from tests.waiting import eventually
 from tests.worker.launching import CPU, Said, is_alive, launch, session_members, start_launcher
 from tests.worker.trainers import write_job
-from worker import session
-from worker.launcher import Launcher, LaunchError
+from worker.process import process_group
+from worker.process.launcher import Launcher
+from worker.process.spawn import LaunchError
 
 STOP = {"stop": {"save": True, "why": "stop"}}
 
@@ -166,9 +168,9 @@ class TestDeath:
     ) -> None:
         said = Said(process := launch(launcher, tmp_path, "wait_for_stop"))
         with monkeypatch.context() as patched:
-            patched.setattr(session, "_PATIENCE_SECONDS", 0.1)
-            patched.setattr(session, "_members", lambda leader: iter([leader.pid]))
-            with pytest.raises(session.StillAliveError):
+            patched.setattr(process_group, "_PATIENCE_SECONDS", 0.1)
+            patched.setattr(process_group, "_members", lambda leader: iter([leader.pid]))
+            with pytest.raises(process_group.StillAliveError):
                 process.kill()
         said.to_the_end()
 
@@ -248,7 +250,7 @@ class TestWorkerDeath:
         for pid in (told["trainer"], told["zygote"]):
             if pid is not None:
                 eventually(lambda pid=pid: not is_alive(pid), timeout=10, every=0.001)
-        assert set(session.sweep(tmp_path / "run" / "trainers")) == set(told["children"])
+        assert set(process_group.sweep(tmp_path / "run" / "trainers")) == set(told["children"])
 
     @pytest.mark.parametrize("mode", ["zygote", "cold"])
     def test_the_next_worker_sweeps_what_the_trainers_children_left(self, tmp_path: Path, mode: str) -> None:
@@ -265,17 +267,17 @@ class TestWorkerDeath:
 
     def test_trainers_of_a_living_worker_are_left_alone(self, tmp_path: Path) -> None:
         worker, told = _worker(tmp_path, "zygote")
-        assert session.sweep(tmp_path / "run" / "trainers") == []
+        assert process_group.sweep(tmp_path / "run" / "trainers") == []
         assert is_alive(told["trainer"])
         _end(worker, told)
 
     def test_a_reused_process_id_is_never_hit(self, tmp_path: Path) -> None:
         bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
-        started = session.start_time(bystander.pid)
-        earlier = session.Identity.of(bystander.pid, started - 1000)
-        gone = session.Identity.of(2**22 - 7, 1)
+        started = start_time(bystander.pid)
+        earlier = Identity.of(bystander.pid, started - 1000)
+        gone = Identity.of(2**22 - 7, 1)
         (tmp_path / "x.json").write_text(json.dumps({"trainer": vars(earlier), "worker": vars(gone)}))
-        assert session.sweep(tmp_path) == []
+        assert process_group.sweep(tmp_path) == []
         assert not list(tmp_path.iterdir())
         assert bystander.poll() is None
         bystander.kill()
@@ -286,29 +288,29 @@ class TestWorkerDeath:
     ) -> None:
         """A process in an uninterruptible sleep holds its own device; the machine may have others."""
         stuck = subprocess.Popen(["sleep", "60"], start_new_session=True)
-        noted = vars(session.Identity.of(stuck.pid, session.start_time(stuck.pid)))
-        gone = vars(session.Identity.of(2**22 - 7, 1))
+        noted = vars(Identity.of(stuck.pid, start_time(stuck.pid)))
+        gone = vars(Identity.of(2**22 - 7, 1))
         folder = tmp_path / "run" / "trainers"
         folder.mkdir(parents=True)
         (folder / "stuck.json").write_text(json.dumps({"trainer": noted, "worker": gone}))
         with monkeypatch.context() as patched:
-            patched.setattr(session, "_PATIENCE_SECONDS", 0.1)
-            patched.setattr(session, "_kill_member", lambda pid, leader: False)
+            patched.setattr(process_group, "_PATIENCE_SECONDS", 0.1)
+            patched.setattr(process_group, "_kill_member", lambda pid, leader: False)
             launcher = Launcher(Settings(home=tmp_path, launch="cold"), preload=[])
             assert launcher.start() == []
             launcher.stop()
         assert (folder / "stuck.json").exists(), "the next worker tries again"
-        assert session.sweep(folder) == [stuck.pid]
+        assert process_group.sweep(folder) == [stuck.pid]
         stuck.wait()
 
     def test_records_of_another_boot_or_namespace_or_torn_ones_do_no_harm(self, tmp_path: Path) -> None:
-        own = vars(session.Identity.of(os.getpid(), session.start_time(os.getpid())))
+        own = vars(Identity.of(os.getpid(), start_time(os.getpid())))
         gone = {**own, "pid": 2**22 - 7}
         (tmp_path / "boot.json").write_text(json.dumps({"trainer": {**own, "boot_id": "x"}, "worker": gone}))
         foreign = {**own, "namespace": "pid:[1]"}
         (tmp_path / "namespace.json").write_text(json.dumps({"trainer": foreign, "worker": gone}))
         (tmp_path / "torn.json").write_text('{"trainer": {')
-        assert session.sweep(tmp_path) == []
+        assert process_group.sweep(tmp_path) == []
         assert [path.name for path in tmp_path.iterdir()] == ["namespace.json"]
 
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, event
 
-import app.clock
+import app.infra.clock
 from app.config import Settings
-from app.runs.dispatcher import Dispatcher
+from app.runs.scheduler.dispatcher import Dispatcher
 from tests.rows import add_run, add_worker, claim, run_row
 from worker import lease
 from worker.lease import Lease
@@ -83,15 +83,15 @@ async def test_a_wall_clock_that_jumps_an_hour_changes_nothing(
     settings: Settings, engine: Engine, monkeypatch: pytest.MonkeyPatch, jump: float
 ) -> None:
     """On the worker's machine, on the API's, or both: leases are counted by Postgres, waits by the monotonic clock."""
-    from app.db import async_engine
-    from app.queue import Queue
+    from app.infra.broker import Queue
+    from app.infra.db import async_engine
 
-    wall, today = time.time, app.clock.utc_now
+    wall, today = time.time, app.infra.clock.utc_now
     mine = held(settings, engine, time.monotonic())
     assert mine._renew()
     until = mine.kill_at
     monkeypatch.setattr(time, "time", lambda: wall() + jump)
-    monkeypatch.setattr(app.clock, "utc_now", lambda: today().fromtimestamp(wall() + jump, today().tzinfo))
+    monkeypatch.setattr(app.infra.clock, "utc_now", lambda: today().fromtimestamp(wall() + jump, today().tzinfo))
     assert not mine.expired
     assert mine.kill_at == until
     assert mine._renew(), "renewing goes on"

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.lines import MAX_LINE_BYTES, LogLine, LogLines, Stream, clean_record, parse_record
-from worker.redaction import Redactor
+from worker.ingest.log_lines import MAX_LINE_BYTES, LogLine, LogLines, Stream
+from worker.ingest.record_parser import clean_record, parse_record
+from worker.ingest.redaction import Redactor
 
 pieces = st.lists(
     st.tuples(

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.properties import examples
-from worker.lines import MAX_LINE_BYTES, LogLine, LogLines, Stream
+from worker.ingest.log_lines import MAX_LINE_BYTES, LogLine, LogLines, Stream
 
 _CUT_NOTE = re.compile(r" … \(cut; (\d+) characters in all\)$")
 _MOST = MAX_LINE_BYTES + len(" … (cut; 1000000000 characters in all)".encode())

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from tests.waiting import eventually
-from worker.training import manifest, pulse
-from worker.training.pulse import ALIVE, Pulse, while_growing
-from worker.training.report import Report
+from worker.checkpoint_files import manifest
+from worker.wire import heartbeat
+from worker.wire.heartbeat import ALIVE, Pulse, while_growing
+from worker.wire.reporter import Report
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ class TestPulse:
     ) -> None:
         ours, theirs = ends
         now = 1000.0
-        monkeypatch.setattr(pulse.time, "monotonic", lambda: now)
+        monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now)
         beat = Pulse(theirs.fileno()).beat
         for hundredth in range(250):
             now = 1000.0 + hundredth / 100
@@ -64,7 +65,7 @@ class TestPulse:
         self, ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         ours, theirs = ends
-        monkeypatch.setattr(pulse, "_SECONDS_BETWEEN", 0.0)
+        monkeypatch.setattr(heartbeat, "_SECONDS_BETWEEN", 0.0)
         beat = Pulse(theirs.fileno()).beat
         beating = threading.Thread(target=lambda: [beat() for _ in range(10_000)], daemon=True)
         beating.start()
@@ -95,7 +96,7 @@ class TestPulse:
 
     def test_a_process_whose_supervisor_is_gone_ends_at_its_next_sign(self) -> None:
         code = (
-            "import socket; from worker.training.report import Report\n"
+            "import socket; from worker.wire.reporter import Report\n"
             "ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM); ours.close()\n"
             "Report(theirs.fileno()).alive(); print('still here')"
         )
@@ -121,7 +122,7 @@ class TestWhileGrowing:
     def test_a_sign_for_growth_and_none_without(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         looks: list[int] = []
         signs: list[int] = []
-        held = pulse._held
+        held = heartbeat._held
 
         def look(folders: Any) -> int:
             looks.append(1)
@@ -131,7 +132,7 @@ class TestWhileGrowing:
             until = len(looks) + count
             eventually(lambda: len(looks) >= until, timeout=30)
 
-        monkeypatch.setattr(pulse, "_held", look)
+        monkeypatch.setattr(heartbeat, "_held", look)
         with while_growing(lambda: signs.append(1), tmp_path, tmp_path / "comes later", every=0.01):
             further_looks(5)
             assert signs == []

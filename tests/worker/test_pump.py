@@ -12,19 +12,20 @@ import pytest
 from sqlalchemy import Engine, event, func, select
 from sqlalchemy.exc import OperationalError, ProgrammingError
 
-from app.actions.models import RunAction
-from app.checkpoints.models import Checkpoint
 from app.config import Settings
-from app.db import sync_engine
-from app.events.log import Fenced, NewEvent
-from app.runs import lifecycle
-from app.runs.models import Pace
-from app.storage import Storage
+from app.infra.db import sync_engine
+from app.infra.storage import Storage
+from app.runs.events.log import Fenced, NewEvent
+from app.runs.state import machine
+from app.tables.actions import RunAction
+from app.tables.checkpoints import Checkpoint
+from app.tables.runs import Pace
 from tests.rows import add_run, add_worker, claim, events_of, run_row
-from worker.pump import Pump
-from worker.spool import Step
-from worker.training.pulse import ALIVE
-from worker.writer import LeaseLost, Writer
+from worker.ingest.event_writer import Writer
+from worker.ingest.record_handler import Pump
+from worker.ingest.spool import Step
+from worker.lease import LeaseLost
+from worker.wire.heartbeat import ALIVE
 
 
 class Lab:
@@ -262,7 +263,7 @@ def test_an_error_that_trying_again_does_not_cure_is_raised_at_once(lab: Lab) ->
 
 def test_a_fenced_pump_writes_nothing(lab: Lab) -> None:
     with lab.engine.begin() as connection:
-        connection.execute(lifecycle.hand_back(lab.run.id, lab.run.epoch, "drain"))
+        connection.execute(machine.hand_back(lab.run.id, lab.run.epoch, "drain"))
     before = lab.events()
     lab.prints("too late\n")
     with pytest.raises(Fenced):

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.lines import MAX_LINE_BYTES, LogLines, parse_record
-from worker.redaction import LONGEST, MASK, Redactor
+from worker.ingest.log_lines import MAX_LINE_BYTES, LogLines
+from worker.ingest.record_parser import parse_record
+from worker.ingest.redaction import LONGEST, MASK, Redactor
 
 SECRET = 'tok/en+of=ada&0123456789"\\'
 HF = "hf_" + "AbCdEfGhIj" * 3 + "KlMn"

@@ -13,11 +13,10 @@ import boto3
 import pytest
 
 from app.config import Settings
-from app.storage import Storage
+from app.infra.storage import Storage
 from tests.worker.test_copies import files_below, killed_after, s3, whole  # noqa: F401
-from worker import remote as remotes
-from worker.remote import MARK, Gone, NotAsWritten, Remote, Unreachable
-from worker.unreachable import meaning
+from worker.checkpoint_store import remote_store as remotes
+from worker.checkpoint_store.remote_store import MARK, Gone, NotAsWritten, Remote, Unreachable, meaning
 
 SECRET = 'connection to server at "10.1.2.3" failed for user "anneal" key AKIA123'
 

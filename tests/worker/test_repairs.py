@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, select, update
 
-from app.checkpoints.models import Checkpoint
 from app.config import Settings
-from app.db import sync_engine
-from app.runs import lifecycle
-from app.runs.models import Attempt
+from app.infra.db import sync_engine
+from app.runs.state import machine
+from app.tables.checkpoints import Checkpoint
+from app.tables.runs import Attempt
 from tests.factories import Trainer, mark_checkpoint
 from tests.rows import add_run, run_row
-from worker import last_words, repairs
-from worker.repairs import Repair
+from worker.attempts import auto_repair, failure_report
+from worker.attempts.auto_repair import Repair
 
 
 class Lab:
@@ -34,9 +34,9 @@ class Lab:
         run = run_row(self.engine, self.trainer.run_id)
         found = Repair("loss_spike", f"the loss spiked at step {step}", step, [7, 8], singled_out)
         with self.engine.begin() as connection:
-            told = repairs.planned(connection, run, found)
-            last_words.kept(run, {"repair": told.stored()}, 0.0).apply(connection)
-            connection.execute(lifecycle.repair(run.id, run.epoch, told.reason)).one()
+            told = auto_repair.planned(connection, run, found)
+            failure_report.kept(run, {"repair": told.stored()}, 0.0).apply(connection)
+            connection.execute(machine.repair(run.id, run.epoch, told.reason)).one()
         self.trainer = Trainer(self.engine, run.id)
         return told
 

@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 
-from worker.training.control import Control, StopRequest
-from worker.training.journal import Journal, boot_id, read_journal
-from worker.training.report import MAX_RECORD_BYTES, Report, parse_args
+from app.contracts.stop import StopRequest
+from app.infra.process_identity import boot_id
+from worker.wire.control import Control
+from worker.wire.journal import Journal, read_journal
+from worker.wire.reporter import MAX_RECORD_BYTES, Report, parse_args
 
 
 class Number:
@@ -71,13 +73,13 @@ class TestReport:
         assert len(json.dumps(record)) <= MAX_RECORD_BYTES
 
     def test_by_hand_records_are_lines_on_standard_output(self) -> None:
-        code = "from worker.training.report import Report; Report(None).result('completed', step=2)"
+        code = "from worker.wire.reporter import Report; Report(None).result('completed', step=2)"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert json.loads(done.stdout)["outcome"] == "completed"
 
     def test_a_process_whose_supervisor_is_gone_ends_at_its_next_record(self) -> None:
         code = (
-            "import socket; from worker.training.report import Report\n"
+            "import socket; from worker.wire.reporter import Report\n"
             "ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM); ours.close()\n"
             "Report(theirs.fileno()).message('x'); print('still here')"
         )
@@ -85,7 +87,7 @@ class TestReport:
         assert (done.returncode, done.stdout) == (1, "")
 
     def test_it_imports_nothing_heavy(self) -> None:
-        code = "import sys, worker.training.report; print(*sys.modules)"
+        code = "import sys, worker.wire.reporter; print(*sys.modules)"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert not {"torch", "numpy", "pydantic", "sqlalchemy", "app"} & set(done.stdout.split())
 
@@ -208,7 +210,7 @@ _keep_open: list[socket.socket] = []  # the end of a control socket ends the pro
 def _child_with_control(code: str) -> tuple["subprocess.Popen[bytes]", socket.socket]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     program = (
-        "import ctypes, os, signal; from worker.training.control import Control\n"
+        "import ctypes, os, signal; from worker.wire.control import Control\n"
         f"control = Control.start({theirs.fileno()}); print('ready', flush=True); {code}"
     )
     with theirs:

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import Engine
 
 from app.config import Settings
-from app.db import sync_engine
+from app.infra.db import sync_engine
 from app.secrets import store
 from tests.factories import make_model
 from tests.rows import add_run, add_worker, claim, run_row
@@ -17,7 +17,7 @@ from tests.stack import Stack
 from tests.worker.launching import CPU, Said, start_launcher
 from tests.worker.test_job import WAITS, Host
 from tests.worker.trainers import write_job
-from worker.job import Job, JobError, prepare
+from worker.attempts.job_builder import Job, JobError, prepare
 
 TOKEN = "token-of-ada/0123456789+abcdef"
 

@@ -12,8 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from sqlalchemy import Connection
 
-from app.events.log import NewEvent
-from worker.spool import Limits, Spool, Step
+from app.runs.events.log import NewEvent
+from worker.ingest.spool import Limits, Spool, Step
 
 SMALL = Limits(memory_events=3, memory_bytes=200, disk_bytes=2000, steps=5, segment_bytes=300)
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)

@@ -14,8 +14,9 @@ from app.config import Settings
 from tests.waiting import eventually
 from tests.worker.launching import CPU, Said, launch, start_launcher
 from tests.worker.trainers import write_job
-from worker.launcher import LaunchAbandoned, Launcher, LaunchError
-from worker.process import Exit
+from worker.process.launcher import Launcher
+from worker.process.spawn import LaunchAbandoned, LaunchError
+from worker.process.training_process import Exit
 
 
 class TestWaiting:

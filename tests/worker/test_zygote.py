@@ -21,8 +21,10 @@ from app.config import Settings
 from tests.waiting import eventually
 from tests.worker.launching import CPU, Said, is_alive, launch, start_launcher
 from tests.worker.trainers import write_job
-from worker import child, devices, zygote
-from worker.launcher import Launcher, LaunchError
+from worker import devices
+from worker.process import child, zygote
+from worker.process.launcher import Launcher
+from worker.process.spawn import LaunchError
 
 STOP = {"stop": {"save": False, "why": "stop"}}
 
@@ -166,7 +168,7 @@ class TestDeath:
     def test_a_frozen_zygote_costs_a_wait_and_never_a_second_process(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("worker.starting.FORK_SECONDS", 0.5)
+        monkeypatch.setattr("worker.process.spawn.FORK_SECONDS", 0.5)
         launcher = Launcher(Settings(home=tmp_path), preload=["tests.worker.trainers"])
         launcher.start()
         assert launcher.wait_ready(30)
@@ -224,10 +226,10 @@ class TestRefusal:
         launcher.stop()
 
     def test_one_that_never_gets_ready_means_cold(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("worker.launcher._READY_SECONDS", 0.2)
-        monkeypatch.setattr("worker.launcher.sys.executable", "/bin/sleep")
+        monkeypatch.setattr("worker.process.launcher._READY_SECONDS", 0.2)
+        monkeypatch.setattr("worker.process.launcher.sys.executable", "/bin/sleep")
         launcher = Launcher(Settings(home=tmp_path), preload=["60"])
-        monkeypatch.setattr("worker.launcher.CODE_ROOT", tmp_path)
+        monkeypatch.setattr("worker.process.launcher.CODE_ROOT", tmp_path)
         launcher.start()
         assert launcher.wait_ready(30)
         assert launcher.mode == "cold"
@@ -325,11 +327,11 @@ class TestSpeed:
         """With half a second of imports already; training has four."""
         seconds = {}
         for mode in ("zygote", "cold"):
-            launcher = start_launcher(tmp_path / mode, mode, preload=("worker.fake", "sqlalchemy.orm"))
+            launcher = start_launcher(tmp_path / mode, mode, preload=("worker.fake.trainer", "sqlalchemy.orm"))
             took = []
             for _ in range(3):
                 began = time.monotonic()
-                process = launcher.launch("worker.fake:main", _fake_job(tmp_path / mode), CPU)
+                process = launcher.launch("worker.fake.trainer:main", _fake_job(tmp_path / mode), CPU)
                 said = Said(process).until(lambda said: said.records)
                 took.append(time.monotonic() - began)
                 process.close()

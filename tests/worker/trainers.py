@@ -12,8 +12,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from worker.training.control import Control
-from worker.training.report import Report, parse_args
+from worker.wire.control import Control
+from worker.wire.reporter import Report, parse_args
 
 libc = ctypes.CDLL(None)
 

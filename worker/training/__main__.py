@@ -17,20 +17,26 @@ import datasets
 import transformers
 from pydantic import ValidationError
 
-from app.runs.config import SUPERVISED, Replacement, TrainingConfig, TrainingMethod, problems, resolve, understood
-from worker.training import hub, plugins, trackers
-from worker.training.control import Control
+from app.contracts.methods import SUPERVISED, TrainingMethod
+from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.raw_config import understood
+from app.contracts.training_config.resolution import Replacement, resolve
+from app.contracts.training_config.validation import problems
+from worker.training.context import Run
 from worker.training.failures import Stopped, TrainingFailure, classify
-from worker.training.journal import Journal
-from worker.training.model import machine_of
-from worker.training.recipes import dpo, reward, rlhf, supervised
-from worker.training.report import Report, parse_args
-from worker.training.run import Run
+from worker.training.methods import dpo, reward_model, rlhf, sft
+from worker.training.model.loader import machine_of
+from worker.training.output import hub_push
+from worker.training.plugins import hooks
+from worker.training.tracking import trackers
+from worker.wire.control import Control
+from worker.wire.journal import Journal
+from worker.wire.reporter import Report, parse_args
 
 _RECIPES: dict[TrainingMethod, Callable[[Run, list[Replacement]], dict[str, Any]]] = {
-    **dict.fromkeys(SUPERVISED, supervised.train),
+    **dict.fromkeys(SUPERVISED, sft.train),
     TrainingMethod.dpo: dpo.train,
-    TrainingMethod.reward: reward.train,
+    TrainingMethod.reward: reward_model.train,
     TrainingMethod.rlhf: rlhf.train,
 }
 
@@ -75,15 +81,15 @@ def _train(job: dict[str, Any], report: Report, control: Control, journal: Journ
         raise TrainingFailure("config_error", " ".join(problem.message for problem in effective.problems))
     run = Run(job, effective.config, given, machine, report, control, journal)
     run.state.run_id = str(job["run_id"])
-    plugins.check(run.config)
-    hub.check(run)
+    hooks.check(run.config)
+    hub_push.check(run)
     run.trackers = trackers.opened(job, run.config, report)
     try:
         recipe = run.config.trainer_options.recipe
         if recipe is None:
             result = _RECIPES[asked.method](run, list(effective.replaced))
         else:
-            result = plugins.train(run, list(effective.replaced), recipe)
+            result = hooks.train(run, list(effective.replaced), recipe)
     except Exception as error:
         run.trackers.close(trackers.status_after(_ended_by(error, control)))
         raise

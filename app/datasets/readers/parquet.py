@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import BinaryIO
 
+from app.api.errors import clean, too_large
 from app.config import Settings
-from app.datasets.child import Child, ChildFailed
-from app.datasets.rows import Rows
-from app.errors import clean, too_large
+from app.datasets.row_writer import Rows
+from app.datasets.sandbox import Child, ChildFailed
 
 _PROGRAM = "app.datasets.readers.parquet_process"
 _SILENT_SECONDS = 60.0

@@ -13,7 +13,7 @@ import sys
 import uuid
 from typing import Any
 
-from app.datasets.child import confined
+from app.datasets.sandbox import confined
 
 _BATCH_BYTES = 4 * 1024**2
 _MAX_BATCH_ROWS = 1024

@@ -2,8 +2,8 @@
 
 from tests.mutants.mutant import Change, Mutant
 
-_MANIFEST = "worker/training/manifest.py"
-_RETENTION = "app/checkpoints/retention.py"
+_MANIFEST = "worker/checkpoint_files/manifest.py"
+_RETENTION = "app/runs/checkpoints/retention.py"
 _DURABLE = "tests/worker/training/test_durability.py"
 _KEPT = "tests/app/test_retention.py"
 
@@ -30,7 +30,7 @@ MUTANTS = (
         name="action-done-twice",
         promises=(10,),
         about="An attempt repeats actions of its checkpoint's step, which the checkpoint already contains.",
-        changes=(Change("app/actions/replay.py", "RunAction.step > step", "RunAction.step >= step"),),
+        changes=(Change("app/runs/actions/replay.py", "RunAction.step > step", "RunAction.step >= step"),),
         test="tests/app/test_actions.py::test_an_attempt_does_again_what_lies_behind_its_checkpoint",
     ),
     Mutant(
@@ -39,7 +39,7 @@ MUTANTS = (
         about="The next attempt does not know which rows failed on their own, and trains on them in a later epoch.",
         changes=(
             Change(
-                "worker/training/protection.py",
+                "worker/training/loop/anomalies.py",
                 '        self._rows = {int(row) for one in earlier for row in one["singled_out"]}\n',
                 "        self._rows: set[int] = set()\n",
             ),
@@ -50,7 +50,9 @@ MUTANTS = (
         name="pruning-forgets-who-resumed",
         promises=(12,),
         about="Retention deletes a checkpoint that a later run resumed from.",
-        changes=(Change("app/checkpoints/retention.py", "_retire(run_id, 1).where(~resumed)", "_retire(run_id, 1)"),),
+        changes=(
+            Change("app/runs/checkpoints/retention.py", "_retire(run_id, 1).where(~resumed)", "_retire(run_id, 1)"),
+        ),
         test="tests/app/test_pruning.py::TestCheckpoints::"
         "test_the_furthest_the_best_the_pinned_and_those_resumed_from_stay",
     ),
@@ -60,7 +62,7 @@ MUTANTS = (
         about="A run can be deleted although another run uses its output as base model.",
         changes=(
             Change(
-                "app/runs/removal.py",
+                "app/runs/deletion.py",
                 "other.parent_run_id.in_(runs) | other.base_run_id.in_(runs) | other.id.in_(judged),",
                 "other.parent_run_id.in_(runs) | other.id.in_(judged),",
             ),
@@ -73,7 +75,7 @@ MUTANTS = (
         about="Retention deletes a run whose reward model another run still uses.",
         changes=(
             Change(
-                "app/runs/pruning.py",
+                "app/runs/retention.py",
                 "free = [~Run.pinned, ~needed.exists(), ~reward_users.exists()]",
                 "free = [~Run.pinned, ~needed.exists()]",
             ),
@@ -114,7 +116,7 @@ MUTANTS = (
         about="A save that fails on a full disk leaves its partial files, and the disk stays full.",
         changes=(
             Change(
-                "worker/training/checkpoints.py",
+                "worker/training/checkpointing/saver.py",
                 "    except BaseException:\n        shutil.rmtree(staging, ignore_errors=True)\n        raise\n",
                 "    except BaseException:\n        raise\n",
             ),
@@ -128,7 +130,7 @@ MUTANTS = (
         about="A run resumes from its newest checkpoint folder without verification.",
         changes=(
             Change(
-                "worker/job.py",
+                "worker/attempts/job_builder.py",
                 "        wrong = manifest.verify(place, checkpoint.manifest_sha256, patience.check)\n",
                 "        wrong: list[str] = []\n",
             ),
@@ -141,7 +143,7 @@ MUTANTS = (
         about="A run resumes from a checkpoint replica without verification.",
         changes=(
             Change(
-                "worker/remote.py",
+                "worker/checkpoint_store/remote_store.py",
                 "            wrong = manifest.verify(staging, sha256, on_piece)\n",
                 "            wrong: list[str] = []\n",
             ),
@@ -154,7 +156,7 @@ MUTANTS = (
         about="A checkpoint that a worker temporarily cannot read is marked as corrupt.",
         changes=(
             Change(
-                "worker/training/manifest.py",
+                "worker/checkpoint_files/manifest.py",
                 "    except (FileNotFoundError, NotADirectoryError):\n",
                 "    except OSError:\n",
             ),
@@ -165,7 +167,9 @@ MUTANTS = (
         name="random-state-not-saved",
         promises=(10,),
         about="A checkpoint omits the random number generator state, so dropout differs after a resume.",
-        changes=(Change("worker/training/snapshot.py", "        trainer._save_rng_state(str(folder))\n", ""),),
+        changes=(
+            Change("worker/training/checkpointing/snapshot.py", "        trainer._save_rng_state(str(folder))\n", ""),
+        ),
         test="tests/worker/training/test_resume.py::TestExact"
         "::test_losses_rows_and_weights_equal_the_undisturbed_runs[lora-mid-epoch]",
     ),
@@ -175,7 +179,7 @@ MUTANTS = (
         about="A checkpoint written in a background thread references the weights instead of copying them.",
         changes=(
             Change(
-                "worker/training/checkpoints.py",
+                "worker/training/checkpointing/saver.py",
                 "            return snapshot.copied_to(self._memory)\n",
                 "            return snapshot\n",
             ),

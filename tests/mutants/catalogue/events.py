@@ -2,8 +2,8 @@
 
 from tests.mutants.mutant import Change, Mutant
 
-_LOG = "app/events/log.py"
-_STREAM = "app/events/stream.py"
+_LOG = "app/runs/events/log.py"
+_STREAM = "app/runs/events/stream.py"
 _APPENDS = "tests/app/test_event_log.py"
 _ORDER = "tests/app/test_event_log_order.py"
 
@@ -57,7 +57,7 @@ MUTANTS = (
         about="The worker counts events as stored before the commit, and skips them if the commit fails.",
         changes=(
             Change(
-                "worker/writer.py",
+                "worker/ingest/event_writer.py",
                 "        self._rollups.committed()\n        self._stored += len(batch)",
                 "            self._stored += len(batch)\n        self._rollups.committed()",
             ),
@@ -68,7 +68,9 @@ MUTANTS = (
         name="points-counted-again",
         promises=(5, 7),
         about="A metric that is resent after a lost commit response counts twice in the curves.",
-        changes=(Change("app/runs/rollups.py", "            if number > self._taken:\n", "            if True:\n"),),
+        changes=(
+            Change("app/runs/metrics/rollups.py", "            if number > self._taken:\n", "            if True:\n"),
+        ),
         test="tests/app/test_curves.py::TestWriting::"
         "test_what_is_sent_again_counts_once_however_the_commit_before_it_went",
     ),

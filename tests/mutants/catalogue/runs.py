@@ -2,7 +2,7 @@
 
 from tests.mutants.mutant import Change, Mutant
 
-_LIFECYCLE = "app/runs/lifecycle.py"
+_LIFECYCLE = "app/runs/state/machine.py"
 _STATES = "tests/app/test_lifecycle.py"
 _TOLD = "tests/app/test_after_commit.py"
 
@@ -18,7 +18,9 @@ MUTANTS = (
         name="answer-before-commit",
         promises=(1,),
         about="The API responds with 202 before it commits.",
-        changes=(Change("app/dependencies.py", '(get_session, scope="function")', '(get_session, scope="request")'),),
+        changes=(
+            Change("app/api/dependencies.py", '(get_session, scope="function")', '(get_session, scope="request")'),
+        ),
         test=f"{_TOLD}::TestAnAnswer::test_that_a_run_is_accepted_never_precedes_its_commit",
     ),
     Mutant(
@@ -51,7 +53,7 @@ MUTANTS = (
         name="late-acks",
         promises=(3, 6),
         about="A hint is acknowledged after its run, so the broker redelivers it during a long run.",
-        changes=(Change("app/queue.py", "task_acks_late=False", "task_acks_late=True"),),
+        changes=(Change("app/infra/broker.py", "task_acks_late=False", "task_acks_late=True"),),
         test="tests/app/test_hints.py::test_a_hint_is_acknowledged_before_its_run_trains_so_it_never_comes_again",
     ),
     Mutant(

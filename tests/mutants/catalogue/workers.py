@@ -3,7 +3,7 @@
 from tests.mutants.mutant import Change, Mutant
 
 _LEASE = "worker/lease.py"
-_FOLLOWING = "worker/following.py"
+_FOLLOWING = "worker/attempts/monitor.py"
 _END = "tests/worker/test_end_of_attempt.py"
 
 MUTANTS = (
@@ -36,7 +36,7 @@ MUTANTS = (
         about="The trainer has no deadline of its own, so it outlives the lease of a frozen supervisor.",
         changes=(
             Change(
-                "worker/training/control.py",
+                "worker/wire/control.py",
                 "    signal.setitimer(signal.ITIMER_REAL, max(until - time.monotonic(), 0.001))\n",
                 "    del until\n",
             ),
@@ -47,7 +47,7 @@ MUTANTS = (
         name="end-before-the-log-tail",
         promises=(9,),
         about="The final status is written before the last log lines are stored.",
-        changes=(Change("worker/supervisor.py", "        writer.drain()\n        return", "        return"),),
+        changes=(Change("worker/attempts/supervisor.py", "        writer.drain()\n        return", "        return"),),
         test=f"{_END}::test_the_last_status_waits_for_the_last_line_of_the_log",
     ),
     Mutant(
@@ -56,12 +56,12 @@ MUTANTS = (
         about="Readers are notified before the new events are committed, find nothing and wait again.",
         changes=(
             Change(
-                "worker/writer.py",
+                "worker/ingest/event_writer.py",
                 "            first = batch[0]\n",
                 "            first = batch[0]\n            self._host.wake(self._run.id)\n",
             ),
             Change(
-                "worker/writer.py",
+                "worker/ingest/event_writer.py",
                 "            self._changed.notify_all()\n        self._host.wake(self._run.id)\n",
                 "            self._changed.notify_all()\n",
             ),
@@ -89,7 +89,7 @@ MUTANTS = (
         about="There is no heartbeat between two metrics, so a trainer with long steps is killed in each attempt.",
         changes=(
             Change(
-                "worker/training/callbacks.py",
+                "worker/training/loop/callbacks.py",
                 "    def on_substep_end(self, *_: Any, **__: Any) -> None:\n        self.run.report.alive()\n",
                 "    def on_substep_end(self, *_: Any, **__: Any) -> None:\n        pass\n",
             ),
@@ -102,7 +102,7 @@ MUTANTS = (
         promises=(15,),
         about="Heartbeats during model loading do not depend on progress, so a stalled download is never detected.",
         changes=(
-            Change("worker/training/pulse.py", "            if now > before:\n", "            if now >= before:\n"),
+            Change("worker/wire/heartbeat.py", "            if now > before:\n", "            if now >= before:\n"),
         ),
         test="tests/worker/training/test_alive.py::test_a_download_that_stands_still_is_not",
     ),
@@ -119,7 +119,7 @@ MUTANTS = (
         about="A worker without access to the storage still claims runs, and each of them fails.",
         changes=(
             Change(
-                "worker/fitness.py",
+                "worker/health.py",
                 'return f"the storage {self._storage} holds no datasets',
                 'return None and f"the storage {self._storage} holds no datasets',
             ),
@@ -130,7 +130,9 @@ MUTANTS = (
         name="spool-overtakes",
         promises=(5, 19),
         about="New events are stored before older events that are still spooled on the worker's disk.",
-        changes=(Change("worker/spool.py", "if not self._rest and self._head_has_room:", "if self._head_has_room:"),),
+        changes=(
+            Change("worker/ingest/spool.py", "if not self._rest and self._head_has_room:", "if self._head_has_room:"),
+        ),
         test="tests/worker/test_spool.py::test_order_and_content_are_kept_whatever_waits_where",
     ),
 )

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from worker.training.report import Report
+from worker.wire.reporter import Report
 
 
 class Disk:

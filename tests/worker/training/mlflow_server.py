@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 
-from app.processes import free_port
+from app.infra.processes import free_port
 from tests.waiting import eventually
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from worker.training import __main__ as training
-from worker.training import model
-from worker.training.recipes.supervised import SupervisedTrainer
-from worker.training.report import parse_args
+from worker.training.methods.sft import SupervisedTrainer
+from worker.training.model import loader
+from worker.wire.reporter import parse_args
 
 _NEVER = threading.Event()
 
@@ -40,7 +40,7 @@ def _slow_down(owner: Any, name: str, seconds: float) -> None:
 
 def _download_slowly(pieces: int, to: Path | None) -> None:
     """Let the weights come over a thin line, in pieces of half a second; without a place to go to, none arrives."""
-    load = model.load_model
+    load = loader.load_model
 
     def slowly(*arguments: Any) -> Any:
         for _ in range(pieces):
@@ -50,4 +50,4 @@ def _download_slowly(pieces: int, to: Path | None) -> None:
                     file.write(b"x" * 5000)
         return load(*arguments)
 
-    model.load_model = slowly
+    loader.load_model = slowly

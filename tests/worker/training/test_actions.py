@@ -12,11 +12,12 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerControl
 
-from app.runs.config import Machine, TrainingConfig
+from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.rules import Machine
 from tests.worker.training.tiny import Forks, Outcome, make_job
-from worker.training.actions import Actions
-from worker.training.control import Control
-from worker.training.run import Run
+from worker.training.context import Run
+from worker.training.loop.actions import Actions
+from worker.wire.control import Control
 
 QUICK: dict[str, Any] = {
     "method": "lora", "max_seq_length": 64, "batch_size": 2, "gradient_accumulation_steps": 2, "lora_dropout": 0.1,

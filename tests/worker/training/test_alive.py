@@ -14,9 +14,9 @@ import pytest
 from tests.slowness import slowness
 from tests.worker.launching import CPU, start_launcher
 from tests.worker.training.tiny import make_job, write_job
-from worker.following import Following, KilledFor
-from worker.launcher import Launcher
-from worker.pump import Pump
+from worker.attempts.monitor import Following, KilledFor
+from worker.ingest.record_handler import Pump
+from worker.process.launcher import Launcher
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 # No word between the first step and the last: what is heard in between are signs of life.

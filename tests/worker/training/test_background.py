@@ -16,16 +16,17 @@ import torch
 from tests.waiting import eventually
 from tests.worker.training.outputs import figures, weights
 from tests.worker.training.tiny import Forks, Outcome, make_job
-from worker.training import host_memory
-from worker.training.background import InFlight
-from worker.training.checkpoints import Saving
+from worker.checkpoint_files.disk_space import Room
+from worker.checkpoint_files.manifest import verify
+from worker.training.checkpointing import pinned_memory
+from worker.training.checkpointing.async_writer import InFlight
+from worker.training.checkpointing.disk_space import CheckpointRoom
+from worker.training.checkpointing.pinned_memory import HostMemory, TooLittleMemory
+from worker.training.checkpointing.saver import Saving
+from worker.training.checkpointing.snapshot import Snapshot
 from worker.training.failures import TrainingFailure
-from worker.training.host_memory import HostMemory, TooLittleMemory
-from worker.training.journal import read_journal
-from worker.training.manifest import verify
-from worker.training.pulse import nobody
-from worker.training.room import Room
-from worker.training.snapshot import Snapshot
+from worker.wire.heartbeat import nobody
+from worker.wire.journal import read_journal
 
 CONFIG: dict[str, Any] = {
     "method": "full", "optim": "adamw_torch", "max_seq_length": 64, "batch_size": 2, "gradient_accumulation_steps": 1,
@@ -206,7 +207,7 @@ class TestHostMemory:
     def test_without_enough_memory_nothing_is_copied_and_training_waits_instead_which_is_told_once(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        monkeypatch.setattr(host_memory, "_memory", lambda: (2**30, 2**28))
+        monkeypatch.setattr(pinned_memory, "_memory", lambda: (2**30, 2**28))
         with pytest.raises(TooLittleMemory):
             HostMemory().copy([torch.randn(10)])
         told: list[tuple[str, str]] = []
@@ -245,11 +246,11 @@ class TestLimitsOfMemory:
             (path.parent / used).write_text("1000\n")
             (path.parent / "memory.stat").write_text("anon 5\ninactive_file 100\n")
         (tmp_path / "own").write_text(own + "\n")
-        monkeypatch.setattr(host_memory, "_OWN_CGROUPS", tmp_path / "nothing")
-        machine = host_memory._memory()
-        monkeypatch.setattr(host_memory, "_CGROUPS", tmp_path / "groups")
-        monkeypatch.setattr(host_memory, "_OWN_CGROUPS", tmp_path / "own")
-        total, available = host_memory._memory()
+        monkeypatch.setattr(pinned_memory, "_OWN_CGROUPS", tmp_path / "nothing")
+        machine = pinned_memory._memory()
+        monkeypatch.setattr(pinned_memory, "_CGROUPS", tmp_path / "groups")
+        monkeypatch.setattr(pinned_memory, "_OWN_CGROUPS", tmp_path / "own")
+        total, available = pinned_memory._memory()
         if headroom is None:
             assert total == machine[0] and available > 10_000
         else:
@@ -261,14 +262,14 @@ class TestLimitsOfMemory:
         def refuse(*_: Any) -> Any:
             raise OSError(12, "Cannot allocate memory")
 
-        monkeypatch.setattr(host_memory.mmap, "mmap", refuse)
+        monkeypatch.setattr(pinned_memory.mmap, "mmap", refuse)
         memory = HostMemory()
         memory.prepare(1000)
         with pytest.raises(TooLittleMemory, match="which the system refuses"):
             memory.copy([torch.randn(10)])
 
     def test_a_kernel_without_huge_pages_will_do(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(host_memory.mmap, "MADV_HUGEPAGE", 12345)
+        monkeypatch.setattr(pinned_memory.mmap, "MADV_HUGEPAGE", 12345)
         state = torch.randn(10)
         assert torch.equal(HostMemory().copy([state])[id(state)], state)
 
@@ -310,7 +311,7 @@ class TestRoom:
         assert all(said in why for said in ("93 MiB", "100 MiB free", "20 MiB", str(tmp_path), "save_total_limit"))
 
     def test_it_is_put_off_twice_in_a_row_and_no_more(self, free: list[int], tmp_path: Path) -> None:
-        room, size = Room(tmp_path, 0), 90 * 2**20
+        room, size = CheckpointRoom(tmp_path, 0), 90 * 2**20
         for _ in range(2):  # what fits in between starts the count anew
             free[0] = 10
             for step in (1, 2):

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from app.runs.config import TrainingConfig
+from app.contracts.training_config.fields import TrainingConfig
 from tests.worker.training.tiny import make_chat_dataset, write_rows
-from worker.training import data
-from worker.training.chat import ensure_template
-from worker.training.data import Tokens
+from worker.training.data import dataset
+from worker.training.data.chat_template import ensure_template
+from worker.training.data.dataset import Tokens
 from worker.training.failures import TrainingFailure
 
 CHATML = (
@@ -40,7 +40,7 @@ def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
 def tokens(
     tokenizer: PreTrainedTokenizerBase, path: Path, rows: list[Any], data_format: str, length: int = 200, **config: Any
 ) -> Tokens:
-    return data.tokenise(
+    return dataset.tokenise(
         str(write_rows(path / "rows.jsonl", rows)), data_format, tokenizer,
         TrainingConfig(base_model="tiny", **config), max_length=length, chosen=None, progress=lambda done, total: None,
     )  # fmt: skip
@@ -214,21 +214,21 @@ class TestPacking:
 
 class TestHeldOut:
     def test_a_split_is_disjoint_whole_and_the_same_for_the_same_seed(self) -> None:
-        train, held = data.split(100, 0.1, seed=3)
+        train, held = dataset.split(100, 0.1, seed=3)
         assert len(held) == 10
         assert sorted(train + held) == list(range(100))
-        assert data.split(100, 0.1, seed=3) == (train, held)
-        assert data.split(100, 0.1, seed=4) != (train, held)
+        assert dataset.split(100, 0.1, seed=3) == (train, held)
+        assert dataset.split(100, 0.1, seed=4) != (train, held)
 
     def test_each_side_gets_at_least_one_row(self) -> None:
-        assert [len(part) for part in data.split(2, 0.999, seed=0)] == [1, 1]
-        assert [len(part) for part in data.split(50, 0.001, seed=0)] == [49, 1]
+        assert [len(part) for part in dataset.split(2, 0.999, seed=0)] == [1, 1]
+        assert [len(part) for part in dataset.split(50, 0.001, seed=0)] == [49, 1]
         with pytest.raises(TrainingFailure):
-            data.split(1, 0.5, seed=0)
+            dataset.split(1, 0.5, seed=0)
 
     def test_chosen_rows_keep_their_numbers(self, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
         path = write_rows(tmp_path / "rows.jsonl", [{"text": f"row {n}"} for n in range(6)])
-        made = data.tokenise(
+        made = dataset.tokenise(
             str(path), "text", tokenizer, TrainingConfig(base_model="tiny"), max_length=50, chosen=[1, 4],
             progress=lambda done, total: None,
         )  # fmt: skip

@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase
 from trl.data_utils import common_prefix_length
 
-from worker.training.encoding import IGNORED, Ids, identity, mask_prefix
+from worker.training.data.tokenization import IGNORED, Ids, identity, mask_prefix
 
 TEXTS = ["one two", "", "  spaces\n", "<|end|>", "héé 🦙", "one two"]
 

@@ -25,9 +25,9 @@ from tests.worker.training.tiny import (
     make_job,
     write_rows,
 )
-from worker.training.base import not_loaded
+from worker.checkpoint_files.manifest import verify
 from worker.training.failures import TrainingFailure, classify
-from worker.training.manifest import verify
+from worker.training.model.base_model import not_loaded
 
 QUICK: dict[str, Any] = {"method": "lora", "max_seq_length": 64, "batch_size": 2, "gradient_accumulation_steps": 1}
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from app.estimates.activations import activations
-from app.estimates.layers import Batch
+from app.estimator.activations import activations
+from app.estimator.forward_pass import Batch
 from benchmarks.estimates import WITHIN, Cell, built, estimated, measured
-from worker.training import flops
+from worker.training.model import flops
 
 _PADDED = Batch(2, 64, masked=True)
 CELLS = [

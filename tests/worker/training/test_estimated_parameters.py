@@ -8,9 +8,9 @@ import torch
 from peft import get_peft_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from app.estimates import architecture, parameters
-from app.runs.config import TrainingConfig
-from worker.training.model import lora_config
+from app.contracts.training_config.fields import TrainingConfig
+from app.estimator import architecture, parameters
+from worker.training.model.loader import lora_config
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -20,8 +20,8 @@ from transformers import (
     Qwen2Config,
 )
 
-from worker.training import flops
-from worker.training.peaks import peak_tflops
+from worker.training.model import flops
+from worker.training.model.peak_flops import peak_tflops
 
 BATCH, LENGTH = 3, 24
 SIZES: dict[str, Any] = {

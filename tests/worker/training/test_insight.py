@@ -11,13 +11,14 @@ import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
-from app.runs.config import Machine, TrainingConfig
+from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.rules import Machine
 from tests.worker.training.tiny import Forks, Outcome, make_job, make_pairs, make_prompts
-from worker.training import memory, throughput
-from worker.training.distributions import EDGES, Distribution
-from worker.training.flops import Flops
-from worker.training.run import Run
-from worker.training.state import DISTRIBUTIONS, MEMORY, MOST_RECORDS, History
+from worker.training.context import Run
+from worker.training.loop import memory, throughput
+from worker.training.loop.histograms import EDGES, Distribution
+from worker.training.model.flops import Flops
+from worker.training.run_state import DISTRIBUTIONS, MEMORY, MOST_RECORDS, History
 
 COMMON: dict[str, Any] = {
     "max_seq_length": 64, "learning_rate": 1e-3, "max_steps": 4, "logging_steps": 2, "batch_size": 2, "save_steps": 2,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from worker.training.manifest import MANIFEST, commit, size_of, verify, write_manifest
+from worker.checkpoint_files.manifest import MANIFEST, commit, size_of, verify, write_manifest
 
 
 @pytest.fixture
@@ -72,5 +72,5 @@ def test_a_second_commit_replaces_the_first_whole(tmp_path: Path) -> None:
 
 
 def test_the_supervisor_can_check_without_torch() -> None:
-    program = "import sys, worker.training.manifest, worker.training.failures; sys.exit('torch' in sys.modules)"
+    program = "import sys, worker.checkpoint_files.manifest, worker.training.failures; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from app.runs.config import TrainingConfig
+from app.contracts.training_config.fields import TrainingConfig
 from tests.worker.training.tiny import Forks, make_job, write_rows
-from worker.training import measuring
+from worker.training.loop import probe as measuring
 
 CONFIG: dict[str, Any] = {
     "lora_r": 4, "max_seq_length": 128, "epochs": 3, "batch_size": 2, "gradient_accumulation_steps": 2,

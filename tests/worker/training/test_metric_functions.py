@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.worker.training.tiny import Forks, Outcome, make_job, run_cold
-from worker.training import metric_functions
 from worker.training.failures import TrainingFailure
+from worker.training.plugins import metric_functions
 
 CONFIG: dict[str, Any] = {
     "method": "lora", "lora_r": 4, "max_seq_length": 64, "max_steps": 2, "eval_steps": 2, "loss_on": "assistant",

@@ -11,9 +11,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from app.runs.config import Machine, TrainingConfig
+from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.rules import Machine
 from tests.worker.training.tiny import Forks, make_job
-from worker.training import base, model
+from worker.training.model import base_model, loader
 
 CPU = Machine(kind="cpu", bf16=True)
 OLD_GPU = Machine(kind="cuda", bf16=False)
@@ -37,14 +38,14 @@ def types(network: Any, part: str) -> set[torch.dtype]:
 
 class TestPrecision:
     def test_a_gpu_that_computes_in_16_bits_floats_trains_everything_in_32(self, adapted: Any) -> None:
-        model.keep_full_precision(adapted, OLD_GPU)
+        loader.keep_full_precision(adapted, OLD_GPU)
         assert types(adapted, "") == {torch.float32}
         frozen = {p.dtype for p in adapted.parameters() if not p.requires_grad}
         assert frozen == {torch.bfloat16}
 
     @pytest.mark.parametrize("machine", [CPU, FLASH_GPU])
     def test_elsewhere_only_modules_that_train_whole_are_raised_to_32(self, machine: Machine, adapted: Any) -> None:
-        model.keep_full_precision(adapted, machine)
+        loader.keep_full_precision(adapted, machine)
         assert types(adapted, "modules_to_save") == {torch.float32}
         assert types(adapted, "lora_") == {torch.bfloat16}
 
@@ -64,8 +65,8 @@ class TestAttention:
         self, fields: dict[str, Any], machine: Machine, used: str | None, tiny_model: Path
     ) -> None:
         config = TrainingConfig(base_model="tiny", **fields)
-        start = base.find_base({"base_model": {"name": "tiny", "path": str(tiny_model)}}, config)
-        assert model._attention(start, config, machine) == used
+        start = base_model.find_base({"base_model": {"name": "tiny", "path": str(tiny_model)}}, config)
+        assert loader._attention(start, config, machine) == used
 
 
 class TestRevision:

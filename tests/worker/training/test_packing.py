@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.data_utils import pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from app.runs.config import TrainingConfig
+from app.contracts.training_config.fields import TrainingConfig
 from tests.worker.training.tiny import CORPUS, write_rows
-from worker.training import data, packing
-from worker.training.packing import Packs
+from worker.training.data import dataset, packing
+from worker.training.data.packing import Packs
 
 ROOMS = st.integers(1, 40)
 
@@ -84,7 +84,7 @@ class TestAsTrl:
 
 def packed(model: Path, folder: Path, rows: list[Any], strategy: str, length: int) -> Dataset:
     config = TrainingConfig(base_model="tiny", packing=True, extra={"packing_strategy": strategy})
-    return data.tokenise(
+    return dataset.tokenise(
         str(write_rows(folder / "rows.jsonl", rows)), "text", AutoTokenizer.from_pretrained(model), config,
         max_length=length, chosen=None, progress=lambda done, total: None,
     ).dataset  # fmt: skip

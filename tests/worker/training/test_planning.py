@@ -9,8 +9,10 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig
 from trl.models.utils import disable_gradient_checkpointing
 
-from app.runs.config import Machine, Replacement, TrainingConfig
-from worker.training import planning
+from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.resolution import Replacement
+from app.contracts.training_config.rules import Machine
+from worker.training.model import memory_plan
 
 _LLAMA = LlamaConfig(
     vocab_size=128, hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4,
@@ -23,7 +25,7 @@ def stepped(checkpointing: str, *, reference: bool = False) -> tuple[float, list
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(_LLAMA, attn_implementation="sdpa")
     if checkpointing == "selective":
-        planning.checkpoint_every_second_layer(model)
+        memory_plan.checkpoint_every_second_layer(model)
     if checkpointing != "off":
         model.activation_checkpointing_enable()
     if reference:  # as the trainers of preferences and rewards do in every step
@@ -59,7 +61,7 @@ def decided(monkeypatch: pytest.MonkeyPatch, free: int, repairs: Any = (), **con
     found: Any = SimpleNamespace(architecture=_LLAMA)
     data = Dataset.from_dict({"input_ids": [[1] * 8] * 3 + [[1] * 1024]})
     replaced: list[Replacement] = []
-    planning.decide(run, replaced, found, data, 2048)
+    memory_plan.decide(run, replaced, found, data, 2048)
     assert run.config.gradient_checkpointing != "auto"
     return replaced[0] if replaced else None
 
@@ -101,7 +103,7 @@ def test_a_model_that_cannot_be_counted_computes_everything_again(monkeypatch: p
 )
 def test_the_longest_row_is_known_before_the_weights_are_loaded(columns: Any, method: Any, longest: int) -> None:
     config = TrainingConfig(base_model="any", method=method)
-    assert planning.longest_row(Dataset.from_dict(columns), config, 20) == longest
+    assert memory_plan.longest_row(Dataset.from_dict(columns), config, 20) == longest
 
 
 def test_what_a_model_factory_makes_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:

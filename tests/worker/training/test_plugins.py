@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from app.runs.config import TrainingConfig
-from app.runs.plugins import PLUGINS, Plugin
-from app.runs.rewards import PluginReward
+from app.contracts.plugins import PLUGINS, Plugin
+from app.contracts.rewards import PluginReward
+from app.contracts.training_config.fields import TrainingConfig
 from tests.plugin import install
 from tests.worker.training.tiny import Forks, Outcome, make_job, make_prompts
-from worker.training import plugins, registry
+from worker.registration import installed
 from worker.training.failures import TrainingFailure
-from worker.training.report import Report
+from worker.training.plugins import hooks
+from worker.training.plugins.checkpoint_engines import fetch, keep
+from worker.wire.reporter import Report
 
 STEPS = 8
 CONFIG: dict[str, Any] = {
@@ -191,12 +193,12 @@ class TestWhatIsNone:
     def test_is_refused_by_group_and_name(self, kind: str, name: str, says: str, tmp_path: Path) -> None:
         trainer = stub(tmp_path, **{kind: {"type": name}})
         use = {
-            "recipe": lambda: plugins.train(trainer.run, [], Plugin(type=name)),
-            "data_source": lambda: plugins.take_rows(trainer.run),
-            "model_factory": lambda: plugins.model(trainer.run, lambda: None),  # type: ignore[arg-type,return-value]
-            "optimizer": lambda: plugins.optimizer(trainer, NETWORK),
-            "scheduler": lambda: plugins.scheduler(trainer, 10, PLAIN),
-            "checkpoint_engine": lambda: plugins.fetch(trainer.run),
+            "recipe": lambda: hooks.train(trainer.run, [], Plugin(type=name)),
+            "data_source": lambda: hooks.take_rows(trainer.run),
+            "model_factory": lambda: hooks.model(trainer.run, lambda: None),  # type: ignore[arg-type,return-value]
+            "optimizer": lambda: hooks.optimizer(trainer, NETWORK),
+            "scheduler": lambda: hooks.scheduler(trainer, 10, PLAIN),
+            "checkpoint_engine": lambda: fetch(trainer.run),
         }[kind]
         with pytest.raises(TrainingFailure, match=f"`{PLUGINS[kind]}` entry `{name}` .*{says}") as refused:
             use()
@@ -213,14 +215,14 @@ class TestWhatIsNone:
     )
     def test_a_reward_too(self, name: str, says: str) -> None:
         with pytest.raises(TrainingFailure, match=f"`anneal.rewards` entry `{name}` {says}"):
-            plugins.Reward(PluginReward(type="plugin", name=name), name)(["p", "p"], ["a", "b"])
+            hooks.Reward(PluginReward(type="plugin", name=name), name)(["p", "p"], ["a", "b"])
 
     def test_an_unknown_name_comes_with_those_there_are(self, tmp_path: Path) -> None:
         with pytest.raises(TrainingFailure, match="no scheduler `stares`; installed are: a-dict, plateau, stairs"):
-            plugins.check(stub(tmp_path, scheduler={"type": "stares"}).run.config)
+            hooks.check(stub(tmp_path, scheduler={"type": "stares"}).run.config)
 
     def test_classes_of_torch_are_optimizers_as_they_are(self, tmp_path: Path) -> None:
-        made = plugins.optimizer(stub(tmp_path, optimizer={"type": "sgd", "momentum": 0.9}), NETWORK)
+        made = hooks.optimizer(stub(tmp_path, optimizer={"type": "sgd", "momentum": 0.9}), NETWORK)
         assert made is not None and [group["weight_decay"] for group in made.param_groups] == [0.01, 0.0]
         assert made.param_groups[0]["lr"] == 0.1 and made.param_groups[0]["momentum"] == 0.9
 
@@ -229,11 +231,11 @@ class TestWhatIsNone:
     ) -> None:
         (tmp_path / "file").touch()
         run = stub(tmp_path, checkpoint_engine={"type": "second-folder", "root": str(tmp_path / "file")}).run
-        plugins.keep(run, tmp_path)
+        keep(run, tmp_path)
         assert "`second-folder` could not keep" in capfd.readouterr().out
 
     def test_a_worker_tells_what_there_is(self) -> None:
-        found = registry.installed()
+        found = installed()
         assert found["optimizer"] == ["a-dict", "a-number", "forgetful", "gone", "sgd", "slow-sign"]
         assert found.keys() == PLUGINS.keys()
 

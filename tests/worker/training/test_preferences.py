@@ -30,7 +30,7 @@ from trl import (
 
 from tests.worker.training.test_data import CHATML
 from tests.worker.training.tiny import Forks, Outcome, make_job, make_pairs, make_prompts, make_tiny_model
-from worker.training.model import keep_evaluation_neutral
+from worker.training.model.loader import keep_evaluation_neutral
 
 STEPS = 6
 ADAPTERS: dict[str, dict[str, Any]] = {

@@ -12,10 +12,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from app.runs.config import TrainingConfig
+from app.contracts.training_config.fields import TrainingConfig
 from tests.worker.training.tiny import Forks, Outcome, make_job, make_tiny_model, write_rows
-from worker.training.manifest import verify
-from worker.training.protection import Guard, Trouble
+from worker.checkpoint_files.manifest import verify
+from worker.training.loop.anomalies import Guard, Trouble
 
 POISON = "§§§§"
 ROW = 21

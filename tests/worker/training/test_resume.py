@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 from transformers import TrainerControl, TrainerState
 
-from app.runs.config import Machine, TrainingConfig
+from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.rules import Machine
 from tests.worker.training.outputs import figures, weights
 from tests.worker.training.tiny import Forks, Outcome, make_job, make_tiny_model
-from worker.training import fidelity
-from worker.training.callbacks import StepWatcher
+from worker.checkpoint_files import resume_fidelity
+from worker.training.context import Run
 from worker.training.failures import TrainingFailure
-from worker.training.run import Run
-from worker.training.state import RunState
-from worker.training.trainer import Faithful
+from worker.training.loop.callbacks import StepWatcher
+from worker.training.loop.trainer import Faithful
+from worker.training.run_state import RunState
 
 STEPS = 10
 METHODS: dict[str, dict[str, Any]] = {
@@ -133,13 +134,13 @@ class TestFidelity:
     def test_versions_devices_and_an_unknown_past_are_reasons_too(self, tmp_path: Path) -> None:
         then = {"device": "cpu", "versions": {"torch": "2.13.0", "peft": "1"}}
         (tmp_path / "manifest.json").write_text(json.dumps({"fingerprint": then}))
-        assert fidelity.reasons(tmp_path, then) == []
+        assert resume_fidelity.reasons(tmp_path, then) == []
         now = {"device": "cuda", "versions": {"torch": "2.14.0", "peft": "1"}}
-        assert fidelity.reasons(tmp_path, now) == [
+        assert resume_fidelity.reasons(tmp_path, now) == [
             "device: cpu at the checkpoint, cuda now.", "torch: 2.13.0 at the checkpoint, 2.14.0 now.",
         ]  # fmt: skip
         (tmp_path / "manifest.json").write_text("{}")
-        assert len(fidelity.reasons(tmp_path, now)) == 1
+        assert len(resume_fidelity.reasons(tmp_path, now)) == 1
 
 
 class TestChanges:

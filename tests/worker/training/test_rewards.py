@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from app.runs.rewards import Reward, needs_answer
+from app.contracts.rewards import Reward, needs_answer
 from worker.training.rewards import bad_answer, functions
 
 TOKENIZER = SimpleNamespace(all_special_ids=[0, 1])

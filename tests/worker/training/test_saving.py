@@ -12,15 +12,17 @@ import pytest
 import torch
 
 from tests.waiting import eventually
-from worker.training import checkpoints, keeping, manifest, plugins, probe
-from worker.training.actions import Actions
-from worker.training.checkpoints import Saving
-from worker.training.control import Control
+from worker.checkpoint_files import manifest
+from worker.training.checkpointing import fidelity_check, saver
+from worker.training.checkpointing.saver import Saving
+from worker.training.checkpointing.snapshot import Snapshot
 from worker.training.failures import TrainingFailure
-from worker.training.keeping import Keeper
-from worker.training.snapshot import Snapshot
-from worker.training.state import RunState
-from worker.training.trainer import Faithful
+from worker.training.loop.actions import Actions
+from worker.training.loop.trainer import Faithful
+from worker.training.plugins import checkpoint_engines, hooks
+from worker.training.plugins.checkpoint_engines import Keeper
+from worker.training.run_state import RunState
+from worker.wire.control import Control
 
 
 class Report:
@@ -85,7 +87,7 @@ class Training:
     def save(self, step: int, kind: str = "periodic") -> bool:
         """Save at a step."""
         self.run.save_kind, self.trainer.state.global_step = kind, step
-        return checkpoints.save(self.trainer)
+        return saver.save(self.trainer)
 
     def end(self, why: str, **how: bool) -> None:
         """Let training end behind the present step."""
@@ -102,7 +104,7 @@ class Training:
 
 @pytest.fixture
 def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
-    monkeypatch.setattr(probe, "measure", lambda *_: torch.zeros(1).numpy().tobytes())
+    monkeypatch.setattr(fidelity_check, "measure", lambda *_: torch.zeros(1).numpy().tobytes())
     training = Training(tmp_path)
     yield training
     training.go_on.set()
@@ -274,14 +276,14 @@ class TestKeeper:
             copied.append(folder.name)
             assert training.go_on.wait(20)
 
-        monkeypatch.setattr(plugins, "keep", keep)
+        monkeypatch.setattr(hooks, "keep", keep)
         training.run.config.trainer_options.checkpoint_engine = object()
         return copied
 
     def test_neither_the_next_checkpoint_nor_a_stop_waits_for_the_engine(
         self, training: Training, copied: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(keeping, "_STOP_SECONDS", 0.3)
+        monkeypatch.setattr(checkpoint_engines, "_STOP_SECONDS", 0.3)
         folders = [training.run.folder / f"checkpoint-{step}" for step in (2, 4, 6)]
         for folder in folders:
             folder.mkdir()
@@ -310,7 +312,7 @@ class TestKeeper:
         def none(*_: Any) -> None:
             raise TrainingFailure("config_error", "no engine")
 
-        monkeypatch.setattr(plugins, "keep", none)
+        monkeypatch.setattr(hooks, "keep", none)
         training.run.config.trainer_options.checkpoint_engine = object()
         keeper = Keeper(training.run)
         keeper.keep(training.run.folder)

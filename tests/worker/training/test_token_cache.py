@@ -15,14 +15,14 @@ import pyarrow as pa
 import pytest
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase
 
-from app.runs.config import TrainingConfig
+from app.contracts.training_config.fields import TrainingConfig
 from tests.worker.training.disk import Disk
 from tests.worker.training.tiny import Forks, make_job, write_rows
-from worker.training import data
-from worker.training.data import Tokens
-from worker.training.encoding import identity
+from worker.training.data import dataset
+from worker.training.data.dataset import Tokens
+from worker.training.data.token_cache import Entry, TokenCache, Write
+from worker.training.data.tokenization import identity
 from worker.training.failures import TrainingFailure
-from worker.training.token_cache import Entry, TokenCache, Write
 
 SCHEMA = pa.schema([("numbers", pa.int64())])
 PARTS = {"of": "these"}
@@ -232,7 +232,7 @@ class Lab:
         tokenizer = AutoTokenizer.from_pretrained(self._model)
         tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|end|>{% endfor %}"
         self.change(tokenizer)
-        return data.tokenise(
+        return dataset.tokenise(
             str(self._rows), self.format, tokenizer, TrainingConfig(base_model="tiny", **self.config),
             progress=lambda done, total: None, cache=self._folder.cache(), **self.options,
         )  # fmt: skip
@@ -328,12 +328,12 @@ class TestTokens:
             config = TrainingConfig(
                 base_model="tiny", loss_on="completion", packing=True, extra={"packing_strategy": strategy}
             )
-            made += data.tokenise(
+            made += dataset.tokenise(
                 str(path), "prompt_completion", ByT5Tokenizer(), config, max_length=90, chosen=None,
                 progress=lambda done, total: None,
             ).dataset.to_list()  # fmt: skip
         found = hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()
-        assert (data.VERSION, found[:16]) == (1, "1fd7e199eb3642b1")
+        assert (dataset.VERSION, found[:16]) == (1, "1fd7e199eb3642b1")
 
     def test_rows_left_out_are_told_again(self, lab: Lab) -> None:
         lab.options["max_length"] = 50

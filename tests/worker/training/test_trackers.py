@@ -17,14 +17,14 @@ from typing import Any
 import psutil
 import pytest
 
-from app.runs.config import TrainingConfig
+from app.contracts.training_config.fields import TrainingConfig
 from tests.http_server import serving
 from tests.waiting import eventually
 from tests.worker.training.mlflow_server import mlflow_server
 from tests.worker.training.tiny import Forks, Outcome, make_job, run_cold
-from worker.training import trackers
 from worker.training.failures import TrainingFailure
-from worker.training.report import Report
+from worker.training.tracking import trackers
+from worker.wire.reporter import Report
 
 CONFIG: dict[str, Any] = {
     "method": "lora", "max_seq_length": 64, "batch_size": 2, "gradient_accumulation_steps": 1, "logging_steps": 1,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from worker.training.journal import read_journal
-from worker.training.manifest import verify
+from worker.checkpoint_files.manifest import verify
+from worker.wire.journal import read_journal
 
 _WORDS = (
     "a",

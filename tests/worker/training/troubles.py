@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 import transformers
 
-from worker.training.journal import Journal
+from worker.wire.journal import Journal
 
 _NEVER = threading.Event()
 _PLACES = ((safetensors.torch, "save_file"), (torch, "save"), (Path, "write_bytes"), (os, "fsync"), (os, "rename"))

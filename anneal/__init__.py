@@ -1,0 +1,17 @@
+"""The Python client of Anneal.
+
+    from anneal import Anneal
+
+    with Anneal() as client:  # the local service; or Anneal("http://host:8700", "anneal_…")
+        dataset = client.datasets.upload("chats.jsonl")
+        run = client.runs.create({"dataset_id": dataset.id, "config": {"base_model": "Qwen/Qwen3-0.6B"}})
+        for event in client.runs.events(run.id):
+            print(event.type, event.seq)
+
+`Anneal` is for scripts and notebooks, `AsyncAnneal` for programs with an event loop; both have the same calls.
+"""
+
+from app.client.client import Anneal, AsyncAnneal
+from app.client.errors import AnnealError
+
+__all__ = ["Anneal", "AnnealError", "AsyncAnneal"]

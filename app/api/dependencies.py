@@ -1,0 +1,71 @@
+"""FastAPI dependencies shared by the endpoints."""
+
+from collections.abc import AsyncIterator
+from typing import Annotated, Protocol
+
+from fastapi import Depends, Header, Request, Response
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.config import Settings
+from app.infra.storage import Storage
+
+
+class ChangeRecorder(Protocol):
+    """Records a call that changes something; middleware puts it into the state of the request."""
+
+    is_written: bool
+
+    def record(self, request: Request, response: Response, session: AsyncSession) -> None:
+        """Add the record to the transaction that is about to be committed."""
+
+
+async def get_session(request: Request, response: Response) -> AsyncIterator[AsyncSession]:
+    """Provide one transaction per request, committed before the response is sent and rolled back on any error.
+
+    The audit entry of a request that changes something is written in the same transaction.
+    """
+    async with request.app.state.sessions() as session, session.begin():
+        yield session
+        recorder: ChangeRecorder | None = request.scope["state"].get("audited")
+        if recorder is not None:
+            recorder.record(request, response, session)
+    if recorder is not None:
+        recorder.is_written = True
+
+
+async def get_reading(request: Request) -> AsyncIterator[AsyncSession]:
+    """Provide a read-only session without a transaction, which would cost as much as a short query."""
+    async with request.app.state.reading_sessions() as session:
+        yield session
+
+
+async def get_snapshot(request: Request) -> AsyncIterator[AsyncSession]:
+    """Provide a read-only session that sees the database as of its first statement."""
+    async with request.app.state.snapshot_sessions() as session, session.begin():
+        yield session
+
+
+# Async like all dependencies: FastAPI runs a sync function in a thread, which takes as long as a short query.
+async def _settings(request: Request) -> Settings:
+    settings: Settings = request.app.state.settings
+    return settings
+
+
+async def _storage(request: Request) -> Storage:
+    storage: Storage = request.app.state.storage
+    return storage
+
+
+# "function" scope: the transaction ends before the response starts, so that a 2xx never precedes its commit.
+Session = Annotated[AsyncSession, Depends(get_session, scope="function")]
+Reading = Annotated[AsyncSession, Depends(get_reading, scope="function")]
+Snapshot = Annotated[AsyncSession, Depends(get_snapshot, scope="function")]
+CurrentSettings = Annotated[Settings, Depends(_settings)]
+CurrentStorage = Annotated[Storage, Depends(_storage)]
+IdempotencyKey = Annotated[
+    str | None,
+    Header(
+        description="Repeating a request with the same key returns the same run, so a request can be retried safely.",
+        examples=["6f1c0a52-6d0e-4d5c-8a53-0f8c7a8f1b6e"],
+    ),
+]

@@ -1,0 +1,243 @@
+"""API errors: a stable code, a message that says what to do next, and one wire format."""
+
+import errno
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any, cast
+
+import psycopg
+import sqlalchemy.exc
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
+
+from app.contracts.errors import FieldError
+from app.infra.db import is_database_away
+from app.infra.ids import new_id
+
+log = logging.getLogger(__name__)
+
+
+MEDIA_TYPE = "application/problem+json"
+
+RETRY_SECONDS = 5
+
+_MAX_ERRORS = 100
+
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+class ApiError(Exception):
+    """Error that the caller can act on. `detail` says what to do next; `code` never changes."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        detail: str,
+        errors: Sequence[FieldError] = (),
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.code = code
+        self.detail = detail
+        self.errors = list(errors)
+        self.headers = dict(headers or {})
+
+
+def not_found(kind: str, id: str) -> ApiError:
+    """Create a 404 error for a resource, such as `not_found("run", run_id)`."""
+    listing = f"list the existing ones with GET /v1/{kind}s"
+    return ApiError(404, f"{kind}_not_found", f"There is no {kind} {_short_id(id)}; {listing}.")
+
+
+def conflict(code: str, detail: str) -> ApiError:
+    """Create a 409 error; `detail` names the current state."""
+    return ApiError(409, code, detail)
+
+
+def invalid(errors: Sequence[FieldError], detail: str | None = None, code: str = "invalid_request") -> ApiError:
+    """Create a 422 error that lists every problem at once."""
+    return ApiError(422, code, detail or _summary(errors), errors)
+
+
+def too_large(what: str, limit: int) -> ApiError:
+    """Create a 413 error that names the limit."""
+    return ApiError(413, "body_too_large", f"{what} may have at most {limit:,} bytes; send less, or in parts.")
+
+
+def disk_full() -> ApiError:
+    """Create a 507 error: nothing of the request was stored."""
+    return ApiError(
+        507,
+        "disk_full",
+        "The disk of the server is full and nothing was stored; free some space and try again.",
+    )
+
+
+def database_unavailable() -> ApiError:
+    """Create a 503 error with `Retry-After`."""
+    return ApiError(
+        503,
+        "database_unavailable",
+        f"The database does not answer; try again in {RETRY_SECONDS} seconds.",
+        headers={"Retry-After": str(RETRY_SECONDS)},
+    )
+
+
+def took_too_long() -> ApiError:
+    """Create a 503 error for a statement that PostgreSQL cancelled at its timeout: the database is up, but too slow."""
+    return ApiError(
+        503,
+        "statement_timeout",
+        "The database query exceeded its time limit and was cancelled; request less data at once, or try again "
+        f"in {RETRY_SECONDS} seconds.",
+        headers={"Retry-After": str(RETRY_SECONDS)},
+    )
+
+
+def as_api_error(error: BaseException) -> ApiError | None:
+    """Return the API error for a failure of the database or the disk; None for any other exception."""
+    original = getattr(error, "orig", None) or error
+    if isinstance(original, psycopg.errors.DiskFull):
+        return disk_full()
+    if isinstance(original, psycopg.errors.QueryCanceled):
+        return took_too_long()
+    if is_database_away(error):
+        return database_unavailable()
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return disk_full()
+    return None
+
+
+def request_id(scope: Scope) -> str:
+    """Return the id of this request, as in its `x-request-id` header and in the log."""
+    state = scope.setdefault("state", {})
+    if "request_id" not in state:
+        state["request_id"] = new_id("req")
+    return str(state["request_id"])
+
+
+def problem(scope: Scope, error: ApiError) -> Response:
+    """Create the problem+json response for `error`."""
+    id = request_id(scope)
+    body: dict[str, Any] = {
+        "type": f"urn:anneal:problem:{error.code}",
+        "title": HTTPStatus(error.status).phrase,
+        "status": error.status,
+        "detail": clean(error.detail, 2000),
+        "code": error.code,
+        "request_id": id,
+    }
+    if error.errors:
+        body["errors"] = [
+            {
+                "field": clean(item.field, 200),
+                "code": clean(item.code, 100),
+                "message": clean(item.message, 500),
+            }
+            for item in error.errors[:_MAX_ERRORS]
+        ]
+    headers = {**error.headers, "x-request-id": id}
+    return JSONResponse(body, error.status, headers, MEDIA_TYPE)
+
+
+def clean(text: str, most: int) -> str:
+    """Return `text` without control characters and lone surrogates, cut to `most` characters, for use in responses."""
+    text = _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text[: most + 1])
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _short_id(id: str) -> str:
+    return clean(id, 60)
+
+
+def _summary(errors: Sequence[FieldError]) -> str:
+    if not errors:
+        return "The request is invalid; correct it and send it again."
+    first = f"`{errors[0].field}`: {errors[0].message}" if errors[0].field else errors[0].message
+    more = f" and {len(errors) - 1} more (see `errors`)" if len(errors) > 1 else ""
+    return f"{clean(first, 500).rstrip('.')}{more}. Correct it and send the request again."
+
+
+def from_validation(problems: Sequence[Any]) -> list[FieldError]:
+    """Convert pydantic's errors to field errors, without the input values."""
+    found = []
+    for item in problems[:_MAX_ERRORS]:
+        location = [str(part) for part in item["loc"]]
+        if location and location[0] in ("body", "query", "path", "header", "cookie"):
+            location = location[1:]
+        message = str(item["msg"]).removeprefix("Value error, ")
+        if named := item.get("ctx", {}).get("field"):
+            location.append(str(named))  # the discriminator field
+        if item["type"] == "json_invalid":
+            location, message = [], f"the body is not JSON: {item.get('ctx', {}).get('error', message)}"
+        found.append(
+            FieldError(
+                field=clean(".".join(location), 200),
+                code=clean(str(item["type"]), 100),
+                message=clean(message, 500),
+            )
+        )
+    return found
+
+
+_HTTP_DETAILS = {
+    400: "The request could not be read; see /docs for the parameters of this endpoint.",
+    404: "Nothing exists at this path; /docs lists all endpoints.",
+    405: "This path does not support the method; `Allow` lists the supported ones, and /docs lists all endpoints.",
+    416: "The range starts after the end of the file; `Content-Range` has its length.",
+}
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    return problem(request.scope, cast(ApiError, error))
+
+
+async def _validation_error(request: Request, error: Exception) -> Response:
+    return problem(request.scope, invalid(from_validation(cast(RequestValidationError, error).errors())))
+
+
+async def _http_error(request: Request, raised: Exception) -> Response:
+    error = cast(HTTPException, raised)
+    if error.status_code < 400:
+        return Response(status_code=error.status_code, headers=error.headers)
+    return problem(request.scope, _status_error(error.status_code, str(error.detail), error.headers))
+
+
+def _status_error(status: int, detail: str, headers: Mapping[str, str] | None) -> ApiError:
+    """Create the error for a status code that the framework set."""
+    detail = _HTTP_DETAILS.get(status, detail)
+    if status == 405:
+        status = 404  # endpoints that a later version adds do not exist yet, even if their path supports other methods
+    code = re.sub(r"[^a-z]+", "_", HTTPStatus(status).phrase.lower()).strip("_")
+    return ApiError(status, code, detail, headers=headers)
+
+
+async def _infrastructure_error(request: Request, error: Exception) -> Response:
+    answer = as_api_error(error)
+    if answer is None:
+        raise error
+    log.warning("%s %s: %s", request_id(request.scope), answer.code, clean(str(error), 500))
+    return problem(request.scope, answer)
+
+
+async def _client_gone(request: Request, error: Exception) -> Response:
+    # No client reads this response; it only keeps a closed browser tab from being logged as a server error.
+    return problem(request.scope, ApiError(400, "client_gone", "The connection was closed; send the request again."))
+
+
+def install(app: FastAPI) -> None:
+    """Install handlers that return every error of `app` as problem+json."""
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ClientDisconnect, _client_gone)
+    for kind in (sqlalchemy.exc.SQLAlchemyError, psycopg.Error, OSError):
+        app.add_exception_handler(kind, _infrastructure_error)

@@ -1,0 +1,87 @@
+"""Liveness and readiness endpoints."""
+
+import asyncio
+from typing import Literal
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from app.api.errors import RETRY_SECONDS, ApiError, as_api_error
+from app.contracts.errors import FieldError
+from app.infra.broker import Queue
+from app.tables import migrate
+
+router = APIRouter(tags=["health"])
+_CHECK_SECONDS = 5.0
+
+
+class Alive(BaseModel):
+    """Liveness: the process responds."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"status": "ok"}})
+
+    status: Literal["ok"] = "ok"
+
+
+class Ready(BaseModel):
+    """Readiness: everything that a run needs from this process is available."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"database": "ok", "migrations": "0001", "broker": "ok"}})
+
+    database: Literal["ok"] = "ok"
+    migrations: str
+    broker: Literal["ok"] = "ok"
+
+
+@router.get("/healthz")
+async def healthz() -> Alive:
+    """Report liveness; the only endpoint that needs no key."""
+    return Alive()
+
+
+@router.get("/readyz", responses={503: {"description": "Not ready; `errors` lists what is missing."}})
+async def readyz(request: Request) -> Ready:
+    """Check that the database and the broker are reachable and that the schema is at this version or a later one."""
+    state = request.app.state
+    database, broker = await asyncio.gather(_database(state.engine), _broker(state.queue))
+    missing = [found for found in (database, broker) if isinstance(found, FieldError)]
+    if missing:
+        raise ApiError(
+            503,
+            "not_ready",
+            " ".join(item.message for item in missing),
+            errors=missing,
+            headers={"Retry-After": str(RETRY_SECONDS)},
+        )
+    return Ready(migrations=str(database))
+
+
+async def _database(engine: AsyncEngine) -> FieldError | str:
+    """Return the revision of the schema, or an error."""
+    try:
+        async with asyncio.timeout(_CHECK_SECONDS), engine.connect() as connection:
+            revision = await connection.run_sync(migrate.current)
+    except Exception as error:
+        if as_api_error(error) is None and not isinstance(error, TimeoutError):
+            raise
+        return FieldError(
+            field="database", code="unreachable", message="The database does not answer; start it and try again."
+        )
+    older = migrate.too_old(revision)
+    return FieldError(field="migrations", code="not_at_head", message=older) if older else revision
+
+
+async def _broker(queue: Queue) -> FieldError | None:
+    try:
+        async with asyncio.timeout(_CHECK_SECONDS):
+            reached = await queue.ping()
+    except TimeoutError:
+        reached = False
+    if reached:
+        return None
+    return FieldError(
+        field="broker",
+        code="unreachable",
+        message="Redis does not answer; runs are accepted and start when it is available again.",
+    )

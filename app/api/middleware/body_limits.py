@@ -1,0 +1,128 @@
+"""Checks of every request before an endpoint sees it: body size, valid text, well-formed JSON."""
+
+import asyncio
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.api.authorization import is_public
+from app.api.errors import ApiError, invalid, problem, too_large
+from app.config import Settings
+from app.contracts.errors import FieldError
+from app.infra import strict_json
+
+STREAMED = {("POST", "/v1/datasets")}
+"""Endpoints that stream their body, up to `max_upload_bytes`; all others take JSON up to `max_json_bytes`."""
+_MULTIPART_OVERHEAD = 64 * 1024
+_PARSE_IN_THREAD = 64 * 1024
+_IDLE_SECONDS = 60.0
+
+
+class Intake:
+    """Middleware after authentication: limits bodies with and without a length, and rejects invalid text."""
+
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self.app = app
+        self.settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        try:
+            checked = await self._check(scope, receive)
+        except ApiError as error:
+            await problem(scope, error)(scope, receive, send)
+            return
+        if checked is not None:
+            await self.app(scope, checked, send)
+
+    async def _check(self, scope: Scope, receive: Receive) -> Receive | None:
+        """Return the `receive` for the endpoint, or None if the client has disconnected."""
+        if "\0" in scope["path"] or b"%00" in scope["query_string"]:
+            raise _invalid_text("nul_in_text", "the URL has a NUL character (%00); remove it")
+        headers = Headers(scope=scope)
+        length = _length(headers)
+        if (scope["method"], scope["path"]) in STREAMED:
+            limit = self.settings.max_upload_bytes
+            if length > limit + _MULTIPART_OVERHEAD:
+                raise too_large("An upload", limit)
+            return _limited(receive, limit)
+        if length == 0 and "transfer-encoding" not in headers:
+            return receive
+        limit = 0 if is_public(scope) else self.settings.max_json_bytes
+        if length > limit:
+            raise too_large("The body of this request", limit)
+        body = await _read(receive, limit)
+        if body is None:
+            return None
+        if "json" in headers.get("content-type", "").lower():
+            await _check_json(body)
+        return _replay(body, receive)
+
+
+def _length(headers: Headers) -> int:
+    text = headers.get("content-length", "0")
+    if not (text.isascii() and text.isdigit() and len(text) < 20):
+        raise ApiError(400, "bad_request", "Content-Length is not a number; leave it to your HTTP client.")
+    return int(text)
+
+
+async def _read(receive: Receive, limit: int) -> bytes | None:
+    body = bytearray()
+    while True:
+        message = await _receive_next(receive)
+        if message["type"] == "http.disconnect":
+            return None
+        body += message.get("body", b"")
+        if len(body) > limit:
+            raise too_large("The body of this request", limit)
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+async def _receive_next(receive: Receive) -> Message:
+    """Return the next piece of a body; raises a 408 error if the client sends nothing for `_IDLE_SECONDS`."""
+    try:
+        async with asyncio.timeout(_IDLE_SECONDS):
+            return await receive()
+    except TimeoutError:
+        detail = f"No data of the body was received for {_IDLE_SECONDS:.0f} seconds; send the request again."
+        raise ApiError(408, "body_timeout", detail) from None
+
+
+async def _check_json(body: bytes) -> None:
+    try:
+        if len(body) > _PARSE_IN_THREAD:
+            await asyncio.to_thread(strict_json.parse, body)
+        elif body:
+            strict_json.parse(body)
+    except strict_json.BadJson as error:
+        raise _invalid_text(error.code, error.message) from None
+
+
+def _invalid_text(code: str, message: str) -> ApiError:
+    return invalid([FieldError(field="", code=code, message=message)])
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replayed() -> Message:
+        return pending.pop() if pending else await receive()
+
+    return replayed
+
+
+def _limited(receive: Receive, limit: int) -> Receive:
+    total = 0
+
+    async def limited() -> Message:
+        nonlocal total
+        message = await _receive_next(receive)
+        total += len(message.get("body", b""))
+        if total > limit + _MULTIPART_OVERHEAD:
+            raise too_large("An upload", limit)
+        return message
+
+    return limited

@@ -1,0 +1,61 @@
+"""Middleware that gives each request an id and answers unexpected errors."""
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.api.errors import ApiError, _status_error, as_api_error, clean, log, problem, request_id
+
+
+def _is_plain(headers: list[tuple[bytes, bytes]]) -> bool:
+    """Return True if a response of the framework is plain text or empty."""
+    kinds = [value for name, value in headers if name.lower() == b"content-type"]
+    return not kinds or kinds[0].startswith(b"text/plain")
+
+
+def _plain_problem(scope: Scope, status: int, headers: list[tuple[bytes, bytes]]) -> Response:
+    """Create the problem+json response that replaces such a response, with its other headers."""
+    decoded = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
+    kept = {name: value for name, value in decoded.items() if not name.lower().startswith("content-l")}
+    kept.pop("content-type", None)
+    return problem(scope, _status_error(status, "The request cannot be processed; see /docs.", kept))
+
+
+class RequestIds:
+    """Outermost middleware: sets a request id on every response; answers and logs unhandled exceptions."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        id = request_id(scope)
+        started = replaced = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started, replaced
+            if message["type"] == "http.response.start":
+                started = True
+                headers = [item for item in message["headers"] if item[0].lower() != b"x-request-id"]
+                if message["status"] >= 400 and _is_plain(headers):
+                    replaced = True
+                    await _plain_problem(scope, message["status"], headers)(scope, receive, send)
+                message = {**message, "headers": [*headers, (b"x-request-id", id.encode())]}
+            if not replaced:
+                await send(message)
+
+        try:
+            await self.app(scope, receive, send_with_id)
+        except Exception as error:
+            answer = as_api_error(error)
+            if answer is None:
+                log.exception("%s %s %s failed", id, scope["method"], clean(scope["path"], 200))
+                answer = ApiError(
+                    500,
+                    "internal",
+                    f"Internal server error; the server's log has the details under {id}. Trying again may help.",
+                )
+            if started:
+                raise  # the headers are already sent: aborting the connection is the only way to signal the error
+            await problem(scope, answer)(scope, receive, send_with_id)

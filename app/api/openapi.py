@@ -1,0 +1,65 @@
+"""Errors and keys in /openapi.json, described once for all endpoints."""
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from app.api.authorization import PUBLIC
+from app.api.errors import MEDIA_TYPE
+from app.contracts.errors import FieldError, Problem
+
+_ALWAYS = {
+    "400": "The request could not be read.",
+    "401": "No key, or one that is unknown, expired or revoked.",
+    "403": "The key lacks the scope, or the request came from a page of another origin.",
+    "429": "Too many wrong keys from this address.",
+    "500": "Internal server error; the server's log has the details under `request_id`.",
+    "503": "The database does not answer; try again after the time in `Retry-After`.",
+}
+_WITH_INPUT = {"422": "The request is invalid; `errors` lists the problems."}
+_WITH_BODY = {
+    "408": "The body was not received completely in time.",
+    "413": "The body exceeds the size limit.",
+    "507": "The disk is full; nothing was stored.",
+}
+_METHODS = {"get", "put", "post", "delete", "patch", "head", "options"}
+
+
+def describe(app: FastAPI) -> dict[str, Any]:
+    """Return the OpenAPI document of `app`."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        for unused in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(unused, None)
+        schemas["FieldError"] = FieldError.model_json_schema()
+        template = "#/components/schemas/{model}"
+        schemas["Problem"] = Problem.model_json_schema(ref_template=template)
+        schemas["Problem"].pop("$defs", None)
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        for path, item in document["paths"].items():
+            for method, operation in item.items():
+                if method in _METHODS:
+                    _complete(path, operation)
+        app.openapi_schema = document
+    return app.openapi_schema
+
+
+def _complete(path: str, operation: dict[str, Any]) -> None:
+    """Add the security scheme and the error responses of `operation`."""
+    responses: dict[str, Any] = operation["responses"]
+    described = {} if path in PUBLIC else dict(_ALWAYS)
+    if path not in PUBLIC:
+        operation["security"] = [{"key": []}]
+        described |= _WITH_INPUT
+    if "{" in path:
+        described["404"] = "The resource does not exist; `detail` says where to look."
+    if "requestBody" in operation:
+        described |= _WITH_BODY
+    responses.pop("422", None)
+    for status, description in described.items():
+        responses.setdefault(status, {"description": description})
+    for status, response in responses.items():
+        if status >= "400":
+            response["content"] = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}

@@ -1,0 +1,67 @@
+"""Create, list and revoke API keys."""
+
+import secrets
+from collections.abc import Iterable
+from datetime import timedelta
+
+from sqlalchemy import func, select, update
+from sqlalchemy.orm import Session
+
+from app.api.authorization import SCOPES
+from app.api_keys.verifier import _digest
+from app.audit.log import of_command
+from app.config import Settings
+from app.contracts.schemas.api_keys import KeyView
+from app.infra.db import sync_engine
+from app.infra.ids import new_id
+from app.tables.api_keys import ApiKey
+
+_PREFIX_LENGTH = len("anneal_") + 6
+
+
+def create_key_sync(settings: Settings, name: str, scopes: Iterable[str], expires_in: timedelta | None = None) -> str:
+    """Create a key and return it: it cannot be retrieved again. Raises `ValueError` for unknown scopes."""
+    wanted = sorted(set(scopes))
+    if not wanted or not set(wanted) <= set(SCOPES):
+        raise ValueError(f"scopes must be one or more of {', '.join(SCOPES)}, not {', '.join(wanted) or 'none'}")
+    key = "anneal_" + secrets.token_urlsafe(32)
+    row = ApiKey(
+        id=new_id("key"),
+        name=name,
+        prefix=key[:_PREFIX_LENGTH],
+        digest=_digest(key),
+        scopes=wanted,
+        expires_at=None if expires_in is None else func.now() + expires_in,
+    )
+    with _sync_session(settings) as session, session.begin():
+        session.add(row)
+        session.execute(of_command("keys create", row.id))
+    return key
+
+
+def list_keys_sync(settings: Settings) -> list[KeyView]:
+    """Return all keys, newest first, including revoked and expired ones."""
+    with _sync_session(settings) as session:
+        rows = session.scalars(select(ApiKey).order_by(ApiKey.id.desc())).all()
+        names = KeyView.__dataclass_fields__
+        return [KeyView(**{name: getattr(row, name) for name in names}) for row in rows]
+
+
+def revoke_key_sync(settings: Settings, key_id: str) -> bool:
+    """Revoke a key; return False if it does not exist.
+
+    Within 30 seconds the key is rejected everywhere and its streams are closed.
+    """
+    revoked = update(ApiKey).where(ApiKey.id == key_id).returning(ApiKey.id)
+    with _sync_session(settings) as session, session.begin():
+        at = func.coalesce(ApiKey.revoked_at, func.now())
+        found = session.scalar(revoked.values(revoked_at=at)) is not None
+        if found:
+            session.execute(of_command("keys revoke", key_id))
+        return found
+
+
+def _sync_session(settings: Settings) -> Session:
+    if settings.database_url is None:
+        raise ValueError("no database URL: start `anneal up` first or set ANNEAL_DATABASE_URL")
+    return Session(sync_engine(settings.database_url, pool_size=0, name="anneal-keys"))

@@ -1,0 +1,101 @@
+"""Verifies API keys against the database, with a short-lived cache."""
+
+import hashlib
+import hmac
+import time
+from collections import OrderedDict
+from datetime import timedelta
+from typing import TypeVar
+
+from sqlalchemy import ColumnElement, and_, func, or_, select, update
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
+
+from app.api.authorization import Caller
+from app.api.errors import as_api_error
+from app.api_keys.failure_limit import FailureLimit
+from app.tables.api_keys import ApiKey
+
+T = TypeVar("T")
+
+CACHE_SECONDS = 10.0
+
+OUTAGE_SECONDS = 900.0
+"""Seconds after its last verification for which a key can access `WITHOUT_DATABASE` during an outage."""
+
+_MAX_CACHED_KEYS = 1000
+
+
+class Auth:
+    """Verifies keys against the database and caches the result for ten seconds."""
+
+    def __init__(self, sessions: async_sessionmaker[AsyncSession]) -> None:
+        self._sessions = sessions
+        self._callers: OrderedDict[str, tuple[Caller, float]] = OrderedDict()
+        self._recently_verified: OrderedDict[str, tuple[Caller, float]] = OrderedDict()
+        self._validity: OrderedDict[str, tuple[bool, float]] = OrderedDict()
+        self.failures = FailureLimit()
+
+    def remembered(self, key: str) -> Caller | None:
+        """Return the cached caller of a key that was verified in the last ten seconds."""
+        caller, until = self._callers.get(_digest(key), (None, 0.0))
+        return caller if time.monotonic() < until else None
+
+    def known(self, key: str) -> Caller | None:
+        """Return the caller of a key verified within the last `OUTAGE_SECONDS`, for use during an outage."""
+        caller, until = self._recently_verified.get(_digest(key), (None, 0.0))
+        return caller if time.monotonic() < until else None
+
+    async def verify(self, key: str) -> Caller | None:
+        """Return the caller of this key, or None if the key is unknown, expired or revoked."""
+        digest = _digest(key)
+        idle = func.coalesce(ApiKey.last_used_at < func.now() - timedelta(minutes=1), True)
+        remaining = func.extract("epoch", ApiKey.expires_at - func.now())
+        async with self._sessions() as session, session.begin():
+            query = select(ApiKey.id, ApiKey.digest, ApiKey.scopes, idle, remaining, ApiKey.name)
+            row = (await session.execute(query.where(ApiKey.digest == digest, _valid()))).one_or_none()
+            if row is None or not hmac.compare_digest(row[1], digest):
+                self._callers.pop(digest, None)
+                self._recently_verified.pop(digest, None)
+                return None
+            if row[3]:
+                await session.execute(update(ApiKey).where(ApiKey.id == row[0]).values(last_used_at=func.now()))
+        caller = Caller(row[0], frozenset(row[2]), row[5])
+        remaining_seconds = float("inf") if row[4] is None else float(row[4])
+        now = time.monotonic()
+        _cache_value(self._callers, digest, (caller, now + min(CACHE_SECONDS, remaining_seconds)))
+        _cache_value(self._recently_verified, digest, (caller, now + min(OUTAGE_SECONDS, remaining_seconds)))
+        return caller
+
+    async def still_valid(self, key_id: str) -> bool:
+        """Return True if a stream opened with this key may continue; queries the database at most every ten seconds.
+
+        While the database is unavailable the last result applies: a stream has no new events then either.
+        """
+        verdict, until = self._validity.get(key_id, (True, 0.0))
+        if time.monotonic() < until:
+            return verdict
+        try:
+            async with self._sessions() as session:
+                found = await session.scalar(select(ApiKey.id).where(ApiKey.id == key_id, _valid()))
+        except Exception as error:
+            if as_api_error(error) is None:
+                raise
+        else:
+            verdict = found is not None
+        _cache_value(self._validity, key_id, (verdict, time.monotonic() + CACHE_SECONDS))
+        return verdict
+
+
+def _cache_value(cache: OrderedDict[str, T], name: str, value: T) -> None:
+    cache[name] = value
+    cache.move_to_end(name)
+    while len(cache) > _MAX_CACHED_KEYS:
+        cache.popitem(last=False)
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode(errors="replace")).hexdigest()
+
+
+def _valid() -> ColumnElement[bool]:
+    return and_(ApiKey.revoked_at.is_(None), or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > func.now()))

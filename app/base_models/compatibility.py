@@ -1,0 +1,103 @@
+"""Checks that a base model fits a training configuration."""
+
+from collections.abc import Mapping, Set
+from pathlib import Path
+from typing import Any
+
+from app.base_models.resolver import WEIGHTS_FILE, BaseModelError, read_json
+from app.estimator.architecture import UnknownArchitecture, impossible_size, read
+from app.estimator.parameters import modules
+
+
+def conflicts(
+    folder: Path, config: Mapping[str, Any], given: Set[str], *, needs_weights: bool = True
+) -> list[BaseModelError]:
+    """Return settings that a local model does not support, judged by its files before anything is started.
+
+    Without `needs_weights`, the weights may still be missing. The errors' codes are fields of the configuration.
+    """
+    found = []
+    if config.get("revision") is not None:
+        found.append(
+            BaseModelError(
+                "revision", "A local folder or a run has no revisions; leave `revision` out, or name a hub model."
+            )
+        )
+    is_adapter = (folder / "adapter_config.json").is_file()
+    method = config.get("method", "qlora")
+    if is_reward_model(folder) and (is_adapter or method != "reward"):
+        what = "an adapter of a reward model" if is_adapter else "a reward model"
+        message = f"This is {what}: it scores text and generates none; use it in `rlhf.rewards`, with type `model`."
+        found.append(BaseModelError("base_model", message))
+    if needs_weights and not is_adapter and (lacking := _lacking(folder, method == "full")):
+        found.append(BaseModelError("base_model", lacking))
+    found += _of_architecture(folder, config)
+    length, longest = config.get("max_seq_length"), _longest(folder)
+    if "max_seq_length" in given and isinstance(length, int) and longest is not None and length > longest:
+        message = (
+            f"The model takes at most {longest} tokens; set `max_seq_length` to that or less, or null for the limit."
+        )
+        found.append(BaseModelError("max_seq_length", message))
+    return found
+
+
+def _lacking(folder: Path, from_scratch: bool) -> str | None:
+    """Return what is wrong with the weights in a model's folder, as far as can be seen without reading them."""
+    if not any(folder.glob("*.safetensors")):
+        message = "The folder contains no safetensors weights; add them, or train from scratch with method `full`."
+        return None if from_scratch else message
+    whole = folder / WEIGHTS_FILE
+    if whole.is_file() and whole.stat().st_size == 0:
+        return f"{WEIGHTS_FILE} in the folder is empty; replace it with the model's weights."
+    return None
+
+
+def is_reward_model(folder: Path) -> bool | None:
+    """Return True if a local model outputs one score instead of tokens; None if its files do not say."""
+    if (folder / "adapter_config.json").is_file():
+        task = read_json(folder, "adapter_config.json").get("task_type")
+        return task == "SEQ_CLS" if isinstance(task, str) else None
+    names = read_json(folder, "config.json").get("architectures")
+    if not isinstance(names, list) or not names:
+        return None
+    return any(isinstance(name, str) and name.endswith("ForSequenceClassification") for name in names)
+
+
+def _of_architecture(folder: Path, config: Mapping[str, Any]) -> list[BaseModelError]:
+    """Return settings that are impossible for a model of a known family; nothing if a plugin creates the model."""
+    model_config, extra = read_json(folder, "config.json"), config.get("extra")
+    is_adapter = (folder / "adapter_config.json").is_file()
+    if is_adapter or (isinstance(extra, Mapping) and (extra.get("model_factory") or extra.get("recipe"))):
+        return []
+    if wrong := impossible_size(model_config):
+        return [BaseModelError("base_model", f"The model's config.json is invalid: {wrong}; correct it there.")]
+    names = config.get("target_modules")
+    if config.get("method") == "full" or config.get("lora_r", 1) is None or not isinstance(names, list):
+        return []
+    try:
+        there = modules(read(model_config))
+    except UnknownArchitecture:
+        return []
+    if there is None:
+        return []
+    missing = [name for name in names if isinstance(name, str) and not _is_among(name, there)]
+    if not missing:
+        return []
+    message = (
+        f"`target_modules`: this model has no module {', '.join(missing)[:200]}; leave the field out for all linear "
+        "layers."
+    )
+    return [BaseModelError("target_modules", message)]
+
+
+def _is_among(name: str, modules: Set[str]) -> bool:
+    """Return True if a configured name is a module's name or the end of one, as peft matches it."""
+    return any(module == name or module.endswith(f".{name}") for module in modules)
+
+
+def _longest(folder: Path) -> int | None:
+    """Return the model's maximum number of positions, if its configuration gives it."""
+    model_config = read_json(folder, "config.json")
+    model_config = model_config.get("text_config", model_config)
+    longest = model_config.get("max_position_embeddings") if isinstance(model_config, dict) else None
+    return longest if isinstance(longest, int) else None

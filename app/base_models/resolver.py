@@ -1,0 +1,139 @@
+"""Resolution of base model names. Free of FastAPI: the API validates names with it, the worker locates the files."""
+
+import json
+import re
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, TypedDict
+
+from app.config import Settings
+from app.infra.ids import is_id
+from app.infra.storage import OutsideStorage, Storage
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
+
+WEIGHTS_FILE = "model.safetensors"
+_MAX_CONFIG_BYTES = 2**20
+
+_MODEL_FILES = ("config.json", "adapter_config.json")
+
+
+class BaseModelError(ValueError):
+    """A name that does not resolve to a model, with a stable code and a message that says what to do."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+class Located(TypedDict):
+    """Location of a base model: its name as the user wrote it, and either a folder or a hub name with a revision."""
+
+    name: str
+    path: str | None
+    hub: str | None
+    revision: str | None
+
+
+def is_run(name: str) -> bool:
+    """Return True if the name refers to the output of a run."""
+    return name.startswith("run_") and is_id(name, "run")
+
+
+def is_hub_name(name: str) -> bool:
+    """Return True if the name has the form of a hub name."""
+    return _HUB_NAME.fullmatch(name) is not None
+
+
+def locate(
+    settings: Settings,
+    storage: Storage,
+    name: str,
+    output_attempt_of_base_run: int | None,
+    revision: str | None = None,
+) -> Located:
+    """Locate the model: the output of a run, else a folder below the models root, else a hub model.
+
+    `output_attempt_of_base_run` is the `output_attempt` of the run that `name` refers to, None for other names.
+    The existence of a hub model is checked only when it is loaded. Raises `BaseModelError`.
+    """
+    if is_run(name):
+        if output_attempt_of_base_run is None:
+            raise BaseModelError(
+                "base_run_without_output", f"Run {name} has no output to use as a model; wait until it is completed."
+            )
+        folder = storage.output_dir(name, output_attempt_of_base_run)
+        if folder.is_symlink() or not _holds_model(folder):
+            raise BaseModelError(
+                "model_not_found",
+                f"The output of run {name} is missing from the storage; resume that run to create it again.",
+            )
+        return Located(name=name, path=str(folder), hub=None, revision=None)
+    _check_allowed(settings, name)
+    folder = _below(settings.models_folder, name)
+    if folder.is_dir():
+        if not _holds_model(folder):
+            raise BaseModelError(
+                "not_a_model",
+                f"The folder {name!r} below the models root contains neither config.json nor "
+                "adapter_config.json; put a model in Hugging Face format there.",
+            )
+        return Located(name=name, path=str(folder), hub=None, revision=None)
+    return Located(name=name, path=None, hub=_hub_name(settings, name), revision=revision)
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """Read a JSON object from a file of the model; return an empty one if that fails."""
+    try:
+        file = folder / name
+        if not file.is_file() or file.stat().st_size > _MAX_CONFIG_BYTES:
+            return {}
+        content = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _check_allowed(settings: Settings, name: str) -> None:
+    """Raise unless the operator allows this model; for a run's output this was checked when that run was created."""
+    patterns = [pattern for part in settings.allowed_models.split(",") if (pattern := part.strip())]
+    if not patterns or any(fnmatchcase(name, pattern) for pattern in patterns):
+        return
+    allowed = ", ".join(f"`{pattern}`" for pattern in patterns)
+    raise BaseModelError(
+        "model_not_allowed",
+        f"This server does not allow the model {name[:100]!r}; use one of {allowed[:300]} (ANNEAL_ALLOWED_MODELS).",
+    )
+
+
+def _below(root: Path, name: str) -> Path:
+    try:
+        return Storage.resolve_below(root, name)
+    except OutsideStorage:
+        raise BaseModelError(
+            "outside_models_root",
+            f"{name[:100]!r} points outside the models root; use a folder below it, without '..', a leading "
+            "'/' or symbolic links.",
+        ) from None
+
+
+def _hub_name(settings: Settings, name: str) -> str:
+    here = f"There is no folder {name!r} below the models root {settings.models_folder}"
+    if not is_hub_name(name):
+        raise BaseModelError(
+            "model_not_found",
+            f"{here}, and it is neither the id of a run (`run_…`) nor a hub name (`owner/model`); put the "
+            "model there, or correct the name.",
+        )
+    if not settings.allow_hub:
+        raise BaseModelError(
+            "hub_not_allowed",
+            f"{here}, and this server does not load from the hub; put the model there, or ask the operator to "
+            "set ANNEAL_ALLOW_HUB=true.",
+        )
+    return name
+
+
+def _holds_model(folder: Path) -> bool:
+    return any((folder / file).is_file() for file in _MODEL_FILES)

@@ -1,0 +1,216 @@
+"""Helpers shared by the commands that call the API: connection, error messages, tables and JSON."""
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from app.client.client import Anneal
+
+RunId = Annotated[str, typer.Argument(metavar="RUN", help="Run id, as listed by `anneal runs list`.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: one document, or one line per event.")]
+Limit = Annotated[int, typer.Option(min=1, help="Maximum number of items to print.")]
+After = Annotated[str | None, typer.Option(help="Start after this id, the last one of the previous page.")]
+
+# Short, because a user waits at the prompt, but long enough for one retry when the service sends Retry-After: 5.
+_PATIENCE = 8.0
+_WIDEST_CELL = 80
+
+
+def noun(help: str) -> typer.Typer:
+    """Create the Typer group for one noun."""
+    return typer.Typer(help=help, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@contextmanager
+def connected() -> "Iterator[Anneal]":
+    """Yield a client of the service; print its errors as one sentence and exit with code 1."""
+    from app.client.client import Anneal
+
+    with plain_errors(), Anneal(patience=_PATIENCE) as client:
+        yield client
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Print errors that the user can fix and exit with code 1. A traceback is a bug in Anneal."""
+    from pydantic import ValidationError
+
+    from app.client.errors import AnnealError
+    from app.config import ClientSettings
+
+    try:
+        yield
+    except AnnealError as error:
+        fail(error.detail, *(f"  {item.field}: {item.message}" for item in error.errors))
+    except RunFileError as error:
+        fail(str(error))
+    except ValidationError as error:
+        if error.title != ClientSettings.__name__:
+            raise
+        fail(" ".join(f"ANNEAL_{str(item['loc'][0]).upper()}: {item['msg']}." for item in error.errors()))
+    except BrokenPipeError:
+        raise  # the reader closed the pipe (`| head`): Typer exits without a message
+    except OSError as error:
+        fail(f"{error.filename or 'A file'}: {error.strerror or error}.")
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+@contextmanager
+def option_told(code: str, sentence: str) -> Iterator[None]:
+    """Append to errors with this code a sentence that names the matching command-line option."""
+    from app.client.errors import AnnealError
+
+    try:
+        yield
+    except AnnealError as error:
+        if error.code == code:
+            fail(f"{error.detail} {sentence}")
+        raise
+
+
+def fail(sentence: str, *details: str) -> NoReturn:
+    """Print the error on standard error and exit with code 1."""
+    for line in (f"anneal: {sentence}", *details):
+        typer.echo(line, err=True)
+    raise typer.Exit(1)
+
+
+def note(text: str) -> None:
+    """Print a message for people on standard error; scripts read standard output."""
+    typer.echo(text, err=True)
+
+
+def deleted(id: str, as_json: bool) -> None:
+    """Report that the resource is deleted."""
+    if as_json:
+        document({"id": id, "deleted": True})
+    else:
+        note(f"{id} is deleted.")
+
+
+def document(value: "BaseModel | Mapping[str, Any]") -> None:
+    """Print one JSON document."""
+    typer.echo(json.dumps(_plain(value), indent=2, ensure_ascii=False))
+
+
+def json_line(value: "BaseModel | Mapping[str, Any]") -> None:
+    """Print one line of JSON and flush it."""
+    typer.echo(json.dumps(_plain(value), ensure_ascii=False, separators=(",", ":")))
+    sys.stdout.flush()
+
+
+def page(items: "Iterable[BaseModel]", limit: int) -> "tuple[list[Any], bool]":
+    """Return the first `limit` items and True if there are more; request `limit + 1` items for this."""
+    found = list(items)
+    return found[:limit], len(found) > limit
+
+
+def listing(
+    items: "Sequence[BaseModel]", has_more: bool, as_json: bool, columns: Sequence[str], rows: Iterable[Sequence[Any]]
+) -> None:
+    """Print a list as a table with long cells truncated, or as JSON in the format of the API."""
+    if as_json:
+        document({"data": [_plain(item) for item in items], "has_more": has_more})
+        return
+    table(columns, [[_cut(shown(cell)) for cell in row] for row in rows])
+    if has_more:
+        note(f"There are more. Use --after {getattr(items[-1], 'id', '')} for the next page, or a higher --limit.")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _WIDEST_CELL else f"{text[: _WIDEST_CELL - 1]}…"
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows under column headers; on a terminal, fit them to its width."""
+    if not rows:
+        note("There are none.")
+        return
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+
+        grid = Table(box=None, header_style="bold", pad_edge=False)
+        for number, column in enumerate(columns):
+            grid.add_column(column.upper(), no_wrap=number == 0, overflow="fold")
+        for row in rows:
+            grid.add_row(*(_unmarked(cell) for cell in row))
+        Console(highlight=False).print(grid)
+        return
+    widths = [max(len(row[n]) for row in [columns, *rows]) for n in range(len(columns))]
+    for row in [[column.upper() for column in columns], *rows]:
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def details(pairs: Mapping[str, Any]) -> None:
+    """Print one line for each value that is set."""
+    width = max(len(name) for name in pairs)
+    for name, value in pairs.items():
+        if value is not None and value != "" and value != []:
+            typer.echo(f"{name.ljust(width)}  {shown(value)}")
+
+
+def shown(value: Any) -> str:
+    """Format a value for people."""
+    if value is None:
+        return "-"
+    if isinstance(value, datetime):
+        return value.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list | tuple):
+        return ", ".join(shown(item) for item in value)
+    if isinstance(value, dict):
+        return json.dumps(value, ensure_ascii=False)
+    return str(value)
+
+
+def size(count: int) -> str:
+    """Format a number of bytes."""
+    number = float(count)
+    for unit in ("bytes", "kB", "MB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}" if unit != "bytes" else f"{count} bytes"
+        number /= 1000
+    return f"{number:.1f} GB"
+
+
+@contextmanager
+def transfer(label: str, total: int) -> "Iterator[Any]":
+    """Show a progress bar on a terminal for a transfer.
+
+    Yields a callback that takes the number of bytes transferred so far, or None without a terminal.
+    """
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(_unmarked(label), total=total)
+        yield lambda done: progress.update(task, completed=done)
+
+
+def _unmarked(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _plain(value: "BaseModel | Mapping[str, Any]") -> Any:
+    return value if isinstance(value, Mapping) else value.model_dump(mode="json", by_alias=True)
+
+
+class RunFileError(ValueError):
+    """Invalid run file or `--set` option."""

@@ -1,0 +1,191 @@
+"""Commands of `anneal datasets`."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from app.cli.console import (
+    After,
+    AsJson,
+    Limit,
+    connected,
+    deleted,
+    details,
+    document,
+    fail,
+    listing,
+    note,
+    noun,
+    page,
+    size,
+    transfer,
+)
+
+if TYPE_CHECKING:
+    from app.contracts.schemas.datasets import DatasetView
+
+commands = noun("Datasets: files of training rows. Example: `anneal datasets upload chats.jsonl`.")
+
+DatasetId = Annotated[str, typer.Argument(metavar="DATASET", help="Dataset id, as listed by `anneal datasets list`.")]
+
+Format = Annotated[str | None, typer.Option(help="Dataset format. Default: detected from the columns.")]
+Columns = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--column", metavar="OURS=THEIRS", help="Map a column of the format to a column of the file; repeatable."
+    ),
+]
+Tokenizer = Annotated[str | None, typer.Option(metavar="MODEL", help="Count tokens with this model's tokenizer.")]
+
+
+@commands.command()
+def upload(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to upload.")],
+    name: Annotated[str | None, typer.Option(help="Name of the dataset. Default: the file name.")] = None,
+    format: Format = None,
+    file_format: Annotated[
+        str | None, typer.Option(help="jsonl, json, csv or parquet. Default: from the file name.")
+    ] = None,
+    column: Columns = None,
+    tokenizer: Tokenizer = None,
+    as_json: AsJson = False,
+) -> None:
+    """Upload a file, validate every row and print the id of the dataset.
+
+    Example: `anneal datasets upload chats.jsonl --name "support, May"`
+    """
+    columns = _columns(column)
+    with connected() as client:
+        with transfer(file.name, file.stat().st_size) as update:
+            dataset = client.datasets.upload(
+                file,
+                name=name,
+                format=format,
+                file_format=file_format,
+                columns=columns,
+                tokenizer=tokenizer,
+                told=update,
+            )
+        _print_created(dataset, as_json)
+
+
+@commands.command("import")
+def load_from_hub(
+    hub: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="Dataset on the Hugging Face Hub.")],
+    split: Annotated[str, typer.Option(help="Split to import.")] = "train",
+    subset: Annotated[
+        str | None, typer.Option(help="Subset (configuration); required if the dataset has several.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit. Default: the main branch.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the dataset. Default: its Hub name and split.")] = None,
+    format: Format = None,
+    column: Columns = None,
+    tokenizer: Tokenizer = None,
+    as_json: AsJson = False,
+) -> None:
+    """Import a dataset from the Hugging Face Hub and print its id in this service.
+
+    Example: `anneal datasets import openai/gsm8k --subset main --column prompt=question --column completion=answer`
+    """
+    columns = _columns(column)
+    with connected() as client:
+        dataset = client.datasets.load_from_hub(
+            hub, split=split, subset=subset, revision=revision, name=name, format=format, columns=columns,
+            tokenizer=tokenizer,
+        )  # fmt: skip
+        _print_created(dataset, as_json)
+
+
+def _columns(pairs: list[str] | None) -> dict[str, str] | None:
+    columns = {}
+    for pair in pairs or []:
+        ours, equals, theirs = pair.partition("=")
+        if not (ours and equals and theirs):
+            raise typer.BadParameter(f"--column {pair}: write OURS=THEIRS, for example prompt=question")
+        columns[ours] = theirs
+    return columns or None
+
+
+def _print_created(dataset: "DatasetView", as_json: bool) -> None:
+    if as_json:
+        document(dataset)
+        return
+    tokens = f", {dataset.token_statistics.total:,} tokens" if dataset.token_statistics else ""
+    note(f"{dataset.name}: {dataset.rows:,} rows, {dataset.format}, {size(dataset.bytes)}{tokens}")
+    typer.echo(dataset.id)
+
+
+@commands.command("list")
+def list_datasets(limit: Limit = 50, after: After = None, as_json: AsJson = False) -> None:
+    """List datasets, newest first.
+
+    Example: `anneal datasets list --limit 10`
+    """
+    with connected() as client:
+        found, has_more = page(client.datasets.list(limit=limit + 1, after=after), limit)
+        rows = [(it.id, it.name, it.format, f"{it.rows:,}", size(it.bytes), it.created_at) for it in found]
+        listing(found, has_more, as_json, ("id", "name", "format", "rows", "size", "created"), rows)
+
+
+@commands.command()
+def show(dataset_id: DatasetId, as_json: AsJson = False) -> None:
+    """Show a dataset with its first rows.
+
+    Example: `anneal datasets show ds_01k3x9m6q2v8s4t0w7y5z1a3b7`
+    """
+    with connected() as client:
+        dataset = client.datasets.get(dataset_id)
+        if as_json:
+            document(dataset)
+            return
+        details(
+            {
+                "id": dataset.id, "name": dataset.name, "format": dataset.format, "rows": f"{dataset.rows:,}",
+                "size": size(dataset.bytes), "sha256": dataset.sha256, "columns": dataset.columns,
+                "created": dataset.created_at, "tokens": dataset.token_statistics,
+                **{f"row {number}": row for number, row in enumerate(dataset.preview, 1)},
+            }
+        )  # fmt: skip
+
+
+@commands.command()
+def content(
+    dataset_id: DatasetId,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write. Default: standard output.")
+    ] = None,
+) -> None:
+    """Print the stored rows as JSONL, or write them to a file.
+
+    Example: `anneal datasets content ds_01k3x9m6q2v8s4t0w7y5z1a3b7 -o chats.jsonl`
+    """
+    with connected() as client:
+        pieces = client.datasets.content(dataset_id)
+        if output is None:
+            for piece in pieces:
+                sys.stdout.buffer.write(piece)
+            sys.stdout.buffer.flush()
+            return
+        if output.is_dir():
+            fail(f"{output} is a folder: name a file in it.")
+        part = output.with_name(f".{output.name}.part")
+        try:
+            with part.open("wb") as file:
+                for piece in pieces:
+                    file.write(piece)
+            part.replace(output)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+@commands.command()
+def delete(dataset_id: DatasetId, as_json: AsJson = False) -> None:
+    """Delete a dataset that no run uses.
+
+    Example: `anneal datasets delete ds_01k3x9m6q2v8s4t0w7y5z1a3b7`
+    """
+    with connected() as client:
+        client.datasets.delete(dataset_id)
+    deleted(dataset_id, as_json)

@@ -1,0 +1,61 @@
+"""Error handling of commands: errors that a user can fix become one sentence; a traceback means a bug."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import typer
+
+from app.infra.errors import HomeError
+
+if TYPE_CHECKING:  # these imports would take most of the time of `--help`
+    from pydantic import ValidationError
+
+    from app.config import Settings
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Print errors that a user can fix as one sentence and exit with code 1; other exceptions propagate."""
+    from pydantic import ValidationError
+    from sqlalchemy.exc import OperationalError, ProgrammingError
+
+    try:
+        yield
+    except HomeError as error:
+        sentence = str(error)
+    except ValidationError as error:
+        sentence = _setting_error(error)
+    except OperationalError as error:
+        reason = " ".join(str(error.orig).split())
+        sentence = f"The database does not answer ({reason}); start it, or correct ANNEAL_DATABASE_URL."
+    except ProgrammingError as error:
+        if getattr(error.orig, "sqlstate", None) != "42P01":  # undefined_table
+            raise
+        sentence = "The database does not have Anneal's tables yet: run `anneal migrate`."
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    else:
+        return
+    typer.echo(f"anneal: {sentence}", err=True)
+    raise typer.Exit(1)
+
+
+def _setting_error(error: "ValidationError") -> str:
+    return " ".join(
+        f"ANNEAL_{'_'.join(str(part) for part in item['loc']).upper()}: {item['msg']}." for item in error.errors()
+    )
+
+
+def given_settings() -> "Settings":
+    """Return the settings from the environment."""
+    from app.config import get_settings
+
+    return get_settings()
+
+
+def settings_with_urls() -> "Settings":
+    """Return the settings with URLs, using those of the running `anneal up` where none are set."""
+    from app.infra.server_urls import resolve_urls
+
+    return resolve_urls(given_settings())

@@ -1,0 +1,98 @@
+"""Commands of `anneal experiments`."""
+
+from typing import Annotated
+
+import typer
+
+from app.cli.console import After, AsJson, Limit, connected, deleted, details, document, listing, note, noun, page
+
+commands = noun("Experiments: groups of runs. Example: `anneal experiments create docstrings`.")
+
+ExperimentId = Annotated[
+    str, typer.Argument(metavar="EXPERIMENT", help="Experiment id, as listed by `anneal experiments list`.")
+]
+Description = Annotated[str | None, typer.Option(help="Purpose of the experiment.")]
+Tags = Annotated[list[str] | None, typer.Option("--tag", help="Tag; repeatable.")]
+
+
+@commands.command()
+def create(
+    name: Annotated[str, typer.Argument(help="Name of the experiment.")],
+    description: Description = None,
+    tags: Tags = None,
+    as_json: AsJson = False,
+) -> None:
+    """Create an experiment and print its id.
+
+    Example: `anneal experiments create docstrings --description "Which rank is enough?" --tag python`
+    """
+    with connected() as client:
+        made = client.experiments.create(name, description=description, tags=tags)
+        if as_json:
+            document(made)
+        else:
+            typer.echo(made.id)
+
+
+@commands.command("list")
+def list_experiments(limit: Limit = 50, after: After = None, as_json: AsJson = False) -> None:
+    """List experiments, newest first.
+
+    Example: `anneal experiments list`
+    """
+    with connected() as client:
+        found, has_more = page(client.experiments.list(limit=limit + 1, after=after), limit)
+        rows = [(it.id, it.name, it.tags, it.created_at) for it in found]
+        listing(found, has_more, as_json, ("id", "name", "tags", "created"), rows)
+
+
+@commands.command()
+def show(experiment_id: ExperimentId, as_json: AsJson = False) -> None:
+    """Show an experiment with the status of its runs and its best run.
+
+    Example: `anneal experiments show exp_01k3x9m6q2v8s4t0w7y5z1a3b9`
+    """
+    with connected() as client:
+        found = client.experiments.get(experiment_id)
+        if as_json:
+            document(found)
+            return
+        best = found.best_run
+        details(
+            {
+                "id": found.id, "name": found.name, "description": found.description, "tags": found.tags,
+                "runs": [f"{count} {status}" for status, count in found.runs.items() if count],
+                "best run": f"{best.run_id} ({best.name}), loss {best.best_loss:.4g}" if best else None,
+                "created": found.created_at,
+            }
+        )  # fmt: skip
+
+
+@commands.command()
+def edit(
+    experiment_id: ExperimentId,
+    name: Annotated[str | None, typer.Option(help="New name.")] = None,
+    description: Description = None,
+    tags: Tags = None,
+    as_json: AsJson = False,
+) -> None:
+    """Change the name, description or tags of an experiment; fields that are not given are kept.
+
+    Example: `anneal experiments edit exp_01k3x9m6q2v8s4t0w7y5z1a3b9 --name "docstrings, second try"`
+    """
+    with connected() as client:
+        changed = client.experiments.update(experiment_id, name=name, description=description, tags=tags)
+        if as_json:
+            document(changed)
+    note(f"{experiment_id} is changed.")
+
+
+@commands.command()
+def delete(experiment_id: ExperimentId, as_json: AsJson = False) -> None:
+    """Delete an experiment; refused while one of its runs is pending or running.
+
+    Example: `anneal experiments delete exp_01k3x9m6q2v8s4t0w7y5z1a3b9`
+    """
+    with connected() as client:
+        client.experiments.delete(experiment_id)
+    deleted(experiment_id, as_json)

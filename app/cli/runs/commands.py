@@ -1,0 +1,410 @@
+"""Commands of `anneal runs`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from app.cli.console import (
+    After,
+    AsJson,
+    Limit,
+    RunId,
+    connected,
+    deleted,
+    details,
+    document,
+    fail,
+    json_line,
+    listing,
+    note,
+    noun,
+    option_told,
+    page,
+    shown,
+    size,
+    transfer,
+)
+from app.cli.runs.compare import compare
+from app.cli.runs.eta_text import in_words
+from app.cli.runs.postmortem import why
+
+if TYPE_CHECKING:
+    from app.client.client import Anneal
+    from app.contracts.schemas.checkpoints import CheckpointRead
+    from app.contracts.schemas.runs import RunRead
+
+commands = noun("Training runs. Example: `anneal runs create -f run.yaml --watch`.")
+commands.command()(why)
+commands.command()(compare)
+
+File = Annotated[Path, typer.Option("--file", "-f", help="YAML or JSON body of POST /v1/runs; - reads stdin.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="PATH=VALUE", help="Override a field, e.g. config.learning_rate=1e-4; repeatable."),
+]
+OfCheckpoint = Annotated[str | None, typer.Option("--checkpoint", help="Apply to this checkpoint instead of the run.")]
+Watch = Annotated[bool, typer.Option("--watch", help="Watch the run to its end; the exit code gives the result.")]
+
+
+@commands.command()
+def create(file: File, sets: Set = None, watch: Watch = False, as_json: AsJson = False) -> None:
+    """Create a run and print its id. Exit code with --watch: 0 completed, 3 failed, 4 cancelled.
+
+    Example: `anneal runs create -f run.yaml --set config.learning_rate=1e-4 --watch`
+    """
+    from app.cli.runs import run_file
+
+    with connected() as client:
+        run = client.runs.create(run_file.change(run_file.read(file), sets or []))
+        _print_or_watch(client, run, watch, as_json)
+
+
+def _print_or_watch(client: "Anneal", run: "RunRead", watch: bool, as_json: bool) -> None:
+    """Print a new run, or watch it to its end."""
+    if watch:
+        from app.cli.runs.watch import watch_run
+
+        raise typer.Exit(watch_run(client, run, as_json))
+    if as_json:
+        document(run)
+        return
+    note(f"{run.name} is {run.status}. Watch it with `anneal runs watch {run.id}`.")
+    typer.echo(run.id)
+
+
+@commands.command()
+def validate(file: File, sets: Set = None, as_json: AsJson = False) -> None:
+    """Validate a run without creating it; exit code 1 if it is invalid.
+
+    Example: `anneal runs validate -f run.yaml`
+    """
+    from app.cli.runs import run_file
+
+    with connected() as client:
+        check = client.runs.validate(run_file.change(run_file.read(file), sets or []))
+        if as_json:
+            document(check)
+            raise typer.Exit(0 if check.valid else 1)
+        for warning in check.warnings:
+            note(f"  {warning.field}: {warning.message}")
+        if not check.valid:
+            fail("This run would be refused.", *(f"  {item.field}: {item.message}" for item in check.errors))
+        typer.echo("This run can be created.")
+
+
+@commands.command()
+def estimate(
+    file: File,
+    sets: Set = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Also measure: a worker runs two steps on the longest rows.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Estimate memory, steps, time and cost of a run, and where it fits, without creating it.
+
+    With --probe a worker measures it too, and the measurement is printed next to the estimate. Exit code 3 if the probe
+    failed, except for lack of memory, which is a valid result; 4 if it was stopped.
+
+    Example: `anneal runs estimate -f run.yaml --set config.batch_size=8`
+    """
+    from app.cli.runs import estimate as estimating
+    from app.cli.runs import run_file
+
+    with connected() as client:
+        wanted = run_file.change(run_file.read(file), sets or [])
+        found = client.runs.estimate(wanted, probe=probe, wait=as_json)
+        if as_json:
+            document(found)
+        else:
+            estimating.show(found)
+        if found.probe_run_id is not None:
+            raise typer.Exit(estimating.probed(client, found, as_json))
+
+
+@commands.command("list")
+def list_runs(
+    experiment: Annotated[str | None, typer.Option(help="Only runs of this experiment.")] = None,
+    status: Annotated[list[str] | None, typer.Option(help="Only runs with this status; repeatable.")] = None,
+    tag: Annotated[str | None, typer.Option(help="Only runs with this tag.")] = None,
+    parent: Annotated[str | None, typer.Option(help="Only runs resumed from this one.")] = None,
+    base_model: Annotated[str | None, typer.Option(help="Only runs of this base model.")] = None,
+    sort: Annotated[
+        Literal["created_at", "best_loss"] | None, typer.Option(help="Order: newest first, or lowest loss first.")
+    ] = None,
+    limit: Limit = 50,
+    after: After = None,
+    as_json: AsJson = False,
+) -> None:
+    """List runs, newest or lowest loss first.
+
+    Example: `anneal runs list --status running --status pending --limit 10`
+    """
+    with connected() as client:
+        runs = client.runs.list(
+            experiment_id=experiment, status=status, tag=tag, parent_run_id=parent,
+            base_model=base_model, sort=sort, limit=limit + 1, after=after,
+        )  # fmt: skip
+        found, has_more = page(runs, limit)
+        rows = [
+            (it.id, it.status, f"{it.current_step}/{it.total_steps or '?'}", it.best_loss, it.name, it.created_at,
+             in_words(it.prediction) or None)
+            for it in found
+        ]  # fmt: skip
+        listing(found, has_more, as_json, ("id", "status", "step", "best loss", "name", "created", "eta"), rows)
+
+
+@commands.command()
+def show(run_id: RunId, as_json: AsJson = False) -> None:
+    """Show a run and the configuration fields that differ from the defaults (all fields: --json).
+
+    Example: `anneal runs show run_01k3x9m6q2v8s4t0w7y5z1a3b6`
+    """
+    with connected() as client:
+        run = client.runs.get(run_id)
+        if as_json:
+            document(run)
+            return
+        from app.contracts.training_config.fields import TrainingConfig
+
+        usual = {"base_model": None} | TrainingConfig(base_model="any").model_dump(mode="json", exclude={"base_model"})
+        last = run.metrics_history[-1] if run.metrics_history else None
+        details(
+            {
+                "id": run.id, "name": run.name, "status": run.status, "eta": _outlook(run), "error": run.error_code,
+                "message": run.error_message, "step": f"{run.current_step}/{run.total_steps or '?'}",
+                "loss": last.loss if last else None, "best loss": run.best_loss, "attempt": run.attempt,
+                "model": run.fine_tuned_model, "checkpoint": run.checkpoint_path, "parent": run.parent_run_id,
+                "estimated MiB": (run.estimate.memory_mb or {}).get("total") if run.estimate else None,
+                "measured MiB": run.measured.peak_memory_mb if run.measured else None,
+                "experiment": run.experiment_id, "tags": run.tags, "pinned": run.pinned or None,
+                "dataset": run.dataset_id, "eval dataset": run.eval_dataset_id, "worker": run.worker_id,
+                "created": run.created_at, "started": run.started_at, "finished": run.finished_at,
+                **{f"config.{name}": value for name, value in run.config.items() if value != usual.get(name)},
+            }
+        )  # fmt: skip
+
+
+def _outlook(run: "RunRead") -> str | None:
+    """Format the prediction with its confidence and basis."""
+    prediction = run.prediction
+    if prediction is None:
+        return None
+    return f"{in_words(prediction) or 'unknown'} ({prediction.confidence} confidence: {prediction.basis})"
+
+
+@commands.command()
+def edit(
+    run_id: RunId,
+    name: Annotated[str | None, typer.Option(help="New name.")] = None,
+    tags: Annotated[
+        list[str] | None, typer.Option("--tag", help="Tag that replaces the present tags; repeatable.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Change the name or the tags of a run.
+
+    Example: `anneal runs edit run_01k3x9m6q2v8s4t0w7y5z1a3b6 --name baseline --tag keep`
+    """
+    with connected() as client:
+        changed = client.runs.update(run_id, name=name, tags=tags)
+        if as_json:
+            document(changed)
+    note(f"{run_id} is changed.")
+
+
+def _pin(run_id: str, checkpoint: str | None, pinned: bool, as_json: bool) -> None:
+    with connected() as client:
+        if checkpoint is None:
+            changed: Any = client.runs.update(run_id, pinned=pinned)
+        else:
+            changed = client.runs.update_checkpoint(run_id, checkpoint, pinned=pinned)
+        if as_json:
+            document(changed)
+    note(f"{checkpoint or run_id} is {'pinned' if pinned else 'no longer pinned'}.")
+
+
+@commands.command()
+def pin(run_id: RunId, checkpoint: OfCheckpoint = None, as_json: AsJson = False) -> None:
+    """Exempt a run or one of its checkpoints from automatic deletion; a pinned run cannot be deleted.
+
+    Example: `anneal runs pin run_01k3x9m6q2v8s4t0w7y5z1a3b6`
+    """
+    _pin(run_id, checkpoint, True, as_json)
+
+
+@commands.command()
+def unpin(run_id: RunId, checkpoint: OfCheckpoint = None, as_json: AsJson = False) -> None:
+    """Unpin a run or checkpoint, so that retention applies to it again.
+
+    Example: `anneal runs unpin run_01k3x9m6q2v8s4t0w7y5z1a3b6 --checkpoint ckpt_01k3x9m6q2v8s4t0w7y5z1a3b8`
+    """
+    _pin(run_id, checkpoint, False, as_json)
+
+
+@commands.command()
+def logs(
+    run_id: RunId,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines until the run ends.")] = False,
+    tail: Annotated[int | None, typer.Option(min=0, help="Start with the last N lines.")] = None,
+    grep: Annotated[str | None, typer.Option(help="Only lines that contain this text.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the logs of a run. Exit code with -f: 0 completed, 3 failed, 4 cancelled.
+
+    Example: `anneal runs logs -f --tail 20 run_01k3x9m6q2v8s4t0w7y5z1a3b6`
+    """
+    from app.cli.runs.watch import exit_code, going_on
+
+    with connected() as client, going_on(run_id):
+        for event in client.runs.logs(run_id, tail=tail, grep=grep, follow=follow):
+            if as_json:
+                json_line(event)
+            elif event.type == "log":
+                typer.echo(getattr(event, "line", ""))
+        if follow:
+            raise typer.Exit(exit_code(client.runs.get(run_id).status))
+
+
+@commands.command()
+def watch(run_id: RunId, as_json: AsJson = False) -> None:
+    """Watch a run to its end. Exit code: 0 completed, 3 failed, 4 cancelled. Ctrl-C does not stop the run.
+
+    Shows a progress bar and a plot of the loss on a terminal, and plain lines elsewhere. With --json, prints one line
+    per event, starting from the first event.
+
+    Example: `anneal runs watch run_01k3x9m6q2v8s4t0w7y5z1a3b6 && echo done`
+    """
+    from app.cli.runs.watch import watch_run
+
+    with connected() as client:
+        raise typer.Exit(watch_run(client, client.runs.get(run_id), as_json))
+
+
+@commands.command()
+def stop(
+    run_id: RunId,
+    mode: Annotated[
+        Literal["checkpoint", "epoch_end", "best", "discard"],
+        typer.Option(help="Save a checkpoint, finish the epoch first, end with the best checkpoint, or save nothing."),
+    ] = "checkpoint",
+    no_save: Annotated[bool, typer.Option("--no-save", help="Same as --mode discard.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until the run has ended.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Stop a run. Saves a checkpoint to resume from, unless --mode says otherwise.
+
+    Example: `anneal runs stop --mode epoch_end --wait run_01k3x9m6q2v8s4t0w7y5z1a3b6`
+    """
+    if no_save and mode not in ("checkpoint", "discard"):
+        fail(f"--no-save contradicts --mode {mode}; use only one of them.")
+    with connected() as client:
+        stopping = client.runs.stop(run_id, mode="discard" if no_save else mode)
+        run: RunRead = stopping
+        if wait:
+            for _ in client.runs.events(run_id, after=run.last_seq, types="end"):
+                pass
+            run = client.runs.get(run_id)
+        if as_json:
+            document(run)
+        elif run.finished_at is None:
+            typer.echo(f"{run_id} was asked to stop; it is {run.status}. {stopping.stop.message}")
+        else:
+            typer.echo(f"{run_id} is {run.status} at step {run.current_step}.")
+
+
+@commands.command()
+def resume(
+    run_id: RunId,
+    checkpoint: Annotated[str | None, typer.Option(help="Checkpoint to resume from. Default: the newest.")] = None,
+    from_start: Annotated[
+        bool, typer.Option("--from-start", help="Restart from the first step, without a checkpoint.")
+    ] = False,
+    sets: Set = None,
+    watch: Watch = False,
+    as_json: AsJson = False,
+) -> None:
+    """Resume an ended run as a new run and print the new id.
+
+    Exit code with --watch: 0 completed, 3 failed, 4 cancelled.
+
+    Example: `anneal runs resume run_01k3x9m6q2v8s4t0w7y5z1a3b6 --set config.epochs=2 --watch`
+    """
+    from app.cli.runs import run_file
+
+    with connected() as client:
+        changes = run_file.change({}, sets or [])
+        config = changes.pop("config", {})
+        if changes:
+            fail(f"Only the configuration can be changed: write --set config.{next(iter(changes))}=….")
+        with option_told("no_checkpoint", "On the command line, use --from-start."):
+            run = client.runs.resume(run_id, checkpoint_id=checkpoint, from_start=from_start, config=config)
+        _print_or_watch(client, run, watch, as_json)
+
+
+@commands.command()
+def checkpoints(run_id: RunId, limit: Limit = 50, after: After = None, as_json: AsJson = False) -> None:
+    """List the checkpoints of a run, newest first.
+
+    Example: `anneal runs checkpoints run_01k3x9m6q2v8s4t0w7y5z1a3b6`
+    """
+    with connected() as client:
+        found, has_more = page(client.runs.checkpoints(run_id, limit=limit + 1, after=after), limit)
+        rows = [
+            (it.id, it.step, f"{it.kind}{', pinned' if it.pinned else ''}", it.metrics.get("loss"), _evaluated(it),
+             size(it.bytes), it.created_at)
+            for it in found
+        ]  # fmt: skip
+        listing(found, has_more, as_json, ("id", "step", "kind", "loss", "evaluation", "size", "created"), rows)
+
+
+def _evaluated(checkpoint: "CheckpointRead") -> str | None:
+    """Format the evaluation of exactly these weights; marks the best checkpoint of the run."""
+    measured = (name for name in ("eval_loss", "eval_reward") if checkpoint.metrics.get(name) is not None)
+    name = next(measured, None)
+    best = " (best)" if checkpoint.is_best else ""
+    return f"{name} {shown(checkpoint.metrics[name])}{best}" if name else None
+
+
+@commands.command()
+def download(
+    run_id: RunId,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Target folder. Default: named after the run.")
+    ] = None,
+    paths: Annotated[
+        list[str] | None, typer.Option("--path", help="Only files that match, e.g. *.json; repeatable.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Download the fine-tuned model of a run and print the folder; resumes an interrupted download.
+
+    Example: `anneal runs download run_01k3x9m6q2v8s4t0w7y5z1a3b6 -o my-adapter`
+    """
+    with connected() as client:
+        total = sum(artifact.bytes for artifact in client.runs.artifacts(run_id))
+        with transfer(run_id, total) as update:
+            received: dict[str, int] = {}
+
+            def on_progress(path: str, done: int, _: int) -> None:
+                received[path] = done
+                update(sum(received.values()))
+
+            folder = client.runs.download(run_id, output, paths=paths or (), told=on_progress if update else None)
+        if as_json:
+            files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+            document({"folder": str(folder), "files": files})
+        else:
+            typer.echo(folder)
+
+
+@commands.command()
+def delete(run_id: RunId, as_json: AsJson = False) -> None:
+    """Delete an ended run with its events, checkpoints and model.
+
+    Example: `anneal runs delete run_01k3x9m6q2v8s4t0w7y5z1a3b6`
+    """
+    with connected() as client:
+        client.runs.delete(run_id)
+    deleted(run_id, as_json)

@@ -1,0 +1,57 @@
+"""Command `anneal runs why`."""
+
+import json
+import shlex
+from typing import TYPE_CHECKING
+
+import typer
+
+from app.cli.console import AsJson, RunId, connected, details, document, shown, table
+
+if TYPE_CHECKING:
+    from app.contracts.schemas.postmortem import CorrectedRequest
+
+_LINES_SHOWN = 12
+
+
+def why(run_id: RunId, as_json: AsJson = False) -> None:
+    """Explain why a run failed, or its last failed attempt, and what to change.
+
+    Example: `anneal runs why run_01k3x9m6q2v8s4t0w7y5z1a3b6`
+    """
+    with connected() as client:
+        found = client.runs.postmortem(run_id)
+    if as_json:
+        document(found)
+        return
+    peaks = ", ".join(f"{name.removesuffix('_mb')} {value:,} MB" for name, value in found.peaks.items())
+    details(
+        {
+            "status": found.status, "error": found.code, "probable cause": found.probable_cause,
+            "advice": found.advice, "attempt": found.attempt, "phase": found.phase, "step": found.step,
+            "exit code": found.exit_code, "exit signal": found.exit_signal, "peak memory": peaks or None,
+        }
+    )  # fmt: skip
+    if len(found.attempts) > 1:
+        rows = [
+            (one.attempt, one.outcome, one.phase, one.step, (one.repair or {}).get("reason")) for one in found.attempts
+        ]
+        table(["attempt", "outcome", "phase", "step", "repaired"], [[shown(value) for value in row] for row in rows])
+    if found.last_lines:
+        typer.echo("\n  ".join(["Last log lines:", *found.last_lines[-_LINES_SHOWN:]]))
+    if found.correction:
+        request = found.correction.request
+        body = json.dumps(request.body, ensure_ascii=False)
+        typer.echo(
+            f"This request may help: {request.method} {request.path} with\n  {body}\n"
+            f"As a command:\n{typed(run_id, request)}"
+        )
+
+
+def typed(run_id: str, request: "CorrectedRequest") -> str:
+    """Return the shell command that sends the corrected request."""
+    if request.path.endswith("/resume"):
+        changes = request.body["config"].items()
+        sets = (shlex.quote(f"config.{name}={json.dumps(value, ensure_ascii=False)}") for name, value in changes)
+        return " ".join([f"anneal runs resume {run_id}", *(f"--set {one}" for one in sets)])
+    return f"anneal runs create -f - <<'EOF'\n{json.dumps(request.body, ensure_ascii=False)}\nEOF"

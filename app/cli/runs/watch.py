@@ -1,0 +1,284 @@
+"""Watching a run: plain lines, JSON, or a progress bar and loss plot on a terminal."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Protocol
+
+import typer
+
+from app.cli.console import json_line, note
+from app.cli.runs.eta_text import in_words
+from app.contracts.events import (
+    ActionEvent,
+    CheckpointEvent,
+    ConfigEvent,
+    ErrorEvent,
+    EvalEvent,
+    Event,
+    LogEvent,
+    MetricEvent,
+    ProgressEvent,
+    StatusEvent,
+)
+
+if TYPE_CHECKING:
+    from app.client.client import Anneal
+    from app.contracts.schemas.runs import Prediction, RunRead
+
+COMPLETED, FAILED, CANCELLED = 0, 3, 4
+_SECONDS_BETWEEN_LINES = 5.0
+_SECONDS_BETWEEN_OUTLOOKS = 30.0
+_ENDED = ("completed", "failed", "cancelled")
+_POINTS = 400
+# Events shown by `watch`. Log lines are left to `anneal runs logs -f`.
+_TYPES = ("status", "metric", "eval", "checkpoint", "config", "progress", "action", "error", "end")
+
+
+def exit_code(status: str) -> int:
+    """Return the exit code for the final status of a run."""
+    return {"completed": COMPLETED, "failed": FAILED, "cancelled": CANCELLED}.get(status, 1)
+
+
+def watch_run(client: "Anneal", run: "RunRead", as_json: bool) -> int:
+    """Watch a run to its end and return the exit code."""
+    with going_on(run.id):
+        if as_json:
+            for event in client.runs.events(run.id):
+                json_line(event)
+        else:
+            seen = Seen.of(run)
+            screen: _Screen = _Terminal(client, seen) if sys.stdout.isatty() else _Lines(seen)
+            with screen:
+                asked, pause = time.monotonic(), _SECONDS_BETWEEN_LINES
+                for event in client.runs.events(run.id, after=run.last_seq, types=_TYPES):
+                    if time.monotonic() - asked > pause:
+                        asked, seen.prediction = time.monotonic(), client.runs.get(run.id).prediction
+                        pause = until_asked_again(seen.prediction)
+                    if seen.total is None and isinstance(event, StatusEvent) and event.to == "running":
+                        seen.total = client.runs.get(run.id).total_steps
+                    screen.show(event)
+        run = client.runs.get(run.id)
+    if not as_json:
+        _print_end(run)
+    return exit_code(run.status)
+
+
+def until_asked_again(prediction: "Prediction | None") -> float:
+    """Return the seconds until the prediction is refreshed; shorter as the end approaches."""
+    if prediction is None or prediction.finish_at is None:
+        return _SECONDS_BETWEEN_OUTLOOKS
+    left = (prediction.finish_at - datetime.now(UTC)).total_seconds()
+    return min(max(left / 4, _SECONDS_BETWEEN_LINES), _SECONDS_BETWEEN_OUTLOOKS)
+
+
+@contextmanager
+def going_on(run_id: str) -> Iterator[None]:
+    """On Ctrl-C, print that the run continues and exit with code 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        note(
+            f"\nStopped watching {run_id}; the run continues. Use `anneal runs watch {run_id}` to watch it again, "
+            f"or `anneal runs stop {run_id}` to stop it."
+        )
+        raise typer.Exit(130) from None
+
+
+def _print_end(run: "RunRead") -> None:
+    typer.echo(f"{run.id} {run.name}: {run.status} at step {run.current_step}{_loss(run.best_loss, ', best loss')}")
+    if run.status == "failed":
+        typer.echo(f"  {run.error_code}: {run.error_message} (see `anneal runs why {run.id}`)")
+    elif run.status == "completed" and run.probe is None:
+        typer.echo(f"  Download the model with `anneal runs download {run.id}`.")
+    elif run.status == "cancelled" and run.probe is None:
+        typer.echo(f"  Resume it with `anneal runs resume {run.id}`.")
+
+
+def _loss(value: float | None, name: str = "loss") -> str:
+    return "" if value is None else f"{name} {value:.4f}"
+
+
+@dataclass
+class Seen:
+    """State of the watched run, built from its events."""
+
+    run_id: str
+    name: str
+    status: str
+    step: int
+    total: int | None
+    learns_from_rewards: bool = False
+    """True for RLHF runs: their evaluations show the reward, because the loss says little."""
+    loss: float | None = None
+    evaluated: float | None = None
+    phase: str = ""
+    prediction: "Prediction | None" = None
+    curve: dict[int, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, run: "RunRead") -> "Seen":
+        """Create the state from the run at the start of watching."""
+        last = run.metrics_history[-1].loss if run.metrics_history else None
+        rewarded = run.config.get("method") == "rlhf"
+        return cls(
+            run.id, run.name, run.status, run.current_step, run.total_steps, rewarded, loss=last,
+            prediction=run.prediction,
+        )  # fmt: skip
+
+    def take(self, event: Event) -> str | None:
+        """Apply an event; return a line if the event is printed as one."""
+        if isinstance(event, StatusEvent):
+            self.status, self.phase = event.to, ""
+            return f"{event.to}{f': {event.reason}' if event.reason else ''}"
+        if isinstance(event, MetricEvent):
+            if event.step < self.step:
+                self.curve = {step: loss for step, loss in self.curve.items() if step < event.step}
+            self.step = event.step
+            if event.loss is not None:
+                self.loss = self.curve[event.step] = event.loss
+        elif isinstance(event, EvalEvent):
+            found = event.metrics.get("eval_reward" if self.learns_from_rewards else "eval_loss")
+            self.evaluated = found if isinstance(found, int | float) else self.evaluated
+            return f"step {event.step}  {'  '.join(_figures(event.metrics))}"
+        elif isinstance(event, CheckpointEvent):
+            return f"step {event.step}  checkpoint {event.checkpoint_id} ({event.kind})"
+        elif isinstance(event, ActionEvent):
+            self.total = (event.result or {}).get("total_steps") or self.total
+            return f"step {event.step}  {event.action}: {event.status}{f' ({event.message})' if event.message else ''}"
+        elif isinstance(event, ConfigEvent):
+            self.total = event.facts.get("total_steps") or self.total
+            replaced = [f"{it.get('field')}={it.get('used')} ({it.get('reason')})" for it in event.replaced]
+            return f"replaced {'; '.join(replaced)}" if replaced else None
+        elif isinstance(event, ProgressEvent):
+            self.phase = event.message or event.phase
+        elif isinstance(event, ErrorEvent):
+            return f"{event.code}: {event.message}"
+        elif isinstance(event, LogEvent):
+            return event.line
+        return None
+
+    @property
+    def outlook(self) -> str:
+        """Predicted finish, relative to now; empty once the run has ended."""
+        return "" if self.status in _ENDED else in_words(self.prediction)
+
+    @property
+    def figures(self) -> str:
+        """Latest loss, latest evaluation result and predicted finish."""
+        held_out = "held-out reward" if self.learns_from_rewards else "held-out"
+        return "  ".join(filter(None, (_loss(self.loss), _loss(self.evaluated, held_out), self.outlook)))
+
+
+def _figures(metrics: dict[str, Any]) -> Iterator[str]:
+    for name, value in metrics.items():
+        if isinstance(value, int | float):
+            yield f"{name} {value:.4g}"
+
+
+class _Screen(Protocol):
+    def show(self, event: Event) -> None: ...
+    def __enter__(self) -> Any: ...
+    def __exit__(self, *problem: Any) -> None: ...
+
+
+class _Lines:
+    """Output without a terminal: every change, and a step line every few seconds."""
+
+    def __init__(self, seen: Seen) -> None:
+        self._seen = seen
+        self._last_step_line = 0.0
+        self._is_step_pending = False
+
+    def __enter__(self) -> None:
+        seen = self._seen
+        outlook = f", {seen.outlook}" if seen.outlook else ""
+        self._print(f"{seen.run_id} {seen.name}: {seen.status}, step {seen.step}/{seen.total or '?'}{outlook}")
+
+    def __exit__(self, *problem: Any) -> None:
+        pass
+
+    def show(self, event: Event) -> None:
+        line = self._seen.take(event)
+        if isinstance(event, MetricEvent):
+            self._is_step_pending = True
+            if time.monotonic() - self._last_step_line > _SECONDS_BETWEEN_LINES:
+                self._print_step()
+        elif isinstance(event, StatusEvent) and event.to in _ENDED and self._is_step_pending:
+            self._print_step()
+        if line is not None:
+            self._print(line)
+
+    def _print_step(self) -> None:
+        self._last_step_line, self._is_step_pending = time.monotonic(), False
+        self._print(f"step {self._seen.step}/{self._seen.total or '?'}  {self._seen.figures}")
+
+    @staticmethod
+    def _print(line: str) -> None:
+        typer.echo(line)
+        sys.stdout.flush()
+
+
+class _Terminal:
+    """Output on a terminal: a progress bar below a loss plot; other lines scroll above both."""
+
+    def __init__(self, client: "Anneal", seen: Seen) -> None:
+        from rich.console import Console
+        from rich.live import Live
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._seen = seen
+        loss = client.runs.metrics(seen.run_id, names=["loss"], max_points=_POINTS).series.get("loss")
+        if loss is not None:
+            seen.curve = {step: it for step, it in zip(loss.steps, loss.values, strict=True) if it is not None}
+        self._console = Console(highlight=False)
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False), BarColumn(30), MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}", markup=False), TimeRemainingColumn(compact=True),
+            console=self._console, auto_refresh=False,
+        )  # fmt: skip
+        self._task = self._bar.add_task(seen.name, total=seen.total, completed=seen.step, figures=self._figures())
+        self._live = Live(get_renderable=self._picture, console=self._console, refresh_per_second=2)
+
+    def __enter__(self) -> None:
+        self._live.start()
+
+    def __exit__(self, *problem: Any) -> None:
+        self._live.stop()
+
+    def show(self, event: Event) -> None:
+        line = self._seen.take(event)
+        if line is not None:
+            self._console.print(line, markup=False, soft_wrap=True)
+        self._bar.update(self._task, completed=self._seen.step, total=self._seen.total, figures=self._figures())
+
+    def _figures(self) -> str:
+        seen = self._seen
+        return "  ".join(filter(None, (seen.status if not seen.phase else seen.phase, seen.figures)))
+
+    def _picture(self) -> Any:
+        from rich.console import Group
+        from rich.text import Text
+
+        plot = draw(self._seen.curve, self._console.width, max(8, self._console.height // 2))
+        return Group(Text(plot, no_wrap=True), self._bar) if plot else self._bar
+
+
+def draw(curve: dict[int, float], width: int, height: int) -> str:
+    """Draw the loss over the steps as lines of text; empty with fewer than two points."""
+    if len(curve) < 2:
+        return ""
+    import plotext
+
+    steps = sorted(curve)
+    steps = [*steps[:-1][:: max(1, len(steps) // _POINTS)], steps[-1]]
+    figure = plotext.figure
+    figure.clear()
+    figure.plot_size(min(width, 100), min(height, 20))
+    signal = figure.signal(steps, [curve[step] for step in steps], marker="braille")
+    signal.lines()
+    figure.draw(signal)
+    return str(figure.build().string(colorless=True))

@@ -1,0 +1,24 @@
+"""Commands of `anneal workers`."""
+
+from app.cli.console import After, AsJson, Limit, connected, listing, noun, page
+
+commands = noun("Workers: the processes that execute runs. Example: `anneal workers list`.")
+
+
+@commands.callback()
+def workers() -> None:
+    """Keep `list` a subcommand: Typer merges a single command into its group."""
+
+
+@commands.command("list")
+def list_workers(limit: Limit = 50, after: After = None, as_json: AsJson = False) -> None:
+    """List workers with their devices and current runs, newest first.
+
+    Example: `anneal workers list --json`
+    """
+    with connected() as client:
+        found, has_more = page(client.workers.list(limit=limit + 1, after=after), limit)
+        rows = [
+            (it.id, it.state, it.host, [device.name for device in it.devices], it.runs, it.heartbeat_at) for it in found
+        ]
+        listing(found, has_more, as_json, ("id", "state", "host", "devices", "runs", "last heartbeat"), rows)

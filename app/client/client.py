@@ -1,0 +1,87 @@
+"""Python client: `Anneal` for scripts and notebooks, `AsyncAnneal` for asyncio programs.
+
+    from app.client.client import Anneal
+
+    with Anneal() as client:  # the local service; or Anneal("http://host:8700", "anneal_…")
+        dataset = client.datasets.upload("chats.jsonl")
+        run = client.runs.create({"dataset_id": dataset.id, "config": {"base_model": "Qwen/Qwen3-0.6B"}})
+        for event in client.runs.events(run.id):
+            print(event.type, event.seq)
+
+Both have the same methods. The request and response models are in `app/*/schemas.py`.
+"""
+
+from types import TracebackType
+from typing import Generic
+
+from app.client.actions import Actions
+from app.client.connection import find_connection
+from app.client.datasets import Datasets
+from app.client.experiments import Experiments
+from app.client.runs import Runs
+from app.client.sync_async import Async, M, Sync
+from app.client.transport import AsyncTransport, Session, SyncTransport
+from app.client.workers import Workers
+from app.config import ClientSettings
+
+PATIENCE = 15.0
+"""Seconds during which a failed call is retried if that is safe; covers a restart of the service."""
+
+
+class _Client(Generic[M]):
+    def __init__(self, transport: SyncTransport | AsyncTransport, patience: float) -> None:
+        session = Session(transport, patience)
+        is_async = isinstance(transport, AsyncTransport)
+        self.url = transport.url
+        self.actions: Actions[M] = Actions(session, is_async)
+        self.datasets: Datasets[M] = Datasets(session, is_async)
+        self.experiments: Experiments[M] = Experiments(session, is_async)
+        self.runs: Runs[M] = Runs(session, is_async)
+        self.workers: Workers[M] = Workers(session, is_async)
+
+
+class Anneal(_Client[Sync]):
+    """Synchronous client: calls block until they are done, streams are iterators."""
+
+    def __init__(self, url: str | None = None, key: str | None = None, *, patience: float = PATIENCE) -> None:
+        """Connect to `url` with `key`; the defaults are ANNEAL_URL and ANNEAL_API_KEY, then the local service.
+
+        `patience` is the number of seconds after its first failure during which a call is retried.
+        """
+        connection = find_connection(ClientSettings(), url, key)
+        self._transport = SyncTransport(connection.url, connection.key)
+        super().__init__(self._transport, patience)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._transport.http.close()
+
+    def __enter__(self) -> "Anneal":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class AsyncAnneal(_Client[Async]):
+    """Asynchronous client: calls are awaited, streams are asynchronous iterators."""
+
+    def __init__(self, url: str | None = None, key: str | None = None, *, patience: float = PATIENCE) -> None:
+        """Take the same arguments as `Anneal`."""
+        connection = find_connection(ClientSettings(), url, key)
+        self._transport = AsyncTransport(connection.url, connection.key)
+        super().__init__(self._transport, patience)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._transport.http.aclose()
+
+    async def __aenter__(self) -> "AsyncAnneal":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

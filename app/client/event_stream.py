@@ -1,0 +1,126 @@
+"""Typed events of a run, and a reader that delivers each event once and in order, across reconnects."""
+
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import httpx
+from httpx_sse import ServerSentEvent
+
+from app.client.errors import AnnealError
+from app.client.transport import Backoff, Session
+from app.contracts.events import _TYPES, Event
+
+log = logging.getLogger(__name__)
+
+
+# The service sends a keep-alive every 15 s; a connection without one for 45 s is dead.
+_TIMEOUT = httpx.Timeout(10.0, read=45.0)
+
+
+class Follower:
+    """Reader of a run's events; keeps its position across reconnects."""
+
+    def __init__(self, session: Session, path: str, params: dict[str, Any], *, after: int | None, whole: bool) -> None:
+        """Start after event `after`; with `whole`, all event types are requested, so a gap is an error."""
+        self._session = session
+        self._path = path
+        self._params = params
+        self._whole = whole
+        self._last = after or 0
+        self._cursor: int | None = None
+        """Event id sent as `Last-Event-ID` on reconnect; None before the first event or keep-alive."""
+        self._progressed = False
+
+    async def follow(self, patience: float, until: int | None = None) -> AsyncGenerator[Event]:
+        """Yield events until the run ends; with `until`, yield the stored events, at least up to that id.
+
+        Raises:
+            AnnealError: the service refused the request, an event is missing, or nothing arrived for `patience`
+                seconds.
+        """
+        backoff = Backoff()
+        heard, warned = time.monotonic(), False
+        while until is None or self._last < until:
+            self._progressed = False
+            asked_for = None
+            try:
+                async with aclosing(self._connection()) as events:
+                    async for event in events:
+                        if event is None:
+                            return
+                        yield event
+                        if event.type == "end":
+                            return
+                if until is not None and not self._progressed:
+                    return  # the server closed the stream and sent nothing new: end of the stored events
+            except AnnealError as error:
+                if self._progressed:
+                    heard = time.monotonic()
+                if not error.is_passing or time.monotonic() - heard > patience:
+                    raise
+                if not self._progressed and not warned:
+                    # Once per outage; without a logging configuration, Python prints warnings on standard error.
+                    log.warning("%s Retrying for up to %.0f s.", error.detail, patience)
+                    warned = True
+                asked_for = error.retry_after
+            if self._progressed:
+                heard, warned = time.monotonic(), False
+                backoff.reset()
+            await self._session.transport.pause(backoff.next(asked_for))
+
+    async def _connection(self) -> AsyncGenerator[Event | None]:
+        """Yield the events of one connection; yield None if no further event will come (status 204)."""
+        transport = self._session.transport
+        headers = {"Accept": "text/event-stream", "Cache-Control": "no-store"}
+        if self._cursor is not None:
+            headers["Last-Event-ID"] = str(self._cursor)
+        request = transport.build("GET", self._path, params=self._params, headers=headers, timeout=_TIMEOUT)
+        response = await self._session.attempt(request)
+        try:
+            if response.status_code == 204:
+                yield None
+                return
+            if "text/event-stream" not in response.headers.get("content-type", ""):
+                raise AnnealError(
+                    "unexpected_answer",
+                    f"{transport.url} returned no event stream: check that ANNEAL_URL is the URL of an Anneal service.",
+                )
+            async with aclosing(transport.sse(response)) as sent:
+                async for one in sent:
+                    if one.data:
+                        yield self._take(one)
+                    elif one.id.isdigit():  # a keep-alive, whose id may be far after the last event of a requested type
+                        self._cursor = max(int(one.id), self._cursor or 0)
+                        self._progressed = True
+        finally:
+            await transport.release(response)
+
+    def _take(self, sent: ServerSentEvent) -> Event:
+        try:
+            event = parse(sent)
+        except ValueError as error:
+            raise AnnealError(
+                "stream_broken", f"The stream of {self._path} contains an invalid event: {error}"
+            ) from None
+        expected = self._last + 1
+        # `truncated` may skip ids, and may repeat the last id if the reader has missed nothing.
+        is_next = event.seq >= self._last if event.type == "truncated" else event.seq == expected
+        if not is_next and (self._whole or event.seq < expected):
+            raise AnnealError(
+                "stream_broken",
+                f"The stream of {self._path} went from event {self._last} to {event.seq}: the service lost or repeated "
+                "events. Read the stream again from the beginning, and report this bug.",
+            )
+        self._last = self._cursor = event.seq
+        self._progressed = True
+        return event
+
+
+def parse(sent: ServerSentEvent) -> Event:
+    """Parse the event in a frame; raises `ValueError` if it is invalid."""
+    data = json.loads(sent.data)
+    return _TYPES.get(sent.event, Event).model_validate({"seq": int(sent.id), **data, "type": sent.event})

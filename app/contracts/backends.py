@@ -1,0 +1,152 @@
+"""Interface of training backends."""
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from app.contracts.errors import FieldError
+from app.contracts.fake_options import FakeOptions
+from app.contracts.methods import TrainingMethod
+from app.contracts.schemas.estimates import RunEstimate
+from app.contracts.schemas.runs import TrainingRun
+
+
+class BackendCapabilities(BaseModel):
+    """Capabilities of a backend."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str = Field(examples=["celery"])
+    supports_local: bool = Field(description="True if runs can execute on the API's machine.")
+    supports_remote: bool = Field(description="True if runs can execute on other machines that share the storage.")
+    supports_distributed: bool = Field(description="True if one run can use several devices.")
+    supported_methods: tuple[TrainingMethod, ...]
+    max_model_size_b: float | None = Field(
+        description="Maximum model size in billions of parameters; null if no limit is known."
+    )
+    supported_quantization: tuple[Literal["4bit", "8bit"], ...]
+    supports_streaming_logs: bool
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Validation rules of a backend; the caller reads everything that they need from the database."""
+
+    capabilities: BackendCapabilities
+    options: type[BaseModel] | None
+    """Model of `extra`; None: the trainer's options defined in `runs.config`."""
+    machine_matters: bool
+    """True if the valid configurations depend on the worker's device."""
+    loads_model: bool
+    """True if `base_model` must exist; otherwise any name is accepted."""
+
+
+class TrainingBackend(ABC):
+    """Interface of a backend that executes runs; `tests/backends/conformance.py` specifies its behavior.
+
+    Each method runs in its own transaction. Errors that a caller can act on are raised as `app.api.errors.ApiError`.
+    """
+
+    rules: Rules
+
+    @property
+    def capabilities(self) -> BackendCapabilities:
+        """Capabilities of this backend."""
+        return self.rules.capabilities
+
+    @abstractmethod
+    async def validate_config(self, config: Mapping[str, Any]) -> list[FieldError]:
+        """Return all problems of a configuration as the user wrote it; empty if it can run."""
+
+    @abstractmethod
+    async def estimate_resources(self, config: Mapping[str, Any], dataset_size: int) -> RunEstimate:
+        """Estimate time, memory by component, cost, tokens and steps for `dataset_size` rows, with assumptions.
+
+        Values that cannot be estimated are null, with a reason. Raises 422 for a configuration that cannot run.
+        """
+
+    @abstractmethod
+    async def launch(self, run: TrainingRun, dataset_path: Path, output_dir: Path) -> str:
+        """Accept a run and return its id; the run is durable before this returns, and repeated calls are idempotent.
+
+        `dataset_path` is the file of a stored data set, `output_dir` the run's folder in the storage.
+        """
+
+    @abstractmethod
+    async def get_status(self, run_id: str) -> TrainingRun:
+        """Return the current state of the run."""
+
+    @abstractmethod
+    def stream_logs(self, run_id: str) -> AsyncIterator[str]:
+        """Yield log lines without line ends: stored lines first, then live ones until the run has ended."""
+
+    @abstractmethod
+    async def stop(self, run_id: str, save_checkpoint: bool = True) -> None:
+        """Request a stop of the run; repeated requests have no effect."""
+
+    @abstractmethod
+    async def resume(self, run_id: str, checkpoint_path: Path | None = None) -> str:
+        """Resume from a checkpoint of the run (None: the newest restorable one) as a new run; return its id."""
+
+
+_CELERY = Rules(
+    capabilities=BackendCapabilities(
+        name="celery",
+        supports_local=True,
+        supports_remote=True,
+        supports_distributed=False,
+        supported_methods=tuple(TrainingMethod),
+        max_model_size_b=None,
+        supported_quantization=("4bit", "8bit"),
+        supports_streaming_logs=True,
+    ),
+    options=None,
+    machine_matters=True,
+    loads_model=True,
+)
+
+_FAKE = Rules(
+    capabilities=BackendCapabilities(
+        name="fake",
+        supports_local=True,
+        supports_remote=True,
+        supports_distributed=False,
+        supported_methods=tuple(TrainingMethod),
+        max_model_size_b=None,
+        supported_quantization=("4bit", "8bit"),
+        supports_streaming_logs=True,
+    ),
+    options=FakeOptions,
+    machine_matters=False,
+    loads_model=False,
+)
+
+BACKEND_RULES: Mapping[str, Rules] = {rules.capabilities.name: rules for rules in (_CELERY, _FAKE)}
+"""Rules of each backend, by its name."""
+
+
+class BackendRead(BackendCapabilities):
+    """Backend and its capabilities."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        json_schema_extra={
+            "example": {
+                "id": "celery",
+                "name": "celery",
+                "supports_local": True,
+                "supports_remote": True,
+                "supports_distributed": False,
+                "supported_methods": ["full", "lora", "qlora", "dpo", "reward", "rlhf", "sft"],
+                "max_model_size_b": None,
+                "supported_quantization": ["4bit", "8bit"],
+                "supports_streaming_logs": True,
+            }
+        },
+    )
+
+    id: str

@@ -1,0 +1,95 @@
+"""Plugins that the operator has installed on the workers, as configurations name them.
+
+Pure pydantic: the API validates with it; `worker/training/plugins/registry.py` loads the plugins.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
+from pydantic_core import PydanticCustomError
+
+PLUGINS = {
+    "recipe": "anneal.recipes",
+    "data_source": "anneal.data_sources",
+    "model_factory": "anneal.model_factories",
+    "optimizer": "anneal.optimizers",
+    "scheduler": "anneal.schedulers",
+    "checkpoint_engine": "anneal.checkpoint_engines",
+    "reward": "anneal.rewards",
+    "metrics": "anneal.metrics",
+}
+"""Entry point groups by kind; except for rewards, a kind is also the field of `extra` that names a plugin."""
+_REPLACES = {
+    "optimizer": ("optim", "extra.adam_beta1", "extra.adam_beta2", "extra.adam_epsilon"),
+    "scheduler": ("lr_scheduler_type",),
+}
+_MOST_CHARACTERS = 8_000
+
+PluginName = Annotated[str, StringConstraints(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9_.-]+$")]
+
+
+class Plugin(BaseModel):
+    """A plugin, as `{"type": name}` with its parameters."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
+
+    type: PluginName
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """All fields except the name."""
+        return dict(self.model_extra or {})
+
+    @model_validator(mode="after")
+    def _not_too_long(self) -> "Plugin":
+        try:
+            length = len(json.dumps(self.model_extra, allow_nan=False))
+        except (TypeError, ValueError, RecursionError):
+            raise PydanticCustomError("bad_bounds", "must contain only valid JSON") from None
+        if length > _MOST_CHARACTERS:
+            message = "is too long: its parameters may have at most {most} characters of JSON"
+            raise PydanticCustomError("out_of_range", message, {"most": f"{_MOST_CHARACTERS:,}"})
+        return self
+
+
+def named(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield field, kind and name of each plugin that a configuration names; malformed entries are skipped."""
+    extra = config.get("extra")
+    extra = extra if isinstance(extra, Mapping) else {}
+    for kind in PLUGINS:
+        value = extra.get(kind)
+        if isinstance(value, Mapping) and isinstance(value.get("type"), str):
+            yield f"extra.{kind}", kind, value["type"]
+    metrics = extra.get("metrics")
+    for name in metrics if isinstance(metrics, list) else ():
+        if isinstance(name, str):
+            yield "extra.metrics", "metrics", name
+    options = config.get("rlhf") if config.get("method") == "rlhf" else None
+    rewards = options.get("rewards") if isinstance(options, Mapping) else None
+    for at, reward in enumerate(rewards if isinstance(rewards, list) else ()):
+        if isinstance(reward, Mapping) and reward.get("type") == "plugin" and isinstance(reward.get("name"), str):
+            yield f"rlhf.rewards.{at}.name", "reward", reward["name"]
+
+
+def makes_rates(config: Mapping[str, Any]) -> bool:
+    """Return True if a plugin determines the learning rates."""
+    extra = config.get("extra") or {}
+    return extra.get("optimizer") is not None or extra.get("scheduler") is not None
+
+
+def has_copies(config: Mapping[str, Any]) -> bool:
+    """Return True if checkpoints that are missing from their folder may have a replica elsewhere."""
+    return (config.get("extra") or {}).get("checkpoint_engine") is not None
+
+
+def doubled(config: Mapping[str, Any], given: set[str]) -> Iterator[tuple[str, str]]:
+    """Yield fields that were set although a plugin replaces them, with an error message."""
+    for field, kind, name in named(config):
+        for replaced in _REPLACES.get(kind, ()):
+            if replaced in given:
+                yield (
+                    replaced,
+                    f"cannot be set together with `{field}`, because `{name}` replaces it: leave one of them out",
+                )

@@ -1,0 +1,71 @@
+"""Wire models of checkpoints."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from app.contracts.field_types import Moment
+
+
+class CheckpointEdit(BaseModel):
+    """Changes to a checkpoint."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra={"example": {"pinned": True}})
+
+    pinned: bool = Field(description="True protects the checkpoint from retention (`save_total_limit`).")
+
+
+class CheckpointRead(BaseModel):
+    """Saved training state of a run."""
+
+    model_config = ConfigDict(
+        from_attributes=True,
+        json_schema_extra={
+            "example": {
+                "id": "ckpt_01k3x9m6q2v8s4t0w7y5z1a3b8",
+                "run_id": "run_01k3x9m6q2v8s4t0w7y5z1a3b6",
+                "attempt": 1,
+                "name": "checkpoint-40",
+                "step": 40,
+                "epoch": 0.2,
+                "kind": "periodic",
+                "bytes": 1048576,
+                "manifest_sha256": "0f" * 32,
+                "metrics": {"loss": 2.31, "best_loss": 2.31, "eval_loss": 2.4},
+                "is_best": True,
+                "save_seconds": 1.8,
+                "pinned": False,
+                "bad_reason": None,
+                "copies": ["local", "remote"],
+                "created_at": "2026-01-02T03:04:05.678Z",
+            }
+        },
+    )
+
+    id: str
+    run_id: str
+    attempt: int
+    name: str
+    step: int
+    epoch: float
+    kind: Literal["periodic", "stop", "best", "final"]
+    bytes: int
+    manifest_sha256: str
+    metrics: dict[str, Any] = Field(
+        description="`loss`: last logged loss; `best_loss`: lowest logged loss; `eval_loss` or `eval_reward`: present "
+        "if exactly these weights were evaluated."
+    )
+    is_best: bool = Field(
+        default=False,
+        description="True for the restorable checkpoint with the lowest `eval_loss` or the highest `eval_reward`.",
+    )
+    save_seconds: float | None = Field(description="Seconds that saving took.")
+    pinned: bool
+    bad_reason: str | None = Field(
+        description="Reason why the run cannot be resumed from it, if it was found to be corrupt."
+    )
+    copies: list[Literal["local", "remote"]] = Field(
+        description="Locations. `local`: storage of the worker that wrote it. `remote`: complete replica at "
+        "`ANNEAL_CHECKPOINT_URL`, from which a worker with other storage can resume."
+    )
+    created_at: Moment

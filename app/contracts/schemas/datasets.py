@@ -1,0 +1,172 @@
+"""Wire models of datasets."""
+
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.config import JsonDict
+
+from app.contracts.field_types import Moment
+
+_SUMMARY: JsonDict = {
+    "id": "ds_01k3x9m6q2v8s4t0w7y5z1a3b7",
+    "name": "docstrings.jsonl",
+    "format": "chat",
+    "rows": 4210,
+    "bytes": 3145728,
+    "sha256": "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
+    "columns": ["messages"],
+    "created_at": "2026-01-02T03:04:05.678Z",
+    "created_by": "key_01k3x9m6q2v8s4t0w7y5z1a3b5",
+}
+_ROW: JsonDict = {
+    "messages": [
+        {"role": "user", "content": "What does len do?"},
+        {"role": "assistant", "content": "It counts the items of a container."},
+    ]
+}
+
+
+_STATISTICS: JsonDict = {
+    "tokenizer": "Qwen/Qwen3-0.6B",
+    "rows": 4210,
+    "sequences": 4210,
+    "total": 731277,
+    "mean": 173.7,
+    "min": 12,
+    "p50": 151,
+    "p95": 402,
+    "max": 2210,
+}
+Format = Literal["chat", "prompt_completion", "text", "preference", "prompt"]
+
+
+class TokenStatistics(BaseModel):
+    """Token counts of the sequences, without special tokens and chat template."""
+
+    model_config = ConfigDict(json_schema_extra={"example": _STATISTICS})
+
+    tokenizer: str
+    rows: int
+    sequences: int | None = Field(
+        default=None,
+        description="Number of sequences that the model reads: one per row, or two per preference pair (the prompt "
+        "with each answer). Null: counted by an earlier version per row, with the prompt of a pair counted once.",
+    )
+    total: int
+    mean: float
+    min: int
+    p50: int
+    p95: int
+    max: int
+
+
+class DatasetSummary(BaseModel):
+    """Dataset in a list."""
+
+    model_config = ConfigDict(from_attributes=True, json_schema_extra={"example": _SUMMARY})
+
+    id: str
+    name: str
+    format: Format
+    rows: int
+    bytes: int
+    sha256: str
+    columns: list[str]
+    created_at: Moment
+    created_by: str | None
+
+
+class DatasetView(DatasetSummary):
+    """Dataset with its first rows; long texts are shortened."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"example": {**_SUMMARY, "preview": [_ROW], "token_statistics": _STATISTICS}}
+    )
+
+    preview: list[dict[str, Any]]
+    token_statistics: TokenStatistics | None
+    """Null if no tokenizer was named."""
+
+
+class HubImport(BaseModel):
+    """Import of a dataset from the Hugging Face Hub."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={
+            "example": {
+                "hub": "openai/gsm8k",
+                "subset": "main",
+                "split": "train",
+                "columns": {"prompt": "question", "completion": "answer"},
+            }
+        },
+    )
+
+    hub: str = Field(max_length=200, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}$")
+    """`owner/name`."""
+    split: str = Field(default="train", max_length=100, pattern=r"^\w[\w.-]*$")
+    subset: str | None = Field(default=None, max_length=100, pattern=r"^\w[\w.-]*$")
+    """Required if the dataset has several subsets."""
+    revision: str | None = Field(default=None, max_length=100, pattern=r"^\w[\w./-]*$")
+    """Branch, tag or commit; defaults to the main branch."""
+    name: str | None = Field(default=None, min_length=1, max_length=200)
+    format: Format | None = None
+    columns: dict[str, str] | None = None
+    tokenizer: str | None = Field(default=None, min_length=1, max_length=300)
+
+
+_COLUMNS_HELP = (
+    'JSON object that maps Anneal\'s column names to those of the file, such as `{"prompt": "question", "completion": '
+    '"answer"}`. Rows are stored with Anneal\'s names; other columns are unchanged. Must come before the part `file`.'
+)
+_TOKENIZER_HELP = (
+    "Count the tokens of the rows with the tokenizer of this model: a folder below the models root, the id of a "
+    "completed run, or a name on the Hugging Face Hub. Must come before the part `file`."
+)
+_FILE_HELP = (
+    'JSONL (one object per line), JSON (an array of objects, or `{"data": […]}`), CSV (header, commas, UTF-8) or '
+    "Parquet. Always stored as JSONL; the original is not kept. In CSV and Parquet an empty or null cell means "
+    "no value, and a `messages` cell may contain JSON."
+)
+UPLOAD_BODY: dict[str, Any] = {
+    "required": True,
+    "content": {
+        "multipart/form-data": {
+            "schema": {
+                "type": "object",
+                "required": ["file"],
+                "additionalProperties": False,
+                "properties": {
+                    "name": {
+                        "type": "string",
+                        "maxLength": 200,
+                        "description": "Name of the dataset; defaults to the file name.",
+                    },
+                    "format": {
+                        "type": "string",
+                        "enum": list(get_args(Format)),
+                        "description": "Dataset format; by default detected from the columns.",
+                    },
+                    "file_format": {
+                        "type": "string",
+                        "enum": ["jsonl", "json", "csv", "parquet"],
+                        "description": "File type; by default detected from the file's name and first bytes. "
+                        "Must come before the part `file`.",
+                    },
+                    "columns": {"type": "string", "description": _COLUMNS_HELP},
+                    "tokenizer": {"type": "string", "maxLength": 300, "description": _TOKENIZER_HELP},
+                    "file": {"type": "string", "format": "binary", "description": _FILE_HELP},
+                },
+            },
+            "example": {
+                "name": "docstrings",
+                "format": "chat",
+                "file": '{"messages": [{"role": "user", "content": "What does len do?"}, '
+                '{"role": "assistant", "content": "It counts the items of a container."}]}\n',
+            },
+        },
+        "application/json": {"schema": HubImport.model_json_schema()},
+    },
+}
+"""OpenAPI request body of `POST /v1/datasets`, which FastAPI cannot infer because the body is streamed."""

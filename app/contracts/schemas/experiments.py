@@ -1,0 +1,106 @@
+"""Wire models of experiments."""
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from app.contracts.field_types import Moment
+from app.contracts.run_status import TrainingStatus
+from app.contracts.schemas.runs import Label
+
+
+class ExperimentCreate(BaseModel):
+    """Request to create an experiment."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={
+            "example": {
+                "name": "docstrings",
+                "description": "Which rank is enough?",
+                "tags": ["python", "llama"],
+            }
+        },
+    )
+
+    name: Label
+    description: Annotated[str, StringConstraints(max_length=10_000)] = ""
+    tags: Annotated[list[Label], Field(max_length=50)] = []
+
+
+class ExperimentEdit(BaseModel):
+    """Changes to an experiment; omitted fields stay unchanged."""
+
+    model_config = ConfigDict(
+        extra="forbid", json_schema_extra={"example": {"name": "docstrings, ranks", "tags": ["python"]}}
+    )
+
+    name: Label | None = None
+    description: Annotated[str, StringConstraints(max_length=10_000)] | None = None
+    tags: Annotated[list[Label], Field(max_length=50)] | None = Field(
+        default=None, description="Complete list of tags; replaces the existing ones."
+    )
+
+
+class ExperimentSummary(BaseModel):
+    """Experiment as shown in lists."""
+
+    model_config = ConfigDict(
+        from_attributes=True,
+        json_schema_extra={
+            "example": {
+                "id": "exp_01k3x9m6q2v8s4t0w7y5z1a3b6",
+                "name": "docstrings",
+                "description": "Which rank is enough?",
+                "tags": ["python", "llama"],
+                "created_at": "2026-01-02T03:04:05.678Z",
+                "created_by": "key_01k3x9m6q2v8s4t0w7y5z1a3b5",
+            }
+        },
+    )
+
+    id: str
+    name: str
+    description: str
+    tags: list[str]
+    created_at: Moment
+    created_by: str | None
+
+
+class BestRun(BaseModel):
+    """Run with the lowest loss so far."""
+
+    run_id: str
+    name: str
+    best_loss: float
+
+
+class ExperimentView(ExperimentSummary):
+    """Experiment with a summary of its runs."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "id": "exp_01k3x9m6q2v8s4t0w7y5z1a3b6",
+                "name": "docstrings",
+                "description": "Which rank is enough?",
+                "tags": ["python", "llama"],
+                "created_at": "2026-01-02T03:04:05.678Z",
+                "created_by": "key_01k3x9m6q2v8s4t0w7y5z1a3b5",
+                "runs": {
+                    "pending": 1,
+                    "initializing": 0,
+                    "running": 1,
+                    "checkpointing": 0,
+                    "completed": 4,
+                    "failed": 0,
+                    "cancelled": 1,
+                },
+                "best_run": {"run_id": "run_01k3x9m6q2v8s4t0w7y5z1a3b7", "name": "rank 8", "best_loss": 1.93},
+            }
+        }
+    )
+
+    runs: dict[TrainingStatus, int]
+    """Number of its runs in each status."""
+    best_run: BestRun | None

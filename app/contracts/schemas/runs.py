@@ -1,0 +1,413 @@
+"""Wire schemas of runs."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, StringConstraints, model_validator
+from pydantic.config import JsonDict
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from app.contracts.errors import FieldError
+from app.contracts.field_types import Moment
+from app.contracts.run_status import TrainingStatus
+from app.contracts.schemas.estimates import EXAMPLE, Measured, ProbeResult, RunEstimate
+from app.contracts.stop import StopMode
+from app.contracts.training_config.fields import TrainingConfig
+
+Confidence = Literal["low", "medium", "high"]
+
+
+class Prediction(BaseModel):
+    """Predicted start and finish of a run, based on the history of this installation."""
+
+    start_at: Moment | None = Field(
+        description="Predicted or actual start; null if no worker could take it, or if it is unknown when one is free."
+    )
+    finish_at: Moment | None = Field(description="Predicted finish; null if there is no basis for it yet.")
+    confidence: Confidence = Field(
+        description="`high`: based on its own speed over at least a tenth of its steps, and on similar runs for the "
+        "rest; `medium`: on its own speed, or on runs with the same configuration; `low`: a rough estimate."
+    )
+    basis: str = Field(description="Basis of the prediction, in a sentence.")
+
+
+RUN_ID = "run_01k3x9m6q2v8s4t0w7y5z1a3b6"
+
+OTHER_RUN_ID = "run_01k3x9m6q2v8s4t0w7y5z1a3c7"
+
+_DATASET_ID = "ds_01k3x9m6q2v8s4t0w7y5z1a3b7"
+
+_CHECKPOINT_ID = "ckpt_01k3x9m6q2v8s4t0w7y5z1a3b8"
+
+_EXPERIMENT_ID = "exp_01k3x9m6q2v8s4t0w7y5z1a3b9"
+
+_CONFIG: JsonDict = {"base_model": "my-model", "method": "qlora", "lora_r": 16, "epochs": 1}
+
+MOST_TAGS = 50
+
+Label = Annotated[str, StringConstraints(min_length=1, max_length=200)]
+"""A name or tag."""
+
+
+class _DocumentedAs:
+    """Documents a value with the schema of `model`; the service validates it itself, to report all errors at once."""
+
+    def __init__(self, model: type[BaseModel]) -> None:
+        self._model = model
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return handler(self._model.__pydantic_core_schema__)
+
+
+Config = Annotated[dict[str, Any], _DocumentedAs(TrainingConfig)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class RunCreate(_Body):
+    """Request to create a run."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "name": "docstrings", "dataset_id": _DATASET_ID, "backend": "celery", "config": _CONFIG,
+                "tags": ["demo"],
+            }
+        }
+    )  # fmt: skip
+
+    experiment_id: str | None = Field(
+        default=None, max_length=100, description="ID of the experiment; null: the experiment `default`."
+    )
+    name: Label | None = Field(default=None, description="Name of the run; null: method and base model.")
+    backend: str = Field(default="celery", max_length=100, description="Training backend; GET /v1/backends lists them.")
+    dataset_id: str = Field(max_length=100, description="ID of the dataset to train on.")
+    eval_dataset_id: str | None = Field(
+        default=None, max_length=100, description="ID of the dataset to evaluate on, every `eval_steps`."
+    )
+    config: Config = Field(description="Training configuration.")
+    priority: int = Field(default=0, ge=-1000, le=1000, description="Runs with higher priority start first.")
+    max_restarts: int = Field(
+        default=3, ge=0, le=100, description="Maximum restarts after losses, counted since the last new checkpoint."
+    )
+    tags: list[Label] = Field(default_factory=list, max_length=MOST_TAGS)
+
+
+class RunToEstimate(RunCreate):
+    """Request to estimate a run."""
+
+    probe: bool = Field(default=False, description="Also measure two steps on its longest rows, on a worker.")
+
+
+class RunEdit(_Body):
+    """Changes to a run; omitted fields stay unchanged."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"name": "rank 8", "tags": ["demo"], "pinned": True}})
+
+    name: Label | None = None
+    tags: Annotated[list[Label], Field(max_length=MOST_TAGS)] | None = Field(
+        default=None, description="Replaces all tags."
+    )
+    pinned: bool | None = Field(default=None, description="A pinned run is never deleted, not even by retention.")
+
+
+class RunStop(_Body):
+    """Request to stop a run."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"mode": "checkpoint"}})
+
+    mode: StopMode | None = Field(
+        default=None,
+        description="`checkpoint` (default): save and end. `epoch_end`: train to the end of the epoch, save and end; a "
+        "later stop with another mode ends it at once. `best`: end at once if an evaluation has found a best "
+        "checkpoint, from which the run can be resumed; otherwise like `checkpoint`. `discard`: end without saving.",
+    )
+    save_checkpoint: bool | None = Field(default=None, description="False: mode `discard`.")
+
+    @model_validator(mode="after")
+    def _agree(self) -> "RunStop":
+        if None not in (self.mode, self.save_checkpoint) and self.save_checkpoint is (self.mode == "discard"):
+            raise ValueError(f"`save_checkpoint` contradicts the mode `{self.mode}`; leave `save_checkpoint` out")
+        return self
+
+    @property
+    def how(self) -> StopMode:
+        """Stop mode that the request asks for."""
+        return self.mode or ("discard" if self.save_checkpoint is False else "checkpoint")
+
+
+class RunResume(_Body):
+    """Request to resume a run."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"config": {"epochs": 2}}})
+
+    checkpoint_id: str | None = Field(
+        default=None,
+        max_length=100,
+        description="Checkpoint to resume from; null: the newest good one.",
+        examples=[_CHECKPOINT_ID],
+    )
+    from_: Literal["start"] | None = Field(
+        default=None, alias="from", description="`start`: train from the first step, without a checkpoint."
+    )
+    config: dict[str, Any] = Field(default_factory=dict, description="Fields to change; the others stay unchanged.")
+
+
+class RunCheck(BaseModel):
+    """Result of validating a run: errors, warnings and the effective configuration."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "valid": True,
+                "errors": [],
+                "warnings": [
+                    {
+                        "field": "config.optim",
+                        "code": "replaced",
+                        "message": "`optim` will be `adamw_8bit` instead of `paged_adamw_8bit`: "
+                        "Paging optimizer state needs a GPU.",
+                    }
+                ],
+                "effective_config": {**_CONFIG, "load_in_4bit": True, "optim": "adamw_8bit"},
+            }
+        }
+    )
+
+    valid: bool
+    errors: list[FieldError]
+    warnings: list[FieldError]
+    effective_config: Config | None = Field(description="Effective configuration; null if there are errors.")
+
+
+class TrainingMetrics(BaseModel):
+    """Metrics of one step."""
+
+    step: int
+    epoch: float | None = None
+    loss: float | None = None
+    learning_rate: float | None = None
+    grad_norm: float | None = None
+    gpu_memory_mb: float | None = None
+    samples_per_second: float | None = None
+    extra: dict[str, Any] = Field(default_factory=dict)
+
+
+class TrainingRun(BaseModel):
+    """Fields of a run that every backend has."""
+
+    run_id: str
+    experiment_id: str
+    config: Config = Field(description="Requested configuration, with defaults.")
+    status: TrainingStatus = TrainingStatus.pending
+    current_step: int = 0
+    total_steps: int | None = None
+    current_epoch: float = 0.0
+    best_loss: float | None = None
+    checkpoint_path: str | None = Field(
+        default=None, description="Folder of the newest good checkpoint, on the storage shared by API and workers."
+    )
+    error_message: str | None = None
+
+
+_RUN: JsonDict = {
+    "id": RUN_ID, "run_id": RUN_ID, "experiment_id": _EXPERIMENT_ID, "name": "docstrings",
+    "tags": ["demo"], "backend": "celery", "dataset_id": _DATASET_ID, "eval_dataset_id": None,
+    "config": _CONFIG, "effective_config": None, "status": "running", "priority": 0,
+    "max_restarts": 3, "parent_run_id": None, "resume_checkpoint_id": None, "base_run_id": None,
+    "reward_run_ids": [], "attempt": 1, "worker_id": "wrk_01k3x9m6q2v8s4t0w7y5z1a3c0", "current_step": 40,
+    "total_steps": 200, "current_epoch": 0.2, "best_loss": 2.31,
+    "checkpoint_path": f"/srv/anneal/runs/{RUN_ID}/a1/checkpoint-40", "error_code": None,
+    "pinned": False, "error_message": None, "fine_tuned_model": None, "last_seq": 57, "created_by": None,
+    "created_at": "2026-01-02T03:04:05.678Z", "started_at": "2026-01-02T03:04:06.001Z",
+    "finished_at": None, "stop_requested_at": None, "stop_mode": None,
+    "prediction": {
+        "start_at": "2026-01-02T03:04:06.001Z", "finish_at": "2026-01-02T03:19:00.000Z", "confidence": "high",
+        "basis": "160 of 200 steps left, based on its own speed, 5.4 s per step.",
+    },
+}  # fmt: skip
+
+
+class RunSummary(TrainingRun):
+    """A run in a list."""
+
+    model_config = ConfigDict(json_schema_extra={"example": _RUN})
+
+    id: str
+    name: str
+    tags: list[str]
+    backend: str
+    dataset_id: str
+    eval_dataset_id: str | None
+    effective_config: dict[str, Any] | None = Field(description="Configuration that the trainer reported at its start.")
+    priority: int
+    max_restarts: int
+    pinned: bool = Field(description="Protected from deletion and from retention.")
+    parent_run_id: str | None = Field(description="The run that this one resumes.")
+    resume_checkpoint_id: str | None
+    base_run_id: str | None = Field(description="The run whose output is the base model.")
+    reward_run_ids: list[str] = Field(description="Runs whose outputs are its reward models, oldest first.")
+    attempt: int = Field(description="Number of attempts so far; a lost worker costs one.")
+    worker_id: str | None = Field(description="Worker that has the run, or had it last.")
+    error_code: str | None
+    fine_tuned_model: str | None = Field(
+        description="Folder of the adapter or model, on the storage shared by API and workers. "
+        "To train another run on it, use this run's id as `base_model`."
+    )
+    last_seq: int = Field(description="`seq` of the newest event of the run.")
+    created_by: str | None
+    created_at: Moment
+    started_at: Moment | None
+    finished_at: Moment | None
+    stop_requested_at: Moment | None
+    stop_mode: StopMode | None = Field(
+        description="Requested stop mode; `epoch_end` with `stop_requested_at` null: it stops at the end of the epoch."
+    )
+    prediction: Prediction | None = Field(
+        default=None,
+        description="Predicted start and finish; null for runs that have ended, and if there is no basis for it. "
+        "Responses that create, stop or resume a run have none, so that they do not wait for it.",
+    )
+
+
+class RunRead(RunSummary):
+    """A run with its newest metrics."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                **_RUN,
+                "estimate": EXAMPLE,
+                "measured": {
+                    "peak_memory_mb": 15210.4, "reserved_memory_mb": 16022.0, "tokens_per_second": 7031.0,
+                    "step_seconds": 0.39,
+                },
+                "probe": None,
+                "metrics_history": [
+                    {
+                        "step": 40, "epoch": 0.2, "loss": 2.31, "learning_rate": 0.0002, "grad_norm": 0.9,
+                        "gpu_memory_mb": None, "samples_per_second": 12.5, "extra": {},
+                    }
+                ],
+            }
+        }
+    )  # fmt: skip
+
+    estimate: RunEstimate | None = Field(
+        description="Estimate of its memory and time, available shortly after its creation. Null for backends "
+        "that load no model, and for runs that resume others."
+    )
+    measured: Measured | None = Field(
+        description="Measured memory and speed so far; null if nothing has been measured."
+    )
+    probe: ProbeResult | None = Field(
+        description="Result of a probe for the run that it measures; null for other runs."
+    )
+    metrics_history: list[TrainingMetrics] = Field(
+        description="The last 100 points; GET …/metrics returns all of them."
+    )
+
+
+class StopOutlook(BaseModel):
+    """Expected result of a stop."""
+
+    mode: StopMode = Field(description="Mode in effect: of two requests, the first, unless the later one saves less.")
+    save_seconds: float | None = Field(
+        description="Duration of the slowest of the run's last five saves; null if it has none."
+    )
+    grace_seconds: float = Field(description="Time for the trainer to save and end before it is killed.")
+    grace_suffices: bool | None = Field(
+        description="True if it is enough for the current step, a save that may be in progress, and another one; null "
+        "if that is unknown, or nothing will be saved."
+    )
+    message: str
+
+
+_OUTLOOK: JsonDict = {
+    "mode": "checkpoint", "save_seconds": 1.8, "grace_seconds": 120.0, "grace_suffices": True,
+    "message": "It saves a checkpoint and ends. Its saves took up to 1.8 s; with the current step and a save in "
+    "progress, the stop takes 4.0 of 120 s.",
+}  # fmt: skip
+
+
+class RunStopped(RunRead):
+    """A run with a requested stop."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {**_RUN, "metrics_history": [], "stop": _OUTLOOK}})
+
+    stop: StopOutlook
+
+
+class Series(BaseModel):
+    """One curve, thinned to the requested number of points; `min` and `max` are those of all its points."""
+
+    steps: list[int]
+    values: list[float | None] = Field(description="Null for a value that was not finite.")
+    min: float | None
+    max: float | None
+
+
+class RunMetrics(BaseModel):
+    """Curves of a run."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "run_id": RUN_ID,
+                "series": {"loss": {"steps": [10, 20], "values": [3.1, 2.31], "min": 2.31, "max": 3.1}},
+            }
+        }
+    )
+
+    run_id: str
+    series: dict[str, Series]
+
+
+_COMPARED: JsonDict = {
+    "run_id": RUN_ID, "name": "rank 8", "experiment_id": _EXPERIMENT_ID, "status": "completed",
+    "current_step": 200, "total_steps": 200, "best_loss": 1.93, "seconds": 81.5,
+    "metrics": {"loss": {"last_step": 200, "last": 1.95, "min": 1.93, "max": 4.1}},
+}  # fmt: skip
+
+
+class Reached(BaseModel):
+    """Last value and extremes of a series of metrics."""
+
+    last_step: int | None
+    last: float | None = Field(description="Null if it was not finite.")
+    min: float | None
+    max: float | None
+
+
+class ComparedRun(BaseModel):
+    """Results of one run."""
+
+    run_id: str
+    name: str
+    experiment_id: str
+    status: TrainingStatus
+    current_step: int
+    total_steps: int | None
+    best_loss: float | None
+    seconds: float | None = Field(description="Seconds from its first start to its end; null while it has not ended.")
+    metrics: dict[str, Reached]
+
+
+class RunComparison(BaseModel):
+    """Comparison of runs."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "runs": [_COMPARED, {**_COMPARED, "run_id": OTHER_RUN_ID, "name": "rank 16", "best_loss": 1.9}],
+                "differences": {"config.lora_r": {RUN_ID: 8, OTHER_RUN_ID: 16}},
+                "common": {"config.method": "qlora", "backend": "celery"},
+            }
+        }
+    )
+
+    runs: list[ComparedRun] = Field(description="In the requested order.")
+    differences: dict[str, dict[str, Any]] = Field(description="Fields whose values differ, by run.")
+    common: dict[str, Any] = Field(description="Fields whose values are the same in all runs.")

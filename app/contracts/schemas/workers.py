@@ -1,0 +1,77 @@
+"""Wire models of workers."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from app.contracts.field_types import Moment
+from app.contracts.schemas.runs import RUN_ID
+
+
+class DeviceRead(BaseModel):
+    """Device that one training process at a time can use."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    index: int
+    uid: str = Field(description="Hardware id, such as a GPU UUID.")
+    kind: Literal["cpu", "cuda"]
+    name: str
+    memory_mb: int | None
+    run_id: str | None = Field(description="Run that currently uses it.")
+
+
+class WorkerRead(BaseModel):
+    """Worker process, from its start to its end."""
+
+    model_config = ConfigDict(
+        from_attributes=True,
+        json_schema_extra={
+            "example": {
+                "id": "wrk_01k3x9m6q2v8s4t0w7y5z1a3c0",
+                "host": "gpu-1",
+                "pid": 4711,
+                "version": "0.1.0",
+                "state": "online",
+                "slots": 1,
+                "backends": ["celery", "fake"],
+                "launch_mode": "zygote",
+                "launch_reason": "",
+                "plugins": {"optimizer": ["lion-schedule-free"], "reward": ["unit_tests"]},
+                "started_at": "2026-01-02T03:04:05.678Z",
+                "heartbeat_at": "2026-01-02T04:04:05.678Z",
+                "devices": [
+                    {
+                        "index": 0,
+                        "uid": "GPU-6f1c0a52",
+                        "kind": "cuda",
+                        "name": "NVIDIA H100",
+                        "memory_mb": 81559,
+                        "run_id": RUN_ID,
+                    }
+                ],
+                "runs": [RUN_ID],
+            }
+        },
+    )
+
+    id: str
+    host: str
+    pid: int
+    version: str
+    state: Literal["online", "draining", "offline"] = Field(
+        description="`offline`: it has ended, or sent no heartbeat for three lease times."
+    )
+    slots: int
+    backends: list[str]
+    launch_mode: Literal["zygote", "cold"] = Field(
+        description="Start mode of training processes: `zygote` forks from a warm process, `cold` starts a new one."
+    )
+    launch_reason: str = Field(description="Reason for cold starts; empty otherwise.")
+    plugins: dict[str, list[str]] | None = Field(
+        description="Names of installed plugins, by kind; null if the worker's version does not report them."
+    )
+    started_at: Moment
+    heartbeat_at: Moment
+    devices: list[DeviceRead]
+    runs: list[str] = Field(description="Ids of its current runs.")

@@ -1,0 +1,266 @@
+"""Fields of a training configuration: name, type, bounds, default. Checks across fields: `config.py`."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, StringConstraints
+
+from app.contracts.field_types import ModelName, Strict
+from app.contracts.human_numbers import COUNT, SECONDS
+from app.contracts.methods import DpoOptions, RlhfOptions, TrainingMethod
+from app.contracts.plugins import Plugin
+
+Steps = Annotated[int, Field(ge=1, le=100_000_000), COUNT]
+
+BatchSize = Annotated[int, Field(ge=1, le=4096), COUNT]
+
+MicroBatches = Annotated[int, Field(ge=1, le=65_536), COUNT]
+
+Length = Annotated[int, Field(ge=2, le=10_000_000), COUNT]
+
+Seconds = Annotated[float, Field(gt=0, le=31_536_000), SECONDS]
+
+ModuleName = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.]+$")]
+
+MetricName = Annotated[str, StringConstraints(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9_.-]+$")]
+
+DType = Literal["bfloat16", "float16", "float32"]
+
+Optimizer = Literal[
+    "paged_adamw_8bit", "paged_adamw_32bit", "paged_lion_8bit", "paged_lion_32bit",
+    "adamw_torch", "adamw_torch_fused", "adamw_8bit", "lion_8bit", "lion_32bit",
+    "adafactor", "sgd", "rmsprop",
+]  # fmt: skip
+
+Scheduler = Literal[
+    "cosine",
+    "linear",
+    "constant",
+    "constant_with_warmup",
+    "cosine_with_restarts",
+    "polynomial",
+    "inverse_sqrt",
+]
+
+Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3"]
+
+
+class TrainerOptions(Strict):
+    """Fields of `extra`: options of the trainer that few runs need."""
+
+    max_grad_norm: float = Field(
+        default=1.0, ge=0, le=1e6, description="Maximum gradient norm for clipping; 0 disables clipping."
+    )
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="Beta1 of Adam and Lion optimizers.")
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="Beta2 of Adam and Lion optimizers.")
+    adam_epsilon: float = Field(
+        default=1e-8, gt=0, le=1, description="Epsilon of Adam optimizers, for numerical stability."
+    )
+    packing_strategy: Literal["bfd", "wrapped"] = Field(
+        default="bfd",
+        description="`bfd` packs whole documents by best-fit decreasing; `wrapped` concatenates all documents and "
+        "splits the result into sequences.",
+    )
+    eval_on_start: bool = Field(default=False, description="Also evaluate before the first step.")
+    eval_batch_size: int | None = Field(
+        default=None, ge=1, le=4096, description="Batch size per device for evaluation; `null` uses `batch_size`."
+    )
+    double_quant: bool = Field(
+        default=True, description="Nested quantization: also quantize the constants of 4-bit quantization."
+    )
+    metrics: list[MetricName] = Field(
+        default_factory=list,
+        max_length=20,
+        description="Metric functions for evaluations, installed on the workers by the operator.",
+    )
+    peak_tflops: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e6,
+        description="Peak throughput of the device in TFLOP/s, for `mfu`; `null` uses the known value of the device.",
+    )
+    spike_threshold: float = Field(
+        default=6.0,
+        ge=1,
+        le=1000,
+        description="Loss spike: this many times its usual noise above the median of the last 16 steps.",
+    )
+    max_rewinds: int = Field(default=3, ge=0, le=100, description="Maximum number of automatic rewinds per run.")
+    distributions_steps: int | None = Field(
+        default=None,
+        ge=1,
+        le=100_000_000,
+        description="Steps between two histograms of weights and gradients; above 1,000, every second is dropped.",
+    )
+    memory_profile: bool | Literal["steps"] = Field(
+        default=False,
+        description="Record the memory use of every step in a file of the output (above 10,000 steps, every second is "
+        "dropped); `true` also records every allocation on a GPU.",
+    )
+    probe: bool = Field(
+        default=False,
+        description="Only measure: train two steps on the longest rows and save nothing. "
+        "`POST /v1/runs/estimate` with `probe` creates such runs.",
+    )
+    recipe: Plugin | None = Field(
+        default=None,
+        description='`{"type": name, …}`: installed recipe that replaces that of the method (docs/plugins.md).',
+    )
+    data_source: Plugin | None = Field(default=None, description="Plugin that provides the rows instead of the file.")
+    model_factory: Plugin | None = Field(default=None, description="Plugin that creates the base model.")
+    optimizer: Plugin | None = Field(default=None, description="Plugin that replaces `optim`.")
+    scheduler: Plugin | None = Field(default=None, description="Plugin that replaces `lr_scheduler_type`.")
+    checkpoint_engine: Plugin | None = Field(
+        default=None, description="Plugin that stores a replica of each checkpoint."
+    )
+
+
+class TrainingConfig(Strict):
+    """Training configuration: model, method and hyperparameters. `config.problems` checks it as a whole."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "base_model": "my-model", "method": "qlora", "lora_r": 16, "learning_rate": 2e-4,
+                "batch_size": 4, "gradient_accumulation_steps": 4, "epochs": 1, "max_seq_length": 1024,
+            }
+        }
+    )  # fmt: skip
+
+    base_model: ModelName = Field(
+        description="Folder below the models root, hub name, or `run_…` for the output of a finished run."
+    )
+    method: Annotated[TrainingMethod, Field(strict=False)] = Field(
+        default=TrainingMethod.qlora,
+        description="Training method: determines the objective, and which weights are trained.",
+    )
+
+    lora_r: int | None = Field(default=16, ge=1, le=4096, description="LoRA rank; `null` trains all weights.")
+    lora_alpha: int = Field(
+        default=32, ge=1, le=65_536, description="LoRA scaling factor: adapters are scaled by `lora_alpha / lora_r`."
+    )
+    lora_dropout: float = Field(default=0.05, ge=0, lt=1, description="Dropout probability of the LoRA layers.")
+    target_modules: list[ModuleName] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=200,
+        description="Names of the modules that get an adapter; `null`: all linear layers.",
+    )
+    use_rslora: bool = Field(default=False, description="Rank-stabilized LoRA: scale by `lora_alpha / sqrt(lora_r)`.")
+    use_dora: bool = Field(default=False, description="Weight-decomposed LoRA (DoRA).")
+    modules_to_save: list[ModuleName] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=200,
+        description="Modules that are trained in full and saved with the adapter.",
+    )
+
+    learning_rate: float = Field(default=2e-4, gt=0, le=10, description="Peak learning rate.")
+    batch_size: BatchSize = Field(
+        default=4,
+        description="Sequences per device and micro-batch. `rlhf`: completions; `batch_size` x "
+        "`gradient_accumulation_steps` of them are generated at once.",
+    )
+    gradient_accumulation_steps: MicroBatches = Field(default=4, description="Micro-batches per optimizer step.")
+    epochs: float = Field(default=3, gt=0, le=10_000, description="Number of passes over the data; may be a fraction.")
+    max_steps: Steps | None = Field(default=None, description="Total number of optimizer steps; overrides `epochs`.")
+    min_steps: Steps | None = Field(
+        default=None, description="Minimum number of optimizer steps; the data is repeated until then."
+    )
+    warmup_ratio: float = Field(default=0.03, ge=0, lt=1, description="Fraction of steps used for linear warmup.")
+    weight_decay: float = Field(default=0.01, ge=0, le=10, description="Weight decay; not applied to biases and norms.")
+    optim: Optimizer = Field(default="paged_adamw_8bit", description="Optimizer.")
+    lr_scheduler_type: Scheduler = Field(default="cosine", description="Learning-rate schedule.")
+    neftune_noise_alpha: float | None = Field(
+        default=None, gt=0, le=1000, description="NEFTune noise on embeddings; `null` disables it."
+    )
+
+    load_in_4bit: bool = Field(
+        default=True,
+        description="Load the base model in 4-bit; if unset, false for `full`, `lora`, without adapter and with 8-bit.",
+    )
+    load_in_8bit: bool = Field(default=False, description="Load the base model in 8-bit.")
+    bnb_4bit_compute_dtype: DType = Field(default="bfloat16", description="Compute data type of 4-bit layers.")
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = Field(default="nf4", description="4-bit data type (NF4 or FP4).")
+
+    gradient_checkpointing: bool | Literal["selective", "auto"] = Field(
+        default="auto",
+        description="Recompute activations in the backward pass to save memory at the cost of time: `true` for all "
+        "layers, `selective` for every second one, `auto` only as far as the memory requires.",
+    )
+    activation_offload: bool = Field(default=False, description="Offload activations to host memory.")
+    attn_implementation: Attention | None = Field(
+        default=None, description="Attention implementation; `null` selects the best for the device."
+    )
+    torch_compile: bool = Field(default=False, description="Compile the model with `torch.compile`.")
+
+    max_seq_length: Length | None = Field(
+        default=2048,
+        description="Maximum length in tokens: longer sequences are truncated (`reward` and `rlhf` skip longer pairs "
+        "and prompts); `null` uses the model's own limit.",
+    )
+    packing: bool = Field(default=False, description="Pack several documents into one sequence.")
+    truncation_mode: Literal["keep_start", "keep_end"] = Field(
+        default="keep_start", description="Which end of a sequence that is too long is kept."
+    )
+    loss_on: Literal["all", "completion", "assistant"] = Field(
+        default="all",
+        description="Tokens in the loss: `all`; the `completion` (of a chat: its last answer); all `assistant` ones.",
+    )
+    overfit_first_batch: bool = Field(default=False, description="Train on the first batch only, as a sanity check.")
+    seed: int = Field(
+        default=42, ge=0, le=2**32 - 1, description="Random seed of Python, NumPy, torch and the data order."
+    )
+
+    save_steps: Steps = Field(default=100, description="Steps between two checkpoints.")
+    save_total_limit: int | None = Field(
+        default=3, ge=1, le=10_000, description="Maximum number of checkpoints to keep; `null` keeps all."
+    )
+    logging_steps: Steps = Field(default=10, description="Steps between two logged metrics.")
+    eval_steps: Steps | None = Field(default=None, description="Steps between two evaluations.")
+    eval_split: float = Field(default=0.0, ge=0, lt=1, description="Fraction of the data held out for evaluation.")
+
+    time_limit_seconds: Seconds | None = Field(
+        default=None, description="Save and stop after this training time in seconds."
+    )
+    stop_at_step: Steps | None = Field(default=None, description="Save and stop after this step of the run.")
+    early_stopping_patience: int | None = Field(
+        default=None,
+        ge=1,
+        le=10_000,
+        description="Stop after this many evaluations without a better loss (`rlhf`: reward).",
+    )
+    on_non_finite: Literal["stop", "rewind"] = Field(
+        default="stop",
+        description="On NaN or Inf loss or gradients: `stop` fails the run; `rewind` restores the last checkpoint and "
+        "skips the batch. Either way its rows are reported.",
+    )
+    on_spike: Literal["ignore", "stop", "rewind"] = Field(
+        default="ignore", description="On a loss spike (`extra.spike_threshold`): as `on_non_finite`, or ignore it."
+    )
+    on_out_of_memory: Literal["repair", "stop"] = Field(
+        default="repair",
+        description="On out of memory: `repair` continues from the last checkpoint with smaller micro-batches and as "
+        "many more of them, then with `gradient_checkpointing`; `stop` fails the run.",
+    )
+
+    revision: str | None = Field(
+        default=None, min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./-]*$",
+        description="Branch, tag or commit of a hub model.",
+    )  # fmt: skip
+    report_to: list[Literal["wandb", "mlflow", "tensorboard"]] = Field(
+        default_factory=list, max_length=3, description="Experiment trackers that also receive the metrics."
+    )
+    push_to_hub: str | None = Field(
+        default=None, max_length=193, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}$",
+        description="Hub name (`owner/name`) to push the output to; a new repository is private.",
+    )  # fmt: skip
+    dpo: DpoOptions = Field(default_factory=DpoOptions, description="Options of method `dpo`.")
+    rlhf: RlhfOptions = Field(default_factory=RlhfOptions, description="Options of method `rlhf`.")
+    extra: dict[str, Any] = Field(
+        default_factory=dict, description="Further options of the trainer; unknown ones are an error."
+    )
+
+    @property
+    def trainer_options(self) -> TrainerOptions:
+        """`extra`, validated and with all defaults; raises `ValidationError` if it is invalid."""
+        return TrainerOptions.model_validate(self.extra)

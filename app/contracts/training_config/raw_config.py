@@ -1,0 +1,64 @@
+"""A configuration as the user wrote it: given fields, numbers, unknown fields."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, get_args
+
+from app.contracts.human_numbers import Friendly
+from app.contracts.methods import DpoOptions, RlhfOptions
+from app.contracts.training_config.fields import TrainingConfig
+
+_GROUPS = ("dpo", "rlhf", "extra")
+
+PROBE_STEPS = 2
+"""Steps of a probe (`extra.probe`)."""
+
+
+def given_fields(config_input: Mapping[str, Any]) -> set[str]:
+    """Return the names of the fields that the user set, dotted within a group (`dpo.beta`)."""
+    names = {name for name in config_input if name not in _GROUPS}
+    for group in _GROUPS:
+        members = config_input.get(group)
+        if isinstance(members, Mapping):
+            names |= {f"{group}.{member}" for member in members}
+        elif group in config_input:
+            names.add(group)
+    return names
+
+
+def understood(stored: Mapping[str, Any], given: Iterable[str]) -> dict[str, Any]:
+    """Drop the defaults of fields that this version does not have from a stored configuration.
+
+    During an upgrade, a newer API writes for older workers. Fields that the user set stay, and are rejected.
+    """
+    given = set(given)
+    kept = {name: value for name, value in stored.items() if name in TrainingConfig.model_fields or name in given}
+    for name, model in (("dpo", DpoOptions), ("rlhf", RlhfOptions)):
+        if isinstance(kept.get(name), Mapping):
+            known = {*model.model_fields, *(one.partition(".")[2] for one in given if one.startswith(f"{name}."))}
+            kept[name] = {member: value for member, value in kept[name].items() if member in known}
+    return kept
+
+
+def in_numbers(config_input: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert text such as `"10k"` to numbers where a field accepts it; what cannot be parsed stays unchanged."""
+    return {name: _FRIENDLY[name].number(value) if name in _FRIENDLY else value for name, value in config_input.items()}
+
+
+def _friendly(annotations: Iterable[Any]) -> Friendly | None:
+    return next((one for one in annotations if isinstance(one, Friendly)), None)
+
+
+_FRIENDLY: dict[str, Friendly] = {
+    name: friendly
+    for name, field in TrainingConfig.model_fields.items()
+    # A nullable field has its annotations one level down.
+    for friendly in [
+        _friendly([*field.metadata, *(one for arg in get_args(field.annotation) for one in get_args(arg)[1:])])
+    ]
+    if friendly is not None
+}
+
+
+def is_probe(config: Mapping[str, Any]) -> bool:
+    """Return True if a run is a probe, which only measures."""
+    return (config.get("extra") or {}).get("probe") is True

@@ -1,0 +1,79 @@
+"""Resolution of a configuration for a device: effective values and replacements."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from app.contracts.errors import FieldError
+from app.contracts.methods import TrainingMethod
+from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.rules import Machine, machine_conflicts, method_conflicts, wants_adapter
+
+
+class Replacement(BaseModel):
+    """A default that this machine does not support, and the value used instead."""
+
+    field: str
+    requested: Any
+    used: Any
+    reason: str
+
+
+@dataclass(frozen=True)
+class Effective:
+    """A configuration with all defaults resolved."""
+
+    config: TrainingConfig
+    replaced: list[Replacement]
+    problems: list[FieldError]
+
+
+def resolve(config: TrainingConfig, given: Iterable[str], machine: Machine | None) -> Effective:
+    """Resolve all defaults; a value that was *given* and is not supported is an error.
+
+    Defaults that follow from the method are resolved silently, as documented with the fields. A default that
+    the machine does not support is replaced by the nearest that works, and reported; `machine` None keeps those.
+    """
+    given = set(given)
+    update: dict[str, Any] = {}
+    adapter = wants_adapter(config)
+    if not adapter:
+        update["lora_r"] = None
+    if "load_in_4bit" not in given and (
+        config.method in (TrainingMethod.full, TrainingMethod.lora) or not adapter or config.load_in_8bit
+    ):
+        update["load_in_4bit"] = False
+    if config.lr_scheduler_type == "constant" and "warmup_ratio" not in given:
+        update["warmup_ratio"] = 0.0
+    found = method_conflicts(config, given)
+    replaced: list[Replacement] = []
+    if machine is not None:
+        found += machine_conflicts(config, given, machine)
+        quantized = update.get("load_in_4bit", config.load_in_4bit)
+        replaced = _replacements(config, given, machine, quantized)
+        update |= {replacement.field: replacement.used for replacement in replaced}
+    return Effective(config.model_copy(update=update), replaced, found)
+
+
+def _replacements(config: TrainingConfig, given: set[str], machine: Machine, four_bit: bool) -> list[Replacement]:
+    replaced = []
+
+    def replace(field: str, used: Any, reason: str) -> None:
+        if field not in given:
+            requested = getattr(config, field)
+            replaced.append(Replacement(field=field, requested=requested, used=used, reason=reason))
+
+    if machine.kind == "cpu":
+        if config.optim.startswith("paged_") and config.extra.get("optimizer") is None:
+            replace("optim", config.optim.removeprefix("paged_"), "Paging optimizer state needs a GPU.")
+        if config.gradient_checkpointing:
+            replace(
+                "gradient_checkpointing", False, "On a CPU it costs time, and the memory that it saves is not scarce."
+            )
+        if four_bit and config.bnb_4bit_compute_dtype != "float32":
+            replace("bnb_4bit_compute_dtype", "float32", "On this CPU, float32 is faster and more precise.")
+    elif four_bit and config.bnb_4bit_compute_dtype == "bfloat16" and not machine.bf16:
+        replace("bnb_4bit_compute_dtype", "float16", "This GPU does not support bfloat16.")
+    return replaced

@@ -1,0 +1,166 @@
+"""Validation of a training configuration, and resolution of its defaults for a machine.
+
+Pure pydantic, no torch: the API validates with it, and the training process resolves with it.
+Fields, bounds and defaults: `fields.py`; conflicts between fields: `conflicts.py`.
+"""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from app.contracts.errors import FieldError
+from app.contracts.plugins import doubled
+from app.contracts.training_config.field_traits import CHANGEABLE_ON_RESUME
+from app.contracts.training_config.fields import TrainerOptions, TrainingConfig
+from app.contracts.training_config.raw_config import given_fields, in_numbers
+from app.contracts.training_config.rules import (
+    Machine,
+    data_conflicts,
+    eval_conflicts,
+    machine_conflicts,
+    method_conflicts,
+    problem,
+)
+
+
+def problems(
+    config_input: Any,
+    *,
+    has_eval_dataset: bool,
+    dataset_format: str | None = None,
+    machine: Machine | None = None,
+) -> list[FieldError]:
+    """Return all errors in a configuration as the user wrote it; if there are none, it can run.
+
+    `dataset_format` is one of `app.datasets.formats`, or None if not known yet; `machine` None: any machine.
+    """
+    if not isinstance(config_input, Mapping):
+        return [problem("config", "wrong_type", "must be an object with fields and values")]
+    # A name may contain lone surrogates, which neither pydantic nor a JSON response can encode.
+    config_input = {_printable(str(name)): value for name, value in config_input.items()}
+    found: list[FieldError] = []
+    bad: set[int | str] = set()
+    try:
+        config = TrainingConfig.model_validate(config_input)
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+        found = _from_pydantic(errors, TrainingConfig)
+        # From the raw errors: the names shown are truncated, and a name may contain dots or be empty.
+        bad = {error["loc"][0] for error in errors if error["loc"]}
+        sound = {name: value for name, value in config_input.items() if name not in bad}
+        config = TrainingConfig.model_validate({"base_model": "unknown", **sound})
+        config_input = sound
+    try:
+        TrainerOptions.model_validate(config.extra)
+    except ValidationError as error:
+        found += _from_pydantic(error.errors(include_url=False), TrainerOptions, "extra")
+    given = given_fields(config_input)
+    found += _not_available_yet(config)
+    together = method_conflicts(config, given)
+    together += eval_conflicts(config, given, has_eval_dataset)
+    together += data_conflicts(config, given, dataset_format)
+    together += [problem(name, "conflict", why) for name, why in doubled(config_input, given)]
+    if machine is not None:
+        together += machine_conflicts(config, given, machine)
+    # These checks saw the default of a field that was rejected above: drop their errors for it.
+    return found + [one for one in together if one.field.split(".")[0] not in bad]
+
+
+def resume_problems(parent_config: Mapping[str, Any], overrides: Mapping[str, Any]) -> list[FieldError]:
+    """Return errors for overrides that a resumed run may not make: its progress depends on the old values."""
+    return [
+        problem(
+            name,
+            "not_changeable_on_resume",
+            "cannot change when a run is resumed; start a new run to train with another value",
+        )
+        for name, value in in_numbers(overrides).items()
+        if name in TrainingConfig.model_fields and name not in CHANGEABLE_ON_RESUME and value != parent_config.get(name)
+    ]
+
+
+def _not_available_yet(config: TrainingConfig) -> list[FieldError]:
+    wanted: dict[str, bool | str] = {
+        "activation_offload": config.activation_offload,
+        "torch_compile": config.torch_compile,
+    }
+    return [
+        problem(
+            name,
+            "not_available_yet",
+            f"cannot be {str(value).lower()} yet: this version does not support it; leave the field out",
+        )
+        for name, value in wanted.items()
+        if value
+    ]
+
+
+_CHOICES = {"gradient_checkpointing": '"selective" or "auto"', "memory_profile": '"steps"'}
+"""Fields that accept true, false, or these values."""
+
+_NO_TYPE = {"union_tag_invalid": "unknown_value", "union_tag_not_found": "missing"}
+
+_OWN_CODES = ("bad_pattern", "bad_schema", "bad_bounds", "bad_count", "out_of_range")
+"""Error codes of our own validators, whose messages are complete."""
+
+_CODES = {
+    "missing": "missing", "extra_forbidden": "unknown_field", "literal_error": "unknown_value",
+    "enum": "unknown_value", "finite_number": "not_finite", "greater_than": "out_of_range",
+    "greater_than_equal": "out_of_range", "less_than": "out_of_range", "less_than_equal": "out_of_range",
+    "int_parsing_size": "out_of_range", "string_too_short": "out_of_range", "string_too_long": "out_of_range",
+    "too_large": "out_of_range", "too_short": "out_of_range", "too_long": "out_of_range",
+    "string_pattern_mismatch": "invalid_name",
+    **_NO_TYPE, **{code: code for code in _OWN_CODES},
+}  # fmt: skip
+
+
+def _from_pydantic(errors: list[ErrorDetails], model: type[BaseModel], *prefix: str) -> list[FieldError]:
+    found: dict[str, FieldError] = {}
+    for error in errors[:200]:
+        parts = [str(part) or '""' for part in error["loc"]]
+        if parts and parts[0] in _CHOICES:
+            parts = parts[:1]  # one error per field, not one per member of its union
+        if parts[:2] == ["rlhf", "rewards"]:
+            del parts[3:4]  # the discriminator that pydantic adds
+            parts += ["type"] if error["type"] in _NO_TYPE else []
+        name = _printable(".".join([*prefix, *parts]) or "config")[:200]
+        if error["type"] == "float_type" and type(error["input"]) is int:
+            error = {**error, "type": "too_large", "msg": "Input should be smaller"}  # larger than any float
+        code = _CODES.get(error["type"], "wrong_type" if error["type"].endswith("_type") else "invalid")
+        found.setdefault(name, problem(name, code, _sentence(error, parts, model)))
+    return list(found.values())
+
+
+def _sentence(error: ErrorDetails, parts: list[str], model: type[BaseModel]) -> str:
+    if error["type"] in ("missing", "union_tag_not_found"):
+        return "is required"
+    if error["type"] in _OWN_CODES:
+        return _printable(error["msg"])
+    if error["type"] == "union_tag_invalid":
+        return f"must be one of {error['ctx']['expected_tags']}"
+    if error["type"] == "extra_forbidden":
+        known = model.model_fields if len(parts) == 1 else {}
+        near = difflib.get_close_matches(parts[-1], known, n=1)
+        return "is not a field of the configuration" + (f"; perhaps `{near[0]}`" if near else "")
+    if len(parts) == 1 and parts[0] in _CHOICES:
+        return f"must be true, false or {_CHOICES[parts[0]]}"
+    if error["type"] == "string_pattern_mismatch":
+        if parts[-1] in ("base_model", "model"):
+            return "must be a name such as `folder`, `owner/model` or `run_…`, not a path outside the models root"
+        return "contains characters that are not allowed in a name"
+    got = _shown(error["input"])
+    sentence = error["msg"].replace("Input should", "must", 1).removesuffix(".")
+    return _printable(f"{sentence}, not {got}")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, int) and abs(value) >= 10**60:
+        return "a number of that size"  # Python refuses to format very long ones
+    return repr(value)[:60] if isinstance(value, str | int | float | None) else "this value"
+
+
+def _printable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()

@@ -1,0 +1,255 @@
+"""Import of files into a dataset: detects the file type, validates row by row, stores JSONL and hashes it."""
+
+import asyncio
+import hashlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from app.api.errors import ApiError, invalid, too_large
+from app.config import Settings
+from app.contracts.errors import FieldError
+from app.datasets.readers.csv_table import TableReader
+from app.datasets.readers.file_type import HEAD_BYTES, Kind, Reader, kind_of
+from app.datasets.readers.json_array import ArrayReader
+from app.datasets.readers.jsonl import LineReader
+from app.datasets.readers.parquet import ParquetReader
+from app.datasets.row_writer import Rows, TooManyBadRows
+from app.datasets.sandbox import NoTurn
+from app.datasets.token_counter import TokenCounter
+
+_WRITE_BYTES = 256 * 1024
+# A separate pool: imports that wait for a reader process must not block other users of the default pool.
+_THREAD_POOL = ThreadPoolExecutor(max_workers=32, thread_name_prefix="upload")
+
+PATIENCE_SECONDS = 60.0
+_RETRY_SECONDS = 0.1
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+async def in_thread(work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    """Run `work` in the thread pool of uploads, like `asyncio.to_thread`."""
+    call = partial(copy_context().run, partial(work, *arguments, **named))
+    return await asyncio.get_running_loop().run_in_executor(_THREAD_POOL, call)
+
+
+async def in_turn(work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    """Run `work` in the thread pool of uploads and retry while no reader process is available.
+
+    No thread is blocked during the wait. Raises a 503 `ApiError` after one minute.
+    """
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            return await in_thread(work, *arguments, **named)
+        except NoTurn:
+            if time.monotonic() > deadline:
+                detail = "This server is already reading too many files; send yours again a little later."
+                raise ApiError(503, "too_many_uploads", detail, headers={"Retry-After": "30"}) from None
+        await asyncio.sleep(_RETRY_SECONDS)
+
+
+@dataclass(frozen=True)
+class Received:
+    """Complete, valid dataset in `path`, already flushed to disk."""
+
+    path: Path
+    name: str
+    format: str
+    rows: int
+    bytes: int
+    sha256: str
+    columns: list[str]
+    preview: list[Any]
+    token_statistics: dict[str, Any] | None = None
+    digest: str = ""
+    """Digest of the request: of the original file and of all fields."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Import options of a file; None means detect."""
+
+    format: str | None = None
+    file_format: Kind | None = None
+    columns: Mapping[str, str] | None = None
+    tokens: TokenCounter | None = None
+
+
+class Receiving:
+    """Importer of one or more files into one dataset, in a separate folder.
+
+    For each file call `begin`, `feed` and `end`, then `more` until it returns False; finally call `finish`. Raises
+    `ApiError` for invalid input. All methods block, so call them in a thread.
+    """
+
+    def __init__(self, folder: Path, settings: Settings, reading: Reading) -> None:
+        self._folder = folder
+        self._settings = settings
+        self._reading = reading
+        self._stored = _StoredFile(folder / "data", settings.max_upload_bytes)
+        self._rows = Rows(reading.format, self._stored.write, reading.columns, reading.tokens)
+        self._reader: Reader | None = None
+        self._name = ""
+        self._head = bytearray()
+        self._bytes_received = 0
+        self._sha256 = hashlib.sha256()
+
+    @property
+    def format(self) -> str | None:
+        """Format of the rows, once it is known."""
+        return self._rows.format
+
+    @property
+    def sha256_as_it_came(self) -> str:
+        """SHA-256 of the original files."""
+        return self._sha256.hexdigest()
+
+    def expect(self, format: str) -> None:
+        """Set the format when its field follows the file."""
+        self._rows.format = format
+
+    def begin(self, name: str, place: str = "") -> None:
+        """Start a file; `place` is the prefix of its error locations."""
+        self._name, self._rows.file = name, place
+        self._head.clear()
+        self._drop_reader()
+
+    def feed(self, data: bytes) -> None:
+        """Process the next bytes of the file."""
+        self._bytes_received += len(data)
+        if self._bytes_received > self._settings.max_upload_bytes:
+            raise too_large("A dataset", self._settings.max_upload_bytes)
+        self._sha256.update(data)
+        try:
+            if self._reader is not None:
+                self._reader.feed(data)
+                return
+            self._head += data
+            if len(self._head) >= HEAD_BYTES:
+                self._create_reader().feed(bytes(self._head))
+        except TooManyBadRows:
+            raise self._bad_rows_error() from None
+
+    def end(self) -> None:
+        """Handle the end of the file."""
+        try:
+            if self._reader is None:
+                self._create_reader().feed(bytes(self._head))
+            if self._reader is not None:
+                self._reader.end()
+        except TooManyBadRows:
+            raise self._bad_rows_error() from None
+
+    def more(self) -> bool:
+        """Continue reading for a short time; return False once the file is completely read."""
+        try:
+            return self._reader is not None and self._reader.more()
+        except TooManyBadRows:
+            raise self._bad_rows_error() from None
+
+    def finish(self, name: str, digest: str = "") -> Received:
+        """Complete the dataset after the last file and return it."""
+        try:
+            if self._rows.finish():
+                raise self._bad_rows_error()
+        except TooManyBadRows:
+            raise self._bad_rows_error() from None
+        self._stored.finish()
+        tokens = self._reading.tokens
+        return Received(
+            path=self._stored.path,
+            name=name,
+            format=self._rows.format or "",
+            rows=self._rows.count,
+            bytes=self._stored.bytes,
+            sha256=self._stored.sha256.hexdigest(),
+            columns=list(self._rows.columns),
+            preview=self._rows.preview,
+            token_statistics=tokens.statistics(self._rows.count) if tokens else None,
+            digest=digest,
+        )
+
+    def close(self) -> None:
+        """Release files and processes; received data stays in the folder."""
+        self._drop_reader()
+        self._stored.close()
+
+    def _create_reader(self) -> Reader:
+        kind = self._reading.file_format or kind_of(self._name, bytes(self._head))
+        most = self._settings.max_line_bytes
+        if kind is None:
+            message = "the file type cannot be detected: name the file .jsonl, .json, .csv or .parquet, or send "
+            raise invalid([FieldError(field="file", code="unknown_file_format", message=message + "`file_format`")])
+        if kind == "parquet":
+            reader: Reader = ParquetReader(self._rows, most, self._folder / "spool", self._settings)
+        elif kind == "csv":
+            reader = TableReader(self._rows, most)
+        elif kind == "json":
+            reader = ArrayReader(self._rows, most)
+        else:
+            reader = LineReader(self._rows, most)
+        self._reader = reader
+        return reader
+
+    def _drop_reader(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+        self._reader = None
+
+    def _bad_rows_error(self) -> ApiError:
+        errors = self._rows.errors
+        whole = [error for error in errors if not error.field]
+        if len(whole) == len(errors):
+            return invalid([error.model_copy(update={"field": "file"}) for error in errors])
+        errors = [error if error.field else error.model_copy(update={"field": "file"}) for error in errors]
+        more = "; these are the first" if len(errors) > 1 else ""
+        count = "1 row is" if len(errors) == 1 else f"{len(errors)} rows are"
+        detail = (
+            f"Nothing was stored: {count} not valid for training{more} ({errors[0].field}: "
+            f"{errors[0].message}). Correct the file and upload it again."
+        )
+        return invalid(errors, detail, code="bad_rows")
+
+
+class _StoredFile:
+    """Stored file: written in blocks, counted and hashed."""
+
+    def __init__(self, path: Path, most_bytes: int) -> None:
+        self.path = path
+        self.bytes = 0
+        self.sha256 = hashlib.sha256()
+        self._most_bytes = most_bytes
+        self._file = path.open("wb", buffering=0)
+        self._block = bytearray()
+
+    def write(self, line: bytes) -> None:
+        self._block += line
+        if len(self._block) >= _WRITE_BYTES:
+            self._flush()
+
+    def finish(self) -> None:
+        self._flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _flush(self) -> None:
+        block = bytes(self._block)
+        self._block.clear()
+        self.bytes += len(block)
+        if self.bytes > self._most_bytes:
+            raise too_large("A dataset, converted to JSONL,", self._most_bytes)
+        self.sha256.update(block)
+        view = memoryview(block)
+        while view:  # an unbuffered file may write less than requested, for example when the disk fills up
+            view = view[self._file.write(view) :]

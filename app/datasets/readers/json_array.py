@@ -1,0 +1,138 @@
+"""JSON reader: an array of rows, or an object with only the array `data`."""
+
+import re
+
+from app.datasets.row_writer import Rows
+from app.infra.strict_json import MAX_DEPTH
+
+# A string that ends in the same piece is skipped at once. Possessive quantifiers prevent backtracking.
+_OUTSIDE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{},"]', re.DOTALL)
+_INSIDE = re.compile(rb'["\\]')
+_OPENING = re.compile(rb'\s*(?:(\[)|\{\s*"data"\s*:\s*\[)')
+_MAX_OPENING_BYTES = 4096
+
+
+class ArrayReader:
+    """Finds the end of each row of the array and parses rows with the strict parser; buffers one incomplete row.
+
+    A general streaming parser would buffer a string of any length before it reports it.
+    """
+
+    def __init__(self, rows: Rows, most_bytes: int) -> None:
+        self._rows = rows
+        self._most_bytes = most_bytes
+        self._head: bytearray | None = bytearray()
+        self._closing = b""
+        self._row = bytearray()
+        self._number = 1
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+        self._closed = False
+        self._broken = False
+
+    def feed(self, data: bytes) -> None:
+        if self._head is not None:
+            self._head += data
+            is_decided = len(self._head) >= _MAX_OPENING_BYTES or _OPENING.match(self._head) is not None
+            data = self._open() if is_decided else b""
+        if data:
+            self._read(data)
+
+    def end(self) -> None:
+        if self._head is not None and (data := self._open()):
+            self._read(data)
+        if self._broken:
+            return
+        if not self._closed:
+            self._fail("unfinished_json", f"the file ends before its array is closed, in row {self._number}")
+        elif self._closing:
+            self._fail("unfinished_json", "the file ends before the object around its rows is closed")
+
+    def more(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self._row.clear()
+
+    def _open(self) -> bytes:
+        """Check the start of the file and return the bytes after the opening bracket."""
+        head, self._head = bytes(self._head or b""), None
+        opening = _OPENING.match(head)
+        if opening is not None:
+            self._closing = b"" if opening[1] else b"}"
+            return head[opening.end() :]
+        if not head.strip():
+            self._broken = True  # an empty file, which `Rows.finish` reports
+        else:
+            message = 'the file must be an array of rows, [{…}, {…}], or {"data": [{…}, {…}]}, as UTF-8'
+            self._fail("not_an_array", message)
+        return b""
+
+    def _read(self, data: bytes) -> None:
+        at = start = 0
+        while not (self._broken or self._closed):
+            if self._escaped:
+                at += 1
+                self._escaped = False
+            found = (_INSIDE if self._in_string else _OUTSIDE).search(data, at)
+            if found is None:
+                self._keep(data[start:])
+                return
+            at, token = found.end(), found[0]
+            if len(token) > 1:
+                continue
+            if token == b"\\":
+                if at == len(data):
+                    self._escaped = True
+                    self._keep(data[start:])
+                    return
+                at += 1
+            elif token == b'"':
+                self._in_string = not self._in_string
+            elif token in b"[{":
+                self._depth += 1
+                if self._depth > MAX_DEPTH:
+                    self._fail("too_deep", f"nested more than {MAX_DEPTH} levels deep", self._number)
+            elif self._depth:
+                self._depth -= token in b"]}"
+            else:
+                self._keep(data[start : found.start()])
+                start = at
+                self._end_row(token)
+        if self._closed and not self._broken:
+            self._after(data[start:])
+
+    def _keep(self, piece: bytes) -> None:
+        if len(self._row) + len(piece) > self._most_bytes:
+            self._fail("row_too_long", f"a row may have at most {self._most_bytes:,} bytes; split it", self._number)
+            self._row.clear()
+        elif not self._broken:
+            self._row += piece
+
+    def _end_row(self, token: bytes) -> None:
+        """Handle a comma or a closing bracket of the outer array: the end of a row."""
+        raw = bytes(self._row)
+        self._row.clear()
+        if token == b"}":
+            self._fail("invalid_json", f"not JSON: a }} without a matching {{ in row {self._number}")
+        if self._broken:
+            return
+        self._closed = token == b"]"
+        if self._closed and self._number == 1 and not raw.strip():
+            return
+        self._rows.take_json(f"row {self._number}", raw)
+        self._number += 1
+
+    def _after(self, data: bytes) -> None:
+        rest = data.lstrip()
+        if self._closing and rest[:1] == self._closing:
+            self._closing = b""
+            rest = rest[1:].lstrip()
+        if rest:
+            self._fail("trailing_data", "unexpected content after the array; the object may contain only `data`")
+
+    def _fail(self, code: str, message: str, row: int | None = None) -> None:
+        """Report an error and stop reading, because row boundaries are unknown from here on."""
+        self._broken = True
+        self._rows.refuse("" if row is None else f"row {row}", code, message)

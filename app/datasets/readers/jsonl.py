@@ -1,0 +1,69 @@
+"""JSONL reader: one JSON object per line."""
+
+from app.datasets.row_writer import Rows
+
+_BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
+
+
+class LineReader:
+    """Splits bytes into lines; buffers at most one incomplete line of `most_bytes`."""
+
+    def __init__(self, rows: Rows, most_bytes: int) -> None:
+        self._rows = rows
+        self._most_bytes = most_bytes
+        self._line = bytearray()
+        self._number = 1
+        self._skipping = False
+        self._blank_since: int | None = None
+
+    def feed(self, data: bytes) -> None:
+        start = 0
+        while (end := data.find(b"\n", start)) >= 0:
+            self._take(data[start:end])
+            self._end_line()
+            start = end + 1
+        self._take(data[start:] if start else data)
+
+    def end(self) -> None:
+        if self._line or self._skipping:
+            self._end_line()
+
+    def more(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self._line.clear()
+
+    def _take(self, piece: bytes) -> None:
+        if self._skipping:
+            return
+        if len(self._line) + len(piece) > self._most_bytes:
+            # The rest of the line is not buffered: a line of 200 MB takes no more memory than one of 16 MB.
+            self._skipping = True
+            self._line.clear()
+            limit = f"a row may have at most {self._most_bytes:,} bytes; split it, or put each row on its own line"
+            self._rows.refuse(f"line {self._number}", "line_too_long", limit)
+            return
+        self._line += piece
+
+    def _end_line(self) -> None:
+        if not self._skipping:
+            self._row(bytes(self._line))
+            self._line.clear()
+        self._skipping = False
+        self._number += 1
+
+    def _row(self, line: bytes) -> None:
+        if not line.strip():
+            self._blank_since = self._blank_since or self._number
+            return
+        if self._blank_since is not None:
+            # Editors add empty lines at the end of a file; between rows they would shift every line number.
+            at, self._blank_since = self._blank_since, None
+            self._rows.refuse(f"line {at}", "empty_line", "the line is empty; remove it")
+        place = f"line {self._number}"
+        if self._number == 1 and line.startswith(_BYTE_ORDER_MARKS):
+            message = "the file starts with a byte order mark; save it as plain UTF-8"
+            self._rows.refuse(place, "byte_order_mark", message)
+            return
+        self._rows.take_json(place, line + b"\n", is_line=True)

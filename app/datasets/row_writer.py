@@ -1,0 +1,187 @@
+"""Row writer: renames the columns of each row, validates it, counts its tokens and writes it."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from app.api.errors import clean
+from app.contracts.errors import FieldError
+from app.datasets import formats
+from app.datasets.formats import BadRow
+from app.datasets.token_counter import TokenCounter
+from app.infra.strict_json import BadJson, parse
+
+MOST_BAD_ROWS = 20
+MOST_ROWS = 100_000_000
+MOST_COLUMNS = 1000
+MOST_KEY_CHARACTERS = 200
+PREVIEW_ROWS = 3
+
+
+class TooManyBadRows(Exception):
+    """Raised to stop reading: the maximum number of bad rows was reached, or no row can be read."""
+
+
+class Rows:
+    """Accepts rows from a reader and passes the valid ones to `write` as lines of JSON.
+
+    `sources` maps Anneal's column names to those of the file. Keeps three shortened rows for the preview and the
+    names of all columns. Raises `TooManyBadRows` once 20 rows are invalid.
+    """
+
+    def __init__(
+        self,
+        format: str | None,
+        write: Callable[[bytes], None],
+        sources: Mapping[str, str] | None = None,
+        tokens: TokenCounter | None = None,
+    ) -> None:
+        self.format = format
+        self.count = 0
+        self.columns: dict[str, None] = {}
+        self.preview: list[Any] = []
+        self.errors: list[FieldError] = []
+        self.file = ""
+        """Prefix of error locations when a dataset consists of several files."""
+        self._write = write
+        self._sources = dict(sources or {})
+        self._tokens = tokens
+        self._is_table = False
+
+    @property
+    def needed(self) -> list[str]:
+        """Columns of the file that a format requires, so that an empty cell is an error."""
+        moved = [source for name, source in self._sources.items() if name in formats.NEEDED]
+        return [*formats.NEEDED, *moved]
+
+    def begin_table(self, columns: Iterable[str]) -> None:
+        """Start a table with these columns: empty cells of its rows mean no value, and lists are given as JSON.
+
+        Raises `TooManyBadRows` if columns are missing or belong to no format.
+        """
+        self._is_table = True
+        there = list(columns)
+        if missing := [f"`{source[:40]}`" for source in self._sources.values() if source not in there]:
+            known = ", ".join(f"`{name[:40]}`" for name in there[:20])
+            self.refuse("", "unknown_column", f"the file has no column {', '.join(missing)}; it has {known}")
+            raise TooManyBadRows
+        if self.format is None:
+            taken = set(self._sources.values())
+            try:
+                self.format = formats.detect([*self._sources, *(name for name in there if name not in taken)])
+            except BadRow as error:
+                self.refuse("", error.code, error.message)
+                raise TooManyBadRows from None
+
+    def take(self, place: str, row: Any, raw: bytes | None = None) -> None:
+        """Add a row; `raw` is its original line, which is written unchanged if the row does not change."""
+        try:
+            kept = self._validated(row)
+        except BadRow as error:
+            self.refuse(place, error.code, error.message)
+            return
+        self.count += 1
+        if len(self.preview) < PREVIEW_ROWS:
+            self.preview.append(shortened(kept))
+        if self._tokens is not None:
+            for texts in formats.sequences_of(self.format or "", kept):
+                self._tokens.add(texts)
+        self._write(raw if raw is not None and kept is row else line_of(kept))
+
+    def take_json(self, place: str, raw: bytes, *, is_line: bool = False) -> None:
+        """Parse a row from JSON and add it."""
+        try:
+            row = parse(raw)
+        except BadJson as error:
+            self.refuse(place, error.code, error.message)
+            return
+        self.take(place, row, raw if is_line else None)
+
+    def refuse(self, place: str, code: str, message: str) -> None:
+        """Record an error; an empty `place` refers to the file as a whole."""
+        place = f"{self.file} {place}" if self.file and place else place
+        self.errors.append(FieldError(field=clean(place, 200), code=code, message=clean(message, 300)))
+        if len(self.errors) >= MOST_BAD_ROWS:
+            raise TooManyBadRows
+
+    def finish(self) -> list[FieldError]:
+        """Return all errors after the last row; empty if the rows are valid."""
+        if not self.count and not self.errors:
+            self.refuse("", "empty_file", "the file has no rows; it needs at least one")
+        return self.errors
+
+    def _validated(self, row: Any) -> formats.Row:
+        if not isinstance(row, dict):
+            raise BadRow(
+                "not_an_object",
+                'a row must be a JSON object such as {"text": "…"}: one per line in a JSONL file, or an element of the '
+                "array in a .json file",
+            )
+        if self.count >= MOST_ROWS:
+            raise BadRow("too_many_rows", f"a dataset may have at most {MOST_ROWS:,} rows")
+        if self._sources:
+            row = self._renamed(row)
+        if self._is_table:
+            row = {name: _parse_cell(name, value) for name, value in row.items() if _has_value(name, value)}
+        if self.format is None:
+            self.format = formats.detect(row)
+        kept = formats.checked(self.format, row)
+        if not kept.keys() <= self.columns.keys():
+            self._add_columns(kept)
+        return kept
+
+    def _renamed(self, row: formats.Row) -> formats.Row:
+        moved = {name: row[source] for name, source in self._sources.items() if source in row}
+        taken = set(self._sources.values())
+        rest = {name: value for name, value in row.items() if name not in taken}
+        if twice := sorted(moved.keys() & rest.keys()):
+            raise BadRow(
+                "column_conflict",
+                f"`{twice[0][:40]}` already exists, so `{self._sources[twice[0]][:40]}` cannot be renamed to it; "
+                "rename one in the file",
+            )
+        return {**moved, **rest}
+
+    def _add_columns(self, row: formats.Row) -> None:
+        for key in row:
+            if len(key) > MOST_KEY_CHARACTERS:
+                raise BadRow("key_too_long", f"a column name may have at most {MOST_KEY_CHARACTERS} characters")
+        if len(self.columns.keys() | row.keys()) > MOST_COLUMNS:
+            raise BadRow("too_many_columns", f"a dataset may have at most {MOST_COLUMNS:,} columns")
+        self.columns.update(dict.fromkeys(row))
+
+
+def _has_value(name: str, value: Any) -> bool:
+    return name in formats.NEEDED or (value is not None and value != "")
+
+
+def _parse_cell(name: str, value: Any) -> Any:
+    if name not in formats.NEVER_TEXT or not isinstance(value, str):
+        return value
+    try:
+        return parse(value.encode(errors="surrogatepass"))
+    except BadJson as error:
+        raise BadRow(error.code, f"`{name}` must contain JSON, such as a list of messages: {error.message}") from None
+
+
+def line_of(row: formats.Row) -> bytes:
+    """Serialize a row as one line of the stored file."""
+    return json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+
+
+def shortened(row: Any) -> Any:
+    """Return a copy of `row` with long texts, lists and objects truncated, for the preview."""
+    left = [100]
+
+    def short(value: Any) -> Any:
+        left[0] -= 1
+        if isinstance(value, str):
+            return value if len(value) <= 300 else value[:299] + "…"
+        if isinstance(value, list):
+            return [short(item) for item in value[:20] if left[0] > 0]
+        if isinstance(value, dict):
+            return {key[:MOST_KEY_CHARACTERS]: short(item) for key, item in list(value.items())[:50] if left[0] > 0}
+        # An integer of thousands of digits is valid JSON but useless in a preview.
+        return value if not isinstance(value, int) or abs(value) < 10**18 else clean(str(value), 40)
+
+    return short(row)

@@ -1,0 +1,229 @@
+"""Activation memory of a training step, by micro-batch shape and gradient checkpointing."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from app.contracts.methods import TrainingMethod
+from app.contracts.training_config.fields import TrainingConfig
+from app.estimator.architecture import Architecture
+from app.estimator.forward_pass import Attention, Batch, Forward, Loaded
+from app.estimator.parameters import Trained, Weight, trained
+from app.estimator.tape import Device, Layer, Tape, Value
+
+Checkpointing = Literal["off", "selective", "full"]
+"""Layers recomputed in the backward pass: none, every second, all."""
+EVERY: dict[Checkpointing, int] = {"selective": 2, "full": 1}
+"""Interval of recomputed layers."""
+
+HEAD_TOKENS, HEAD_WORDS = 4096, 32768
+"""Tokens and vocabulary entries of the tile in which TRL projects hidden states, instead of full logits."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes per element of each part of the model, as a worker loads it."""
+
+    device: Device
+    autocast: bool
+    """True if products are computed in 16 bits regardless of the weight type."""
+    base: int
+    """Bytes of weights that are neither quantized nor trained with an adapter."""
+    adapter: int
+
+    @classmethod
+    def of(cls, config: TrainingConfig, device: Device, *, bf16: bool = True) -> "Precision":
+        """Return the precision that a worker uses on that kind of device for an effective configuration."""
+        gpu = device == "cuda"
+        quantised = config.load_in_4bit or config.load_in_8bit
+        return cls(
+            device=device,
+            autocast=gpu,
+            base=2 if gpu and config.lora_r is not None else 4,
+            # TRL casts adapters on a quantized base to bfloat16; float16 GPUs need 32-bit trainable weights.
+            adapter=2 if quantised and not (gpu and not bf16) else 4,
+        )
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes kept after the forward pass, recomputed in the backward pass, and used by the head; operation counts."""
+
+    kept: int
+    again: int
+    mask: int
+    """Bytes of the attention mask: allocated during the forward pass, kept by no operation."""
+    head: int
+    """Bytes kept for the loss."""
+    forward: int
+    """Operations of matrix products in the forward pass."""
+    operations: int
+    """Operations of matrix products, forward and backward."""
+    operations_again: int
+    """Operations of recomputed matrix products."""
+    head_workspace: int
+    """Bytes of the logits tile and of gradients accumulated in 32 bits, in the backward pass."""
+
+
+def activations(
+    model: Architecture,
+    config: TrainingConfig,
+    precision: Precision,
+    batch: Batch,
+    checkpointing: Checkpointing,
+    attention: Attention,
+) -> Activations:
+    """Compute the activations of a micro-batch under an effective configuration.
+
+    `batch` contains both answers of each pair.
+
+    Raises:
+        CannotTrain: The model cannot be trained with this configuration.
+    """
+    found = trained(model, config)
+    loaded = _Loaded(config, precision, found)
+    tape = Tape(precision.device, precision.autocast)
+    forward = Forward(model, batch, attention, loaded.described(), tape)
+    value = _embedded(model, loaded, batch, tape, checkpointing)
+    every, again, repeated = EVERY.get(checkpointing, 0), 0, 0
+    walks: dict[tuple[Any, ...], _Walk] = {}
+    for at in range(model.layers):
+        is_repeated = every > 0 and at % every == 0
+        if is_repeated:
+            tape.save(value)
+        # Most layers equal an earlier one; the key contains everything that the result depends on.
+        shape, has_saved = replace(value, storage=0), value.storage in tape.saved
+        key = model.experts_of(at), shape, has_saved, forward.has_turned, is_repeated
+        walk = walks.get(key)
+        if walk is None:
+            walk = walks[key] = _walk(forward, at, value, keeps=not is_repeated)
+            value = walk.result
+        else:
+            tape.forward_operations += walk.forward
+            tape.backward_operations += walk.backward
+            if not is_repeated:
+                tape.save(Value(walk.kept, 1, False))
+            value = walk.result.copied()
+        if is_repeated:
+            again = max(again, walk.kept)
+            repeated += walk.forward
+    kept, backbone = tape.total, forward.norm(_last_norm(model), value)
+    head, workspace = _head(model, config, loaded, batch, backbone, tape)
+    mask = batch.pairs * (precision.base if attention == "eager" else 1)
+    return Activations(
+        kept=kept,
+        again=again,
+        mask=mask if attention == "eager" or (batch.masked and attention == "sdpa") else 0,
+        head=tape.total - kept + head,
+        forward=tape.forward_operations,
+        operations=tape.forward_operations + tape.backward_operations,
+        operations_again=repeated,
+        head_workspace=workspace,
+    )
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """Result of the forward pass through one layer."""
+
+    result: Value
+    kept: int
+    """Newly kept bytes."""
+    forward: int
+    backward: int
+
+
+def _walk(forward: Forward, at: int, value: Value, *, keeps: bool) -> _Walk:
+    """Run one layer; unless `keeps` is set, remove the layer's kept tensors from the tape again."""
+    tape = forward.tape
+    before, there, done, to_do = dict(tape.saved), tape.total, tape.forward_operations, tape.backward_operations
+    result = forward.layer(at, value)
+    kept = tape.total - there
+    if not keeps:
+        tape.saved = before
+    return _Walk(result, kept, tape.forward_operations - done, tape.backward_operations - to_do)
+
+
+class _Loaded:
+    """Properties of each weight, by name."""
+
+    def __init__(self, config: TrainingConfig, precision: Precision, found: Trained) -> None:
+        self._config, self._precision = config, precision
+        self._full = config.lora_r is None
+        self._whole = {_short(one.name) for one in found.whole}
+        self._adapted = {_short(one.name) for one in found.adapted}
+        self._rank, self._dora = found.rank, found.dora
+
+    def described(self) -> Loaded:
+        return Loaded(
+            layer=self.layer,
+            norm_trains=self.trains,
+            norm_bytes=self._precision.base,
+            hidden_bytes=self._precision.base,
+        )
+
+    def trains(self, weight: Weight) -> bool:
+        return self._full or _short(weight.name) in self._whole
+
+    def layer(self, weight: Weight) -> Layer:
+        config, precision, short = self._config, self._precision, _short(weight.name)
+        trains = self.trains(weight)
+        is_quantized = weight.kind == "linear" and not trains and short not in ("lm_head", "score")
+        return Layer(
+            rows=weight.rows,
+            columns=weight.columns,
+            trains=trains,
+            bytes=4 if trains else precision.base,
+            quantised=("4bit" if config.load_in_4bit else "8bit" if config.load_in_8bit else None)
+            if is_quantized
+            else None,
+            rank=self._rank if short in self._adapted else 0,
+            adapter_bytes=precision.adapter,
+            dropout=config.lora_dropout > 0,
+            dora=self._dora,
+        )
+
+
+def _short(name: str) -> str:
+    """Strip the layer prefix of a weight's name: `model.layers.3.mlp.up_proj` becomes `mlp.up_proj`."""
+    parts = name.split(".")
+    numbers = [at for at, part in enumerate(parts) if part.isdigit()]
+    if numbers:
+        return ".".join(parts[numbers[0] + 1 :])
+    return ".".join(parts[1:]) if parts[0] in ("layer", "model", "transformer") else name
+
+
+def _embedded(model: Architecture, loaded: _Loaded, batch: Batch, tape: Tape, checkpointing: Checkpointing) -> Value:
+    matrix = Weight("model.embed_tokens" if model.family != "gpt2" else "transformer.wte", "embedding", 1)
+    trains = loaded.trains(matrix)
+    if trains:
+        tape.save(Value(batch.tokens, 8, False))
+    # A recomputed layer needs an input that requires a gradient, so the embedding output gets one.
+    grad = trains or checkpointing != "off"
+    value = Value(batch.tokens * model.hidden, loaded.described().hidden_bytes, grad)
+    return tape.dropout(value) if model.family == "gpt2" and model.residual_dropout else value
+
+
+def _last_norm(model: Architecture) -> Weight:
+    vectors = 2 if model.norm == "layer" else 1
+    return Weight("model.norm", "norm", vectors * model.hidden, tensors=vectors)
+
+
+def _head(
+    model: Architecture, config: TrainingConfig, loaded: _Loaded, batch: Batch, value: Value, tape: Tape
+) -> tuple[int, int]:
+    """Return the bytes that the loss keeps in addition to the tape, and its workspace."""
+    if config.method is TrainingMethod.reward:
+        tape.linear(value, loaded.layer(Weight("score", "linear", 1, model.hidden)))
+        return 0, 0
+    taught = batch.sequences * (batch.length - 1)
+    head = loaded.layer(Weight("lm_head", "linear", model.vocabulary, model.hidden))
+    operations = 2 * batch.tokens * model.hidden * model.vocabulary
+    tape.multiplied(operations, head.trains or (model.tied and config.lora_r is None), value.grad)
+    # The last position of each sequence has no target; slicing it off makes a copy.
+    cut = batch.sequences > 1 or tape.device == "cuda"
+    tape.save(Value(taught * model.hidden, value.bytes, True) if cut else value)
+    small = taught * (8 + 4 + 4 + 1)  # targets, normalizers, entropies, a mask
+    size = 2 if tape.autocast else value.bytes
+    tile = min(taught, HEAD_TOKENS) * min(HEAD_WORDS, model.vocabulary) * size
+    sums = taught * model.hidden * 4 + (model.vocabulary * model.hidden * 4 if head.trains else 0)
+    return small, tile + sums

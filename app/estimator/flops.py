@@ -1,0 +1,66 @@
+"""Floating-point operations of a whole run: training, reference model and generation of completions."""
+
+from dataclasses import dataclass
+
+from app.contracts.methods import TrainingMethod
+from app.contracts.training_config.fields import TrainingConfig
+from app.estimator.activations import Activations, Checkpointing, Precision, activations
+from app.estimator.architecture import Architecture
+from app.estimator.forward_pass import Batch
+from app.estimator.steps import Plan, attention_of
+
+
+@dataclass(frozen=True)
+class Work:
+    """Tokens and operations of all steps."""
+
+    tokens: int
+    training: float
+    """Operations as a worker counts them (`flops_per_token_hardware`), including the reference model."""
+    writing: float
+    """Operations for generating completions (`rlhf`)."""
+    length: int
+    """Mean number of tokens that attend to each other."""
+
+
+def work(
+    model: Architecture, config: TrainingConfig, precision: Precision, planned: Plan, checkpointing: Checkpointing
+) -> Work | None:
+    """Return the operations of a run under an effective configuration; None if the number of tokens is not known.
+
+    Attention grows with the square of the length, so it is computed for the mean length, not the longest.
+    """
+    if planned.tokens is None:
+        return None
+    shape = Batch(1, max(round(planned.attended), 2))
+
+    def walked(run: TrainingConfig) -> Activations:
+        return activations(model, run, precision, shape, checkpointing, attention_of(model, config))
+
+    own = walked(config)
+    of_token = (own.operations + own.operations_again) / shape.tokens
+    if _runs_reference(config, planned):
+        # The forward pass of the base without its adapter equals that of a fully trained model.
+        of_token += walked(config.model_copy(update={"lora_r": None})).forward / shape.tokens
+    written = own.forward / shape.tokens if config.method is TrainingMethod.rlhf else 0.0
+    return Work(planned.tokens, of_token * planned.tokens, written * planned.tokens, shape.length)
+
+
+def left_out(config: TrainingConfig, planned: Plan) -> list[str]:
+    """List, as sentences, the operations that are not counted."""
+    found = []
+    if config.method is TrainingMethod.dpo and not _runs_reference(config, planned):
+        found.append(
+            "Reference log-probabilities are computed once before the first step, in one forward pass on all pairs; "
+            "`flops` and `seconds` do not include it."
+        )
+    if config.method is TrainingMethod.rlhf and any(one.type == "model" for one in config.rlhf.rewards):
+        found.append("Memory and operations of reward models are not included.")
+    return found
+
+
+def _runs_reference(config: TrainingConfig, planned: Plan) -> bool:
+    """Return True if the reference model runs a forward pass in every step."""
+    if config.method is TrainingMethod.rlhf:
+        return config.rlhf.beta > 0
+    return config.method is TrainingMethod.dpo and config.lora_r is not None and not planned.repeats

@@ -1,0 +1,241 @@
+"""Forward pass of a decoder on a tape: records the tensors that a training step keeps, by model family."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from app.estimator.architecture import Architecture, Experts
+from app.estimator.parameters import Weight, layer
+from app.estimator.tape import Layer, Tape, Value
+
+Attention = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Shape of a micro-batch as the model receives it."""
+
+    sequences: int
+    length: int
+    masked: bool = False
+    """True if an attention mask is passed: a sequence is padded, or several documents share one."""
+    positions_each: bool = False
+    """True if each sequence has its own position ids."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens, padding included."""
+        return self.sequences * self.length
+
+    @property
+    def pairs(self) -> int:
+        """Number of token pairs in the attention mask."""
+        return self.sequences * self.length**2
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Lookup by weight: the type in which it is loaded, and whether it trains."""
+
+    layer: Callable[[Weight], Layer]
+    norm_trains: Callable[[Weight], bool]
+    norm_bytes: int
+    hidden_bytes: int
+    """Bytes per element of the embeddings."""
+
+
+class Forward:
+    """One forward pass; `tape` records the tensors that it keeps."""
+
+    def __init__(self, model: Architecture, batch: Batch, attention: Attention, loaded: Loaded, tape: Tape) -> None:
+        self._model, self._batch, self._attention = model, batch, attention
+        self._loaded, self.tape = loaded, tape
+        tokens = batch.tokens if batch.positions_each else batch.length
+        width = round(model.head_width * model.rotary_part)
+        turn = tokens * width, loaded.hidden_bytes, False
+        self._rotary = Value(*turn), Value(*turn)
+        self._joins = model.family in ("phi", "phi3")
+
+    @property
+    def has_turned(self) -> bool:
+        """True if the tape already holds the rotary sines and cosines, which all layers share."""
+        return all(one.storage in self.tape.saved for one in self._rotary)
+
+    def layer(self, at: int, value: Value) -> Value:
+        """Apply layer `at` (0-based) to hidden states."""
+        parts = {one.name.removeprefix("layer."): one for one in layer(self._model, at)}
+        if self._model.family == "phi":
+            return self._parallel(parts, value)
+        names = [name for name in parts if parts[name].kind == "norm" and name.count(".") == 0]
+        first, before = names[0], names[1] if len(names) == 2 else names[2]
+        out = self._attend(parts, self.norm(parts[first], value))
+        if len(names) == 4:
+            out = self.norm(parts[names[1]], out)
+        value = self.tape.plus(value, self._residual(out))
+        inner = self.norm(parts[before], value)
+        experts = self._model.experts_of(at)
+        out = self._mlp(parts, "mlp", inner) if experts is None else self._mixture(parts, experts, inner)
+        if len(names) == 4:
+            out = self.norm(parts[names[3]], out)
+        return self.tape.plus(value, self._residual(out))
+
+    def norm(self, weight: Weight, value: Value) -> Value:
+        """Apply a norm over the width of its weights."""
+        trains, size = self._loaded.norm_trains(weight), self._loaded.norm_bytes
+        width = weight.rows // weight.tensors
+        if self._model.norm == "layer":
+            return self.tape.layer_norm(value, trains=trains, size=size, width=width)
+        gemma = self._model.norm == "gemma"
+        return self.tape.rms_norm(value, trains=trains, size=size, gemma=gemma, width=width)
+
+    def _parallel(self, parts: dict[str, Weight], value: Value) -> Value:
+        inner = self.norm(parts["input_layernorm"], value)
+        attended = self._residual(self._attend(parts, inner))
+        return self.tape.plus(value, attended, self._residual(self._mlp(parts, "mlp", inner)))
+
+    def _residual(self, value: Value) -> Value:
+        return self.tape.dropout(value) if self._model.residual_dropout else value
+
+    def _linear(self, parts: dict[str, Weight], name: str, value: Value) -> Value:
+        return self.tape.linear(value, self._loaded.layer(parts[name]))
+
+    def _attend(self, parts: dict[str, Weight], value: Value) -> Value:
+        model, tokens = self._model, self._batch.tokens
+        wide, narrow = tokens * model.heads * model.head_width, tokens * model.kv_heads * model.head_width
+        if "attn.c_attn" in parts or "self_attn.qkv_proj" in parts:
+            joined = self._linear(parts, "attn.c_attn" if "attn.c_attn" in parts else "self_attn.qkv_proj", value)
+            query, key, states = joined.part(wide), joined.part(narrow), joined.part(narrow)
+        else:
+            query, key, states = (self._linear(parts, f"self_attn.{name}_proj", value) for name in "qkv")
+        if model.head_norms:
+            suffix = "layernorm" if model.family == "phi" else "norm"
+            query = self.norm(parts[f"self_attn.q_{suffix}"], query)
+            key = self.norm(parts[f"self_attn.k_{suffix}"], key)
+        if model.rotary_part:
+            query, key = self._rotate(query), self._rotate(key)
+        # Two products per pair of tokens, regardless of whether the kernel skips the causal half.
+        grad = query.grad or key.grad or states.grad
+        tape, operations = self.tape, 4 * self._batch.pairs * model.heads * model.head_width
+        tape.multiplied(operations, grad, grad)
+        kernel = self._eager if self._attention == "eager" else self._fused
+        out = next(name for name in ("attn.c_proj", "self_attn.dense", "self_attn.o_proj") if name in parts)
+        return self._linear(parts, out, kernel(query, key, states))
+
+    def _rotate(self, value: Value) -> Value:
+        if value.grad:
+            for one in self._rotary:
+                self.tape.save(one)
+        return self.tape.made(value.elements, max(value.bytes, self._rotary[0].bytes), value)
+
+    def _repeated(self, value: Value) -> Value:
+        """Expand keys or values to all heads that share them."""
+        times = self._model.heads // self._model.kv_heads
+        return value if times == 1 else self.tape.made(value.elements * times, value.bytes, value)
+
+    def _fused(self, query: Value, key: Value, states: Value) -> Value:
+        masked = self._batch.masked and self._attention == "sdpa"
+        if self._model.attention_dropout and self.tape.device == "cpu":
+            return self._unfused(query, key, states)
+        if self._attention == "sdpa" and (masked or self._model.head_width > 256):
+            key, states = self._repeated(key), self._repeated(states)
+        if self.tape.autocast:
+            query, key, states = (self.tape.cast(one, 2) for one in (query, key, states))
+        result = self.tape.made(query.elements, query.bytes, query, key, states)
+        if result.grad:
+            for one in (query, key, states, result):
+                self.tape.save(one)
+            self.tape.save(Value(self._batch.tokens * self._model.heads, 4, False))
+            if masked:
+                # The mask is boolean; each layer converts it to the type of the query.
+                self.tape.save(Value(self._batch.pairs, query.bytes, False))
+        # With partial rotary embeddings the parts are concatenated in another order, so the output is a copy.
+        return self.tape.made(result.elements, result.bytes, result) if self._joins else result
+
+    def _unfused(self, query: Value, key: Value, states: Value) -> Value:
+        """Apply attention with dropout on a CPU, which has no fused kernel for it: each operation separately."""
+        tape, pairs = self.tape, self._batch.sequences * self._batch.length**2 * self._model.heads
+        key, states = self._repeated(key), self._repeated(states)
+        scores = tape.made(pairs, query.bytes, query, key)
+        if scores.grad:
+            for one in (query, key):
+                tape.save(tape.made(one.elements, one.bytes, one))
+            tape.save(scores)
+        shares = tape.dropout(tape.made(pairs, query.bytes, scores))
+        if states.grad or shares.grad:
+            tape.save(shares)
+            tape.save(tape.made(states.elements, states.bytes, states))
+        return tape.made(query.elements, query.bytes, shares, states)
+
+    def _eager(self, query: Value, key: Value, states: Value) -> Value:
+        tape, pairs = self.tape, self._batch.sequences * self._batch.length**2 * self._model.heads
+        key, states = self._repeated(key), self._repeated(states)
+        if tape.autocast:
+            query, key, states = (tape.cast(one, 2) for one in (query, key, states))
+        size = query.bytes
+        if key.grad or query.grad:
+            for one in (query, key):
+                tape.save(one)
+        scores = tape.made(pairs, size, query, key)
+        if self._model.soft_cap and scores.grad:
+            tape.save(tape.made(pairs, size, scores))
+        if scores.grad:
+            probabilities = Value(pairs, 4, True)
+            tape.save(probabilities)
+        else:
+            probabilities = Value(pairs, 4, False)
+        shares = tape.cast(probabilities, size)
+        if self._model.attention_dropout:
+            shares = tape.dropout(shares)
+        if shares.grad:
+            tape.save(states)
+        if states.grad:
+            tape.save(shares)
+        return tape.made(query.elements, size, shares, states)
+
+    def _mlp(self, parts: dict[str, Weight], prefix: str, value: Value) -> Value:
+        tape, act = self.tape, self._model.activation
+        if f"{prefix}.gate_up_proj" in parts:
+            joined = self._linear(parts, f"{prefix}.gate_up_proj", value)
+            gate, up = joined.part(joined.elements // 2), joined.part(joined.elements // 2)
+            inner = tape.times(up, tape.activation(gate, act))
+        elif f"{prefix}.gate_proj" in parts:
+            gate = tape.activation(self._linear(parts, f"{prefix}.gate_proj", value), act)
+            inner = tape.times(gate, self._linear(parts, f"{prefix}.up_proj", value))
+        else:
+            first = "fc1" if f"{prefix}.fc1" in parts else "c_fc"
+            inner = tape.activation(self._linear(parts, f"{prefix}.{first}", value), act)
+        last = next(name for name in ("down_proj", "fc2", "c_proj") if f"{prefix}.{name}" in parts)
+        return self._linear(parts, f"{prefix}.{last}", inner)
+
+    def _mixture(self, parts: dict[str, Weight], experts: Experts, value: Value) -> Value:
+        """Apply a mixture of experts; each expert keeps only the tensors of the tokens routed to it."""
+        tape, tokens = self.tape, self._batch.tokens
+        sent, hidden = tokens * experts.of_a_token, self._model.hidden
+        gate = self._loaded.layer(parts["mlp.gate"])
+        router = tape.linear(value, replace(gate, dropout=False))
+        if router.grad:
+            tape.save(Value(router.elements, 4, False))  # its probabilities
+            tape.save(Value(sent, 8, False))
+        chosen = tape.made(sent, 4, router)
+        up = self._loaded.layer(parts["mlp.experts.gate_up_proj"])
+        down = self._loaded.layer(parts["mlp.experts.down_proj"])
+        taken = tape.made(sent * hidden, value.bytes, value)
+        joined = self._of_experts(taken, sent * 2 * experts.width, up, parts["mlp.experts.gate_up_proj"])
+        half = sent * experts.width
+        inner = tape.times(tape.activation(joined.part(half), self._model.activation), joined.part(half))
+        inner = self._of_experts(inner, sent * hidden, down, parts["mlp.experts.down_proj"])
+        result = tape.times(inner, chosen)
+        out = tape.made(tokens * hidden, value.bytes, result)
+        if not experts.shared_width:
+            return out
+        shared = self._mlp(parts, "mlp.shared_expert", value)
+        share = tape.activation(self._linear(parts, "mlp.shared_expert_gate", value), "sigmoid")
+        return tape.plus(out, tape.times(share, shared))
+
+    def _of_experts(self, value: Value, elements: int, loaded: Layer, weight: Weight) -> Value:
+        """Multiply by the experts' matrices; peft adds the adapter to the matrices themselves, which makes a copy."""
+        if loaded.rank:
+            size = 2 if self.tape.autocast else loaded.bytes
+            self.tape.save(Value(weight.weights, size, True))
+        trains = loaded.trains or loaded.rank > 0
+        return self.tape.product(value, elements, loaded.bytes, inner=weight.columns, trains=trains)

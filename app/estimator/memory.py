@@ -1,0 +1,196 @@
+"""Memory of a training run by component, and the peak within a step."""
+
+from dataclasses import asdict, dataclass
+
+from app.contracts.methods import TrainingMethod
+from app.contracts.training_config.fields import TrainingConfig
+from app.estimator.activations import Activations, Checkpointing, Precision, activations
+from app.estimator.architecture import Architecture
+from app.estimator.forward_pass import Attention, Batch
+from app.estimator.parameters import SCORE, Trained, Weight, trained, weights
+
+CONTEXT = {"cuda": 600 * 2**20, "cpu": 700 * 2**20}
+"""Assumed bytes of a process before any tensor: the CUDA context and its libraries; a CPU process with torch."""
+_BLOCK = 64
+"""Weights per 4-bit quantization constant."""
+_BLOCKS = 256
+"""Constants per block of double quantization, and elements per block of an 8-bit optimizer."""
+_PLUGIN_OPTIMIZER = "adamw_torch"
+_SMALLEST_8BIT = 4096
+"""Tensors with fewer elements have 32-bit optimizer state."""
+
+
+@dataclass(frozen=True)
+class Components:
+    """Bytes on the device by purpose; not all of them are allocated at the same time."""
+
+    weights: int
+    quantization_constants: int
+    adapter: int
+    """Adapters, and copies of fully trained modules (`modules_to_save`)."""
+    reference: int
+    """Reference copy of the base model, used by `rlhf` without an adapter."""
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    """Tensors of the loss, including the logits tile."""
+    workspace: int
+    """Temporary tensors of the backward pass or the optimizer, whichever is larger."""
+    generation: int
+    """KV cache of the completions that `rlhf` generates."""
+    context: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory requirement of a run, in bytes."""
+
+    components: Components
+    peak: int
+    """Peak within a step, tensors and context."""
+    activations: Activations
+
+    @property
+    def tensors(self) -> int:
+        """Peak without the context, as torch reports allocated GPU memory."""
+        return self.peak - self.components.context
+
+    def as_megabytes(self) -> dict[str, float]:
+        """Return each component and `total`, in MiB."""
+        return {name: round(value / 2**20, 1) for name, value in asdict(self.components).items()} | {
+            "total": round(self.peak / 2**20, 1)
+        }
+
+
+def memory(
+    model: Architecture,
+    config: TrainingConfig,
+    precision: Precision,
+    batch: Batch,
+    checkpointing: Checkpointing,
+    attention: Attention,
+) -> Memory:
+    """Compute the memory of a run under an effective configuration with micro-batches no larger than `batch`.
+
+    Raises:
+        CannotTrain: The model cannot be trained with this configuration.
+    """
+    found = trained(model, config)
+    held = activations(model, config, precision, batch, checkpointing, attention)
+    base, constants = _base(model, config, precision)
+    adapter, gradients = _trained(found, config, precision)
+    optim = counted_optimizer(config)
+    optimizer = _optimizer(found, optim, precision)
+    dequantized = _dequantized(model, config, precision)
+    optimizer_workspace = _optimizer_workspace(found, optim, precision)
+    generation = _generation(model, config, precision)
+    copied = config.method is TrainingMethod.rlhf and config.rlhf.beta > 0 and config.lora_r is None
+    reference = base if copied else 0
+    static = base + constants + adapter + reference + optimizer
+    kept = held.kept + held.mask + held.head
+    accumulated = gradients if config.gradient_accumulation_steps > 1 else 0
+    inside = held.again + dequantized
+    backward = max(
+        kept + max(held.head_workspace, inside) + accumulated,
+        # At the end of the backward pass: all gradients, and the first layer's activations.
+        gradients + inside + held.kept // max(model.layers, 1),
+    )
+    context = CONTEXT[precision.device]
+    return Memory(
+        Components(
+            weights=base,
+            quantization_constants=constants,
+            adapter=adapter,
+            reference=reference,
+            gradients=gradients,
+            optimizer=optimizer,
+            activations=held.kept + held.mask + held.again,
+            logits=held.head + held.head_workspace,
+            workspace=max(dequantized, optimizer_workspace),
+            generation=generation,
+            context=context,
+        ),
+        static + max(backward, gradients + optimizer_workspace, generation) + context,
+        held,
+    )
+
+
+def counted_optimizer(config: TrainingConfig) -> str:
+    """Return the optimizer whose state is counted; for a plugin, AdamW (two 32-bit moments) is assumed."""
+    return config.optim if config.trainer_options.optimizer is None else _PLUGIN_OPTIMIZER
+
+
+def _base(model: Architecture, config: TrainingConfig, precision: Precision) -> tuple[int, int]:
+    """Return the bytes of the loaded weights and of their quantization constants."""
+    reward = config.method is TrainingMethod.reward
+    doubled = config.trainer_options.double_quant
+    base = constants = 0
+    for one in weights(model, reward_head=reward):
+        if not _is_quantized(one, config):
+            base += one.count * precision.base
+            continue
+        bias = (one.count - one.weights) * precision.base
+        if config.load_in_8bit:
+            base += one.weights + bias
+            constants += one.rows * 4
+            continue
+        base += -(-one.weights // 2) + bias
+        blocks = -(-one.weights // _BLOCK)
+        constants += blocks + -(-blocks // _BLOCKS) * 4 + 1024 + 4 if doubled else blocks * 4
+        constants += 16 * 4
+    return base, constants
+
+
+def _is_quantized(one: Weight, config: TrainingConfig) -> bool:
+    asked = config.load_in_4bit or config.load_in_8bit
+    return asked and one.kind == "linear" and one.name not in ("lm_head", SCORE)
+
+
+def _trained(found: Trained, config: TrainingConfig, precision: Precision) -> tuple[int, int]:
+    """Return the bytes of trainable weights in addition to the base, and of all gradients."""
+    whole = sum(one.count for one in found.whole) * 4
+    adapter = (found.adapter - found.magnitudes) * precision.adapter + found.magnitudes * 4
+    return (adapter if config.lora_r is None else adapter + whole), adapter + whole
+
+
+def _optimizer(found: Trained, optim: str, precision: Precision) -> int:
+    """Return the bytes of the optimizer state."""
+    moments = 0 if optim == "sgd" else 1 if "lion" in optim or optim == "rmsprop" else 2
+    total = 0
+    for kind, rows, columns in found.tensors():
+        count = rows * columns
+        if optim == "adafactor":
+            total += 4 * (rows + columns if columns > 1 else count)
+        elif "8bit" in optim and count >= _SMALLEST_8BIT and kind != "embedding":
+            total += moments * (count + 4 * -(-count // _BLOCKS))
+        elif "torch" in optim or optim == "rmsprop":
+            # torch optimizers keep state in the type of the weight.
+            total += moments * count * (precision.adapter if kind == "adapter" else 4) + 4
+        else:
+            total += moments * count * 4
+    return total
+
+
+def _optimizer_workspace(found: Trained, optim: str, precision: Precision) -> int:
+    """Return the bytes of temporary tensors of an optimizer step; on a GPU, torch processes all weights at once."""
+    sizes = [rows * columns * 4 for _, rows, columns in found.tensors()]
+    if optim in ("adamw_torch", "rmsprop"):
+        return sum(sizes) if precision.device == "cuda" else max(sizes, default=0)
+    return 2 * max(sizes, default=0) if optim == "adafactor" else 0
+
+
+def _dequantized(model: Architecture, config: TrainingConfig, precision: Precision) -> int:
+    """Return the bytes of the largest quantized matrix, dequantized to 16 or 32 bits for the backward pass."""
+    size = 2 if precision.autocast else 4
+    found = [one.weights * size for one in weights(model) if _is_quantized(one, config)]
+    return max(found, default=0)
+
+
+def _generation(model: Architecture, config: TrainingConfig, precision: Precision) -> int:
+    if config.method is not TrainingMethod.rlhf:
+        return 0
+    written = config.batch_size * config.gradient_accumulation_steps
+    length = min(config.max_seq_length or 2**31, model.longest or 2**31)
+    size = 2 if precision.autocast else 4
+    return 2 * written * length * model.kv_heads * model.head_width * model.layers * size

@@ -1,0 +1,183 @@
+"""Memory planner: chooses gradient checkpointing from the memory estimate and the device's memory."""
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+from app.contracts.methods import TrainingMethod
+from app.contracts.training_config.fields import TrainingConfig
+from app.estimator.activations import Checkpointing, Precision
+from app.estimator.architecture import Architecture
+from app.estimator.forward_pass import Batch
+from app.estimator.memory import Memory, memory
+from app.estimator.parameters import CannotTrain
+from app.estimator.steps import attention_of, micro_batch
+
+ROOM = 0.9
+"""Fraction of a device's memory that the planner uses; the rest is reserved for fragmentation and estimate errors."""
+CHOICES: tuple[Checkpointing, ...] = ("off", "selective", "full")
+"""All choices, from the fastest to the smallest."""
+Needs = Callable[[Checkpointing], Memory]
+Value = bool | Literal["auto", "selective"]
+_RANK = 16
+"""Rank of the advised adapter."""
+_MOST_MICRO_BATCHES: int = next(
+    bound.le for bound in TrainingConfig.model_fields["gradient_accumulation_steps"].metadata if hasattr(bound, "le")
+)
+"""Maximum of `gradient_accumulation_steps` in the configuration."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Chosen checkpointing, its memory, and the reason."""
+
+    checkpointing: Checkpointing
+    memory: Memory
+    fits: bool
+    reason: str
+
+
+def as_value(checkpointing: Checkpointing) -> Value:
+    """Convert to the value used in the configuration."""
+    return checkpointing if checkpointing == "selective" else checkpointing == "full"
+
+
+def asked(value: Value) -> tuple[Checkpointing, ...]:
+    """Return the choices that a configuration value allows."""
+    if value == "auto":
+        return CHOICES
+    return ("selective",) if value == "selective" else ("full",) if value else ("off",)
+
+
+def choose(
+    model: Architecture,
+    config: TrainingConfig,
+    precision: Precision,
+    batch: Batch,
+    room: int | None,
+    choices: tuple[Checkpointing, ...] = CHOICES,
+) -> Choice:
+    """Return the first choice whose peak fits in `room` bytes (None: not known), else the last.
+
+    Raises:
+        CannotTrain: The model cannot be trained with this configuration.
+    """
+    return first_that_fits(needed(model, config, precision, batch), room, choices)
+
+
+def needed(model: Architecture, config: TrainingConfig, precision: Precision, batch: Batch) -> Needs:
+    """Return a function that gives the memory of each choice; results are cached, so devices can share it."""
+    attention = attention_of(model, config)
+
+    @cache
+    def needs(one: Checkpointing) -> Memory:
+        return memory(model, config, precision, batch, one, attention)
+
+    return needs
+
+
+def first_that_fits(needs: Needs, room: int | None, choices: tuple[Checkpointing, ...]) -> Choice:
+    """Return the first choice that fits in `room` bytes, else the last; `needs` gives the memory of each."""
+    for one in choices:
+        found = needs(one)
+        fits = room is not None and found.peak <= room * ROOM
+        if fits or one == choices[-1]:
+            break
+    if room is None:
+        return Choice(one, found, False, "The memory of the device is not known.")
+    have, need = _gigabytes(room), _gigabytes(found.peak)
+    if fits:
+        reason = f"The run needs about {need} of the {have} that the device has."
+    else:
+        reason = f"The run needs about {need}; the device has {have}, of which {ROOM:.0%} can be used."
+    return Choice(one, found, fits, reason)
+
+
+class Advice:
+    """Changes that make a run fit on devices of one kind; the memory of each change is computed once.
+
+    No change alters the training objective.
+    """
+
+    def __init__(
+        self, model: Architecture, config: TrainingConfig, precision: Precision, length: int, rows: int | None
+    ) -> None:
+        """Prepare the changes; `length` and `rows` have the meaning that they have in `micro_batch`."""
+        self._model, self._config, self._precision = model, config, precision
+        self._length, self._rows = length, rows
+        self._known: list[tuple[str, Needs]] = []
+        self._more = self._all()
+
+    def within(self, room: int) -> list[str]:
+        """Return the smallest single change with which the run fits in `room` bytes, or a sentence that none does."""
+        for text, needs in self._each():
+            with suppress(CannotTrain):  # an adapter that this family does not support with the requested options
+                if first_that_fits(needs, room, CHOICES).fits:
+                    return [f"It fits with {text}."]
+        return ["No smaller batch, 4-bit base or shorter sequence makes it fit. Use a smaller model."]
+
+    def _each(self) -> Iterator[tuple[str, Needs]]:
+        yield from self._known
+        for one in self._more:
+            self._known.append(one)
+            yield one
+
+    def _all(self) -> Iterator[tuple[str, Needs]]:
+        model, config, precision = self._model, self._config, self._precision
+        for text, changed in _changes(config):
+            loaded = Precision.of(changed, precision.device)
+            yield text, needed(model, changed, loaded, micro_batch(model, changed, self._length, self._rows))
+        size, steps = _smallest_batch(config)
+        single = {"batch_size": size, "gradient_accumulation_steps": steps, "gradient_checkpointing": "auto"}
+        least = max(64, config.rlhf.max_completion_length + 1 if config.method is TrainingMethod.rlhf else 0)
+        rows = None if config.packing else self._rows  # shorter packed sequences hold less, so there are more of them
+        shorter = self._length // 2
+        while shorter >= least:
+            changed = config.model_copy(update={**single, "max_seq_length": shorter})
+            text = f"`batch_size` {size}, `gradient_accumulation_steps` {steps} and `max_seq_length` {shorter}"
+            yield text, needed(model, changed, precision, micro_batch(model, changed, shorter, rows))
+            shorter //= 2
+
+
+def _changes(config: TrainingConfig) -> Iterator[tuple[str, TrainingConfig]]:
+    """Yield changes as a user would write them, each with the resulting effective configuration."""
+
+    def changed(**update: Any) -> TrainingConfig:
+        return config.model_copy(update={"gradient_checkpointing": "auto", **update})
+
+    if config.gradient_checkpointing != "auto":
+        yield "`gradient_checkpointing: auto`", changed()
+    steps = config.gradient_accumulation_steps
+    for divisor in (2, 4, 8, 16, 32):
+        if config.batch_size % divisor == 0 and steps * divisor <= _MOST_MICRO_BATCHES:
+            size = config.batch_size // divisor
+            text = f"`batch_size` {size} with `gradient_accumulation_steps` {steps * divisor}"
+            yield text, changed(batch_size=size, gradient_accumulation_steps=steps * divisor)
+    four_bit = {"load_in_4bit": True, "load_in_8bit": False}
+    if config.lora_r is not None:
+        if config.load_in_8bit:
+            yield "a 4-bit base (`load_in_4bit: true` instead of `load_in_8bit`)", changed(**four_bit)
+        elif not config.load_in_4bit:
+            how = "method: qlora" if config.method is TrainingMethod.lora else "load_in_4bit: true"
+            yield f"a 4-bit base (`{how}`)", changed(**four_bit)
+        return
+    # Only `full` is replaced by another method; other methods keep theirs and add an adapter by options.
+    full = config.method is TrainingMethod.full
+    how = "`method: lora`" if full else "`lora_r: 16` with `load_in_4bit: false`"
+    yield f"an adapter ({how}) instead of full training", changed(lora_r=_RANK, load_in_4bit=False)
+    how = "`method: qlora`" if full else "`lora_r: 16` with `load_in_4bit: true`"
+    yield f"an adapter on a 4-bit base ({how}) instead of full training", changed(lora_r=_RANK, **four_bit)
+
+
+def _smallest_batch(config: TrainingConfig) -> tuple[int, int]:
+    """Return the smallest micro-batch size and the accumulation steps that keep the step size unchanged."""
+    together = config.batch_size * config.gradient_accumulation_steps
+    sizes = (size for size in range(1, config.batch_size + 1) if together % size == 0)
+    size = next(size for size in sizes if together // size <= _MOST_MICRO_BATCHES)
+    return size, together // size
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"

@@ -1,0 +1,253 @@
+"""Exact counts of a model's total and trainable parameters by formula, without loading the model."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from app.contracts.methods import TrainingMethod
+from app.contracts.training_config.fields import TrainingConfig
+from app.estimator.architecture import Architecture
+
+Kind = Literal["linear", "embedding", "norm", "router", "experts"]
+ADAPTED_EXPERTS = ("mixtral", "qwen3_moe")
+"""Families whose experts peft adapts with `all-linear`, although they are stored as plain tensors."""
+SCORE = "score"
+"""Name of the score head of a reward model (one output per text)."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Matrix or vector of the model, with its bias.
+
+    `linear` layers support adapters and 4-bit or 8-bit loading; experts and routers are plain tensors, which do not.
+    """
+
+    name: str
+    kind: Kind
+    rows: int
+    """Output features of a linear layer."""
+    columns: int = 1
+    """Input features of a linear layer."""
+    bias: bool = False
+    copies: int = 1
+    """Number of experts stored in one tensor."""
+    tensors: int = 1
+
+    @property
+    def weights(self) -> int:
+        """Number of elements without the bias."""
+        return self.rows * self.columns * self.copies
+
+    @property
+    def count(self) -> int:
+        """Number of elements, including the bias."""
+        return self.weights + (self.rows if self.bias else 0)
+
+    def is_named(self, name: str) -> bool:
+        """Return True if a module name of the configuration (`q_proj`, `mlp.up_proj`) matches this weight."""
+        return self.name == name or self.name.endswith(f".{name}")
+
+
+@lru_cache(maxsize=4)  # called about ten times per memory estimate, and one estimate per advised change
+def weights(model: Architecture, *, reward_head: bool = False) -> tuple[Weight, ...]:
+    """Return all weights in forward order; a tied head is omitted because it is the embedding matrix."""
+    found = list(_backbone(model))
+    if reward_head:
+        found.append(Weight(SCORE, "linear", 1, model.hidden))
+    elif not model.tied:
+        found.append(Weight("lm_head", "linear", model.vocabulary, model.hidden, model.head_bias))
+    elif model.head_bias:
+        found.append(Weight("lm_head.bias", "norm", model.vocabulary))
+    return tuple(found)
+
+
+def modules(model: Architecture) -> frozenset[str] | None:
+    """Return the names of all modules with weights and of their parents; None if they are not certain.
+
+    The layout of experts differs between versions of transformers.
+    """
+    if model.experts is not None:
+        return None
+    paths = [one.name.split(".") for one in weights(model, reward_head=True)]
+    return frozenset({"lm_head", *(".".join(path[:end]) for path in paths for end in range(1, len(path) + 1))})
+
+
+def total(model: Architecture, *, reward_head: bool = False) -> int:
+    """Return the number of parameters of the model without adapters."""
+    return sum(one.count for one in weights(model, reward_head=reward_head))
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Trainable part of a model; counts are numbers of parameters."""
+
+    whole: list[Weight]
+    """Fully trained weights: all, or with an adapter those of `modules_to_save`, which are copies."""
+    adapted: list[Weight]
+    """Linear layers with an adapter."""
+    rank: int
+    dora: bool
+
+    @property
+    def adapter(self) -> int:
+        """Number of adapter parameters."""
+        return sum(self.adapter_of(one) for one in self.adapted)
+
+    @property
+    def magnitudes(self) -> int:
+        """Number of adapter parameters in DoRA magnitude vectors."""
+        return sum(one.rows for one in self.adapted) if self.dora else 0
+
+    @property
+    def count(self) -> int:
+        """Total number of trainable parameters."""
+        return self.adapter + sum(one.count for one in self.whole)
+
+    def adapter_of(self, one: Weight) -> int:
+        """Return the number of parameters that the adapter adds to a layer."""
+        return self.rank_of(one) * (one.rows + one.columns) + (one.rows if self.dora else 0)
+
+    def rank_of(self, one: Weight) -> int:
+        """Return the rank of a layer's adapter, summed over experts; doubled for two matrices stored as one."""
+        joined = one.kind == "experts" and one.is_named("gate_up_proj")
+        return self.rank * one.copies * (2 if joined else 1)
+
+    def tensors(self) -> list[tuple[str, int, int]]:
+        """Return each trained tensor as (kind of weight or `adapter`, rows, columns); a vector has one column."""
+        found: list[tuple[str, int, int]] = []
+        for one in self.whole:
+            found += [(one.kind, one.rows * one.copies, one.columns)] if one.kind != "norm" else []
+            found += [(one.kind, one.rows // one.tensors, 1)] * one.tensors if one.kind == "norm" else []
+            found += [("norm", one.rows, 1)] if one.bias else []
+        for one in self.adapted:
+            found += [("adapter", self.rank_of(one), one.columns), ("adapter", one.rows, self.rank_of(one))]
+            found += [("adapter", one.rows, 1)] if self.dora else []
+        return found
+
+
+class CannotTrain(ValueError):
+    """Configuration with which this model cannot be trained; the message is a sentence."""
+
+
+def trained(model: Architecture, config: TrainingConfig) -> Trained:
+    """Return the trainable part of the model under an effective configuration (`lora_r` null: everything).
+
+    Raises:
+        CannotTrain: A module name matches no weight, or peft rejects the adapter.
+    """
+    reward = config.method is TrainingMethod.reward
+    every = weights(model, reward_head=reward)
+    if config.lora_r is None:
+        return Trained(list(every), [], 0, False)
+    linear = [one for one in every if one.kind == "linear" and one.name not in ("lm_head", SCORE)]
+    for name in config.target_modules or ():
+        if not any(one.is_named(name) for one in linear):
+            raise CannotTrain(f"`target_modules`: this model has no linear layer named {name}.")
+    wanted = config.target_modules
+    if wanted is None and any(one.kind == "experts" for one in every) and model.family in ADAPTED_EXPERTS:
+        if config.lora_dropout > 0 or config.use_dora:
+            raise CannotTrain(
+                f"On a {model.family} model adapters also target the experts, which peft supports only with "
+                "`lora_dropout` 0 and without `use_dora`. Change these options, or set `target_modules`."
+            )
+        linear += [one for one in every if one.kind in ("experts", "router")]
+    adapted = [one for one in linear if wanted is None or any(one.is_named(name) for name in wanted)]
+    saved = [*(config.modules_to_save or ()), *([SCORE] if reward else [])]
+    whole: dict[str, Weight] = {}
+    for name in saved:
+        found = [one for one in _saveable(model, every, reward) if _below(one.name, name)]
+        if not found:
+            raise CannotTrain(f"`modules_to_save`: this model has no module named {name}.")
+        whole |= {one.name: one for one in found}
+    adapted = [one for one in adapted if one.name not in whole]
+    return Trained(list(whole.values()), adapted, config.lora_r, config.use_dora)
+
+
+def _saveable(model: Architecture, every: tuple[Weight, ...], reward: bool) -> tuple[Weight, ...]:
+    # A tied head gets its own copy of the matrix when it is trained.
+    tied = model.tied and not reward
+    return (*every, Weight("lm_head", "linear", model.vocabulary, model.hidden)) if tied else every
+
+
+def _below(weight: str, module: str) -> bool:
+    """Return True if the module of that name is or contains the weight."""
+    return f".{module}." in f".{weight}."
+
+
+def _backbone(model: Architecture) -> Iterator[Weight]:
+    gpt2 = model.family == "gpt2"
+    base, blocks, last = ("transformer", "h", "ln_f") if gpt2 else ("model", "layers", "norm")
+    if model.family == "phi":
+        last = "final_layernorm"
+    yield Weight(f"{base}.{'wte' if gpt2 else 'embed_tokens'}", "embedding", model.vocabulary, model.hidden)
+    if model.learnt_positions:
+        yield Weight(f"{base}.wpe", "embedding", model.learnt_positions, model.hidden)
+    for at in range(model.layers):
+        yield from layer(model, at, f"{base}.{blocks}.{at}")
+    yield _norm(model, f"{base}.{last}", model.hidden)
+
+
+def layer(model: Architecture, at: int, prefix: str = "layer") -> Iterator[Weight]:
+    """Yield the weights of layer `at` (0-based)."""
+    names = _NORMS.get(model.family, ("input_layernorm", "post_attention_layernorm"))
+    yield _norm(model, f"{prefix}.{names[0]}", model.hidden)
+    yield from _attention(model, f"{prefix}.{'attn' if model.family == 'gpt2' else 'self_attn'}")
+    for name in names[1:]:
+        yield _norm(model, f"{prefix}.{name}", model.hidden)
+    experts = model.experts_of(at)
+    if experts is None:
+        yield from _mlp(model, f"{prefix}.mlp", model.intermediate)
+        return
+    yield Weight(f"{prefix}.mlp.gate", "router", experts.number, model.hidden)
+    wide, mlp = 2 * experts.width, f"{prefix}.mlp.experts"
+    yield Weight(f"{mlp}.gate_up_proj", "experts", wide, model.hidden, copies=experts.number)
+    yield Weight(f"{mlp}.down_proj", "experts", model.hidden, experts.width, copies=experts.number)
+    if experts.shared_width:
+        yield from _mlp(model, f"{prefix}.mlp.shared_expert", experts.shared_width)
+        yield Weight(f"{prefix}.mlp.shared_expert_gate", "linear", 1, model.hidden)
+
+
+_SANDWICH = (
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
+)  # fmt: skip
+_NORMS = {
+    "gpt2": ("ln_1", "ln_2"),
+    "phi": ("input_layernorm",),
+    "gemma2": _SANDWICH,
+    "gemma3_text": _SANDWICH,
+}
+"""Norms of a layer in families that deviate from one before attention and one before the MLP."""
+
+
+def _attention(model: Architecture, prefix: str) -> Iterator[Weight]:
+    wide, narrow = model.heads * model.head_width, model.kv_heads * model.head_width
+    if model.family in ("gpt2", "phi3"):
+        name = "c_attn" if model.family == "gpt2" else "qkv_proj"
+        yield Weight(f"{prefix}.{name}", "linear", wide + 2 * narrow, model.hidden, model.qkv_bias)
+    else:
+        for name, rows in (("q_proj", wide), ("k_proj", narrow), ("v_proj", narrow)):
+            yield Weight(f"{prefix}.{name}", "linear", rows, model.hidden, model.qkv_bias)
+    if model.head_norms:
+        suffix = "layernorm" if model.family == "phi" else "norm"
+        yield _norm(model, f"{prefix}.q_{suffix}", model.head_width)
+        yield _norm(model, f"{prefix}.k_{suffix}", model.head_width)
+    out = {"gpt2": "c_proj", "phi": "dense"}.get(model.family, "o_proj")
+    yield Weight(f"{prefix}.{out}", "linear", model.hidden, wide, model.out_bias)
+
+
+def _mlp(model: Architecture, prefix: str, width: int) -> Iterator[Weight]:
+    names = _UP.get(model.family, ("gate_proj", "up_proj"))
+    for name in names:
+        rows = 2 * width if name == "gate_up_proj" else width
+        yield Weight(f"{prefix}.{name}", "linear", rows, model.hidden, model.mlp_bias)
+    down = {"gpt2": "c_proj", "phi": "fc2"}.get(model.family, "down_proj")
+    yield Weight(f"{prefix}.{down}", "linear", model.hidden, width, model.mlp_bias)
+
+
+_UP = {"gpt2": ("c_fc",), "phi": ("fc1",), "phi3": ("gate_up_proj",)}
+
+
+def _norm(model: Architecture, name: str, width: int) -> Weight:
+    vectors = 2 if model.norm == "layer" else 1
+    return Weight(name, "norm", vectors * width, tensors=vectors)

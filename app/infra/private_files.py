@@ -1,0 +1,44 @@
+"""Files below ANNEAL_HOME that processes share: written atomically, readable only by their owner."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from app.infra.errors import HomeError
+
+
+def make_private_folder(folder: Path) -> Path:
+    """Create `folder` with mode 0700 if it does not exist; raises `HomeError` if that fails."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise HomeError(
+            f"Cannot create {folder} ({error.strerror}); set ANNEAL_HOME to a folder that you can write to."
+        ) from None
+    return folder
+
+
+def write_private(path: Path, text: str) -> None:
+    """Replace `path` atomically, with mode 0600 from its creation."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def write_private_json(path: Path, value: dict[str, Any]) -> None:
+    """Replace `path` atomically with a JSON object, mode 0600."""
+    write_private(path, json.dumps(value, indent=2) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object in `path`, or None if the file is missing or invalid."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None

@@ -1,0 +1,74 @@
+"""Identity of a process: id, start time, boot and pid namespace."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+def boot_id() -> str:
+    """Return the id of this boot of the machine: process ids and CLOCK_BOOTTIME are comparable only within it."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def pid_namespace() -> str:
+    """Return the pid namespace of this process: a container has its own."""
+    return str(Path("/proc/self/ns/pid").readlink())
+
+
+@dataclass(frozen=True)
+class ProcessStat:
+    """Fields of /proc/<pid>/stat."""
+
+    state: str
+    session: int
+    start_time: int
+    """Clock ticks since boot."""
+
+
+def process_stat(pid: int) -> ProcessStat | None:
+    """Return the state of a process; None if there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = text[text.rindex(")") + 2 :].split()  # the name in parentheses may hold anything
+    return ProcessStat(state=fields[0], session=int(fields[3]), start_time=int(fields[19]))
+
+
+def start_time(pid: int) -> int:
+    """Return the start time of an existing process (or zombie) in clock ticks since boot.
+
+    Raises:
+        ProcessLookupError: there is no such process.
+    """
+    stat = process_stat(pid)
+    if stat is None:
+        raise ProcessLookupError(pid)
+    return stat.start_time
+
+
+def process_started(pid: int) -> int | None:
+    """Return the start time of a live process in clock ticks since boot; None if there is none, or only a zombie."""
+    stat = process_stat(pid)
+    return None if stat is None or stat.state in "ZX" else stat.start_time
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Permanent identity of a process: ids are reused, an id with its start time, boot and pid namespace is not."""
+
+    pid: int
+    start_time: int
+    """Clock ticks since boot, field 22 of /proc/<pid>/stat."""
+    boot_id: str
+    namespace: str
+
+    @classmethod
+    def of(cls, pid: int, start_time: int) -> "Identity":
+        """Return the identity of a process of this boot and namespace."""
+        return cls(pid, start_time, boot_id(), pid_namespace())
+
+    @property
+    def exists(self) -> bool:
+        """True if this very process still exists (on this boot, in this namespace) and is not a zombie."""
+        stat = process_stat(self.pid) if self.boot_id == boot_id() else None
+        return stat is not None and stat.start_time == self.start_time and stat.state not in "ZX"

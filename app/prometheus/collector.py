@@ -1,0 +1,109 @@
+"""Prometheus metrics of this process, and of the database at the time of the scrape."""
+
+import platform
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any
+
+from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from app.api.middleware.request_metrics import RequestMetrics
+from app.contracts.run_status import LIVE, TERMINAL
+from app.infra.broker import Queue
+from app.prometheus.snapshot import Snapshot
+from app.runs.events.stream import Streams
+from app.runs.scheduler.dispatcher import Dispatcher
+
+_OUTCOMES = ("lost", "retried", "handed_back", "repaired", *TERMINAL)
+
+
+class Metrics:
+    """All metrics that an API process exports, on a separate registry."""
+
+    def __init__(self, requests: RequestMetrics, streams: Streams, queue: Queue, dispatcher: Dispatcher) -> None:
+        # They would add a `_created` series with the start time for each counter.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry()
+        self._service = ServiceCollector(streams, queue)
+        for collector in (requests.answered, requests.seconds, streams.lag, dispatcher.losses, self._service):
+            self.registry.register(collector)
+        ProcessCollector(registry=self.registry)
+
+    def show(self, snapshot: Snapshot | None) -> None:
+        """Set the database figures for the next scrape; None means that the database is unavailable."""
+        self._service.snapshot = snapshot
+
+
+class ServiceCollector(Collector):
+    """Gauges that are computed at scrape time, so that they cost nothing in between."""
+
+    def __init__(self, streams: Streams, queue: Queue) -> None:
+        self._streams = streams
+        self._queue = queue
+        self.snapshot: Snapshot | None = None
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        yield _gauge(
+            "anneal_build_info",
+            "Always 1.",
+            {("version", "python"): {(version("anneal"), platform.python_version()): 1}},
+        )
+        yield _gauge("anneal_database_up", "1 if PostgreSQL answered this scrape.", self.snapshot is not None)
+        yield _gauge(
+            "anneal_broker_up", "1 if this process receives notifications over Redis.", self._queue.is_listening
+        )
+        live, catching_up, backlog = self._streams.load()
+        states = {("live",): live, ("catching_up",): catching_up}
+        yield _gauge("anneal_streams", "Open streams of events and logs.", {("state",): states})
+        yield _gauge("anneal_stream_backlog_events", "Events read but not yet delivered to streams.", backlog)
+        if self.snapshot is not None:
+            yield from _database_gauges(self.snapshot)
+
+
+def _database_gauges(snapshot: Snapshot) -> Iterator[GaugeMetricFamily]:
+    by_status: dict[tuple[str, ...], float] = {("pending",): snapshot.waiting}
+    by_status |= {(status,): snapshot.live.get(status, 0) for status in LIVE}
+    yield _gauge("anneal_runs", "Runs that have not ended.", {("status",): by_status})
+    recent = {(status,): snapshot.recent.get(status, 0) for status in ("pending", *LIVE, *TERMINAL)}
+    yield _gauge(
+        "anneal_runs_created_last_day", "Runs created within 24 hours, by current status.", {("status",): recent}
+    )
+    ended = {(outcome,): snapshot.ended.get(outcome, 0) for outcome in (*_OUTCOMES, *snapshot.ended)}
+    yield _gauge(
+        "anneal_attempts_ended_last_day",
+        "Attempts that ended within 24 hours, of runs that were created in that time or have not ended.",
+        {("outcome",): ended},
+    )
+    yield _gauge("anneal_queue_depth", "Runs that wait for a worker.", snapshot.waiting)
+    yield _gauge(
+        "anneal_queue_oldest_seconds",
+        "Seconds for which the longest-waiting run has been ready to start.",
+        snapshot.oldest_waiting_seconds,
+    )
+    steps = {(run_id,): step for run_id, step, _ in snapshot.steps}
+    yield _gauge("anneal_run_step", "Optimizer steps completed by a live run.", {("run_id",): steps})
+    totals = {(run_id,): total for run_id, _, total in snapshot.steps if total is not None}
+    yield _gauge("anneal_run_planned_steps", "Planned optimizer steps of a live run.", {("run_id",): totals})
+    states = {(state,): snapshot.workers.get(state, 0) for state in ("online", "draining")}
+    yield _gauge("anneal_workers", "Workers with a recent heartbeat.", {("state",): states})
+    kinds = {kind for kind, _ in snapshot.devices}
+    devices = {
+        (kind, "busy" if busy else "free"): snapshot.devices.get((kind, busy), 0)
+        for kind in sorted(kinds)
+        for busy in (True, False)
+    }
+    yield _gauge("anneal_devices", "Devices of these workers.", {("kind", "state"): devices})
+    yield _gauge("anneal_metrics_query_seconds", "Duration of the query for these figures.", snapshot.query_seconds)
+
+
+def _gauge(name: str, what: str, found: Any) -> GaugeMetricFamily:
+    """Create a metric family from one value, or from `{label names: {label values: value}}`."""
+    if not isinstance(found, dict):
+        return GaugeMetricFamily(name, what, value=float(found))
+    ((labels, values),) = found.items()
+    family = GaugeMetricFamily(name, what, labels=labels)
+    for label_values, value in values.items():
+        family.add_metric(label_values, value)
+    return family

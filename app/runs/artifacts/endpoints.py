@@ -1,0 +1,75 @@
+"""Endpoints `/v1/runs/{run_id}/artifacts` and `artifacts.tar`."""
+
+import asyncio
+import os
+import weakref
+
+from fastapi import APIRouter
+from starlette.responses import FileResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from app.api.dependencies import CurrentStorage, Session
+from app.contracts.schemas.artifacts import Artifacts
+from app.runs.artifacts import archive, service
+
+router = APIRouter(prefix="/runs/{run_id}", tags=["artifacts"])
+
+
+@router.get("/artifacts")
+async def list_artifacts(run_id: str, session: Session, storage: CurrentStorage) -> Artifacts:
+    """List the files of the fine-tuned model: weights, tokenizer, model card, metrics."""
+    folder = await service.output_folder(session, storage, run_id)
+    return Artifacts(data=await asyncio.to_thread(service.listed, folder))
+
+
+@router.get(
+    "/artifacts.tar",
+    response_class=StreamingResponse,
+    responses={200: {"content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}}},
+)
+async def download_artifacts(run_id: str, session: Session, storage: CurrentStorage) -> StreamingResponse:
+    """Download all files in one tar archive, generated while it is sent: `curl … | tar x`."""
+    folder = await service.output_folder(session, storage, run_id)
+    members = await asyncio.to_thread(archive.members, folder, run_id)
+    headers = {
+        "Content-Length": str(archive.size(members)),
+        "Content-Disposition": f'attachment; filename="{run_id}.tar"',
+        "X-Content-Type-Options": "nosniff",
+        "Cache-Control": "private, no-store",
+    }
+    return StreamingResponse(archive.stream(folder, members), media_type="application/x-tar", headers=headers)
+
+
+@router.get(
+    "/artifacts/{path:path}",
+    response_class=FileResponse,
+    responses={
+        200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}},
+        206: {"description": "The ranges requested with `Range`."},
+        416: {"description": "`Range` starts after the end of the file."},
+    },
+)
+async def download_artifact(run_id: str, path: str, session: Session, storage: CurrentStorage) -> FileResponse:
+    """Download one file, whole or the requested ranges."""
+    folder = await service.output_folder(session, storage, run_id)
+    return _OpenFile(await asyncio.to_thread(service.open_file, folder, path), path.rpartition("/")[2])
+
+
+class _OpenFile(FileResponse):
+    """Response from an open descriptor, so that the file sent is the file that was checked."""
+
+    def __init__(self, descriptor: int, name: str) -> None:
+        super().__init__(
+            f"/proc/self/fd/{descriptor}",
+            media_type="application/octet-stream",
+            filename=name,
+            stat_result=os.fstat(descriptor),
+            headers={"X-Content-Type-Options": "nosniff", "Cache-Control": "private, no-store"},
+        )
+        self._close = weakref.finalize(self, os.close, descriptor)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()

@@ -1,0 +1,71 @@
+"""Access to the output files of a run."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.api.errors import ApiError, clean, not_found
+from app.contracts.run_status import TERMINAL
+from app.contracts.schemas.artifacts import Artifact
+from app.infra.storage import OutsideStorage, Storage
+from app.tables.runs import Run
+
+
+async def output_folder(session: AsyncSession, storage: Storage, run_id: str) -> Path:
+    """Return the output folder of a run; raise 404 with the reason if there is none."""
+    query = select(Run.status, Run.output_attempt).where(Run.id == run_id)
+    run = (await session.execute(query)).one_or_none()
+    if run is None:
+        raise not_found("run", run_id)
+    if run.output_attempt is None:
+        reason = (
+            f"it ended as {run.status} without output; resume the run to finish it"
+            if run.status in TERMINAL
+            else f"it is {run.status}; follow /v1/runs/{run_id}/events until it ends"
+        )
+        raise ApiError(404, "no_artifacts", f"Run {run_id} has no output yet: {reason}.")
+    return storage.output_dir(run_id, run.output_attempt)
+
+
+def listed(folder: Path) -> list[Artifact]:
+    """Return all files below `folder`, sorted by path; links are neither followed nor listed."""
+    found = (Artifact(path=path.relative_to(folder).as_posix(), bytes=size) for path, size in files(folder))
+    return sorted(found, key=lambda file: file.path)
+
+
+def open_file(folder: Path, path: str) -> int:
+    """Open the file at `path` below `folder` and return its descriptor; raise 404 unless it is a regular file inside.
+
+    The training process owns this folder, so its content is untrusted and can change at any time.
+    """
+    try:
+        return Storage.open_below(folder, path)
+    except (OutsideStorage, OSError):
+        # The response must not reveal whether a path outside the folder exists.
+        raise ApiError(
+            404,
+            "artifact_not_found",
+            f"There is no artifact {clean(path, 100)}; list this run's artifacts to see their paths.",
+        ) from None
+
+
+def files(folder: Path) -> Iterator[tuple[Path, int]]:
+    """Yield all regular files below `folder` with their sizes, unordered; links are not followed."""
+    if folder.is_symlink() or not folder.is_dir():
+        raise ApiError(
+            404,
+            "artifacts_missing",
+            "The output of this run is not in the storage: it was removed, or the API and the workers have different "
+            "values of ANNEAL_STORAGE.",
+        )
+    pending = [folder]
+    while pending:
+        with os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(Path(entry.path))
+                elif entry.is_file(follow_symlinks=False):
+                    yield Path(entry.path), entry.stat(follow_symlinks=False).st_size

@@ -1,0 +1,44 @@
+"""Endpoints `/v1/runs/{id}/checkpoints`."""
+
+from collections.abc import Sequence
+
+from fastapi import APIRouter
+
+from app.api.dependencies import Session
+from app.api.pagination import PageQuery
+from app.contracts.schemas.checkpoints import CheckpointEdit, CheckpointRead
+from app.contracts.schemas.page import Page
+from app.runs.checkpoints import service
+from app.runs.service import get as get_run
+from app.tables.checkpoints import Checkpoint
+
+router = APIRouter(prefix="/runs/{run_id}/checkpoints", tags=["checkpoints"])
+
+
+@router.get("")
+async def list_checkpoints(run_id: str, session: Session, paging: PageQuery) -> Page[CheckpointRead]:
+    """List checkpoints whose files exist, newest first."""
+    run = await get_run(session, run_id)
+    rows, has_more = await service.page(session, run.id, paging)
+    return Page(data=await _shown(session, run.id, rows), has_more=has_more)
+
+
+@router.get("/{checkpoint_id}")
+async def get_checkpoint(run_id: str, checkpoint_id: str, session: Session) -> CheckpointRead:
+    """Get a checkpoint."""
+    run = await get_run(session, run_id)
+    (shown,) = await _shown(session, run.id, [await service.get(session, run.id, checkpoint_id)])
+    return shown
+
+
+@router.patch("/{checkpoint_id}")
+async def edit_checkpoint(run_id: str, checkpoint_id: str, body: CheckpointEdit, session: Session) -> CheckpointRead:
+    """Pin or unpin a checkpoint."""
+    run = await get_run(session, run_id)
+    (shown,) = await _shown(session, run.id, [await service.pin(session, run.id, checkpoint_id, body.pinned)])
+    return shown
+
+
+async def _shown(session: Session, run_id: str, rows: Sequence[Checkpoint]) -> list[CheckpointRead]:
+    best = await service.best_good(session, run_id)
+    return [CheckpointRead.model_validate(row).model_copy(update={"is_best": row is best}) for row in rows]

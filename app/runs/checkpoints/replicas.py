@@ -1,0 +1,149 @@
+"""Statements with which workers create and remove checkpoint replicas at `ANNEAL_CHECKPOINT_URL`."""
+
+from datetime import datetime, timedelta
+
+from sqlalchemy import ColumnElement, Executable, Select, and_, case, delete, func, or_, select, update
+from sqlalchemy.dialects.postgresql import Insert, insert
+
+from app.contracts.run_status import TERMINAL
+from app.tables.checkpoints import Checkpoint, CopyRemoval
+from app.tables.runs import Run
+
+_AT_ONCE = 200
+_OVERDUE = timedelta(minutes=1)
+_ABANDONED = timedelta(minutes=10)
+"""Time without a claim renewal after which a replica upload counts as abandoned: its worker is gone or was stalled."""
+_LOOK_BACK = timedelta(days=1)
+_WANTED = and_(Checkpoint.deleted_at.is_(None), Checkpoint.bad_reason.is_(None), Checkpoint.remote_at.is_(None))
+
+
+def _is_abandoned() -> ColumnElement[bool]:
+    return Checkpoint.copy_begun_at < func.clock_timestamp() - _ABANDONED
+
+
+def begin(checkpoint_id: str, noted: datetime | None) -> Executable:
+    """Claim or renew the upload of a replica; no row if none is wanted or another worker uploads it.
+
+    Repeat at least every few minutes with the last returned `copy_begun_at` as `noted`. Otherwise another worker
+    considers the upload abandoned and claims it, and this worker gets no row. Returns `copy_begun_at` and the run's
+    lease epoch.
+    """
+    free = or_(Checkpoint.copy_begun_at.is_(None), _is_abandoned())
+    epoch = select(Run.epoch).where(Run.id == Checkpoint.run_id).scalar_subquery()
+    return (
+        update(Checkpoint)
+        .where(Checkpoint.id == checkpoint_id, _WANTED, free if noted is None else Checkpoint.copy_begun_at == noted)
+        .values(copy_begun_at=func.clock_timestamp())
+        .returning(Checkpoint.copy_begun_at, epoch.label("epoch"))
+    )
+
+
+def complete(checkpoint_id: str, noted: datetime) -> Executable:
+    """Mark the replica as complete; no row if the checkpoint was deleted meanwhile or another worker claimed it."""
+    return (
+        update(Checkpoint)
+        .where(Checkpoint.id == checkpoint_id, Checkpoint.deleted_at.is_(None), Checkpoint.copy_begun_at == noted)
+        .values(remote_at=func.clock_timestamp())
+        .returning(Checkpoint.id)
+    )
+
+
+def left_to_others(checkpoint_id: str, noted: datetime) -> Executable:
+    """Return a row if the worker with claim `noted` must not remove the replica.
+
+    The replica is complete and its checkpoint exists, or another worker has claimed it.
+    """
+    is_whole = and_(Checkpoint.remote_at.is_not(None), Checkpoint.deleted_at.is_(None))
+    is_others = Checkpoint.copy_begun_at.is_distinct_from(noted)
+    return select(Checkpoint.id).where(Checkpoint.id == checkpoint_id, or_(is_whole, is_others))
+
+
+def made() -> Executable:
+    """Return a row if any checkpoint has a complete replica."""
+    return select(Checkpoint.id).where(Checkpoint.remote_at.is_not(None)).limit(1)
+
+
+def spoilt(checkpoint_id: str, remote_at: datetime) -> Executable:
+    """Mark the replica completed at `remote_at` as corrupt, so that a worker uploads it again."""
+    return (
+        update(Checkpoint)
+        .where(Checkpoint.id == checkpoint_id, Checkpoint.remote_at == remote_at)
+        .values(remote_at=None)
+    )
+
+
+def overdue(before: str | None = None) -> Executable:
+    """Return checkpoints of live and recently ended runs without a replica upload, newest first.
+
+    Their worker is gone or behind. Returns one page; `before` is the last id of the previous page.
+    """
+    recent = or_(Run.status.not_in(TERMINAL), Run.finished_at > func.clock_timestamp() - _LOOK_BACK)
+    late = Checkpoint.created_at < func.clock_timestamp() - _OVERDUE
+    free = or_(Checkpoint.copy_begun_at.is_(None), _is_abandoned())
+    query = select(
+        Checkpoint.id,
+        Checkpoint.run_id,
+        Checkpoint.attempt,
+        Checkpoint.name,
+        Checkpoint.step,
+        Checkpoint.manifest_sha256,
+    ).join(Run, Run.id == Checkpoint.run_id)
+    if before is not None:
+        query = query.where(Checkpoint.id < before)
+    return query.where(_WANTED, free, recent, late).order_by(Checkpoint.id.desc()).limit(_AT_ONCE)
+
+
+def to_remove(after: str = "") -> Executable:
+    """Return one page of deleted checkpoints that still have replica files, with ids above `after`.
+
+    `is_sent` is true if a worker may be uploading now; that worker notices the deletion and removes the files itself.
+    """
+    left = and_(Checkpoint.deleted_at.is_not(None), Checkpoint.copy_begun_at.is_not(None), Checkpoint.id > after)
+    is_sent = and_(Checkpoint.remote_at.is_(None), ~_is_abandoned())
+    return (
+        select(
+            Checkpoint.id,
+            Checkpoint.run_id,
+            Checkpoint.attempt,
+            Checkpoint.name,
+            Checkpoint.copy_begun_at,
+            is_sent.label("is_sent"),
+        )
+        .where(left)
+        .order_by(Checkpoint.id)
+        .limit(_AT_ONCE)
+    )
+
+
+def removed(checkpoint_id: str, noted: datetime) -> Executable:
+    """Record that a checkpoint's replica is removed, unless another worker has started an upload after `noted`."""
+    return (
+        update(Checkpoint)
+        .where(Checkpoint.id == checkpoint_id, Checkpoint.copy_begun_at == noted)
+        .values(copy_begun_at=None, remote_at=None)
+    )
+
+
+def leave(runs: Select[str]) -> Insert:
+    """Schedule the removal of the replicas of `runs`, whose rows are deleted in this transaction.
+
+    If a worker may be uploading one now, the removal waits until that worker has noticed the deletion.
+    """
+    sent = case((Checkpoint.remote_at.is_(None), Checkpoint.copy_begun_at + _ABANDONED))
+    copied = (
+        select(Checkpoint.run_id, func.coalesce(func.max(sent), func.now()))
+        .where(Checkpoint.run_id.in_(runs), Checkpoint.copy_begun_at.is_not(None))
+        .group_by(Checkpoint.run_id)
+    )
+    return insert(CopyRemoval).from_select(["run_id", "not_before"], copied).on_conflict_do_nothing()
+
+
+def runs_to_remove(after: str = "") -> Executable:
+    """Return one page of deleted runs that may still have replica files, with ids above `after`."""
+    due = and_(CopyRemoval.not_before <= func.clock_timestamp(), CopyRemoval.run_id > after)
+    return select(CopyRemoval.run_id.label("id")).where(due).order_by(CopyRemoval.run_id).limit(_AT_ONCE)
+
+
+def run_removed(run_id: str) -> Executable:
+    """Record that all replicas of a deleted run are removed."""
+    return delete(CopyRemoval).where(CopyRemoval.run_id == run_id)

@@ -1,0 +1,82 @@
+"""Checkpoint retention: selects restorable checkpoints and marks those to delete."""
+
+from typing import Any
+
+from sqlalchemy import ColumnElement, Executable, Update, exists, func, select, update
+from sqlalchemy.orm import aliased
+
+from app.tables.checkpoints import Checkpoint
+from app.tables.runs import Run
+
+
+def good(run_id: str, below_step: int | None = None) -> Executable:
+    """Select the restorable checkpoints of a run (not deleted, not known to be corrupt), furthest first."""
+    kept = [Checkpoint.run_id == run_id, Checkpoint.deleted_at.is_(None), Checkpoint.bad_reason.is_(None)]
+    if below_step is not None:
+        kept.append(Checkpoint.step < below_step)
+    return select(Checkpoint).where(*kept).order_by(Checkpoint.step.desc(), Checkpoint.id.desc())
+
+
+def badness(one: Any) -> ColumnElement[float]:
+    """Return the evaluation score of a checkpoint, lower is better; null if these weights were not evaluated."""
+    # A run has either losses or rewards.
+    return func.coalesce(one.metrics["eval_loss"].as_float(), -one.metrics["eval_reward"].as_float())
+
+
+def retire(run_id: str, keep: int) -> Executable:
+    """Mark all but the `keep` newest checkpoints as deleted; return the rows whose folders must be removed afterward.
+
+    Keeps the newest restorable one, the furthest one, the one with the best evaluation (lowest loss or highest reward)
+    and pinned ones. Only live runs call this, and only ended runs can be resumed by another run, so no other run needs
+    the deleted checkpoints.
+    """
+    return _retire(run_id, keep).returning(Checkpoint.attempt, Checkpoint.name)
+
+
+def _retire(run_id: str, keep: int) -> Update:
+    one = aliased(Checkpoint)
+    there = select(one.id).where(one.run_id == run_id, one.deleted_at.is_(None), one.bad_reason.is_(None))
+    # An attempt may start before the furthest saved step, if that checkpoint is on another machine without a replica.
+    # Its worker can then resume only from checkpoints that this attempt saves, so the newest is kept.
+    newest = there.order_by(one.attempt.desc(), one.step.desc(), one.id.desc()).limit(max(keep, 1))
+    # The furthest is kept as well: `good` returns it first, and a worker that has it resumes from it.
+    furthest = there.order_by(one.step.desc(), one.id.desc()).limit(1)
+    best = there.where(badness(one).is_not(None)).order_by(badness(one), one.step).limit(1)
+    return (
+        update(Checkpoint)
+        .where(
+            Checkpoint.run_id == run_id,
+            Checkpoint.deleted_at.is_(None),
+            Checkpoint.id.not_in(newest),
+            Checkpoint.id.not_in(furthest),
+            Checkpoint.id.not_in(best),
+            Checkpoint.pinned.is_(False),
+        )
+        .values(deleted_at=func.clock_timestamp())
+    )
+
+
+def retire_ended(run_id: str) -> Executable:
+    """Do the same as `retire` for an ended run; also keep every checkpoint from which a later run was resumed."""
+    resumed = exists().where(Run.resume_checkpoint_id == Checkpoint.id)
+    return _retire(run_id, 1).where(~resumed).returning(Checkpoint.attempt, Checkpoint.name, Checkpoint.bytes)
+
+
+def retired(run_id: str) -> Executable:
+    """Select attempt and name of deleted checkpoints; a crash between marking and removal may leave their folders."""
+    return select(Checkpoint.attempt, Checkpoint.name).where(
+        Checkpoint.run_id == run_id, Checkpoint.deleted_at.is_not(None)
+    )
+
+
+def mark_bad(checkpoint_id: str, reason: str, run_id: str, epoch: int) -> Executable:
+    """Mark a checkpoint that failed verification as corrupt, so that no run resumes from it again.
+
+    Does nothing unless the caller holds the run in this lease epoch.
+    """
+    holds = exists().where(Run.id == run_id, Run.epoch == epoch)
+    return (
+        update(Checkpoint)
+        .where(Checkpoint.id == checkpoint_id, Checkpoint.bad_reason.is_(None), holds)
+        .values(bad_reason=reason)
+    )

@@ -1,0 +1,131 @@
+"""Create runs: validation, idempotency, default experiment and insertion."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.api.idempotency import Idempotency, key_reused
+from app.config import Settings
+from app.contracts.backends import Rules
+from app.contracts.schemas.runs import RunCheck, RunCreate
+from app.infra.ids import new_id
+from app.infra.storage import Storage
+from app.runs.service import get
+from app.runs.state import machine
+from app.runs.validation.request import examine, requirements
+from app.runs.validation.result import Examined, refusal
+from app.tables.experiments import Experiment
+from app.tables.runs import Run, RunRewardModel
+
+DEFAULT_ID = "exp_" + "0" * 26
+"""Experiment of runs that specify none; the id is fixed, so that two concurrent first runs create only one."""
+
+
+async def default_experiment(session: AsyncSession, created_by: str | None) -> Experiment:
+    """Return the default experiment for runs that specify none; the first such run creates it."""
+    found = await session.get(Experiment, DEFAULT_ID)
+    if found is not None:
+        return found
+    made = postgresql.insert(Experiment).values(id=DEFAULT_ID, name="default", created_by=created_by)
+    await session.execute(made.on_conflict_do_nothing(index_elements=[Experiment.id]))
+    return (await session.scalars(select(Experiment).where(Experiment.id == DEFAULT_ID))).one()
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Context of decisions about a run, apart from the database."""
+
+    settings: Settings
+    storage: Storage
+    rules: Mapping[str, Rules]
+    """Rules of every backend, by name."""
+
+
+async def create(
+    session: AsyncSession,
+    around: Surroundings,
+    request: RunCreate,
+    created_by: str | None,
+    idempotency: Idempotency | None = None,
+    run_id: str | None = None,
+) -> Run:
+    """Create a run, or raise 422 with all errors; the same idempotency key returns the same run."""
+    if earlier := await replayed(session, created_by, idempotency):
+        return earlier
+    found = await examine(session, around.settings, around.storage, around.rules, request)
+    if found.errors or found.config is None:
+        raise refusal(found.errors)
+    if request.experiment_id is None:
+        experiment_id = (await default_experiment(session, created_by)).id
+    else:
+        experiment_id = request.experiment_id
+    values = {
+        "id": run_id or new_id("run"),
+        "experiment_id": experiment_id,
+        "name": request.name or f"{found.config.method} of {found.config.base_model}",
+        "tags": request.tags,
+        "backend": request.backend,
+        "dataset_id": request.dataset_id,
+        "eval_dataset_id": request.eval_dataset_id,
+        "config": found.config.model_dump(mode="json"),
+        "given": found.given,
+        "base_run_id": found.base_run_id,
+        "requirements": requirements(around.rules[request.backend], found.config, found.given),
+        "priority": request.priority,
+        "max_restarts": request.max_restarts,
+    }
+    return await insert(session, values, created_by, idempotency, reward_run_ids=found.reward_run_ids)
+
+
+async def check(session: AsyncSession, around: Surroundings, request: RunCreate) -> RunCheck:
+    """Validate a request as `create` does, without creating anything."""
+    found: Examined = await examine(session, around.settings, around.storage, around.rules, request)
+    return RunCheck(
+        valid=not found.errors,
+        errors=found.errors,
+        warnings=found.warnings,
+        effective_config=found.effective.model_dump(mode="json") if found.effective else None,
+    )
+
+
+async def replayed(session: AsyncSession, created_by: str | None, idempotency: Idempotency | None) -> Run | None:
+    """Return the run that an earlier request with this key created; raise 422 if that request was different."""
+    if idempotency is None:
+        return None
+    query = select(Run).where(Run.created_by == created_by, Run.idempotency_key == idempotency.key)
+    run = await session.scalar(query)
+    if run is not None and run.request_digest != idempotency.digest:
+        raise key_reused(run.id)
+    return run
+
+
+async def insert(
+    session: AsyncSession,
+    values: dict[str, Any],
+    created_by: str | None,
+    idempotency: Idempotency | None,
+    reason: str = "created",
+    reward_run_ids: Sequence[str] = (),
+) -> Run:
+    """Insert a run and its first event, or return the one that a duplicate of this request has just created.
+
+    `reward_run_ids` are other runs whose outputs are its reward models; the caller has locked them.
+    """
+    values = {
+        **values,
+        "created_by": created_by,
+        "idempotency_key": idempotency.key if idempotency else None,
+        "request_digest": idempotency.digest if idempotency else None,
+    }
+    made = (await session.execute(machine.create(values, reason))).mappings().one_or_none()
+    if made is not None:
+        if reward_run_ids:
+            uses = [{"run_id": made["id"], "reward_run_id": reward_run_id} for reward_run_id in reward_run_ids]
+            await session.execute(postgresql.insert(RunRewardModel), uses)
+        return Run(**made)
+    # A duplicate of this request came first and has committed: the insert waited for that.
+    return await replayed(session, created_by, idempotency) or await get(session, values["id"])

@@ -1,0 +1,176 @@
+"""Measured speed and memory of earlier runs of this installation, from metric roll-ups and `config` events."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal
+
+from sqlalchemy import select, text
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.contracts.methods import TrainingMethod
+from app.contracts.training_config.fields import TrainingConfig
+from app.estimator.flops import Work
+from app.runs.scheduler.durations import likeness
+from app.tables.events import RunEvent
+from app.tables.runs import MetricRollup, Pace
+
+_LATEST, _LATEST_OF_ALL = 30, 100
+_BACKEND = "celery"
+_EARLY = 1000
+"""Number of first events searched for a run's facts; a run that logs very many lines first exceeds it."""
+_MAX, _LAST = 5, 7
+"""Indices of the maximum and the last value in a roll-up series."""
+_SPEED = "extra.tokens_per_second"
+_RESERVED = "extra.gpu_memory_reserved_mb"
+_MEMORY = ("gpu_memory_mb", "extra.host_memory_peak_mb")
+ASSUMED_SPEED = {"cuda": 1e14, "cpu": 3e10}
+"""Operations per second, used until a run has been measured."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Duration of a run in seconds, and its source."""
+
+    seconds: float
+    source: Literal["history", "comparable", "assumed"]
+    sentence: str
+
+
+async def speed(session: AsyncSession, config: TrainingConfig, device: tuple[str, str | None], work: Work) -> Speed:
+    """Estimate the duration of `work` on a device (kind, name); `config` is the effective configuration."""
+    same = select(Pace.run_id).where(Pace.likeness == _likeness(config.method, config.base_model))
+    newest = list((await session.scalars(same.order_by(Pace.run_id.desc()).limit(_LATEST))).unique())
+    measured_on = await _measured_on(session, newest, device)
+    if near := [one.tokens for one in measured_on if _is_like(one.reported, config, work.length)]:
+        rate = median(near)
+        said = f"{_earlier_runs(near)} of the same model and method processed {rate:,.0f} tokens per second here"
+        return Speed(work.tokens / rate, "history", f"{said} (median).")
+    others = [
+        one.operations for one in await _measured_on(session, await _others(session, config), device) if one.operations
+    ]
+    if others:
+        rate = median(others)
+        said = f"{_earlier_runs(others)} on this kind of device reached {rate / 1e12:.3g} TFLOP/s (median)"
+        return Speed(work.training / rate, "comparable", f"{said}; the same speed is assumed for this run.")
+    rate = ASSUMED_SPEED[device[0]]
+    where = "GPU" if device[0] == "cuda" else "CPU"
+    said = f"No run has trained on this kind of device yet; a {where} is assumed to reach {rate / 1e12:g} TFLOP/s."
+    if work.writing:
+        said += " Completions are generated one token at a time, which is slower, so expect a longer run."
+    return Speed((work.training + work.writing) / rate, "assumed", said)
+
+
+@dataclass(frozen=True)
+class _Rate:
+    """Measured throughput of a run, per second."""
+
+    tokens: float
+    operations: float | None
+    reported: dict[str, Any]
+    """First facts and effective configuration of the run."""
+
+
+def _likeness(method: str, base_model: str) -> str:
+    return likeness(_BACKEND, {"method": method, "base_model": base_model})
+
+
+def _is_like(reported: dict[str, Any], config: TrainingConfig, length: int) -> bool:
+    """Return True if a run did the same work per token on sequences half to twice as long.
+
+    The run must have the same model and method.
+    """
+    then = reported["effective"]
+    if (then.get("lora_r") is None) != (config.lora_r is None):
+        return False
+    if any(then.get(name) != getattr(config, name) for name in ("load_in_4bit", "load_in_8bit", "packing")):
+        return False
+    # Packed sequences are full regardless of the length of the texts in them.
+    texts = reported["facts"].get("flops_sequence_length"), length
+    one, other = (then.get("max_seq_length"), config.max_seq_length) if config.packing else texts
+    return bool(one and other) and 0.5 <= one / other <= 2
+
+
+async def _others(session: AsyncSession, config: TrainingConfig) -> list[str]:
+    """Return the newest runs that have trained; runs that generate (`rlhf`) are compared only with each other."""
+    query = select(Pace.run_id, Pace.likeness).order_by(Pace.run_id.desc(), Pace.attempt.desc())
+    rows = (await session.execute(query.limit(_LATEST_OF_ALL))).all()
+    writes = config.method is TrainingMethod.rlhf
+    ours = [one for one in rows if one.likeness.startswith(f"{_BACKEND} ")]
+    found = [one.run_id for one in ours if one.likeness.startswith(_likeness(TrainingMethod.rlhf, "")) == writes]
+    return list(dict.fromkeys(found))[:_LATEST]
+
+
+async def _measured_on(session: AsyncSession, ids: Sequence[str], device: tuple[str, str | None]) -> list[_Rate]:
+    """Return the rates of the runs that ran on such a device and reported a speed."""
+    if not ids:
+        return []
+    kind, name = device
+    first, speeds = await _first(session, ids), await _speeds(session, ids)
+    rates = []
+    for run_id, tokens in speeds.items():
+        reported = first.get(run_id, {"facts": {}, "effective": {}})
+        facts = reported["facts"]
+        if facts.get("device") != kind or (name and kind == "cuda" and facts.get("device_name") != name):
+            continue
+        each = facts.get("flops_per_token_hardware")
+        rates.append(_Rate(tokens, tokens * each if isinstance(each, int | float) else None, reported))
+    return rates
+
+
+async def measured(session: AsyncSession, run_id: str) -> tuple[float | None, float | None, float | None]:
+    """Return peak memory (MiB), peak reserved memory (MiB) and latest tokens per second over all attempts of a run."""
+    rows = (await session.execute(_rollups([run_id]))).all()
+    return _highest(rows, *_MEMORY), _highest(rows, _RESERVED), (_newest(rows) if rows else None)
+
+
+async def facts_of(session: AsyncSession, run_id: str) -> dict[str, Any]:
+    """Return the first facts of a run's newest attempt; empty until they are reported."""
+    query = select(RunEvent.data["facts"]).where(
+        RunEvent.run_id == run_id, RunEvent.type == "config", RunEvent.seq <= _EARLY
+    )
+    return await session.scalar(query.order_by(RunEvent.seq.desc()).limit(1)) or {}
+
+
+def _highest(rows: Sequence[Any], *names: str) -> float | None:
+    peaks = [row.series[name][_MAX] for row in rows for name in names if name in row.series]
+    return max((peak for peak in peaks if peak is not None), default=None)
+
+
+def _rollups(ids: Sequence[str]) -> Any:
+    """Build the query for the top-level metric roll-ups of runs, oldest first."""
+    table = MetricRollup
+    query = select(table.run_id, table.series).where(
+        table.run_id.in_(ids), table.kind == "metric", table.level == 0
+    )  # fmt: skip
+    return query.order_by(table.run_id, table.attempt, table.pass_)
+
+
+def _newest(rows: Sequence[Any]) -> float | None:
+    found = [row.series[_SPEED][_LAST] for row in rows if _SPEED in row.series]
+    return found[-1] if found else None
+
+
+async def _speeds(session: AsyncSession, ids: Sequence[str]) -> dict[str, float]:
+    found = {row.run_id: _newest([row]) for row in (await session.execute(_rollups(ids))).all()}
+    return {run_id: value for run_id, value in found.items() if value}
+
+
+async def _first(session: AsyncSession, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the first reported facts and effective configuration of each run."""
+    rows = await session.execute(_FIRST, {"ids": list(ids), "early": _EARLY})
+    return {row.run_id: {"facts": row.facts or {}, "effective": row.effective or {}} for row in rows}
+
+
+# No index covers `config` events. The event is among the first of a run, so only those are read.
+_FIRST = text("""
+    SELECT wanted.run_id, first.facts, first.effective
+    FROM unnest(CAST(:ids AS text[])) AS wanted (run_id), LATERAL (
+        SELECT data -> 'facts' AS facts, data -> 'effective' AS effective FROM run_events
+        WHERE run_id = wanted.run_id AND seq <= :early AND type = 'config' ORDER BY seq LIMIT 1
+    ) AS first
+""")
+
+
+def _earlier_runs(found: list[float]) -> str:
+    return f"{len(found)} earlier {'run' if len(found) == 1 else 'runs'}"

@@ -1,0 +1,134 @@
+"""Probes: short runs that measure the resources of a run instead of estimating them."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.contracts.schemas.estimates import KeptEstimate, Measured, ProbeResult
+from app.contracts.schemas.runs import MOST_TAGS, RunCreate, RunToEstimate, TrainingMetrics
+from app.contracts.training_config.raw_config import PROBE_STEPS, in_numbers, is_probe
+from app.runs.estimates.history import facts_of
+from app.tables.runs import Attempt, Run
+
+TAG = "probe"
+_NEEDS_EVALUATIONS = ("eval_steps", "eval_split", "early_stopping_patience")
+_EXTERNAL_OUTPUTS = ("report_to", "push_to_hub")
+_PROTECTIONS = ("on_non_finite", "on_spike", "time_limit_seconds", "stop_at_step")
+_EXTRA = (
+    "eval_on_start", "eval_batch_size", "metrics", "distributions_steps", "memory_profile", "checkpoint_engine",
+    "spike_threshold", "max_rewinds",
+)  # fmt: skip
+
+
+def request_of(asked: RunToEstimate) -> RunCreate:
+    """Build the probe for a requested run; `asked` has passed validation."""
+    left_out = {*_NEEDS_EVALUATIONS, *_EXTERNAL_OUTPUTS, *_PROTECTIONS, "extra"}
+    config = {name: value for name, value in asked.config.items() if name not in left_out}
+    extra = {name: value for name, value in (asked.config.get("extra") or {}).items() if name not in _EXTRA}
+    name = asked.name or f"{config.get('method', 'qlora')} of {config['base_model']}"
+    return RunCreate(
+        experiment_id=asked.experiment_id,
+        name=f"probe of {name}"[:200],
+        backend=asked.backend,
+        dataset_id=asked.dataset_id,
+        config=in_numbers(config) | {"on_out_of_memory": "stop", "extra": {**extra, "probe": True}},
+        priority=asked.priority,
+        max_restarts=asked.max_restarts,
+        tags=[*[tag for tag in asked.tags if tag != TAG][: MOST_TAGS - 1], TAG],
+    )
+
+
+def seconds_of_step(points: Sequence[TrainingMetrics]) -> float | None:
+    """Return seconds per step between the two newest metrics, including the wait for data."""
+    if len(points) < 2:
+        return None
+    steps, extra = points[-1].step - points[-2].step, points[-1].extra
+    parts = [extra.get(name) for name in ("step_seconds", "data_seconds")]
+    if steps < 1 or not isinstance(parts[0], int | float):
+        return None
+    return round(sum(part for part in parts if isinstance(part, int | float)) / steps, 6)
+
+
+async def told(
+    session: AsyncSession, run: Run, estimate: KeptEstimate | None, measured: Measured | None
+) -> ProbeResult | None:
+    """Return a probe's projection of the whole run that `estimate` describes; None if the run is not a probe."""
+    if not is_probe(run.config):
+        return None
+    query = select(Attempt.report).where(Attempt.run_id == run.id, Attempt.attempt == run.attempt)
+    report = await session.scalar(query) if run.status == "failed" else None
+    return _result(run, estimate, measured, await facts_of(session, run.id), report or {})
+
+
+def _result(
+    run: Run, estimate: KeptEstimate | None, measured: Measured | None, facts: dict[str, Any], report: dict[str, Any]
+) -> ProbeResult:
+    device = facts.get("device_name") or facts.get("device")
+    steps = _steps(run.config, estimate, facts.get("whole_run_steps"))
+    if run.status == "failed" and run.error_code == "out_of_memory":
+        return _out_of_memory(run, steps, facts, report)
+    if run.status in ("failed", "cancelled"):
+        why = run.error_message or "it was stopped."
+        return _unknown_result(steps, f"The probe ended ({run.status}) before it measured anything: {why}")
+    each = measured.step_seconds if measured else None
+    if run.status != "completed":
+        return _unknown_result(steps, "The probe has not ended yet.")
+    if measured is None or each is None:
+        return _unknown_result(steps, "The probe has ended without reporting a step time.")
+    most = None if steps is None else steps * each
+    seconds = most
+    if most is not None and estimate and estimate.tokens and measured.tokens_per_second:
+        seconds = min(most, estimate.tokens / measured.tokens_per_second)
+    peak = "" if measured.peak_memory_mb is None else f" with {measured.peak_memory_mb:,.0f} MiB at the peak"
+    return ProbeResult(
+        fits=True,
+        steps=steps,
+        seconds=None if seconds is None else round(seconds, 1),
+        seconds_at_most=None if most is None else round(most, 1),
+        message=f"The run fits on {device or 'this device'}: {PROBE_STEPS} steps on its longest rows completed"
+        f"{peak}; the second step took {each:.3g} s.",
+    )
+
+
+def _out_of_memory(run: Run, steps: int | None, facts: dict[str, Any], report: dict[str, Any]) -> ProbeResult:
+    """Return the result of a probe that ran out of memory; `report` is the attempt's failure report.
+
+    Running out of host memory says nothing about a GPU, so `fits` is null then.
+    """
+    why, phase, device = run.error_message or "", report.get("phase"), facts.get("device")
+    # Tokenization always uses host memory.
+    on_host = report.get("killed_by_kernel") or phase == "tokenizing"
+    if on_host and device != "cpu":
+        during = f" during {phase}" if phase else ""
+        sentence = f"The host ran out of memory{during}, so nothing was measured about the device."
+        return _unknown_result(steps, f"{sentence} {why}".strip())
+    name = facts.get("device_name") or device
+    where = f" on {name}" if name else ""
+    what = "its longest rows" if phase == "training" else "it"
+    during = f" during {phase}" if phase and phase != "training" else ""
+    sentence = f"The run does not fit{where}: {what} ran out of memory{during}."
+    return _unknown_result(steps, f"{sentence} {why}".strip(), fits=False)
+
+
+def _steps(config: Mapping[str, Any], estimate: KeptEstimate | None, counted: int | None) -> int | None:
+    """Return the steps of the whole run.
+
+    The trainer's count includes packing and dropped rows, but not the settings that a probe omits.
+    """
+    is_open = config.get("max_steps") is None
+    is_rough = is_open and (config.get("packing") or config.get("method") == "rlhf")
+    expected = estimate.steps if estimate else None
+    if counted is None or not (is_rough or expected is None):
+        return expected
+    if estimate is None:
+        return counted
+    if is_open:
+        counted = max(math.ceil(counted * (1 - estimate.eval_split)), int(config.get("min_steps") or 1))
+    return min(counted, estimate.stop_at_step or counted)
+
+
+def _unknown_result(steps: int | None, message: str, fits: bool | None = None) -> ProbeResult:
+    return ProbeResult(fits=fits, steps=steps, seconds=None, seconds_at_most=None, message=message)

@@ -1,0 +1,384 @@
+"""Estimates of runs: combines the model's files, the available devices and the formulas."""
+
+import asyncio
+import json
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from sqlalchemy import func, select
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
+
+from app.base_models import resolver
+from app.config import Settings
+from app.contracts.methods import TrainingMethod
+from app.contracts.schemas.estimates import (
+    Confidence,
+    Cost,
+    EstimatedDevice,
+    Fit,
+    Parameters,
+    RunEstimate,
+    Unknown,  # fmt: skip
+)
+from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.resolution import resolve
+from app.contracts.training_config.rules import Machine
+from app.estimator import memory_planner
+from app.estimator.activations import Precision
+from app.estimator.architecture import Architecture, UnknownArchitecture, read
+from app.estimator.flops import Work, left_out, work
+from app.estimator.memory import CONTEXT
+from app.estimator.parameters import CannotTrain, total, trained
+from app.estimator.steps import Data, course_of, longest, plan
+from app.infra.db import seconds as interval
+from app.infra.storage import Storage
+from app.runs.estimates.history import Speed, speed
+from app.tables.datasets import Dataset
+from app.tables.runs import Run
+from app.tables.workers import Device, Worker
+from app.workers.queries import FRESH_LEASES
+
+_MOST_CONFIG_BYTES = 2**20
+_WITH_PARAMETERS = "Unknown, because the model's parameters are unknown."
+# An estimate takes about ten milliseconds of Python; a single thread keeps the event loop responsive.
+_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="estimates")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Run to estimate; its configuration passes validation."""
+
+    config: TrainingConfig
+    given: list[str]
+    backend: str
+    data: Data
+    loads_model: bool = True
+    """True if the backend loads a model; without a model there is nothing to estimate."""
+
+
+class _NoConfig(Exception):
+    """Raised when the model's configuration cannot be read here; the message is a sentence that says why."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """Inputs of an estimate that are read from the database."""
+
+    devices: list[EstimatedDevice]
+    """Kinds of devices that online workers offer."""
+    attempt: int | None
+    """Attempt whose output is the base model, if the base model is a run."""
+
+
+async def estimate(
+    sessions: async_sessionmaker[AsyncSession], settings: Settings, storage: Storage, subject: Subject
+) -> RunEstimate:
+    """Estimate the resources of a run; no transaction is open during the computation.
+
+    Never raises for unknown values: they are null, with a reason under `unknown`.
+    """
+    async with sessions() as session:
+        known = await look_up(session, settings, subject)
+    found, todo = await in_turn(settings, storage, subject, known, thorough=True)
+    if todo is None:
+        return found
+    config = resolve(subject.config, subject.given, _machine(found.device.kind)).config
+    async with sessions() as session:
+        took = await speed(session, config, (found.device.kind, found.device.name), todo)
+    return found.model_copy(update=_of_time(settings, found, took, todo.training + todo.writing))
+
+
+async def look_up(session: AsyncSession, settings: Settings, subject: Subject) -> Known:
+    """Read everything that `by_formula` needs from the database."""
+    attempt = None
+    if resolver.is_run(subject.config.base_model):
+        attempt = await session.scalar(select(Run.output_attempt).where(Run.id == subject.config.base_model))
+    return Known(await _devices(session, settings, subject.backend), attempt)
+
+
+async def in_turn(
+    settings: Settings, storage: Storage, subject: Subject, known: Known, *, thorough: bool
+) -> tuple[RunEstimate, Work | None]:
+    """Run `by_formula` in the thread that computes all estimates."""
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_thread, by_formula, settings, storage, subject, known, thorough)
+
+
+def by_formula(
+    settings: Settings, storage: Storage, subject: Subject, known: Known, thorough: bool
+) -> tuple[RunEstimate, Work | None]:
+    """Estimate everything except the duration; also return the work (None: not known, or not requested).
+
+    Reads the model's files and computes for about ten milliseconds, so call it in a thread. With `thorough`, covers
+    every device, advises changes that make the run fit, and returns the work.
+    """
+    if not subject.loads_model:
+        reason = f"Backend `{subject.backend}` loads no model, so there is nothing to estimate."
+        return _unknown(known.devices, reason, None), None
+    for kind in ("recipe", "model_factory"):
+        if plugin := getattr(subject.config.trainer_options, kind):
+            reason = f"`extra.{kind}` is the plugin `{plugin.type}`; its resource use cannot be estimated."
+            return _unknown(known.devices, reason, None if kind == "recipe" else subject), None
+    try:
+        model = read(_config_json(settings, storage, subject.config, known.attempt))
+        trained(model, resolve(subject.config, subject.given, None).config)
+    except (_NoConfig, UnknownArchitecture, CannotTrain) as error:
+        return _unknown(known.devices, str(error), subject), None
+    devices = known.devices or [EstimatedDevice(kind="cuda", name=None, memory_mb=None)]
+    on: dict[str, _OnKind] = {}
+    for device in devices if thorough else devices[:1]:
+        if device.kind not in on:
+            on[device.kind] = _OnKind(model, subject, device.kind)
+    first = on[devices[0].kind]
+    fits = [on[device.kind].fit(device, thorough) for device in known.devices if device.kind in on]
+    if not thorough:
+        fits = fits[:1]
+    choice = first.choose(devices[0])
+    todo = work(model, first.config, first.precision, first.plan, choice.checkpointing) if thorough else None
+    return _run_estimate(model, first, devices[0], choice, fits, thorough, is_assumed=not known.devices), todo
+
+
+async def data_of(session: AsyncSession, dataset_id: str) -> Data:
+    """Return the known figures of an existing data set."""
+    dataset = await session.get_one(Dataset, dataset_id)
+    return Data(dataset.rows, dataset.bytes, dataset.token_statistics)
+
+
+async def _devices(session: AsyncSession, settings: Settings, backend: str) -> list[EstimatedDevice]:
+    """Return the kinds of devices that online workers offer, GPUs and largest memory first."""
+    fresh = func.clock_timestamp() - interval(settings.lease_seconds * FRESH_LEASES)
+    query = select(Device.kind, Device.name, Device.memory_mb).distinct().join(Worker, Worker.id == Device.worker_id)
+    online = query.where(Worker.state == "online", Worker.heartbeat_at > fresh, Worker.backends.contains([backend]))
+    rows = (await session.execute(online)).all()
+    found = [EstimatedDevice(kind=row.kind, name=row.name, memory_mb=row.memory_mb) for row in rows]
+    return sorted(found, key=lambda one: (one.kind == "cuda", one.memory_mb or 0), reverse=True)
+
+
+def _config_json(settings: Settings, storage: Storage, config: TrainingConfig, attempt: int | None) -> dict[str, Any]:
+    try:
+        located = resolver.locate(settings, storage, config.base_model, attempt, config.revision)
+    except resolver.BaseModelError as error:
+        raise _NoConfig(error.message) from error
+    if located["path"] is None:
+        return _of_hub(str(located["hub"]), config.revision)
+    return _of_folder(Path(located["path"]), (settings.models_folder, storage.root))
+
+
+def _of_folder(folder: Path, roots: tuple[Path, ...], depth: int = 0) -> dict[str, Any]:
+    described = folder / "adapter_config.json"
+    if not described.is_file():
+        return _read(folder / "config.json")
+    base = str(_read(described).get("base_model_name_or_path") or "")
+    below = Path(base)
+    if below.is_absolute():
+        inside = any(below.resolve().is_relative_to(root.resolve()) for root in roots)
+        if inside and below.is_dir() and depth < 4:
+            return _of_folder(below, roots, depth + 1)
+        raise _NoConfig(f"The base model of the adapter {folder.name} is no longer on this machine.")
+    return _of_hub(base, None)
+
+
+def _of_hub(name: str, revision: str | None) -> dict[str, Any]:
+    from huggingface_hub import try_to_load_from_cache  # a slow import that only this call needs
+
+    cached = None
+    if resolver.is_hub_name(name) and ".." not in (revision or ""):
+        with suppress(ValueError):  # not a valid repository name
+            cached = try_to_load_from_cache(name, "config.json", revision=revision)
+    if not isinstance(cached, str):
+        raise _NoConfig(
+            f"The configuration of {name[:100]!r} was not found on the API's machine. The API searches only its models "
+            "root and its hub cache, never the network. Place the model's folder below ANNEAL_MODELS_ROOT."
+        )
+    return _read(Path(cached))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        if file.stat().st_size > _MOST_CONFIG_BYTES:
+            raise _NoConfig(f"{file.name} of the model is too large for a configuration file.")
+        found = json.loads(file.read_text())
+    except OSError as error:
+        raise _NoConfig(f"{file.name} of the model cannot be read: {error.strerror or 'file not found'}.") from error
+    except (ValueError, RecursionError) as error:
+        raise _NoConfig(f"{file.name} of the model cannot be read: it is not valid JSON.") from error
+    if not isinstance(found, dict):
+        raise _NoConfig(f"{file.name} of the model is not a JSON object.")
+    return found
+
+
+def _machine(kind: Literal["cpu", "cuda"]) -> Machine:
+    return Machine(kind=kind, bf16=True, flash_attention=True, flash_attention_3=True)
+
+
+class _OnKind:
+    """Run on one kind of device: its resolved configuration, its step plan, and its memory.
+
+    Memory use is the same on all devices of a kind, so each variant is computed once.
+    """
+
+    def __init__(self, model: Architecture, subject: Subject, kind: Literal["cpu", "cuda"]) -> None:
+        self.config = resolve(subject.config, subject.given, _machine(kind)).config
+        self.plan = plan(model, self.config, subject.data)
+        self.precision = Precision.of(self.config, kind)
+        self._needs = memory_planner.needed(model, self.config, self.precision, self.plan.batch)
+        length = min(self.plan.batch.length, longest(model, self.config))
+        self._advice = memory_planner.Advice(model, self.config, self.precision, length, self.plan.rows)
+
+    def choose(self, device: EstimatedDevice) -> memory_planner.Choice:
+        """Return the planner's choice for that device."""
+        choices = memory_planner.asked(self.config.gradient_checkpointing)
+        return memory_planner.first_that_fits(self._needs, _room(device), choices)
+
+    def fit(self, device: EstimatedDevice, thorough: bool) -> Fit:
+        """Check that the run fits on the device; with `thorough`, advise a change if it does not."""
+        chosen, room = self.choose(device), _room(device)
+        advice = []
+        if thorough and room is not None and not chosen.fits:
+            advice = self._advice.within(room)
+        return Fit(
+            device=device,
+            fits=None if room is None else chosen.fits,
+            total_mb=round(chosen.memory.peak / 2**20, 1),
+            gradient_checkpointing=chosen.checkpointing,
+            reason=chosen.reason,
+            advice=advice,
+        )
+
+
+def _room(device: EstimatedDevice) -> int | None:
+    return None if device.memory_mb is None else device.memory_mb * 2**20
+
+
+def _run_estimate(
+    model: Architecture,
+    on: _OnKind,
+    device: EstimatedDevice,
+    choice: memory_planner.Choice,
+    fits: list[Fit],
+    thorough: bool,
+    *,
+    is_assumed: bool,
+) -> RunEstimate:
+    reason_without_seconds = "The duration is estimated only by `POST /v1/runs/estimate`."
+    unknown = [] if thorough else [Unknown(field="seconds", reason=reason_without_seconds)]
+    if source := on.config.trainer_options.data_source:
+        reason = _of_source(source.type)
+        known = ("steps",) if on.plan.steps is not None else ()
+        fields = ("steps", "tokens", "flops", "seconds", "cost")
+        unknown = [Unknown(field=name, reason=reason) for name in fields if name not in known]
+    return RunEstimate(
+        parameters=Parameters(
+            total=total(model, reward_head=on.config.method is TrainingMethod.reward),
+            trainable=trained(model, on.config).count,
+        ),
+        memory_mb=choice.memory.as_megabytes(),
+        device=device,
+        gradient_checkpointing=choice.checkpointing,
+        steps=on.plan.steps,
+        tokens=on.plan.tokens,
+        flops=None,
+        seconds=None,
+        cost=None,
+        confidence=Confidence(memory="formula", seconds=None),
+        fits=fits,
+        assumptions=_assumptions(on, device, is_assumed),
+        unknown=unknown,
+    )
+
+
+def _assumptions(on: _OnKind, device: EstimatedDevice, is_assumed: bool) -> list[str]:
+    config = on.config
+    where = "A process with torch" if device.kind == "cpu" else "The context of CUDA and its libraries"
+    sentences = [
+        f"{where} takes {CONTEXT[device.kind] // 2**20} MiB before any tensor.",
+        "Memory is computed for the longest sequences; the total is the peak within a step.",
+        *on.plan.assumptions,
+        *left_out(config, on.plan),
+    ]
+    if is_assumed:
+        sentences.insert(0, "No worker of this backend is online; a GPU with bfloat16 is assumed.")
+    if plugin := config.trainer_options.optimizer:
+        sentences.append(
+            f"The state of `extra.optimizer` (`{plugin.type}`) is unknown; two 32-bit values per trainable parameter "
+            "are assumed, as for AdamW."
+        )
+    elif config.optim.startswith("paged_"):
+        sentences.append(
+            "Paged optimizer state is included, although it moves to the host when memory is scarce and is not part "
+            "of the memory that torch reports as allocated."
+        )
+    return sentences
+
+
+def _of_time(settings: Settings, found: RunEstimate, took: Speed, operations: float) -> dict[str, Any]:
+    cost = None
+    if settings.gpu_hour_price is not None and found.device.kind == "cuda":
+        amount = round(took.seconds / 3600 * settings.gpu_hour_price, 4)
+        cost = Cost(amount=amount, currency=settings.price_currency)
+    return {
+        "flops": operations,
+        "seconds": round(took.seconds, 1),
+        "cost": cost,
+        "confidence": found.confidence.model_copy(update={"seconds": took.source}),
+        "assumptions": [*found.assumptions, took.sentence],
+    }
+
+
+def _unknown(devices: list[EstimatedDevice], reason: str, subject: Subject | None) -> RunEstimate:
+    """Build an estimate without the model.
+
+    `subject`: run whose steps are estimated from its rows; None if these are not known either.
+    """
+    unknown = [Unknown(field="parameters", reason=reason)]
+    unknown += [Unknown(field=name, reason=_WITH_PARAMETERS) for name in ("memory_mb", "seconds")]
+    steps = tokens = None
+    assumed: list[str] = []
+    if subject is None:
+        unknown += [Unknown(field=name, reason=_WITH_PARAMETERS) for name in ("steps", "tokens")]
+    else:
+        steps, tokens, assumed = _without_model(subject, unknown)
+    device = devices[0] if devices else EstimatedDevice(kind="cuda", name=None, memory_mb=None)
+    fits = [
+        Fit(device=one, fits=None, total_mb=None, gradient_checkpointing=None, reason=_WITH_PARAMETERS, advice=[])
+        for one in devices
+    ]
+    return RunEstimate(
+        parameters=None,
+        memory_mb=None,
+        device=device,
+        gradient_checkpointing=None,
+        steps=steps,
+        tokens=tokens,
+        flops=None,
+        seconds=None,
+        cost=None,
+        confidence=Confidence(memory=None, seconds=None),
+        fits=fits,
+        assumptions=assumed,
+        unknown=unknown,
+    )
+
+
+def _without_model(subject: Subject, unknown: list[Unknown]) -> tuple[int | None, int | None, list[str]]:
+    """Return steps, tokens and assumptions derived from rows and batches; append the rest to `unknown`."""
+    config = resolve(subject.config, subject.given, None).config
+    course = course_of(config, subject.data, config.max_seq_length or 2**31)
+    if source := config.trainer_options.data_source:
+        reason = _of_source(source.type)
+        unknown += [Unknown(field="steps", reason=reason)] if course.steps is None else []
+        unknown.append(Unknown(field="tokens", reason=reason))
+        return course.steps, None, []
+    if config.max_seq_length is None:
+        reason = "Without `max_seq_length` the sequence length depends on the model, which is not known."
+        unknown.append(Unknown(field="tokens", reason=reason))
+        return course.steps, None, []
+    limit = "The model's own sequence limit is not known, so no sequence is assumed to be cut by it."
+    return course.steps, course.tokens, [*course.assumptions, limit]
+
+
+def _of_source(name: str) -> str:
+    return f"`extra.data_source` is the plugin `{name}`; its number of rows is not known."

@@ -1,0 +1,67 @@
+"""Stored estimate of a run: computed once after creation, and compared with the measured resources."""
+
+import logging
+
+from sqlalchemy import select
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
+
+from app.config import Settings
+from app.contracts.schemas.estimates import KeptEstimate, Measured, RunEstimate, stored
+from app.contracts.training_config.fields import TrainingConfig
+from app.infra.storage import Storage
+from app.runs.estimates import service
+from app.runs.estimates.history import measured
+from app.tables.runs import Run, StoredEstimate
+
+log = logging.getLogger(__name__)
+
+
+async def keep(sessions: async_sessionmaker[AsyncSession], settings: Settings, storage: Storage, run: Run) -> None:
+    """Estimate a new run and store the result, unless one is stored already; call it after the commit.
+
+    Errors are logged and leave the run without an estimate: estimates are advisory and never fail a run.
+    """
+    if run.attempt:
+        return
+    try:
+        async with sessions() as session:
+            if await session.get(StoredEstimate, run.id) is not None:
+                return
+            data = await service.data_of(session, run.dataset_id)
+            subject = service.Subject(TrainingConfig.model_validate(run.config), run.given, run.backend, data)
+            known = await service.look_up(session, settings, subject)
+        found, _ = await service.in_turn(settings, storage, subject, known, thorough=False)
+        async with sessions() as session, session.begin():
+            # The run may have been deleted in the meantime.
+            still = select(Run.id).where(Run.id == run.id).with_for_update(read=True, key_share=True)
+            if await session.scalar(still) is not None:
+                await store(session, run.id, found)
+    except Exception:
+        log.exception("estimate failed for run %s with base model %r", run.id, run.config.get("base_model"))
+
+
+async def store(session: AsyncSession, run_id: str, found: RunEstimate) -> None:
+    """Store the estimate of a run; an existing one is kept."""
+    new = insert(StoredEstimate).values(run_id=run_id, estimate=found.model_dump(mode="json"))
+    await session.execute(new.on_conflict_do_nothing())
+
+
+async def of(session: AsyncSession, run_id: str) -> KeptEstimate | None:
+    """Return the estimate stored at creation; None if there is none or another version stored a different form."""
+    document = await session.scalar(select(StoredEstimate.estimate).where(StoredEstimate.run_id == run_id))
+    return stored(document) if document else None
+
+
+async def compared(
+    session: AsyncSession, run: Run, step_seconds: float | None
+) -> tuple[KeptEstimate | None, Measured | None]:
+    """Return the estimate stored at creation and the measured resources so far; None where there are none."""
+    expected = await of(session, run.id)
+    peak, reserved, rate = await measured(session, run.id) if run.attempt else (None, None, None)
+    real = None
+    if peak is not None or rate is not None:
+        real = Measured(
+            peak_memory_mb=peak, reserved_memory_mb=reserved, tokens_per_second=rate, step_seconds=step_seconds
+        )
+    return expected, real

@@ -1,0 +1,95 @@
+"""Endpoint `GET /v1/runs/{id}/events`: the event stream of a run."""
+
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import StreamingResponse
+from sqlalchemy import select
+
+from app.api.errors import ApiError, not_found
+from app.contracts.errors import FieldError
+from app.contracts.events import EVENT_TYPES
+from app.contracts.run_status import TERMINAL
+from app.runs.events import responses
+from app.runs.events.frames import in_place_of_dropped
+from app.runs.events.stream import Streams
+from app.tables.runs import Run
+
+router = APIRouter(tags=["events"])
+
+_EXAMPLE = (
+    "retry: 2000\n\nid: 41\nevent: metric\n"
+    'data: {"run_id":"run_01k3x9m6q2v8s4t0w7y5z1a3b6","seq":41,"ts":"2026-01-02T03:04:05.678Z","step":10,'
+    '"epoch":0.5,"loss":2.31,"learning_rate":0.0002,"grad_norm":0.9,"gpu_memory_mb":null,'
+    '"samples_per_second":12.5,"extra":{}}\n\n'
+)
+
+
+@router.get(
+    "/runs/{run_id}/events",
+    response_class=StreamingResponse,
+    responses={
+        200: {
+            "description": "Stored events after the cursor, then live ones, until the run ends.",
+            "content": {
+                "text/event-stream": {"schema": responses.EVENTS_SCHEMA, "example": _EXAMPLE},
+                "application/x-ndjson": {"schema": {"type": "string"}},
+            },
+        },
+        204: {"description": "The run has ended and the cursor is at or after its `end`: no more events follow."},
+    },
+)
+async def stream_events(
+    request: Request,
+    run_id: str,
+    after: Annotated[int, Query(ge=0, le=2**62, description="Return events after this `seq`.")] = 0,
+    types: Annotated[
+        str | None,
+        Query(
+            max_length=200,
+            description="Return only these types, comma-separated; `end` and `truncated` are always included.",
+        ),
+    ] = None,
+    follow: Annotated[
+        bool, Query(description="If false, end after the newest event instead of waiting for more.")
+    ] = True,
+    format: Annotated[Literal["sse", "ndjson"], Query(description="`ndjson`: one JSON object per line.")] = "sse",
+    last_event_id: responses.LastEventId = None,
+) -> Response:
+    """Stream the events of a run (logs, metrics, status, checkpoints) in order and without gaps, from any cursor."""
+    sent = responses.cursor(last_event_id)
+    cursor = after if sent is None else sent
+    chosen = _types(types)
+    # Streams can last for days: the run is read before the first byte is sent, and no session stays open.
+    async with request.app.state.sessions() as session:
+        run = (
+            await session.execute(select(Run.status, Run.event_seq, Run.first_seq).where(Run.id == run_id))
+        ).one_or_none()
+    if run is None:
+        raise not_found("run", run_id)
+    if over := responses.nothing_to_come(run.status, run.event_seq, cursor):
+        return over
+    streams: Streams = request.app.state.streams
+    batches = streams.batches(
+        run_id,
+        # A cursor ahead of the log (of another run, or from before a database restore) counts as the end of the log.
+        max(min(cursor, run.event_seq), run.first_seq - 1),
+        until=None if follow and run.status not in TERMINAL else run.event_seq,
+        wanted=None if chosen is None else lambda frame: frame.type in chosen,
+        still_allowed=lambda: responses.still_allowed(request),
+    )
+    opening = in_place_of_dropped(run_id, run, cursor)
+    if format == "ndjson":
+        return responses.LiveResponse(request, responses.as_ndjson(batches, opening.lines), "application/x-ndjson")
+    return responses.LiveResponse(request, responses.as_sse(batches, opening.sse))
+
+
+def _types(text: str | None) -> frozenset[str] | None:
+    if text is None:
+        return None
+    wanted = frozenset(part.strip() for part in text.split(",") if part.strip())
+    unknown = sorted(wanted - set(EVENT_TYPES))
+    if unknown or not wanted:
+        message = f"unknown event types {', '.join(unknown) or '(none)'}; valid types: {', '.join(EVENT_TYPES)}"
+        raise ApiError(422, "invalid", message, errors=[FieldError(field="types", code="unknown", message=message)])
+    return wanted | {"end", "truncated"}

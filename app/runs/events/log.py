@@ -1,0 +1,175 @@
+"""Event log of runs: appended under the run's row lock, read after a cursor.
+
+Every writer first increments `runs.event_seq` and then inserts, in one transaction. The row lock makes sequence order
+equal commit order, so a reader that has seen `seq` never finds a smaller one later.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import Connection, Select, Text, cast, select, text
+from sqlalchemy.exc import DataError
+
+from app.contracts.field_types import timestamp
+from app.infra.db import column
+from app.tables.events import RunEvent
+
+MEASURED = ("metric", "eval")
+"""Event types that are shown as curves."""
+# `json.dumps` with arguments creates an encoder on each call.
+_as_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
+class Fenced(Exception):
+    """Raised when the worker no longer owns the run or the run has ended: write nothing more, kill the trainer."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewEvent:
+    """Event without a `seq`; `data` is its payload, a JSON object on one line."""
+
+    type: str
+    ts: datetime
+    data: str
+    measured: dict[str, Any] | None = field(default=None, compare=False, repr=False)
+    """Payload of a metric or evaluation, so that it need not be parsed again; None otherwise."""
+
+    @classmethod
+    def of(cls, kind: str, ts: float, payload: dict[str, Any]) -> "NewEvent":
+        """Create an event from a payload of plain values, not modified later, and a Unix time in seconds."""
+        body = _as_json(payload)
+        return cls(kind, datetime.fromtimestamp(ts, UTC), body, payload if kind in MEASURED else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Position of the attempt's events after number `number_before` that a transaction has stored."""
+
+    number_before: int
+    seq_before: int
+
+    def seq_of(self, number: int) -> int:
+        """Return the `seq` of the attempt's event with this number; it must be one that was just stored."""
+        return self.seq_before + number - self.number_before
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Progress of the trainer, stored on the run in the same transaction as the events that report it."""
+
+    step: int
+    epoch: float
+    total_steps: int | None
+    best_loss: float | None
+
+
+# One statement: a COPY after the update takes a third longer for 100 events.
+# In the SELECT list the set-returning functions advance together; in FROM, 2,000 events take a quarter longer.
+_STORE = text(
+    """
+    WITH reserved AS (
+        UPDATE runs SET event_seq = event_seq + :n, src_hwm = src_hwm + :n,
+            current_step = coalesce(:step, current_step), current_epoch = coalesce(:passes, current_epoch),
+            total_steps = coalesce(:total, total_steps), best_loss = least(best_loss, :best)
+        WHERE id = :id AND epoch = :epoch AND status IN ('initializing', 'running', 'checkpointing')
+            AND src_hwm = :first - 1
+        RETURNING event_seq - :n AS seq_before, attempt
+    ), stored AS (
+        INSERT INTO run_events (run_id, seq, type, attempt, ts, data)
+        SELECT :id, seq_before + generate_series(1, :n), string_to_table(:types, chr(31)), attempt,
+            cast(string_to_table(:moments, chr(31)) AS timestamptz), cast(string_to_table(:data, chr(31)) AS json)
+        FROM reserved
+    )
+    SELECT seq_before FROM reserved
+    """
+)
+# With a lock: an earlier transaction of the same caller, whose result was lost, may still be running.
+_WHERE_STORED = text(
+    "SELECT src_hwm FROM runs WHERE id = :id AND epoch = :epoch "
+    "AND status IN ('initializing', 'running', 'checkpointing') FOR NO KEY UPDATE"
+)
+# Valid unescaped in JSON, but line ends to many clients, such as httpx's `iter_lines`.
+_LINE_ENDS = (("\x85", "\\u0085"), ("\u2028", "\\u2028"), ("\u2029", "\\u2029"))
+
+
+def append(
+    connection: Connection,
+    run_id: str,
+    epoch: int,
+    first: int,
+    new: Sequence[NewEvent],
+    progress: Progress | None = None,
+) -> Stored | None:
+    """Store the trainer's events number `first`, `first` + 1, … of this attempt, inside the caller's transaction.
+
+    Idempotent: events that are already stored, all or some of them, are stored once. A caller that does not know
+    whether its commit succeeded can send the same events again, followed by more. Returns the position of the stored
+    events, or None if all of them were stored before.
+
+    Raises:
+        Fenced: The run has another lease epoch, or it has ended.
+    """
+    seq_before = _store(connection, run_id, epoch, first, new, progress)
+    if seq_before is None:
+        stored = connection.scalar(_WHERE_STORED, {"id": run_id, "epoch": epoch})
+        if stored is None:
+            raise Fenced(run_id)
+        if stored < first - 1:
+            raise RuntimeError(f"{run_id}: received event {first} of the attempt, but only {stored} are stored")
+        new = new[stored - first + 1 :]
+        if not new:
+            return None
+        first = stored + 1
+        seq_before = _store(connection, run_id, epoch, first, new, progress)
+        if seq_before is None:
+            raise Fenced(run_id)
+    return Stored(first - 1, seq_before)
+
+
+def _store(
+    connection: Connection, run_id: str, epoch: int, first: int, new: Sequence[NewEvent], progress: Progress | None
+) -> int | None:
+    """Store the events and return the `seq` before them; store nothing and return None if `first` is not next."""
+    values = {
+        "id": run_id,
+        "epoch": epoch,
+        "first": first,
+        "n": len(new),
+        "step": progress.step if progress else None,
+        "passes": progress.epoch if progress else None,
+        "total": progress.total_steps if progress else None,
+        "best": progress.best_loss if progress else None,
+        "types": column([event.type for event in new]),
+        "moments": column([event.ts for event in new]),
+        "data": column([event.data for event in new]),
+    }
+    seq_before: int | None = connection.scalar(_STORE, values)
+    return seq_before
+
+
+def is_refused_data(error: Exception) -> bool:
+    """Return True if Postgres rejected the content of an event (not the connection or the fence)."""
+    return isinstance(error, DataError)
+
+
+def read_after(run_id: str, after: int, limit: int) -> Select[int, str, datetime, str]:
+    """Select at most `limit` events after the cursor `after`: rows of seq, type, ts, data (text)."""
+    return (
+        select(RunEvent.seq, RunEvent.type, RunEvent.ts, cast(RunEvent.data, Text))
+        .where(RunEvent.run_id == run_id, RunEvent.seq > after)
+        .order_by(RunEvent.seq)
+        .limit(limit)
+    )
+
+
+def payload(run_id: str, seq: int, ts: datetime, data: str) -> str:
+    """Build the complete JSON object of an event in its wire format."""
+    if not data.isascii():
+        for mark, escape in _LINE_ENDS:
+            data = data.replace(mark, escape)
+    head = f'{{"run_id":"{run_id}","seq":{seq},"ts":"{timestamp(ts)}"'
+    body = data.lstrip()[1:]
+    return f"{head},{body}" if body.lstrip() != "}" else head + "}"

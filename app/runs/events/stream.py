@@ -1,0 +1,338 @@
+"""Live streams: one tail per run and process reads new events once and passes the same bytes to every reader."""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+from prometheus_client import Histogram
+from sqlalchemy import select
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from app.infra import async_tasks
+from app.infra.broker import Queue
+from app.infra.log_setup import bound_to_run
+from app.runs.events.frames import Batch, Frame, in_place_of_dropped
+from app.runs.events.log import payload, read_after
+from app.tables.runs import Run
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 1.0
+"""Interval at which a tail polls if no notification arrives (Redis down, a lost message)."""
+KEEP_ALIVE_SECONDS = 15.0
+RECHECK_SECONDS = 10.0
+"""Interval at which the caller's access is checked again."""
+_BATCH = 500
+_KEPT_BYTES = 512 * 1024
+_READS_AT_A_TIME = 5
+_GATHER_SECONDS = 0.05
+_LAG_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 300.0)
+
+
+class Tail:
+    """Single reader of a run's new events in this process; buffers the newest ones for all readers.
+
+    A reader is only a position. A reader so slow that its next event is no longer buffered reads from Postgres until it
+    has caught up, so slow readers never make the buffer grow.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        position: int,
+        read: Callable[[str, int], Awaitable[Batch]],
+        missed: Callable[[str, int], Awaitable[Batch | None]],
+        lag: Histogram,
+    ) -> None:
+        self.run_id = run_id
+        self.position = position
+        self.start = position
+        """Position after which all events are buffered."""
+        self.kept: deque[tuple[int, Batch]] = deque()
+        """Buffered batches, each with the position before it."""
+        self.kept_bytes = 0
+        self.readers = 0
+        self.is_over = False
+        self.is_gone = False
+        """True if the run was deleted: no more events follow, not even `end`."""
+        self.wake = asyncio.Event()
+        self._waiting: list[asyncio.Future[None]] = []
+        self._read = read
+        self._missed = missed
+        self._lag = lag
+
+    async def follow(self) -> None:
+        """Read and distribute events until the run ends or no reader is left."""
+        ticking = asyncio.create_task(self._tick(), name=f"tick {self.run_id}")
+        # Check for missed events at once as well: a read may return nothing because an ended run was deleted.
+        check_missed_at = time.monotonic()
+        try:
+            while self.readers:
+                # Clear before reading: a notification that arrives during the read must lead to another read.
+                self.wake.clear()
+                try:
+                    frames = await self._read(self.run_id, self.position)
+                    if not frames and time.monotonic() >= check_missed_at:
+                        check_missed_at = time.monotonic() + KEEP_ALIVE_SECONDS
+                        missed = await self._missed(self.run_id, self.position)
+                        if missed is None:
+                            self.is_gone = True
+                            return
+                        frames = missed
+                except (SQLAlchemyError, OSError) as error:
+                    log.info("cannot read events of %s, retrying: %s", self.run_id, error)
+                    frames = Batch()
+                if frames:
+                    self._distribute(frames)
+                    if frames[-1].type == "end":
+                        return
+                    if len(frames) == _BATCH:
+                        continue  # a full batch: there are probably more
+                    # The first event is sent at once. Events that follow shortly after are sent together, because
+                    # each read and each send costs far more than one additional event.
+                    await asyncio.sleep(_GATHER_SECONDS)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self.wake.wait(), POLL_SECONDS)
+        finally:
+            await async_tasks.end(ticking)
+
+    def behind(self, position: int) -> Batch:
+        """Return the next buffered events for a reader at or after `start`; empty if it has seen all."""
+        found = Batch()
+        for before, batch in reversed(self.kept):
+            if batch[-1].seq <= position:
+                break
+            found = batch if before >= position else Batch(frame for frame in batch if frame.seq > position)
+        return found
+
+    def wait(self) -> "asyncio.Future[None]":
+        """Return a future that completes when there are new events, or after a short time without any."""
+        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiting)
+        return waiting
+
+    def wake_readers(self) -> None:
+        """Wake all waiting readers."""
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+    def _distribute(self, frames: Batch) -> None:
+        self.kept.append((self.position, frames))
+        self.kept_bytes += frames.size
+        self.position = frames[-1].seq
+        while self.kept_bytes > _KEPT_BYTES and len(self.kept) > 1:
+            _, dropped = self.kept.popleft()
+            self.kept_bytes -= dropped.size
+            self.start = dropped[-1].seq
+        self.wake_readers()
+        if frames.oldest is not None:
+            # The trainer and this process have different clocks, so the difference can be negative.
+            self._lag.observe(max(0.0, time.time() - frames.oldest.timestamp()))
+
+    async def _tick(self) -> None:
+        """Wake readers periodically, so that they send keep-alives even while the database does not respond."""
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            self.wake_readers()
+
+
+class Reader:
+    """Position of one subscriber, and the tail that it has joined."""
+
+    __slots__ = ("position", "tail")
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+        self.tail: Tail | None = None
+
+
+class Streams:
+    """Registry of all tails and readers of this process."""
+
+    def __init__(self, engine: AsyncEngine, queue: Queue) -> None:
+        self._engine = engine
+        self._queue = queue
+        self._tails: dict[str, Tail] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._reading: dict[tuple[str, int], asyncio.Task[Batch]] = {}
+        self._readers: set[tuple[str, Reader]] = set()
+        self.lag = Histogram(
+            "anneal_event_lag_seconds",
+            "Seconds from an event to its delivery to live streams, for the oldest event of each batch.",
+            buckets=_LAG_BUCKETS,
+            registry=None,
+        )
+        # Readers that catch up must leave database connections to other requests.
+        self._reads = asyncio.Semaphore(_READS_AT_A_TIME)
+
+    async def close(self) -> None:
+        """End all tails; their readers end with the server's shutdown."""
+        for task in list(self._tasks):
+            await async_tasks.end(task)
+
+    def load(self) -> tuple[int, int, int]:
+        """Return the number of live streams, of streams that catch up, and of read events not yet delivered."""
+        live = backlog = 0
+        for run_id, reader in self._readers:
+            live += reader.tail is not None
+            if tail := self._tails.get(run_id):
+                backlog += max(0, tail.position - reader.position)
+        return live, len(self._readers) - live, backlog
+
+    async def read(self, run_id: str, after: int) -> Batch:
+        """Return the next stored events after a cursor, encoded; concurrent equal calls share one query.
+
+        A shared query may have started before the call and miss later commits; the tail delivers these.
+        """
+        place = (run_id, after)
+        reading = self._reading.get(place)
+        if reading is None:
+            reading = self._reading[place] = self._start_read(run_id, after)
+            reading.add_done_callback(lambda _: self._reading.pop(place))
+        return await asyncio.shield(reading)
+
+    async def read_now(self, run_id: str, after: int) -> Batch:
+        """Read like `read`, but never share a query, so that everything committed before the call is included."""
+        return await asyncio.shield(self._start_read(run_id, after))
+
+    def _start_read(self, run_id: str, after: int) -> "asyncio.Task[Batch]":
+        # A reader that disconnects during a query must not cancel it, which would invalidate its connection.
+        reading = asyncio.create_task(self._read(run_id, after), name=f"read {run_id}")
+        self._tasks.add(reading)
+        reading.add_done_callback(self._tasks.discard)
+        return reading
+
+    async def _read(self, run_id: str, after: int) -> Batch:
+        async with self._reads, self._engine.connect() as connection:
+            rows = (await connection.execute(read_after(run_id, after, _BATCH))).all()
+        batch = Batch(Frame(seq, kind, payload(run_id, seq, ts, data).encode()) for seq, kind, ts, data in rows)
+        batch.oldest = rows[0][2] if rows else None
+        return batch
+
+    async def _missed(self, run_id: str, position: int) -> Batch | None:
+        """Return the frames for dropped events after a position; None if the run no longer exists."""
+        async with self._reads, self._engine.connect() as connection:
+            query = select(Run.status, Run.event_seq, Run.first_seq).where(Run.id == run_id)
+            run = (await connection.execute(query)).one_or_none()
+        return None if run is None else in_place_of_dropped(run_id, run, position)
+
+    async def batches(
+        self,
+        run_id: str,
+        after: int,
+        *,
+        until: int | None = None,
+        wanted: Callable[[Frame], bool] | None = None,
+        keep_alive: float | None = None,
+        still_allowed: Callable[[], Awaitable[bool]] | None = None,
+    ) -> AsyncIterator[tuple[int, Batch]]:
+        """Yield stored events after `after`, then live ones, as (cursor, frames), in order without gaps or duplicates.
+
+        Only frames for which `wanted` is true are included. An empty batch is yielded if none was sent for `keep_alive`
+        seconds, even if unwanted events arrived. Ends after the `end` event, at `until`, when the run is deleted, or
+        when `still_allowed`, called about every 10 s, returns False.
+        """
+        keep_alive = KEEP_ALIVE_SECONDS if keep_alive is None else keep_alive
+        reader = Reader(after)
+        self._readers.add((run_id, reader))
+        last_sent = last_checked = time.monotonic()
+        try:
+            while until is None or reader.position < until:
+                frames = await self._next(run_id, reader)
+                if frames is None:
+                    return
+                now = time.monotonic()
+                if frames:
+                    if until is not None:
+                        frames = Batch(frame for frame in frames if frame.seq <= until)
+                    reader.position = frames[-1].seq if frames else until or reader.position
+                    over = not frames or frames[-1].type == "end"
+                    if wanted is not None:
+                        frames = Batch(frame for frame in frames if wanted(frame))
+                    if frames:
+                        last_sent = now
+                        yield reader.position, frames
+                    if over:
+                        return
+                if not frames and now - last_sent >= keep_alive:
+                    last_sent = now
+                    yield reader.position, frames
+                if still_allowed and now - last_checked >= RECHECK_SECONDS:
+                    last_checked = now
+                    if not await still_allowed():
+                        return
+        finally:
+            self._readers.discard((run_id, reader))
+            self._leave(reader)
+
+    async def _next(self, run_id: str, reader: Reader) -> Batch | None:
+        """Return the reader's next frames; empty after a short time without any; None if the run was deleted."""
+        tail = reader.tail
+        if tail is not None and tail.start <= reader.position:
+            if frames := tail.behind(reader.position):
+                return frames
+            if tail.is_gone:
+                return None
+            if not tail.is_over:
+                await tail.wait()
+                return tail.behind(reader.position) if tail.start <= reader.position else Batch()
+        # The reader has no tail yet, is too slow for it, or the tail has ended.
+        self._leave(reader)
+        if self._join(run_id, reader):
+            return Batch()
+        try:
+            frames = await self.read(run_id, reader.position)
+        except (SQLAlchemyError, OSError):
+            await asyncio.sleep(POLL_SECONDS)
+            return Batch()
+        if not frames and not self._join(run_id, reader):
+            self._begin(run_id, reader)
+            if reader.tail is None:
+                # The tail is ahead of the stored events. Never observed, but it would cause a busy loop.
+                await asyncio.sleep(POLL_SECONDS)
+        return frames
+
+    def _join(self, run_id: str, reader: Reader) -> bool:
+        """Join the tail if it buffers all events that the reader needs next; return False otherwise."""
+        tail = self._tails.get(run_id)
+        if tail is None or tail.start > reader.position:
+            return False  # there is no tail, or it is too far ahead: read from Postgres
+        tail.readers += 1
+        reader.tail = tail
+        return True
+
+    def _begin(self, run_id: str, reader: Reader) -> None:
+        """Start a tail at the reader's position, which is at the end of the stored events."""
+        if run_id in self._tails:
+            return  # the reader is behind the existing tail: read from Postgres once more
+        tail = self._tails[run_id] = Tail(run_id, reader.position, self.read_now, self._missed, self.lag)
+        self._join(run_id, reader)
+        task = asyncio.create_task(self._run(tail), name=f"tail {run_id}", context=bound_to_run(run_id))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    @staticmethod
+    def _leave(reader: Reader) -> None:
+        tail, reader.tail = reader.tail, None
+        if tail is not None:
+            tail.readers -= 1
+            if not tail.readers:
+                tail.wake.set()
+
+    async def _run(self, tail: Tail) -> None:
+        try:
+            await self._queue.listen(tail.run_id, tail.wake.set)
+            await tail.follow()
+        finally:
+            # Remove the tail first, so that a reader that arrives now starts a new one and misses nothing.
+            self._tails.pop(tail.run_id, None)
+            tail.is_over = True
+            tail.wake_readers()
+            await self._queue.unlisten(tail.run_id)

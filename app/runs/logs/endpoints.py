@@ -1,0 +1,73 @@
+"""Endpoint of `GET /v1/runs/{id}/logs`."""
+
+import asyncio
+from contextlib import nullcontext
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import StreamingResponse
+
+from app.contracts.run_status import TERMINAL
+from app.runs import service
+from app.runs.events import responses
+from app.runs.events.stream import Streams
+from app.runs.logs import lines
+
+router = APIRouter(prefix="/runs", tags=["runs"])
+
+
+SEARCHES_AT_A_TIME = 2
+"""Concurrent searches from the end of a log, which may read every line of it; others wait without a connection."""
+
+
+def _turn(request: Request) -> asyncio.Semaphore:
+    turns: asyncio.Semaphore = request.app.state.log_searches
+    return turns
+
+
+@router.get(
+    "/{run_id}/logs",
+    response_class=StreamingResponse,
+    responses={
+        200: {
+            "description": "Lines, or `log` events if `Accept` contains `text/event-stream`.",
+            "content": {
+                "text/plain": {"schema": {"type": "string"}, "example": "step 10 loss 2.31\n"},
+                "text/event-stream": {"schema": responses.EVENTS_SCHEMA},
+            },
+        },
+        204: {"description": "For events: the run has ended and the cursor is past its `end`."},
+    },
+)
+async def get_logs(
+    request: Request,
+    run_id: str,
+    tail: Annotated[int | None, Query(ge=0, le=1_000_000, description="Return only this many last lines.")] = None,
+    follow: Annotated[bool, Query(description="Stream further lines until the run ends.")] = False,
+    grep: Annotated[str | None, Query(max_length=1000, description="Return only lines that contain this text.")] = None,
+    last_event_id: responses.LastEventId = None,
+) -> Response:
+    """Get the output of the training process."""
+    as_events = "text/event-stream" in request.headers.get("accept", "")
+    sent = responses.cursor(last_event_id) if as_events else None
+    # A stream may last for days: the session is closed before the first byte.
+    async with _turn(request) if tail and grep else nullcontext(), request.app.state.sessions() as session:
+        run = await service.get(session, run_id)
+        after = (
+            await lines.cursor(session, run, tail, grep)
+            if sent is None
+            else max(min(sent, run.event_seq), run.first_seq - 1)
+        )
+    if as_events and (over := responses.nothing_to_come(run.status, run.event_seq, after)):
+        return over
+    streams: Streams = request.app.state.streams
+    batches = streams.batches(
+        run_id,
+        after,
+        until=None if follow and run.status not in TERMINAL else run.event_seq,
+        wanted=(lambda frame: lines.is_shown(frame, grep)) if as_events else None,
+        still_allowed=lambda: responses.still_allowed(request),
+    )
+    if as_events:
+        return responses.LiveResponse(request, responses.as_sse(batches))
+    return responses.LiveResponse(request, lines.as_text(batches, grep), "text/plain; charset=utf-8")

@@ -1,0 +1,102 @@
+"""Points of a run, read from all of its events, whichever version wrote them."""
+
+import asyncio
+import json
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from sqlalchemy import BindParameter, Text, bindparam, cast, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.contracts.schemas.runs import TrainingMetrics
+from app.runs.metrics.rollups import NAMED, step_of, values
+from app.tables.events import RunEvent
+
+_CHUNK = 5000
+
+Points = dict[str, dict[int, float | None]]
+"""Values of each series by step."""
+
+
+async def recent(session: AsyncSession, run_id: str, most: int) -> list[TrainingMetrics]:
+    """Return the newest points in step order, without those that were trained again later."""
+    query = _newest_first(run_id, ("metric",)).limit(most * 2)
+    newest = _NewestPass()
+    kept = []
+    for kind, text in (await session.execute(query)).all():
+        data = json.loads(text)
+        step = step_of(data)
+        if step is not None and newest.has(kind, step):
+            kept.append(_shown(step, data))
+    return kept[:most][::-1]
+
+
+def _shown(step: int, data: dict[str, Any]) -> TrainingMetrics:
+    """Build a point from the valid fields of an event; other data from a trainer must not make its run unreadable."""
+    numbers, extra = dict(values("metric", data)), data.get("extra")
+    named = {name: numbers.get(name) for name in NAMED}
+    return TrainingMetrics(step=step, **named, extra=extra if isinstance(extra, dict) else {})
+
+
+async def all_points(
+    session: AsyncSession, run_id: str, names: Sequence[str] | None, from_step: int, to_step: int
+) -> Points:
+    """Return all valid points of every series, or of those in `names`; reads every event of the run."""
+    found = _Counting(names, from_step, to_step)
+    rows = await session.stream(_newest_first(run_id, ("metric", "eval")).execution_options(yield_per=_CHUNK))
+    async for chunk in rows.partitions():
+        # In a thread: 100,000 points take a second to parse, which must not block other requests.
+        if not await asyncio.to_thread(found.add, chunk):
+            break
+    await rows.close()
+    return found.points
+
+
+def _newest_first(run_id: str, types: tuple[str, ...]) -> Any:
+    query = select(RunEvent.type, cast(RunEvent.data, Text))
+    # As literals: a generic plan could not use the partial index of these types.
+    literal: BindParameter[str] = bindparam("types", types, expanding=True, literal_execute=True)
+    return query.where(RunEvent.run_id == run_id, RunEvent.type.in_(literal)).order_by(RunEvent.seq.desc())
+
+
+class _NewestPass:
+    """Finds the points that no later one has replaced, reading events from newest to oldest.
+
+    A point of a later event replaces those of its own type from its step on, and those of other types after its
+    step: an evaluation and a metric of one step are both valid.
+    """
+
+    def __init__(self) -> None:
+        self.first = math.inf
+        """Lowest step so far."""
+        self._first_of_type: dict[str, int] = {}
+
+    def has(self, kind: str, step: int) -> bool:
+        """Return True if the next older event is still valid."""
+        counts = step <= self.first and step < self._first_of_type.get(kind, math.inf)
+        self.first = min(self.first, step)
+        self._first_of_type[kind] = min(step, self._first_of_type.get(kind, step))
+        return counts
+
+
+class _Counting:
+    """Collects valid points from the newest event to the oldest."""
+
+    def __init__(self, names: Sequence[str] | None, from_step: int, to_step: int) -> None:
+        self.points: Points = {name: {} for name in names or ()}
+        self._all = names is None
+        self._from, self._to = from_step, to_step
+        self._newest = _NewestPass()
+
+    def add(self, rows: Iterable[Any]) -> bool:
+        """Add rows of type and data; return False if no older row can matter."""
+        for kind, text in rows:
+            data = json.loads(text)
+            step = step_of(data)
+            if step is None or not self._newest.has(kind, step) or not self._from <= step <= self._to:
+                continue
+            for name, value in values(kind, data):
+                if self._all or name in self.points:
+                    self.points.setdefault(name, {})[step] = value
+        return self._newest.first >= self._from

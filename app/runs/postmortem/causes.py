@@ -1,0 +1,235 @@
+"""Probable cause of a run's end and advised changes, from its error and the failure report of its last attempt."""
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from app.contracts.training_config.raw_config import is_probe
+
+_LONGEST_LIMIT = 365 * 86_400.0
+_NATIVE = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+_REQUESTS_TO_END = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+_DIVERGED_RATIO = 1.5
+"""Ratio of the last to the lowest loss above which the run diverged: its weights are damaged regardless of the rows."""
+_ROWS_FAIL_ALONE = "out when put through the model alone"
+"""Text of the trainer's message if rows fail on their own."""
+_IN_EVALUATION = "` of the evaluation at step "
+"""Text of the trainer's message if an evaluation, not a step, was non-finite: there is no step to skip."""
+_NEXT_ATTEMPT = "another attempt resumes from the last checkpoint"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Probable cause as a sentence, with configuration changes that would have helped."""
+
+    sentence: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    """New values of fields; empty if no configuration change helps."""
+    advice: str | None = None
+    """Effect of the changes, or another remedy."""
+    is_for_new_run: bool = False
+    """True if the changes help only from the first step on, so that no checkpoint is worth resuming from."""
+
+
+@dataclass(frozen=True)
+class Before:
+    """State of a run before it ended."""
+
+    losses: Sequence[float] = ()
+    """Latest logged losses, in step order."""
+    has_checkpoint: bool = False
+    """True if there is a checkpoint to go back to."""
+
+    @property
+    def was_diverging(self) -> bool:
+        """True if the last loss was well above the lowest."""
+        return len(self.losses) > 1 and self.losses[-1] > _DIVERGED_RATIO * min(self.losses) > 0
+
+
+def explain(
+    code: str | None,
+    message: str | None,
+    report: Mapping[str, Any],
+    config: Mapping[str, Any],
+    outcome: str | None = None,
+    before: Before = Before(),
+) -> Cause:
+    """Return the probable cause of an end with this error.
+
+    `report` is the supervisor's failure report, empty if there is none; `config` is the configuration of the last
+    attempt, `outcome` its outcome, and `before` the state of the run until then.
+    """
+    if is_probe(config):
+        return _probe_cause(code, message, report, config, outcome)
+    match code:
+        case "out_of_memory":
+            return _out_of_memory(report, config)
+        case "non_finite_loss" | "loss_spike":
+            return _bad_step(code, message or "", config, before)
+        case "disk_full":
+            return _disk_full(message or "", config)
+        case "time_limit":
+            limit = config.get("time_limit_seconds")
+            changes = {"time_limit_seconds": min(2 * limit, _LONGEST_LIMIT)} if limit else {}
+            return Cause(
+                "The run reached its `time_limit_seconds`.", changes, "The new limit allows the same time again."
+            )
+        case "trainer_crashed":
+            return _crash(report, resume="Resume the run")
+        case "worker_lost":
+            return _lost_too_often(report, message or "")
+        case None:
+            return _after_a_restart(report, outcome)
+        case _:
+            return Cause(message or f"The run ended with `{code}`.")
+
+
+def _probe_cause(
+    code: str | None, message: str | None, report: Mapping[str, Any], config: Mapping[str, Any], outcome: str | None
+) -> Cause:
+    """Return the cause for a probe; changes are advised for the run that it measures, not for the probe."""
+    # A probe never repairs itself, so this is not advised.
+    left_out = ("extra", "on_out_of_memory")
+    cause = explain(code, message, report, {name: config[name] for name in config if name not in left_out}, outcome)
+    if not cause.changes:
+        return cause
+    if code != "out_of_memory":
+        return Cause(cause.sentence, advice="Fix the problem, then request another probe.")
+    changes = " and ".join(f"`{name}` {value}" for name, value in cause.changes.items())
+    return Cause(cause.sentence, advice=f"The measured run may fit with {changes}: request a probe with these values.")
+
+
+def _out_of_memory(report: Mapping[str, Any], config: Mapping[str, Any]) -> Cause:
+    phase = report.get("phase") or "training"
+    where, seen = ("The machine", "host") if report.get("killed_by_kernel") else ("The device", "device")
+    last = (report.get("memory") or [{}])[-1]
+    usage = ""
+    if f"{seen}_mb" in last:
+        usage = f": shortly before, {last[f'{seen}_mb']:,} MB were in use and {last[f'{seen}_free_mb']:,} MB free"
+    sentence = f"{where} ran out of memory while {phase}{usage}."
+    if report.get("killed_by_kernel") and "device_mb" in last:
+        return Cause(sentence, advice="Add memory to the machine, or run fewer trainings on it at the same time.")
+    if config.get("on_out_of_memory") == "stop" and phase not in ("loading", "tokenizing"):
+        return Cause(sentence, {"on_out_of_memory": "repair"}, "The run then reduces its micro-batch size itself.")
+    if config.get("batch_size", 1) > 1 and phase != "loading":
+        batch, micro_batches = config["batch_size"], config["gradient_accumulation_steps"]
+        changes = {"batch_size": 1, "gradient_accumulation_steps": batch * micro_batches}
+        return Cause(sentence, changes, "A step then has the same rows, processed one at a time.")
+    method = config.get("method")
+    if method in ("full", "lora"):
+        smaller = "lora" if method == "full" else "qlora"
+        return Cause(sentence, {"method": smaller}, f"Method `{smaller}` needs a fraction of the memory of `{method}`.")
+    length = config.get("max_seq_length")
+    if phase != "loading" and length and length > 256:
+        return Cause(sentence, {"max_seq_length": length // 2}, "Longer rows are truncated or dropped.")
+    return Cause(sentence, advice="Use a smaller base model, or a device with more memory.")
+
+
+def _bad_step(code: str, message: str, config: Mapping[str, Any], before: Before) -> Cause:
+    name = "on_non_finite" if code == "non_finite_loss" else "on_spike"
+    sentence = message.partition(" Look at ")[0] or "A step had a non-finite or spiking loss."
+    rate = config.get("learning_rate")
+    slower = {"learning_rate": rate / 10} if rate else {}
+    if before.was_diverging:
+        lowest, last = min(before.losses), before.losses[-1]
+        diverged = f"{sentence} The loss had already risen from {lowest:.4g} to {last:.4g}: the run diverged."
+        advice = "The learning rate is probably too high rather than the rows bad; discard the training so far."
+        return Cause(diverged, slower, advice, is_for_new_run=True)
+    if _IN_EVALUATION in message:
+        return Cause(sentence, slower, "The learning rate is probably too high.")
+    if config.get(name) == "rewind":
+        advice = "It happened repeatedly: the learning rate is probably too high rather than the rows bad."
+        return Cause(sentence, slower, advice)
+    if before.has_checkpoint:
+        advice = "Resume with this setting: the run then restores the last checkpoint and skips such steps."
+        return Cause(sentence, {name: "rewind"}, advice)
+    if _ROWS_FAIL_ALONE in message:
+        return Cause(sentence, {name: "rewind"}, "Create the run again with this setting: it then skips such steps.")
+    advice = "No single row is at fault and there is no checkpoint to restore: the learning rate is probably too high."
+    return Cause(sentence, slower, advice)
+
+
+def _disk_full(message: str, config: Mapping[str, Any]) -> Cause:
+    kept = config.get("save_total_limit")
+    changes = {"save_total_limit": 1} if kept is None or kept > 1 else {}
+    advice = "Free disk space first, for example with `anneal prune`; fewer checkpoints then need less space."
+    return Cause(message or "The worker's disk is full.", changes, advice)
+
+
+def _crash(report: Mapping[str, Any], resume: str | None = None) -> Cause:
+    """Return the cause of a crash; `resume` starts the advice to resume, None if the run has continued by itself."""
+    number, phase = report.get("exit_signal"), report.get("phase") or "its work"
+    if number in _NATIVE:
+        name = signal.Signals(number).name
+        return Cause(
+            f"A C or CUDA library crashed ({name}) during {phase}; the last lines may show which.",
+            advice=f"{f'{resume}; if' if resume else 'If'} it crashes there again, check the versions in its "
+            "`config` event.",
+        )
+    if number == signal.SIGKILL:
+        return Cause(
+            f"An external SIGKILL ended the training process during {phase}; neither the service nor a lack of memory "
+            "caused it.",
+            advice=f"{resume}." if resume else None,
+        )
+    how = f"signal {number}" if number else f"exit code {report.get('exit_code')}"
+    return Cause(f"The training process ended with {how} during {phase} without an error; see its last lines.")
+
+
+def _hung(report: Mapping[str, Any]) -> Cause:
+    phase = report.get("phase") or "its work"
+    return Cause(
+        f"The training process hung during {phase}: it reported nothing for longer than ANNEAL_HANG_SECONDS.",
+        advice="The usual cause is a device or file system that does not respond; see the worker's log.",
+    )
+
+
+def _cut_off(report: Mapping[str, Any]) -> str:
+    phase = report.get("phase") or "its work"
+    why = "The database was unreachable for too long, or the worker was stalled"
+    return f"{why}, so the service ended the training process during {phase}"
+
+
+_TIMER = (
+    "The training process ended itself because it was not notified in time that its lease was renewed: the "
+    "database was unreachable, or the machine was overloaded or suspended"
+)
+_WORKER_LOST = "The worker was lost: its machine or its process ended, so the end of the training process is unknown."
+
+
+def _lost_too_often(report: Mapping[str, Any], message: str) -> Cause:
+    if report.get("killed_for") == "hang":
+        return _hung(report)
+    if report.get("killed_for") == "lease":
+        return Cause(f"{_cut_off(report)}.", advice="Once the database is reliably reachable, resume the run.")
+    if report.get("exit_signal") == signal.SIGALRM:
+        return Cause(f"{_TIMER}.", advice="Once the machine is responsive and the database reachable, resume the run.")
+    if message.startswith("worker lost") or not message:
+        return Cause(_WORKER_LOST, advice="Check that machine; the run can be resumed.")
+    # The reason why the last attempt could not continue: a missing file, a process that could not be started, …
+    return Cause(message[0].upper() + message[1:], advice="Fix the problem, then resume the run.")
+
+
+def _after_a_restart(report: Mapping[str, Any], outcome: str | None) -> Cause:
+    """Return the cause for an attempt that was followed by another one, so there is nothing to resume."""
+    repair, number = report.get("repair"), report.get("exit_signal")
+    if repair:
+        return Cause(f"The run repaired itself after this attempt: {repair['reason']}.")
+    if report.get("killed_for") == "hang":
+        return _hung(report)
+    if report.get("killed_for") == "lease":
+        return Cause(f"{_cut_off(report)}; {_NEXT_ATTEMPT}.")
+    if number == signal.SIGALRM:
+        return Cause(f"{_TIMER}; {_NEXT_ATTEMPT}.")
+    if number in _REQUESTS_TO_END:
+        name = signal.Signals(number).name
+        return Cause(f"An external signal ({name}), not from the service, ended the training process; {_NEXT_ATTEMPT}.")
+    if report and number is None and report.get("exit_code") is None:
+        lost = "The process from which training processes are forked was lost, and the training process with it"
+        return Cause(f"{lost}; {_NEXT_ATTEMPT}.")
+    if report:
+        return _crash(report)
+    if outcome == "lost":
+        return Cause(_WORKER_LOST, advice="Check that machine.")
+    return Cause("The attempt was abandoned and the run continues by itself; see its `status` event for the reason.")

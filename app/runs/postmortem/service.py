@@ -1,0 +1,121 @@
+"""Post-mortem of a run or of one of its attempts."""
+
+import asyncio
+import signal
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.api.errors import conflict
+from app.contracts.backends import BACKEND_RULES
+from app.contracts.run_status import TERMINAL
+from app.contracts.schemas.postmortem import AttemptEnd, CorrectedRequest, Correction, PostMortem
+from app.contracts.training_config.field_traits import CHANGEABLE_ON_RESUME
+from app.runs import service
+from app.runs.checkpoints.service import furthest_good
+from app.runs.metrics.points import recent
+from app.runs.postmortem.causes import Before, Cause, explain
+from app.runs.resume import as_asked
+from app.runs.validation.config import config_problems
+from app.tables.runs import Attempt, Run
+
+_REPLACED = {"qlora": ("load_in_4bit", "load_in_8bit", "lora_r"), "lora": ("load_in_4bit", "load_in_8bit", "lora_r")}
+"""Fields that the user may have set and that are invalid with the advised method."""
+_LOSSES = 1000
+"""Number of newest points used to detect a rising loss."""
+_UNSUCCESSFUL = ("failed", "lost", "retried", "repaired")
+
+
+async def examine(session: AsyncSession, run_id: str) -> PostMortem:
+    """Return the post-mortem of a failed run, or of its last unsuccessful attempt.
+
+    Raises 409 `nothing_went_wrong` if there is neither.
+    """
+    run = await service.get(session, run_id)
+    rows = await session.scalars(select(Attempt).where(Attempt.run_id == run.id).order_by(Attempt.attempt))
+    attempts = rows.all()
+    last = next((one for one in reversed(attempts) if one.outcome in _UNSUCCESSFUL), None)
+    if last is None and run.status != "failed":
+        raise conflict(
+            "nothing_went_wrong",
+            f"Run {run.id} is {run.status} and all its attempts succeeded, so there is no post-mortem.",
+        )
+    report: dict[str, Any] = (last.report if last else None) or {}
+    trained_config = (run.config | run.effective_config) if run.effective_config else run.config
+    outcome = last.outcome if last else None
+    cause = explain(run.error_code, run.error_message, report, trained_config, outcome, await _before(session, run))
+    return PostMortem(
+        run_id=run.id,
+        status=run.status,
+        code=run.error_code,
+        message=run.error_message,
+        attempt=last.attempt if last else None,
+        phase=report.get("phase"),
+        step=report.get("step"),
+        exit_code=report.get("exit_code"),
+        exit_signal=_signal_name(report),
+        killed_by_kernel=bool(report.get("killed_by_kernel")),
+        probable_cause=cause.sentence,
+        advice=cause.advice,
+        peaks=report.get("peaks", {}),
+        memory=report.get("memory", []),
+        last_lines=report.get("last_lines", []),
+        attempts=[_end(one) for one in attempts],
+        correction=await _correction(session, run, cause) if cause.changes else None,
+    )
+
+
+def _end(attempt: Attempt) -> AttemptEnd:
+    report = attempt.report or {}
+    return AttemptEnd(
+        attempt=attempt.attempt,
+        worker_id=attempt.worker_id,
+        started_at=attempt.started_at,
+        ended_at=attempt.ended_at,
+        outcome=attempt.outcome,
+        phase=report.get("phase"),
+        step=report.get("step"),
+        exit_code=report.get("exit_code"),
+        exit_signal=_signal_name(report),
+        repair=report.get("repair"),
+    )
+
+
+def _signal_name(report: dict[str, Any]) -> str | None:
+    number = report.get("exit_signal")
+    if number is None:
+        return None
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+async def _before(session: AsyncSession, run: Run) -> Before:
+    points = await recent(session, run.id, _LOSSES)
+    losses = [point.loss for point in points if point.loss is not None]
+    return Before(losses, has_checkpoint=await furthest_good(session, run.id) is not None)
+
+
+async def _correction(session: AsyncSession, run: Run, cause: Cause) -> Correction | None:
+    changes = cause.changes
+    replaced = _REPLACED.get(changes.get("method", ""), ())
+    asked = as_asked(run.config, set(run.given))
+    config = {name: value for name, value in asked.items() if name not in replaced} | changes
+    problems, _ = await asyncio.to_thread(
+        config_problems, BACKEND_RULES.get(run.backend), config, run.eval_dataset_id is not None
+    )
+    if problems:
+        return None
+    can_resume = not cause.is_for_new_run and run.status in TERMINAL and changes.keys() <= CHANGEABLE_ON_RESUME
+    if can_resume and await furthest_good(session, run.id) is not None:
+        request = CorrectedRequest(path=f"/v1/runs/{run.id}/resume", body={"config": changes})
+    else:
+        fields = {
+            "experiment_id": run.experiment_id, "name": run.name, "tags": run.tags, "backend": run.backend,
+            "dataset_id": run.dataset_id, "eval_dataset_id": run.eval_dataset_id, "priority": run.priority,
+            "max_restarts": run.max_restarts,
+        }  # fmt: skip
+        request = CorrectedRequest(path="/v1/runs", body={**fields, "config": config})
+    return Correction(changes=changes, config=config, request=request)

@@ -1,0 +1,310 @@
+"""Retention: deletes events by month, checkpoints and whole runs after a configured time.
+
+Never deletes what an unfinished run needs, what is pinned, or what a later run resumes, builds on or uses as a reward
+model.
+"""
+
+import asyncio
+import logging
+import re
+from dataclasses import astuple, dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from sqlalchemy import ARRAY, ColumnElement, Text, all_, delete, func, literal, select, text, update
+from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
+from sqlalchemy.orm import aliased
+
+from app.api.errors import as_api_error
+from app.audit.log import KEPT_DAYS
+from app.config import Settings
+from app.contracts.run_status import TERMINAL
+from app.infra.db import async_engine, is_away
+from app.infra.ids import id_at
+from app.infra.storage import Storage
+from app.runs import deletion
+from app.runs.checkpoints import retention
+from app.tables.audit import AuditEntry
+from app.tables.checkpoints import Checkpoint
+from app.tables.events import month_after
+from app.tables.runs import Run, RunRewardModel
+
+log = logging.getLogger(__name__)
+
+_LOCK = 0x707275  # "pru": one pass at a time, across replicas and commands
+_EVERY_SECONDS = 3600.0
+_RUNS_AT_ONCE = 500
+_LOOK_BACK_DAYS = 7.0
+_MONTH = re.compile(r"run_events_(\d{4})_(\d\d)")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Days to keep data after the end of a run; None: forever."""
+
+    events_days: float | None = None
+    checkpoints_days: float | None = None
+    runs_days: float | None = None
+
+    @classmethod
+    def of(cls, settings: Settings) -> "Policy":
+        """Return the policy of the settings."""
+        return cls(settings.keep_events_days, settings.keep_checkpoints_days, settings.keep_runs_days)
+
+    def or_else(self, other: "Policy") -> "Policy":
+        """Return this policy, with unset values taken from the other."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Policy(*(mine if mine is not None else theirs for mine, theirs in pairs))
+
+
+@dataclass
+class Pruned:
+    """Result of a pass: what was deleted, or would be."""
+
+    runs: int = 0
+    checkpoints: int = 0
+    checkpoint_bytes: int = 0
+    months: list[str] = field(default_factory=list)
+    """Months whose events were deleted, such as `2026-01`."""
+    is_busy: bool = False
+    """Another process was pruning; nothing was done."""
+
+    def told(self, dry_run: bool) -> str:
+        """Return a summary sentence."""
+        months = f"the events of {', '.join(self.months)}" if self.months else "no events"
+        size = f"{self.checkpoint_bytes / 2**20:,.0f} MiB"
+        verb = "Would delete" if dry_run else "Deleted"
+        return f"{verb} {self.runs:,} runs, {self.checkpoints:,} checkpoints ({size}) and {months}."
+
+
+class Pruning:
+    """A retention pass in small transactions: if it is interrupted, the next one continues."""
+
+    def __init__(self, engine: AsyncEngine, storage: Storage, policy: Policy, dry_run: bool = False) -> None:
+        self._engine = engine
+        self._sessions = async_sessionmaker(engine, expire_on_commit=False)
+        self._storage = storage
+        self._policy = policy
+        self._dry_run = dry_run
+        self._found = Pruned()
+        self._now = datetime.max.replace(tzinfo=UTC)
+        """Time of the database: if the clock of this machine is ahead, that must not make anything look old."""
+
+    async def all(self) -> Pruned:
+        """Apply the policy; return what was deleted."""
+        async with self._engine.connect() as turn:
+            await turn.execute(text("SET LOCAL idle_in_transaction_session_timeout = 0"))
+            if not await turn.scalar(text("SELECT pg_try_advisory_xact_lock(:key)"), {"key": _LOCK}):
+                return Pruned(is_busy=True)
+            self._now = (await turn.execute(select(func.clock_timestamp()))).scalar_one()
+            if self._policy.runs_days is not None:
+                await self._runs(self._before(self._policy.runs_days))
+            if self._policy.checkpoints_days is not None:
+                await self._checkpoints(self._before(self._policy.checkpoints_days))
+            if self._policy.checkpoints_days is not None and not self._dry_run:
+                await self._left_over()
+            if self._policy.events_days is not None:
+                await self._events(self._before(self._policy.events_days))
+            if not self._dry_run:
+                await self._audit(id_at("aud", self._before(KEPT_DAYS)))
+        return self._found
+
+    async def _audit(self, before: str) -> None:
+        """Delete audit entries that are more than a year old."""
+        old = select(AuditEntry.id).where(AuditEntry.id < before).order_by(AuditEntry.id).limit(10_000)
+        rows = 1
+        while rows:
+            async with self._sessions() as session, session.begin():
+                gone = delete(AuditEntry).where(AuditEntry.id.in_(old)).returning(AuditEntry.id)
+                rows = len((await session.scalars(gone)).all())
+
+    def _before(self, days: float) -> datetime:
+        return self._now - timedelta(days=days)
+
+    async def _runs(self, before: datetime) -> None:
+        """Delete whole runs, first those that no other run needs; others become deletable by that."""
+        gone: set[str] = set()
+        while True:
+            async with self._sessions() as session, session.begin():
+                other = aliased(Run)
+                needed = select(other.id).where((other.parent_run_id == Run.id) | (other.base_run_id == Run.id))
+                deleted = all_(literal(sorted(gone), ARRAY(Text)))  # what a dry run would have deleted
+                needed = needed.where(other.id != deleted)
+                reward_users = select(RunRewardModel.run_id).where(RunRewardModel.reward_run_id == Run.id)
+                reward_users = reward_users.where(RunRewardModel.run_id != deleted)
+                free = [~Run.pinned, ~needed.exists(), ~reward_users.exists()]
+                query = select(Run.id).where(*_ended(before), *free, Run.id != deleted)
+                found = (await session.scalars(query.limit(_RUNS_AT_ONCE).with_for_update(skip_locked=True))).all()
+                if not found:
+                    break
+                self._found.runs += len(found)
+                if self._dry_run:
+                    gone.update(found)
+                else:
+                    await deletion.drop(session, select(Run.id).where(Run.id.in_(found)))
+        if not self._dry_run:
+            await deletion.finish(self._sessions, self._storage)
+
+    async def _checkpoints(self, before: datetime) -> None:
+        """Delete checkpoints of runs that have ended, except the furthest and the best of each."""
+        last = ""
+        several = (
+            select(Checkpoint.run_id)
+            .where(Checkpoint.deleted_at.is_(None))
+            .group_by(Checkpoint.run_id)
+            .having(func.count() > 1)
+        )
+        while True:
+            query = select(Run.id).where(*_ended(before), ~Run.pinned, Run.id.in_(several), Run.id > last)
+            async with self._sessions() as session:
+                runs = (await session.scalars(query.order_by(Run.id).limit(_RUNS_AT_ONCE))).all()
+            for run_id in runs:
+                try:
+                    await self._checkpoints_of(run_id, before)
+                except DBAPIError as error:
+                    if is_away(error):
+                        raise
+                    log.warning("cannot delete the checkpoints of %s: %s", run_id, error.orig)
+            if not runs:
+                break
+            last = runs[-1]
+
+    async def _checkpoints_of(self, run_id: str, before: datetime) -> None:
+        async with self._sessions() as session, session.begin():
+            # A concurrent resume has locked the run; and the run may have been pinned since it was found.
+            still = select(Run.id).where(Run.id == run_id, *_ended(before), ~Run.pinned)
+            if await session.scalar(still.with_for_update()) is None:
+                return
+            rows = (await session.execute(retention.retire_ended(run_id))).all()
+            self._found.checkpoints += len(rows)
+            self._found.checkpoint_bytes += sum(row.bytes for row in rows)
+            if self._dry_run:
+                await session.rollback()
+                return
+        for row in rows:
+            await self._remove(run_id, row.attempt, row.name)
+
+    async def _left_over(self) -> None:
+        """Delete folders of checkpoints that were marked as deleted before an earlier pass was interrupted."""
+        marked = (
+            select(Checkpoint.run_id, Checkpoint.attempt, Checkpoint.name)
+            .join(Run, Run.id == Checkpoint.run_id)
+            .where(Checkpoint.deleted_at > self._before(_LOOK_BACK_DAYS), Run.status.in_(TERMINAL))
+        )
+        async with self._sessions() as session:
+            rows = (await session.execute(marked)).all()
+        for row in rows:
+            await self._remove(row.run_id, row.attempt, row.name)
+
+    async def _remove(self, run_id: str, attempt: int, name: str) -> None:
+        try:
+            await asyncio.to_thread(self._storage.remove_checkpoint, run_id, attempt, name)
+        except OSError as error:
+            log.warning("cannot delete checkpoint %s of %s, trying again later: %s", name, run_id, error)
+
+    async def _events(self, before: datetime) -> None:
+        async with self._sessions() as session:
+            partitions = (
+                await session.scalars(
+                    text(
+                        "SELECT child.relname FROM pg_inherits JOIN pg_class AS child ON child.oid = inhrelid "
+                        "WHERE inhparent = 'run_events'::regclass ORDER BY child.relname"
+                    )
+                )
+            ).all()
+        for name in partitions:
+            if (match := _MONTH.fullmatch(name)) is None:
+                continue
+            start = datetime(int(match[1]), int(match[2]), 1, tzinfo=UTC)
+            if month_after(start) > before:
+                continue
+            try:
+                if await self._month(name, start, before):
+                    self._found.months.append(f"{start:%Y-%m}")
+            except OperationalError as error:
+                # For example, its table is in use: the other months do not wait for that.
+                log.warning("cannot delete the events of %s, trying again later: %s", f"{start:%Y-%m}", error.orig)
+
+    async def _month(self, name: str, start: datetime, before: datetime) -> bool:
+        """Drop a month's partition, or replace it by one with the events of pinned runs only; no row is deleted."""
+        low, high = id_at("run", start), id_at("run", month_after(start))
+        inside = (Run.id >= low, Run.id < high)
+        async with self._sessions() as session, session.begin():
+            # This lock blocks appends: rather try again later than block them for long.
+            await session.execute(text("SET LOCAL lock_timeout = '2s'"))
+            await session.execute(text("SET LOCAL statement_timeout = 0"))
+            young = select(Run.id).where(*inside, Run.status.not_in(TERMINAL) | (Run.finished_at > before))
+            if await session.scalar(young.limit(1)):
+                return False
+            # Locked, so that none of them is pinned in between.
+            held = select(Run.id, Run.pinned).where(*inside).with_for_update(read=True)
+            kept = [row.id for row in (await session.execute(held)).all() if row.pinned]
+            has_others = text(f"SELECT 1 FROM {name} WHERE run_id <> ALL(:kept) LIMIT 1")
+            if not await session.scalar(has_others, {"kept": kept}):
+                return False
+            if not self._dry_run:
+                await _exchange(session, name, kept, low, high)
+                truncated = update(Run).where(*inside, Run.id.not_in(kept), Run.first_seq <= Run.event_seq)
+                await session.execute(truncated.values(first_seq=Run.event_seq + 1))
+        return True
+
+
+async def _exchange(session: AsyncSession, name: str, kept: list[str], low: str, high: str) -> None:
+    # No injection: names are those of this service's partitions; bounds contain only digits and base32.
+    if kept:
+        await session.execute(text(f"CREATE TABLE {name}_kept (LIKE {name} INCLUDING ALL)"))
+        await session.execute(
+            text(f"INSERT INTO {name}_kept SELECT * FROM {name} WHERE run_id = ANY(:kept)"), {"kept": kept}
+        )
+        # With a valid constraint, attaching does not scan the table while it holds the lock.
+        within = f"run_id IS NOT NULL AND run_id >= '{low}' AND run_id < '{high}'"
+        await session.execute(text(f"ALTER TABLE {name}_kept ADD CONSTRAINT within CHECK ({within})"))
+    await session.execute(text(f"ALTER TABLE run_events DETACH PARTITION {name}"))
+    await session.execute(text(f"DROP TABLE {name}"))
+    if kept:
+        await session.execute(text(f"ALTER TABLE {name}_kept RENAME TO {name}"))
+        await session.execute(
+            text(f"ALTER TABLE run_events ATTACH PARTITION {name} FOR VALUES FROM ('{low}') TO ('{high}')")
+        )
+        await session.execute(text(f"ALTER TABLE {name} DROP CONSTRAINT within"))
+
+
+def _ended(before: datetime) -> list[ColumnElement[bool]]:
+    # Ids sort by creation time, which precedes the end, so this bounds the search by the primary key.
+    started_before: Any = Run.id < id_at("run", before + timedelta(days=1))
+    return [Run.status.in_(TERMINAL), Run.finished_at < before, started_before]
+
+
+def prune(settings: Settings, policy: Policy, dry_run: bool) -> Pruned:
+    """Run one pass, for a command."""
+
+    async def once() -> Pruned:
+        engine = async_engine(settings.database_url or "", pool_size=2)
+        try:
+            return await Pruning(engine, Storage(settings), policy, dry_run).all()
+        finally:
+            await engine.dispose()
+
+    return asyncio.run(once())
+
+
+def in_background(engine: AsyncEngine, storage: Storage, settings: Settings) -> asyncio.Task[None]:
+    """Prune by the settings now and every hour, until cancelled; also finish the deletion of runs."""
+
+    async def loop() -> None:
+        sessions = async_sessionmaker(engine, expire_on_commit=False)
+        while True:
+            try:
+                await deletion.finish(sessions, storage)
+                found = await Pruning(engine, storage, Policy.of(settings)).all()
+                if found != Pruned() and not found.is_busy:
+                    log.info("pruned: %s", found)
+            except Exception as error:
+                if as_api_error(error) is None:
+                    log.exception("pruning failed, trying again in an hour")
+                else:
+                    log.info("pruning is delayed: %s", error)
+            await asyncio.sleep(_EVERY_SECONDS)
+
+    return asyncio.create_task(loop(), name="pruning")

@@ -1,0 +1,150 @@
+"""Background loop of the API: notifies workers of pending runs and reaps lost ones."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from prometheus_client import Counter
+from sqlalchemy import text, update
+from sqlalchemy.exc import TimeoutError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from app.config import Settings
+from app.infra import async_tasks
+from app.infra.broker import Queue
+from app.infra.clock import utc_now
+from app.infra.db import is_database_away
+from app.runs.state import machine
+from app.tables.events import ensure_partitions
+from app.tables.workers import Worker
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_LOCK = 0x646973  # "dis": one replica at a time does a round, no matter which
+_HINTS_A_ROUND = 100
+_PARTITION_EVERY = 3600.0
+_PARTITION_AGAIN = 60.0
+
+
+class Dispatcher:
+    """Dispatcher loop of an API process; of all replicas, the one that gets the advisory lock does the round."""
+
+    def __init__(self, engine: AsyncEngine, queue: Queue, settings: Settings) -> None:
+        """Create the dispatcher.
+
+        `engine` should not be shared with requests: many of those would make the database look unavailable.
+        """
+        self._engine = engine
+        self._queue = queue
+        self._lease = settings.lease_seconds
+        self._interval = min(1.0, settings.lease_seconds / 6)
+        self._task: asyncio.Task[None] | None = None
+        self._no_reap_before = 0.0
+        self._partitions_at = 0.0
+        self.losses = Counter(
+            "anneal_lease_losses",
+            "Runs that this process requeued or ended because their worker was lost, by their new status.",
+            ["status"],
+            registry=None,
+        )
+
+    async def start(self) -> None:
+        """Start the loop."""
+        self._task = asyncio.create_task(self._loop(), name="dispatcher")
+
+    async def stop(self) -> None:
+        """Stop the loop."""
+        if self._task:
+            await async_tasks.end(self._task)
+
+    async def _loop(self) -> None:
+        owed = 0
+        while True:
+            try:
+                hints, moved = await self.round()
+                # Marked in the database as sent: hints that the broker did not accept are sent again until it does.
+                owed = min(owed + hints, _HINTS_A_ROUND)
+                if owed and await self._queue.hint(owed):
+                    owed = 0
+                for run_id in moved:
+                    await self._queue.wake(run_id)
+            except Exception:  # without this loop no run would start again
+                log.exception("dispatcher: a round failed")
+            await asyncio.sleep(self._interval)
+
+    async def round(self) -> tuple[int, list[str]]:
+        """Do one round; return how many hints to send (marked already, sent after the commit), and the reaped runs.
+
+        Each job has its own transaction, so that a failure does not affect the others.
+        """
+        now = time.monotonic()
+        moved = await self._job("reaping lost runs", self._reap) if now >= self._no_reap_before else None
+        hints = await self._job("notifying workers of pending runs", _hint)
+        if now >= self._partitions_at:
+            done = await self._job("creating partitions", _partitions)
+            self._partitions_at = now + (_PARTITION_AGAIN if done is None else _PARTITION_EVERY)
+        return hints or 0, moved or []
+
+    async def _job(self, what: str, job: Callable[[AsyncConnection], Awaitable[T]]) -> T | None:
+        """Run one job in its own transaction; return None if another replica has the lock, or it failed."""
+        asked = time.monotonic()
+        try:
+            async with self._engine.begin() as connection:
+                mine = await connection.scalar(text("SELECT pg_try_advisory_xact_lock(:key)"), {"key": _LOCK})
+                if time.monotonic() - asked > self._lease / 2:
+                    self._grant_grace("it took too long to answer")
+                    return None
+                return await job(connection) if mine else None
+        except Exception as error:
+            if _is_absence(error):
+                self._grant_grace(error)
+            else:
+                log.exception("dispatcher: %s failed, trying again", what)
+            return None
+
+    def _grant_grace(self, why: object) -> None:
+        """Reap nothing for one lease: while Postgres was unavailable or hung, no worker could renew its lease."""
+        self._no_reap_before = time.monotonic() + self._lease
+        log.warning("dispatcher: the database was unavailable, trying again: %s", why)
+
+    async def _reap(self, connection: AsyncConnection) -> list[str]:
+        rows = (await connection.execute(machine.reap(self._lease))).mappings().all()
+        await connection.execute(silent_workers(self._lease))
+        return [self._report_loss(row) for row in rows]
+
+    def _report_loss(self, row: Any) -> str:
+        run_id, worker_id, status = row["id"], row["worker_id"], row["status"]
+        log.warning("run %s: worker %s is lost, the run is now %s", run_id, worker_id, status, extra={"run_id": run_id})
+        self.losses.labels(status).inc()
+        return str(run_id)
+
+
+def silent_workers(lease_seconds: float) -> Any:
+    """Mark workers without a heartbeat for three leases as offline; their next heartbeat brings them back."""
+    silence = text("clock_timestamp() - make_interval(secs => :silence)").bindparams(silence=3 * lease_seconds)
+    return update(Worker).where(Worker.state != "offline", Worker.heartbeat_at < silence).values(state="offline")
+
+
+async def _hint(connection: AsyncConnection) -> int:
+    return len((await connection.execute(machine.hint_due(_HINTS_A_ROUND))).all())
+
+
+async def _partitions(connection: AsyncConnection) -> list[str]:
+    # A new partition needs a lock that blocks every append: rather fail and try again than block events.
+    await connection.execute(text("SET LOCAL lock_timeout = '2s'"))
+    return await connection.run_sync(lambda sync: ensure_partitions(sync, utc_now()))
+
+
+def _is_absence(error: Exception) -> bool:
+    """Return True if the database could not be reached, as opposed to a busy pool, a lock or a bug."""
+    if isinstance(error, OSError):
+        return True
+    if isinstance(error, TimeoutError) or not is_database_away(error):
+        return False
+    state = getattr(getattr(error, "orig", None) or error, "sqlstate", None)
+    # Connection failures, shutdowns, and a read-only server, which accepts no lease renewals either.
+    return state is None or state[:2] in ("08", "57") or state == "25006"

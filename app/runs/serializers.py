@@ -1,0 +1,74 @@
+"""Serializers of runs."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic_core import to_json
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.contracts.schemas.runs import Prediction, RunRead, RunStopped, StopOutlook
+from app.infra.storage import Storage
+from app.runs import service
+from app.runs.checkpoints.service import preferred
+from app.runs.estimates import probe
+from app.runs.estimates.store import compared
+from app.runs.metrics.points import recent
+from app.tables.runs import Run
+
+DOCUMENTS = ("tags", "config", "effective_config")
+NUMBERS = ("current_epoch", "best_loss")
+MOMENTS = ("created_at", "started_at", "finished_at", "stop_requested_at")
+PLAIN = (
+    "experiment_id", "name", "backend", "dataset_id", "eval_dataset_id", "status", "priority", "max_restarts",
+    "pinned", "parent_run_id", "resume_checkpoint_id", "base_run_id", "attempt", "worker_id", "current_step",
+    "total_steps", "stop_mode", "error_code", "error_message", "created_by",
+)  # fmt: skip
+_SAME = (*PLAIN, *NUMBERS, *MOMENTS, *DOCUMENTS)
+_HISTORY = 100
+
+
+async def one(session: AsyncSession, storage: Storage, run: Run, prediction: Prediction | None = None) -> RunRead:
+    """Return a run with its newest metrics."""
+    return RunRead(**await _fields(session, storage, run), prediction=prediction)
+
+
+async def stopped(session: AsyncSession, storage: Storage, run: Run, outlook: StopOutlook) -> RunStopped:
+    """Return a run with the expected result of its stop."""
+    return RunStopped(**await _fields(session, storage, run), stop=outlook)
+
+
+async def _fields(session: AsyncSession, storage: Storage, run: Run) -> dict[str, Any]:
+    history = await recent(session, run.id, _HISTORY) if run.attempt else []
+    same = {name: getattr(run, name) for name in _SAME}
+    # A run that was never claimed has neither checkpoints nor metrics, so its creation does not wait for them.
+    saved = await preferred(session, run) if run.attempt else None
+    derived = _derived(storage, run, [saved.step, saved.attempt] if saved else None)
+    reward_runs = await service.reward_run_ids(session, run)
+    expected, real = await compared(session, run, probe.seconds_of_step(history))
+    result = await probe.told(session, run, expected, real)
+    taken = {"estimate": expected, "measured": real, "probe": result}
+    return {**same, **derived, **taken, "reward_run_ids": list(reward_runs), "metrics_history": history}
+
+
+def page(storage: Storage, rows: Sequence[Any], has_more: bool, predictions: Mapping[str, Prediction | None]) -> bytes:
+    """Return a `Page[RunSummary]` as JSON, from the rows of `app.runs.queries`."""
+    items = []
+    for row in rows:
+        prediction = predictions.get(row.id)
+        more = {"prediction": prediction.model_dump(mode="json") if prediction else None}
+        head = to_json(_derived(storage, row, row.furthest) | more).decode()
+        items.append(f"{head[:-1]},{row.shown[1:]}")
+    return f'{{"data":[{",".join(items)}],"has_more":{"true" if has_more else "false"}}}'.encode()
+
+
+def _derived(storage: Storage, run: Any, furthest: list[int] | None) -> dict[str, Any]:
+    """Return fields that are not columns of the same name; `furthest` is step and attempt of the newest checkpoint."""
+    checkpoint = storage.shown(run.id, furthest[1], f"checkpoint-{furthest[0]}") if furthest else None
+    output = None if run.output_attempt is None else storage.shown(run.id, run.output_attempt, "output")
+    return {
+        "id": run.id,
+        "run_id": run.id,
+        "last_seq": run.event_seq,
+        "checkpoint_path": checkpoint,
+        "fine_tuned_model": output,
+    }

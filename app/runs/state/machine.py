@@ -1,0 +1,340 @@
+"""State machine of a run; the only writer of `runs.status`.
+
+    pending ──claim──▶ initializing ──begin──▶ running ◀──saved── checkpointing
+     ▲  │                   │                   │  └────saving───────▲
+     │  └─request_stop─▶ cancelled              │
+     └──── hand_back · retry · repair · reap ◀──┤   (cancelled when a stop was asked, failed past max_restarts)
+                                                └──▶ complete · fail · cancel
+
+Each function returns one SQLAlchemy statement that async and sync sessions both execute. It combines a guarded UPDATE,
+the events of the transition (`status`, before an end also `error`, and `end`), the end of the attempt and the release
+of the devices. Its rows are the runs that moved, with the columns of `Run` and `from_status`; no row means that the
+caller is stale and must stop.
+"""
+
+from typing import Any
+
+from sqlalchemy import (
+    ColumnElement,
+    Executable,
+    Integer,
+    Select,
+    and_,
+    case,
+    cast,
+    func,
+    literal,
+    null,
+    or_,
+    select,
+    text,
+    update,
+)
+from sqlalchemy.dialects.postgresql import aggregate_order_by, insert
+from sqlalchemy.sql.selectable import CTE
+
+from app.contracts.run_status import LIVE, TERMINAL
+from app.infra.db import seconds
+from app.runs.state.transitions import EVENT_COLUMNS, actions, as_json, attempts, devices, events, move, runs, statement
+
+_LEAST_PAUSE = 1.0
+_MOST_DOUBLINGS = 6
+
+
+def create(values: dict[str, Any], reason: str = "created") -> Executable:
+    """Insert a pending run and its first event; no row if its id or idempotency key already exists."""
+    new = insert(runs).values(**values, status="pending", event_seq=1)
+    made = new.on_conflict_do_nothing().returning(*runs.c).cte("made")
+    first = select(
+        made.c.id,
+        literal(1),
+        literal("status"),
+        literal(0),
+        func.clock_timestamp(),
+        as_json(**{"from": null(), "to": made.c.status, "reason": literal(reason), "attempt": literal(0)}),
+    )
+    logged = insert(events).from_select(EVENT_COLUMNS, first).returning(events.c.seq).cte("logged")
+    return select(made).add_cte(logged)
+
+
+def claim(worker_id: str, backends: list[str], lease_seconds: float, kind: str, memory_mb: int | None) -> Executable:
+    """Claim the best pending run that fits the free devices of this worker, and those devices.
+
+    The row adds `device_indexes`. The run of a hint does not matter: priority does, then age.
+    """
+    # No SKIP LOCKED: a second thread of this worker waits and then sees the remaining devices, instead of none.
+    free = (
+        select(devices.c.index)
+        .where(devices.c.worker_id == worker_id, devices.c.run_id.is_(None))
+        .order_by(devices.c.index)
+        .with_for_update()
+        .cte("free")
+    )
+    room = select(func.count()).select_from(free).scalar_subquery()
+    picked = (
+        select(runs.c.id, runs.c.status.label("from_status"))
+        .where(
+            runs.c.status == "pending",
+            runs.c.stop_requested_at.is_(None),
+            runs.c.not_before <= func.clock_timestamp(),
+            runs.c.backend.in_(backends),
+            runs.c.devices_needed <= room,
+            func.coalesce(runs.c.requirements["kind"].astext, kind) == kind,
+            func.coalesce(cast(runs.c.requirements["memory_mb"].astext, Integer), 0) <= (memory_mb or 0),
+        )
+        .order_by(runs.c.priority.desc(), runs.c.id)
+        .limit(1)
+        .with_for_update(of=runs, skip_locked=True)
+        .cte("picked")
+    )
+    moved, parts = move(
+        picked,
+        literal("initializing"),
+        reason=func.concat("claimed by ", worker_id),
+        epoch=runs.c.epoch + 1,
+        attempt=runs.c.attempt + 1,
+        src_hwm=0,
+        lease_owner=worker_id,
+        worker_id=worker_id,
+        lease_expires_at=func.clock_timestamp() + seconds(lease_seconds),
+        started_at=func.coalesce(runs.c.started_at, func.now()),
+    )
+    chosen = select(free.c.index).order_by(free.c.index).limit(select(moved.c.devices_needed).scalar_subquery())
+    taken = (
+        update(devices)
+        .where(devices.c.worker_id == moved.c.lease_owner, devices.c.index.in_(chosen))
+        .values(run_id=moved.c.id, run_epoch=moved.c.epoch)
+        .returning(devices.c.index)
+        .cte("taken")
+    )
+    opened = (
+        insert(attempts)
+        .from_select(
+            ["run_id", "attempt", "epoch", "worker_id"],
+            select(moved.c.id, moved.c.attempt, moved.c.epoch, literal(worker_id)),
+        )
+        .returning(attempts.c.attempt)
+        .cte("opened")
+    )
+    indexes = select(func.array_agg(taken.c.index)).scalar_subquery().label("device_indexes")
+    return select(moved, indexes).add_cte(*parts, opened)
+
+
+def begin(
+    run_id: str, epoch: int, start_step: int, start_epoch: float, total_steps: int | None, best_loss: float | None
+) -> Executable:
+    """Enter `running` before the first optimizer step; progress of earlier attempts beyond it is rolled back."""
+    progress: dict[str, Any] = {
+        "current_step": start_step,
+        "current_epoch": start_epoch,
+        "best_loss": best_loss,
+        "total_steps": total_steps,
+    }
+    where = and_(runs.c.id == run_id, runs.c.epoch == epoch, runs.c.status == "initializing")
+    moved, parts = move(_pick(where), literal("running"), literal("training"), **progress)
+    started = (
+        update(attempts)
+        .where(attempts.c.run_id == moved.c.id, attempts.c.attempt == moved.c.attempt)
+        .values(start_step=start_step)
+        .returning(attempts.c.attempt)
+        .cte("started")
+    )
+    # The attempt has not ended, so `closed` and `started` do not update the same row.
+    return select(moved).add_cte(*parts, started)
+
+
+def saving(run_id: str, epoch: int) -> Executable:
+    """Enter `checkpointing`: a checkpoint is being written."""
+    return _guarded(run_id, epoch, ("running",), "checkpointing", "saving a checkpoint")
+
+
+def saved(run_id: str, epoch: int) -> Executable:
+    """Return to `running`: the checkpoint is written."""
+    return _guarded(run_id, epoch, ("checkpointing",), "running", "training")
+
+
+def complete(run_id: str, epoch: int, output_attempt: int | None, reason: str) -> Executable:
+    """Complete the run; its output is in the folder of `output_attempt`."""
+    return _guarded(run_id, epoch, LIVE, "completed", reason, output_attempt=output_attempt)
+
+
+def fail(run_id: str, epoch: int, code: str, message: str, output_attempt: int | None = None) -> Executable:
+    """Fail the run with a classified error; a run that reached its time limit still has an output."""
+    error = {"error_code": code, "error_message": message}
+    return _guarded(run_id, epoch, LIVE, "failed", code, output_attempt=output_attempt, **error)
+
+
+def cancel(run_id: str, epoch: int) -> Executable:
+    """Cancel the run because a stop was requested; without such a request a constraint rejects it."""
+    # A stop at the end of the epoch takes effect only now.
+    stopped_at = case((runs.c.stop_mode == "epoch_end", func.coalesce(runs.c.stop_requested_at, func.now())),
+                      else_=runs.c.stop_requested_at)  # fmt: skip
+    return _guarded(run_id, epoch, LIVE, "cancelled", "stopped on request", stop_requested_at=stopped_at)
+
+
+def hand_back(run_id: str, epoch: int, reason: str, delay_seconds: float = 0.0) -> Executable:
+    """Release the run to the queue in good order (drain); this does not count as a loss.
+
+    It is not claimed for `delay_seconds`, for when something that it needs is unavailable.
+    """
+    return _requeue(_live(run_id, epoch), reason, "handed_back", counted=False, delay_seconds=delay_seconds)
+
+
+def retry(run_id: str, epoch: int, reason: str, delay_seconds: float) -> Executable:
+    """Requeue a run whose trainer was lost for an external cause, after a delay; `max_restarts` limits this."""
+    return _requeue(_live(run_id, epoch), reason, "retried", counted=True, delay_seconds=delay_seconds)
+
+
+def repair(run_id: str, epoch: int, reason: str) -> Executable:
+    """Requeue a failed run that can continue with a changed setting; this does not count as a loss."""
+    return _requeue(_live(run_id, epoch), reason, "repaired", counted=False, delay_seconds=0.0)
+
+
+def reap(lease_seconds: float) -> Executable:
+    """Reap every run whose lease has expired, unless Postgres itself has only just started.
+
+    The delay covers the rest of a lease: a trainer that is no longer reachable is dead before another starts.
+    """
+    up_long_enough = func.pg_postmaster_start_time() < func.clock_timestamp() - seconds(lease_seconds)
+    expired = and_(runs.c.status.in_(LIVE), runs.c.lease_expires_at < func.clock_timestamp(), up_long_enough)
+    return _requeue(
+        expired,
+        "worker lost: its lease ran out",
+        "lost",
+        counted=True,
+        delay_seconds=lease_seconds / 3,
+        skip_locked=True,
+    )
+
+
+def reap_dead(worker_ids: list[str]) -> Executable:
+    """Reap the runs of workers whose process is known to be gone, without waiting for their leases."""
+    owned = and_(runs.c.status.in_(LIVE), runs.c.lease_owner.in_(worker_ids))
+    return _requeue(
+        owned, "worker lost: its process is gone", "lost", counted=True, delay_seconds=0.0, skip_locked=True
+    )
+
+
+def request_stop(run_id: str, save_checkpoint: bool, mode: str | None = None) -> Executable:
+    """Request an immediate stop; a pending run ends at once, so no claim can intervene. No row: it has ended.
+
+    The first such request counts, unless a later one saves nothing. `mode` (None: derived from `save_checkpoint`) is
+    checkpoint, best or discard, and is stored only for display.
+    """
+    mode = mode or ("checkpoint" if save_checkpoint else "discard")
+    is_first = runs.c.stop_requested_at.is_(None)
+    unfinished = and_(runs.c.id == run_id, runs.c.status.not_in(TERMINAL))
+    return statement(
+        _pick(unfinished),
+        case((runs.c.status == "pending", "cancelled"), else_=runs.c.status),
+        "stopped on request",
+        stop_requested_at=func.coalesce(runs.c.stop_requested_at, func.now()),
+        stop_save_checkpoint=case(
+            (is_first, save_checkpoint),
+            else_=and_(runs.c.stop_save_checkpoint, literal(save_checkpoint or mode != "discard")),
+        ),
+        stop_mode=case((or_(is_first, literal(mode == "discard")), mode), else_=runs.c.stop_mode),
+    )
+
+
+def request_stop_at_epoch_end(run_id: str) -> Executable:
+    """Request a stop at the end of the epoch; an immediate stop, before or after, wins. No row: it has ended.
+
+    A run that was never claimed ends at once. Any other run continues, is requeued if its worker is lost, and is
+    `cancelled` by the worker that reaches the end of the epoch.
+    """
+    unfinished = and_(runs.c.id == run_id, runs.c.status.not_in(TERMINAL))
+    never_claimed = and_(runs.c.status == "pending", runs.c.attempt == 0)
+    return statement(
+        _pick(unfinished),
+        case((never_claimed, "cancelled"), else_=runs.c.status),
+        "stopped on request",
+        stop_requested_at=case((never_claimed, func.now()), else_=runs.c.stop_requested_at),
+        stop_mode=case((runs.c.stop_requested_at.is_(None), "epoch_end"), else_=runs.c.stop_mode),
+    )
+
+
+def renew(run_id: str, epoch: int, lease_seconds: float) -> Executable:
+    """Renew the lease and return pending requests (a stop, actions); no row: another worker owns the run."""
+    asked = func.json_build_object(
+        text("'id'"), actions.c.id, text("'action'"), actions.c.action, text("'parameters'"), actions.c.parameters
+    )
+    waiting = (
+        select(func.json_agg(aggregate_order_by(asked, actions.c.id)))
+        .where(actions.c.run_id == runs.c.id, actions.c.status == "waiting")
+        .scalar_subquery()
+        .label("actions")
+    )
+    return (
+        update(runs)
+        .where(runs.c.id == run_id, runs.c.epoch == epoch, runs.c.lease_owner.is_not(None))
+        .values(lease_expires_at=func.clock_timestamp() + seconds(lease_seconds))
+        .returning(runs.c.stop_requested_at, runs.c.stop_save_checkpoint, runs.c.stop_mode, waiting)
+    )
+
+
+def hint_due(limit: int) -> Executable:
+    """Mark the pending runs without a hint in the last 30 s; one row per hint to send."""
+    due = (
+        select(runs.c.id)
+        .where(
+            runs.c.status == "pending",
+            runs.c.not_before <= func.clock_timestamp(),
+            or_(
+                runs.c.hinted_at.is_(None),
+                runs.c.hinted_at < func.clock_timestamp() - text("interval '30 s'"),
+            ),
+        )
+        .order_by(runs.c.priority.desc(), runs.c.id)
+        .limit(limit)
+        .with_for_update(skip_locked=True)
+        .scalar_subquery()
+    )
+    return update(runs).where(runs.c.id.in_(due)).values(hinted_at=func.clock_timestamp()).returning(runs.c.id)
+
+
+def _live(run_id: str, epoch: int) -> ColumnElement[bool]:
+    return and_(runs.c.id == run_id, runs.c.epoch == epoch, runs.c.status.in_(LIVE))
+
+
+def _pick(where: ColumnElement[bool], skip_locked: bool = False) -> CTE:
+    chosen: Select[Any] = select(runs.c.id, runs.c.status.label("from_status")).where(where)
+    return chosen.with_for_update(skip_locked=skip_locked).cte("picked")
+
+
+def _guarded(run_id: str, epoch: int, sources: tuple[str, ...], target: str, reason: str, **values: Any) -> Executable:
+    where = and_(runs.c.id == run_id, runs.c.epoch == epoch, runs.c.status.in_(sources))
+    return statement(_pick(where), literal(target), reason, **values)
+
+
+def _requeue(
+    where: ColumnElement[bool],
+    reason: str,
+    outcome: str,
+    *,
+    counted: bool,
+    delay_seconds: float,
+    skip_locked: bool = False,
+) -> Executable:
+    # A first loss whose cause is known needs no delay; a repeated one does.
+    delay = case((runs.c.lost_count == 0, seconds(delay_seconds)), else_=seconds(max(delay_seconds, _LEAST_PAUSE)))
+    exhausted = and_(literal(counted), runs.c.lost_count >= runs.c.max_restarts)
+    target = case((runs.c.stop_requested_at.is_not(None), "cancelled"), (exhausted, "failed"), else_="pending")
+    fails = and_(runs.c.stop_requested_at.is_(None), exhausted)
+    gave_up = func.concat(
+        reason, " (", runs.c.lost_count + 1, " times without a new checkpoint, max_restarts is ", runs.c.max_restarts,
+        "): see the last log lines, then resume the run",
+    )  # fmt: skip
+    return statement(
+        _pick(where, skip_locked),
+        target,
+        reason,
+        outcome=outcome,
+        epoch=runs.c.epoch + 1,
+        lost_count=runs.c.lost_count + int(counted),
+        hinted_at=None,
+        # The delay doubles with each further loss, so that a run that kills its workers does not do so in a loop.
+        not_before=func.clock_timestamp() + delay * func.power(2, func.least(runs.c.lost_count, _MOST_DOUBLINGS)),
+        error_code=case((fails, "worker_lost"), else_=None),
+        error_message=case((fails, gave_up), else_=None),
+    )

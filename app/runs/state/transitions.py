@@ -1,0 +1,134 @@
+"""A state transition of a run as one statement: guarded UPDATE, events, end of the attempt, release of the devices.
+
+`lifecycle`, the only user of this module, defines the transitions and their guards.
+"""
+
+from typing import Any
+
+from sqlalchemy import (
+    ColumnElement,
+    Executable,
+    Integer,
+    and_,
+    case,
+    cast,
+    func,
+    literal,
+    select,
+    text,
+    union_all,
+    update,
+)
+from sqlalchemy.dialects.postgresql import JSON, insert
+from sqlalchemy.sql.selectable import CTE
+
+from app.contracts.run_status import TERMINAL
+from app.tables.actions import RunAction
+from app.tables.events import RunEvent
+from app.tables.runs import Attempt, Run
+from app.tables.workers import Device
+
+runs: Any = Run.__table__
+
+attempts: Any = Attempt.__table__
+
+devices: Any = Device.__table__
+
+actions: Any = RunAction.__table__
+
+events: Any = RunEvent.__table__
+
+
+EVENT_COLUMNS = ["run_id", "seq", "type", "attempt", "ts", "data"]
+
+
+def as_json(**fields: Any) -> ColumnElement[Any]:
+    pairs = [part for name, value in fields.items() for part in (text(f"'{name}'"), value)]
+    return cast(func.json_build_object(*pairs), JSON)
+
+
+def statement(
+    picked: CTE, target: ColumnElement[Any], reason: str, outcome: str | None = None, **values: Any
+) -> Executable:
+    moved, parts = move(picked, target, literal(reason), outcome=outcome, **values)
+    return select(moved).add_cte(*parts)
+
+
+def move(
+    picked: CTE, target: ColumnElement[Any], reason: Any, outcome: str | None = None, **values: Any
+) -> tuple[CTE, list[CTE]]:
+    """Return the guarded UPDATE as a CTE, and the statements that belong to it."""
+    changed = target != runs.c.status
+    ends = and_(changed, target.in_(TERMINAL))
+    fails = and_(changed, target == "failed")
+    leaves = target.in_((*TERMINAL, "pending"))
+    values.setdefault("lease_owner", case((leaves, None), else_=runs.c.lease_owner))
+    values.setdefault("lease_expires_at", case((leaves, None), else_=runs.c.lease_expires_at))
+    moved = (
+        update(runs)
+        .where(runs.c.id == picked.c.id)
+        .values(
+            **values,
+            status=target,
+            finished_at=case((ends, func.now()), else_=runs.c.finished_at),
+            event_seq=runs.c.event_seq + cast(changed, Integer) + cast(ends, Integer) + cast(fails, Integer),
+        )
+        .returning(*runs.c, picked.c.from_status)
+        .cte("moved")
+    )
+    return moved, [_logged(moved, reason), _closed(moved, outcome), _released(moved)]
+
+
+def _logged(moved: CTE, reason: Any) -> CTE:
+    """Insert the events `error`, `status` and `end`, in this order, as far as the move requires them."""
+    row = moved.c
+    now = func.clock_timestamp()
+    has_moved = row.status != row.from_status
+    has_ended = and_(has_moved, row.status.in_(TERMINAL))
+    status = {"from": row.from_status, "to": row.status, "reason": reason, "attempt": row.attempt}
+    error = {"code": row.error_code, "message": row.error_message}
+    new_events = union_all(
+        select(row.id, row.event_seq - 2, literal("error"), row.attempt, now, as_json(**error)).where(
+            has_moved, row.status == "failed"
+        ),
+        select(
+            row.id,
+            row.event_seq - cast(has_ended, Integer),
+            literal("status"),
+            row.attempt,
+            now,
+            as_json(**status),
+        ).where(has_moved),
+        select(row.id, row.event_seq, literal("end"), row.attempt, now, as_json(status=row.status)).where(has_ended),
+    )
+    return insert(events).from_select(EVENT_COLUMNS, new_events).returning(events.c.seq).cte("logged")
+
+
+def _closed(moved: CTE, outcome: str | None) -> CTE:
+    """Close the attempt that the move ended."""
+    return (
+        update(attempts)
+        .where(
+            attempts.c.run_id == moved.c.id,
+            attempts.c.attempt == moved.c.attempt,
+            attempts.c.ended_at.is_(None),
+            moved.c.lease_owner.is_(None),
+        )
+        .values(
+            ended_at=func.clock_timestamp(),
+            outcome=case((moved.c.status == "pending", outcome or "requeued"), else_=moved.c.status),
+        )
+        .returning(attempts.c.attempt)
+        .cte("closed")
+    )
+
+
+def _released(moved: CTE) -> CTE:
+    """Free the devices of a run that no worker owns any more."""
+    return (
+        update(devices)
+        .where(devices.c.run_id == moved.c.id, moved.c.lease_owner.is_(None))
+        .values(run_id=None, run_epoch=None)
+        .returning(devices.c.index)
+        .cte("released")
+    )

@@ -1,0 +1,75 @@
+"""Validation of a training configuration against a backend."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from app.contracts.backends import Rules
+from app.contracts.errors import FieldError
+from app.contracts.methods import TrainingMethod
+from app.contracts.training_config.rules import Machine
+from app.contracts.training_config.validation import problems
+
+
+def config_problems(
+    rules: Rules | None,
+    config: Mapping[str, Any],
+    has_eval_dataset: bool = False,
+    dataset_format: str | None = None,
+    machines: Iterable[Machine] = (),
+) -> tuple[list[FieldError], Machine | None]:
+    """Return a backend's errors for a configuration, and the first machine that supports it."""
+
+    def judge(machine: Machine | None) -> list[FieldError]:
+        return problems(plain, has_eval_dataset=has_eval_dataset, dataset_format=dataset_format, machine=machine)
+
+    options = rules.options if rules else None
+    plain = config if options is None else {name: value for name, value in config.items() if name != "extra"}
+    found = judge(None)
+    fitting = None
+    refused: list[FieldError] = []
+    for machine in machines:
+        only_here = [problem for problem in judge(machine) if problem not in found]
+        if not only_here:
+            fitting, refused = machine, []
+            break
+        refused = refused or only_here
+    found += refused
+    if options is not None:
+        found += _option_problems(options, config.get("extra", {}))
+    if rules is not None and all(problem.field != "method" for problem in found):
+        found += _capability_problems(rules, config)
+    return found, fitting
+
+
+def _option_problems(options: Any, extra: Any) -> list[FieldError]:
+    try:
+        options.model_validate(extra)
+    except ValidationError as error:
+        known = ", ".join(options.model_fields)
+        found = []
+        for item in error.errors(include_url=False, include_input=False):
+            name = ".".join(["extra", *(str(part) for part in item["loc"])])[:200]
+            unknown = item["type"] == "extra_forbidden"
+            reason = f"is not an option of this backend; its options are {known}" if unknown else item["msg"]
+            code = "unknown_field" if unknown else "invalid"
+            found.append(FieldError(field=name, code=code, message=f"`{name}`: {reason}."))
+        return found
+    return []
+
+
+def _capability_problems(rules: Rules, config: Mapping[str, Any]) -> list[FieldError]:
+    found = []
+    can = rules.capabilities
+    method = config.get("method", TrainingMethod.qlora)
+    if method in list(TrainingMethod) and method not in can.supported_methods:
+        methods = ", ".join(f"`{name}`" for name in can.supported_methods)
+        found.append(
+            FieldError(
+                field="method",
+                code="not_supported_by_backend",
+                message=f"Backend `{can.name}` does not support method `{method}`; use one of {methods}.",
+            )
+        )
+    return found

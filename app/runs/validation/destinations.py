@@ -1,0 +1,36 @@
+"""Checks of the destinations of a run's results that the API can make: experiment trackers and the hub."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from sqlalchemy import exists, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.config import Settings
+from app.contracts.errors import FieldError
+from app.contracts.training_config.rules import problem
+from app.secrets import store
+from app.tables.secrets import Secret
+
+
+async def destination_problems(
+    session: AsyncSession, settings: Settings, config: Mapping[str, Any]
+) -> list[FieldError]:
+    """Return errors for destinations in a user's configuration that this server lacks a setting or a token for."""
+    found = []
+    trackers = config.get("report_to")
+    if isinstance(trackers, list) and "mlflow" in trackers and settings.mlflow_tracking_uri is None:
+        message = (
+            "contains `mlflow`, and no tracking server is configured; ask the operator to set "
+            "ANNEAL_MLFLOW_TRACKING_URI for API and workers"
+        )
+        found.append(problem("report_to", "tracker_not_set_up", message))
+    if config.get("push_to_hub") is None:
+        return found
+    if not settings.allow_hub:
+        message = "needs the hub, which is disabled on this server; ask its operator to set ANNEAL_ALLOW_HUB=true"
+        found.append(problem("push_to_hub", "hub_not_allowed", message))
+    elif not await session.scalar(select(exists().where(Secret.name == store.HF_TOKEN))):
+        message = "needs a hub token with write access; ask an admin to set it with `anneal secrets set hf_token`"
+        found.append(problem("push_to_hub", "hub_token_missing", message))
+    return found

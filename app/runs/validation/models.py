@@ -1,0 +1,107 @@
+"""Validation of base models and reward models."""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.base_models import resolver
+from app.base_models.compatibility import conflicts, is_reward_model
+from app.config import Settings
+from app.contracts.methods import TrainingMethod
+from app.contracts.training_config.raw_config import given_fields
+from app.infra.storage import Storage
+from app.runs.validation.dataset import rewards_of
+from app.runs.validation.result import Examined
+from app.tables.runs import Run
+
+
+async def _check_base_model(
+    session: AsyncSession,
+    settings: Settings,
+    storage: Storage,
+    config: Mapping[str, Any],
+    loads_model: bool,
+    found: Examined,
+    *,
+    needs_weights: bool,
+) -> None:
+    name = config.get("base_model")
+    if not isinstance(name, str) or any(error.field == "config.base_model" for error in found.errors):
+        return
+    if not loads_model and not resolver.is_run(name):
+        return
+    try:
+        output_attempt = await _output_attempt(session, name, "base") if resolver.is_run(name) else None
+        # In a thread: a storage that hangs must not block the event loop.
+        located = await asyncio.to_thread(resolver.locate, settings, storage, name, output_attempt)
+    except resolver.BaseModelError as error:
+        found.refuse("config.base_model", error.code, error.message)
+        return
+    if loads_model and located["path"] is not None:
+        folder, given = Path(located["path"]), given_fields(config)
+        wrong = await asyncio.to_thread(conflicts, folder, config, given, needs_weights=needs_weights)
+        for conflict in wrong:
+            found.refuse(f"config.{conflict.code}", "conflict", conflict.message)
+    if resolver.is_run(name):
+        found.base_run_id = name
+
+
+async def _check_reward_models(
+    session: AsyncSession,
+    settings: Settings,
+    storage: Storage,
+    config: Mapping[str, Any],
+    loads_model: bool,
+    found: Examined,
+) -> None:
+    refused = {error.field for error in found.errors}
+    for at, reward in rewards_of(config):
+        name, place = reward.get("model"), f"config.rlhf.rewards.{at}.model"
+        if reward.get("type") != "model" or not isinstance(name, str) or place in refused:
+            continue
+        is_run = resolver.is_run(name)
+        if not loads_model and not is_run:
+            continue
+        try:
+            output_attempt = await _output_attempt(session, name, "reward") if is_run else None
+            located = await asyncio.to_thread(resolver.locate, settings, storage, name, output_attempt)
+        except resolver.BaseModelError as error:
+            found.refuse(place, error.code, error.message)
+            continue
+        folder = located["path"]
+        if folder is not None and await asyncio.to_thread(is_reward_model, Path(folder)) is False:
+            found.refuse(
+                place,
+                "not_a_reward_model",
+                f"{name[:100]!r} generates text and returns no score; use a run of method `reward`, or a model for "
+                "sequence classification",
+            )
+        elif is_run and name not in found.reward_run_ids:
+            found.reward_run_ids.append(name)
+
+
+async def _output_attempt(session: AsyncSession, run_id: str, role: Literal["base", "reward"]) -> int | None:
+    query = select(Run.status, Run.output_attempt, Run.config["method"].astext.label("method")).where(Run.id == run_id)
+    run = (await session.execute(query.with_for_update(read=True, key_share=True))).one_or_none()
+    if run is None:
+        raise resolver.BaseModelError(
+            f"{role}_run_not_found", f"There is no run {run_id}; GET /v1/runs?status=completed lists usable runs."
+        )
+    if run.status != "completed":
+        raise resolver.BaseModelError(
+            f"{role}_run_not_completed",
+            f"Run {run_id} is {run.status}, not completed; "
+            + ("resume it, or" if run.status in ("failed", "cancelled") else "wait until it is, or")
+            + " use another model.",
+        )
+    if role == "reward" and run.method != TrainingMethod.reward:
+        raise resolver.BaseModelError(
+            "not_a_reward_model",
+            f"Run {run_id} was trained with method `{run.method}`; use a run of method `reward`.",
+        )
+    attempt: int | None = run.output_attempt
+    return attempt

@@ -1,0 +1,144 @@
+"""Validation of a request for a run: reports all errors at once, before anything is written."""
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.config import Settings
+from app.contracts.backends import Rules
+from app.contracts.errors import FieldError
+from app.contracts.schemas.runs import RunCreate
+from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.raw_config import given_fields, in_numbers
+from app.contracts.training_config.resolution import resolve
+from app.contracts.training_config.rules import Machine
+from app.infra.storage import Storage
+from app.runs.validation.config import config_problems
+from app.runs.validation.dataset import Place, data_problems
+from app.runs.validation.destinations import destination_problems
+from app.runs.validation.models import _check_base_model, _check_reward_models
+from app.runs.validation.plugins import plugin_problems
+from app.runs.validation.result import Examined
+from app.tables.datasets import Dataset
+from app.tables.experiments import Experiment
+from app.workers.queries import _online, _worker_online, online_machines
+
+
+async def examine(
+    session: AsyncSession,
+    settings: Settings,
+    storage: Storage,
+    known: Mapping[str, Rules],
+    request: RunCreate,
+    *,
+    needs_weights: bool = True,
+) -> Examined:
+    """Validate a whole request; the rows that it refers to stay locked against deletion until the commit.
+
+    Without `needs_weights`, the weights of the base model may be missing.
+    """
+    found = Examined()
+    rules = known.get(request.backend)
+    if rules is None:
+        names = ", ".join(f"`{name}`" for name in sorted(known))
+        found.refuse("backend", "unknown_backend", f"unknown backend; choose one of {names}")
+    if request.experiment_id is not None:
+        await _check_experiment(session, request.experiment_id, found)
+    dataset = await _dataset(session, "dataset_id", request.dataset_id, found)
+    evaluation = None
+    if request.eval_dataset_id is not None:
+        evaluation = await _dataset(session, "eval_dataset_id", request.eval_dataset_id, found)
+    places: tuple[tuple[Place, Dataset | None], ...] = (("dataset_id", dataset), ("eval_dataset_id", evaluation))
+    for name, item in places:
+        found.errors += data_problems(request.config, name, item, splits=rules is None or rules.loads_model)
+    machines = await online_machines(session, settings, request.backend, rules)
+    data_format = dataset.format if dataset else None
+    # In a thread, here and below: a long schema takes a second, which must not block other requests.
+    wrong, machine = await asyncio.to_thread(
+        config_problems, rules, request.config, request.eval_dataset_id is not None, data_format, machines
+    )
+    reported = {problem.field for problem in wrong}
+    wrong += [one for one in await destination_problems(session, settings, request.config) if one.field not in reported]
+    if rules is not None and rules.options is None:
+        refused, warned = await plugin_problems(session, _online(settings, request.backend), request.config)
+        wrong += [one for one in refused if one.field not in reported]
+        found.warnings += [_about_config(problem) for problem in warned]
+    found.errors += [_about_config(problem) for problem in wrong]
+    loads_model = rules is None or rules.loads_model
+    config = in_numbers(request.config)
+    await _check_base_model(session, settings, storage, config, loads_model, found, needs_weights=needs_weights)
+    await _check_reward_models(session, settings, storage, request.config, loads_model, found)
+    if rules is not None and not await _worker_online(session, settings, request.backend):
+        found.warnings.append(
+            FieldError(
+                field="backend",
+                code="no_worker_online",
+                message=f"No worker of backend `{request.backend}` is online: the run waits until one starts, "
+                "and settings that depend on its device are checked then.",
+            )
+        )
+    if not found.errors:
+        await asyncio.to_thread(_resolve, request.config, machine, found)
+    return found
+
+
+def requirements(rules: Rules, config: TrainingConfig, given: Iterable[str]) -> dict[str, Any]:
+    """Return the requirements on a worker that follow from the configuration alone."""
+    wanted = set(given)
+    needs_gpu = (
+        ("optim" in wanted and config.optim.startswith("paged_"))
+        or (config.attn_implementation or "").startswith("flash_attention")
+        or ("bnb_4bit_compute_dtype" in wanted and config.bnb_4bit_compute_dtype == "float16")
+    )
+    return {"kind": "cuda"} if rules.machine_matters and needs_gpu else {}
+
+
+async def _check_experiment(session: AsyncSession, experiment_id: str, found: Examined) -> None:
+    query = select(Experiment.id).where(Experiment.id == experiment_id)
+    if await session.scalar(query.with_for_update(read=True, key_share=True)) is None:
+        found.refuse(
+            "experiment_id",
+            "experiment_not_found",
+            "there is no such experiment; create one with POST /v1/experiments, or leave the field out to use the "
+            "default one",
+        )
+
+
+async def _dataset(session: AsyncSession, name: str, dataset_id: str, found: Examined) -> Dataset | None:
+    query = select(Dataset).where(Dataset.id == dataset_id).with_for_update(read=True, key_share=True)
+    dataset = await session.scalar(query)
+    if dataset is None:
+        found.refuse(
+            name,
+            "dataset_not_found",
+            f"there is no dataset {dataset_id[:60]!r}; upload one with POST /v1/datasets",
+        )
+    return dataset
+
+
+def _resolve(config: Mapping[str, Any], machine: Machine | None, found: Examined) -> None:
+    given = given_fields(config)
+    found.config = TrainingConfig.model_validate(dict(config))
+    found.given = sorted(given)
+    effective = resolve(found.config, given, machine)
+    found.effective = effective.config
+    found.warnings += [
+        FieldError(
+            field=f"config.{item.field}",
+            code="replaced",
+            message=f"`{item.field}` will be {_shown(item.used)} instead of {_shown(item.requested)}: {item.reason}",
+        )
+        for item in effective.replaced
+    ]
+
+
+def _shown(value: Any) -> str:
+    return f"`{value}`" if isinstance(value, str) else str(value).lower()
+
+
+def _about_config(problem: FieldError) -> FieldError:
+    name = "config" if problem.field == "config" else f"config.{problem.field}"
+    return FieldError(field=name, code=problem.code, message=problem.message)

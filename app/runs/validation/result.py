@@ -1,0 +1,30 @@
+"""Result of validating a request for a run."""
+
+from dataclasses import dataclass, field
+
+from app.api.errors import ApiError, invalid
+from app.contracts.errors import FieldError
+from app.contracts.training_config.fields import TrainingConfig
+
+
+@dataclass
+class Examined:
+    """Result of validating a request; `config` is set if there are no errors."""
+
+    errors: list[FieldError] = field(default_factory=list)
+    warnings: list[FieldError] = field(default_factory=list)
+    config: TrainingConfig | None = None
+    given: list[str] = field(default_factory=list)
+    effective: TrainingConfig | None = None
+    base_run_id: str | None = None
+    reward_run_ids: list[str] = field(default_factory=list)
+
+    def refuse(self, name: str, code: str, message: str) -> None:
+        """Add an error."""
+        self.errors.append(FieldError(field=name, code=code, message=message))
+
+
+def refusal(errors: list[FieldError]) -> ApiError:
+    """Build a 422 with all errors; its code is that of the errors if they all have the same."""
+    codes = {error.code for error in errors}
+    return invalid(errors, code=codes.pop() if len(codes) == 1 else "invalid_request")

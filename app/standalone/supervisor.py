@@ -1,0 +1,356 @@
+"""`anneal up`: runs all services on this machine and restarts them until it is stopped."""
+
+import http.client
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from subprocess import Popen
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from sqlalchemy import select as select_rows
+from sqlalchemy.exc import SQLAlchemyError
+
+from app.api_keys.service import create_key_sync
+from app.config import Settings
+from app.infra.db import sync_engine
+from app.infra.private_files import make_private_folder, read_json, write_private_json
+from app.infra.processes import start_child, stop_child
+from app.infra.server_urls import check_urls
+from app.server import REQUEST_GRACE_SECONDS, base_url, listen
+from app.standalone.child_log import ChildLog
+from app.standalone.home_lock import HomeLock
+from app.standalone.servers import EmbeddedServers
+from app.tables import migrate
+from app.tables.workers import Worker
+from app.workers import status_files
+
+_STABLE_SECONDS = 30.0  # a process that ran this long before it exited is restarted at once
+_MAX_BACKOFF_SECONDS = 30.0
+_NOT_READY_REPORT_SECONDS = 60.0  # after which a startup that is not ready yet is reported
+_TICK_SECONDS = 0.2
+_API_GRACE_SECONDS = REQUEST_GRACE_SECONDS + 5.0
+_WORKER_EXTRA_GRACE_SECONDS = 10.0
+"""Seconds beyond the save grace of trainers: the worker then kills those that did not save, and reports it."""
+
+Say = Callable[[str], None]
+
+
+class Startable(Protocol):
+    """Interface of supervised processes: the embedded servers, the API and the worker."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def process(self) -> Popen[bytes] | None: ...
+
+    def start(self) -> None: ...
+
+
+class Program:
+    """Python process of the service: the API or a worker."""
+
+    def __init__(self, name: str, arguments: list[str], log: Path, environment: Callable[[], dict[str, str]]) -> None:
+        self.name = name
+        self.process: Popen[bytes] | None = None
+        self.descriptors: tuple[int, ...] = ()
+        # -P: do not import a folder called `app` from the current directory.
+        self._arguments = [sys.executable, "-P", "-m", *arguments]
+        self._log = log
+        self._environment = environment
+
+    def start(self) -> None:
+        self.process = start_child(
+            self._arguments, log=self._log, environment=self._environment(), descriptors=self.descriptors
+        )
+
+    def stop(self, grace: float) -> bool:
+        """Stop with SIGTERM, and with SIGKILL after `grace` seconds; return False if SIGKILL was needed."""
+        return self.process is None or stop_child(self.process, grace)
+
+
+class Supervised:
+    """Keeps one process running: restarts it when it exits, with an increasing delay."""
+
+    def __init__(self, target: Startable, say: Say, meant: Callable[[int], bool] = lambda _pid: False) -> None:
+        """Initialize; `meant(pid)` returns True if another command stopped the process: it is then not restarted."""
+        self.target = target
+        self._say = say
+        self._meant = meant
+        self._retired = False
+        self._running = target.process is not None
+        self._since = self._due = time.monotonic()
+        self._failures = 0
+
+    @property
+    def pid(self) -> int | None:
+        """Process id; None while it does not run."""
+        return self.target.process.pid if self._running and self.target.process is not None else None
+
+    def tend(self) -> bool:
+        """Check the process and restart it if due; return True if it exited or was started since the last call."""
+        now = time.monotonic()
+        if self._running:
+            code = self.target.process.poll() if self.target.process is not None else 0
+            if code is None:
+                return False
+            self._running = False
+            if self.target.process is not None and self._meant(self.target.process.pid):
+                self._retired = True
+                self._say(f"{self.target.name} was drained and has exited; the next `anneal up` starts one again")
+                return True
+            self._failures = 0 if now - self._since > _STABLE_SECONDS else self._failures + 1
+            self._back_off(now, f"{self.target.name} {_describe_exit(code)}")
+            return True
+        if self._retired or now < self._due:
+            return False
+        try:
+            self.target.start()
+        except Exception as error:
+            # For any reason, the other processes continue, and so do the restarts.
+            self._failures += 1
+            self._back_off(now, f"{self.target.name} could not be started: {error}")
+            return False
+        self._running, self._since = True, now
+        self._say(f"{self.target.name} was restarted (process {self.pid})")
+        return True
+
+    def _back_off(self, now: float, what: str) -> None:
+        delay = 0.0 if self._failures <= 1 else min(_MAX_BACKOFF_SECONDS, 0.5 * 2 ** (self._failures - 2))
+        self._due = now + delay
+        self._say(f"{what}; restarting it" + (f" in {delay:g} s" if delay else ""))
+
+
+class _StoppedEarly(Exception):
+    """Signal that a stop was requested during startup."""
+
+
+class Up:
+    """One `anneal up`; `run` returns the exit code, or raises `HomeError` before anything was started."""
+
+    def __init__(self, settings: Settings, say: Say) -> None:
+        self.settings = settings
+        self._say = say
+        self._home = settings.home
+        self._stopping = False
+        self._ready = False
+        self._key = ""
+        self._url = ""
+        self._reported_at = time.monotonic()
+        self._supervised: list[Supervised] = []
+
+    def run(self) -> int:
+        """Start everything, keep it running until SIGINT, SIGTERM or SIGHUP, then stop everything."""
+        check_urls(self.settings)
+        with HomeLock(self._home), self._signals() as wake, closing(listen(self.settings)) as listener:
+            self._url = base_url(listener)
+            logs = make_private_folder(self._home / "logs")
+            self._logs = [ChildLog(logs / f"{name}.log") for name in ("postgres", "valkey", "api", "worker")]
+            self._servers = EmbeddedServers(
+                self._home, postgres=self.settings.database_url is None, valkey=self.settings.redis_url is None
+            )
+            self._api = Program(
+                "api", ["app.cli.main", "api", "--fd", str(listener.fileno())], logs / "api.log", self._env
+            )
+            self._api.descriptors = (listener.fileno(),)
+            self._worker = Program("worker", ["worker.main"], logs / "worker.log", self._env)
+            try:
+                with suppress(_StoppedEarly):
+                    self._start()
+                while not self._stopping:
+                    self._poll()
+                    _wait(wake)
+                self._stop_gracefully()
+            finally:
+                self._kill_remaining()
+        return 0
+
+    @property
+    def _worker_grace(self) -> float:
+        return self.settings.save_grace_seconds + _WORKER_EXTRA_GRACE_SECONDS
+
+    def _start(self) -> None:
+        if self._servers.servers:
+            self._say(f"Starting {' and '.join(server.name for server in self._servers.servers)} in {self._home} …")
+        self._servers.start(self._check)
+        self._check()
+        settings = self._resolved()
+        before, after = migrate.upgrade(settings, self._say)
+        if before != after:
+            self._say(f"Database migrated to revision {after}.")
+        self._key = str((read_json(self.settings.connection_file) or {}).get("api_key") or "")
+        if not self._key:
+            self._make_key()
+        self._check()
+        self._say("Starting the API and a worker …")
+        self._api.start()
+        self._worker.start()
+        targets: list[Startable] = [*self._servers.servers, self._api]
+        self._supervised = [Supervised(target, self._say) for target in targets]
+        self._supervised.append(
+            Supervised(self._worker, self._say, lambda pid: status_files.was_drained(self._home, pid))
+        )
+        self._publish()
+
+    def _check(self) -> None:
+        """Raise if a stop was requested; the signal handler does not, because destructors swallow exceptions."""
+        if self._stopping:
+            raise _StoppedEarly
+
+    def _poll(self) -> None:
+        ports = [server.port for server in self._servers.servers]
+        changed = [supervised for supervised in self._supervised if supervised.tend()]
+        if [server.port for server in self._servers.servers] != ports:
+            # The server's old port was taken while it was down: restart its clients with the new port.
+            self._servers.publish()
+            self._api.stop(_API_GRACE_SECONDS)
+            self._worker.stop(self._worker_grace)
+        if changed:
+            self._publish()
+        for log in self._logs:
+            for line in log.important_lines():
+                self._say(f"{log.name}: {line}")
+        if not self._ready and self._is_ready():
+            self._ready = True
+            self._announce()
+
+    def _is_ready(self) -> bool:
+        status, missing = _get(self._url + "/readyz", self._key)
+        if status == 401:
+            # The stored key belongs to another database, or was revoked.
+            self._make_key()
+            self._publish()
+        if status == 200:
+            if self._worker_registered():
+                return True
+            missing = "No worker has registered."
+        if time.monotonic() - self._reported_at > _NOT_READY_REPORT_SECONDS:
+            self._reported_at = time.monotonic()
+            self._say(f"Not ready yet: {missing} See the log files in {self._home / 'logs'}.")
+        return False
+
+    def _worker_registered(self) -> bool:
+        process = self._worker.process
+        if process is None:
+            return False
+        query = select_rows(Worker.id).where(
+            Worker.host == socket.gethostname(), Worker.pid == process.pid, Worker.state == "online"
+        )
+        engine = sync_engine(self._resolved().database_url or "", pool_size=0, name="anneal-up")
+        try:
+            with engine.connect() as connection:
+                return connection.execute(query).first() is not None
+        except SQLAlchemyError:
+            return False
+
+    def _announce(self) -> None:
+        self._say(
+            "\nAnneal is ready.\n\n"
+            f"  URL  {self._url}\n"
+            f"  key  {self._key}\n\n"
+            f'  curl -H "Authorization: Bearer {self._key}" {self._url}/v1/workers\n\n'
+            f"The same is in {self.settings.connection_file}.\n"
+            "Ctrl-C stops it; active runs save a checkpoint and resume at the next start."
+        )
+
+    def _make_key(self) -> None:
+        self._key = create_key_sync(self._resolved(), "anneal up", ["admin"])
+
+    def _publish(self) -> None:
+        pids = {supervised.target.name: supervised.pid for supervised in self._supervised if supervised.pid}
+        write_private_json(
+            self.settings.connection_file,
+            {"url": self._url, "api_key": self._key, "pids": {"up": os.getpid(), **pids}},
+        )
+
+    def _resolved(self) -> Settings:
+        return self.settings.model_copy(
+            update={
+                "database_url": self.settings.database_url or self._servers.database_url,
+                "redis_url": self.settings.redis_url or self._servers.redis_url,
+            }
+        )
+
+    def _env(self) -> dict[str, str]:
+        # Their logs go to files below ANNEAL_HOME, which people read.
+        for_people = {"ANNEAL_LOG_FORMAT": "console"}
+        return for_people | self._resolved().child_environment() | {"PYTHONUNBUFFERED": "1"}
+
+    def _stop_gracefully(self) -> None:
+        """Stop the worker first: its trainers save, and their updates need the database."""
+        self._say("Stopping: runs save a checkpoint and are released (Ctrl-C again stops at once) …")
+        if not self._worker.stop(self._worker_grace):
+            self._say("The worker did not stop in time and was killed; its runs resume from their last checkpoint.")
+        self._api.stop(_API_GRACE_SECONDS)
+        self._servers.stop()
+
+    def _kill_remaining(self) -> None:
+        """Kill the remaining processes, so that no process outlives `run`; does nothing after a graceful stop."""
+        for program in (self._worker, self._api):
+            program.stop(0)
+        self._servers.stop()
+        if self._supervised:
+            self._supervised = []
+            write_private_json(self.settings.connection_file, {"url": self._url, "api_key": self._key, "pids": {}})
+            self._say("Stopped.")
+
+    @contextmanager
+    def _signals(self) -> Iterator[int]:
+        """Yield a descriptor that becomes readable on a signal, including SIGCHLD when a child exits."""
+        wake, wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+        def stop(number: int, _: object) -> None:
+            if self._stopping and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self._stopping = True
+
+        handlers: dict[signal.Signals, Callable[[int, object], None]] = {
+            signal.SIGINT: stop,
+            signal.SIGTERM: stop,
+            signal.SIGHUP: stop,
+            signal.SIGCHLD: lambda *_: None,
+        }
+        previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        previous_descriptor = signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
+        try:
+            yield wake
+        finally:
+            signal.set_wakeup_fd(previous_descriptor)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+            os.close(wake)
+            os.close(wake_writer)
+
+
+def _wait(wake: int) -> None:
+    """Wait for a signal, at most `_TICK_SECONDS`."""
+    if select.select([wake], [], [], _TICK_SECONDS)[0]:
+        os.read(wake, 4096)
+
+
+def _get(url: str, key: str) -> tuple[int, str]:
+    """Send a GET request; return its status and problem `detail`, or status 0 if there is no response."""
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=2)
+    try:
+        connection.request("GET", parts.path, headers={"Authorization": f"Bearer {key}"})
+        answer = connection.getresponse()
+        return answer.status, str(json.loads(answer.read()).get("detail", ""))
+    except (OSError, ValueError, http.client.HTTPException):
+        return 0, "The API does not answer."
+    finally:
+        connection.close()
+
+
+def _describe_exit(code: int) -> str:
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"exited with code {code}"

@@ -1,0 +1,42 @@
+"""Base classes of the tables; calling `all_models` registers the whole schema."""
+
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import DateTime, MetaData, Text, func
+from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+NAMING = {
+    "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+    "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+    "ck": "ck_%(table_name)s_%(constraint_name)s",
+    "fk": "fk_%(table_name)s_%(column_0_name)s",
+    "pk": "pk_%(table_name)s",
+}
+
+
+class Base(DeclarativeBase):
+    """Base of all tables: text without length limits, JSONB for documents, timestamps with time zone."""
+
+    metadata = MetaData(naming_convention=NAMING)
+    type_annotation_map = {
+        str: Text,
+        datetime: DateTime(timezone=True),
+        dict[str, Any]: JSONB,
+        list[Any]: JSONB,
+        list[str]: JSONB,
+    }
+
+
+class Owned:
+    """Creator and creation time, for every table whose rows are created through the API."""
+
+    created_by: Mapped[str | None]
+    """Id of the API key; null for rows created by the service."""
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+def sql_list(values: tuple[str, ...]) -> str:
+    """Format values as `('a','b')`, for constraints and partial indexes."""
+    return "(" + ",".join(f"'{value}'" for value in values) + ")"

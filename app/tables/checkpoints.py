@@ -1,0 +1,72 @@
+"""Tables of checkpoints and of replicas to remove."""
+
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import BigInteger, CheckConstraint, ForeignKey, Index, func, text
+from sqlalchemy.orm import Mapped, mapped_column
+
+from app.tables.base import Base
+
+
+class Checkpoint(Base):
+    """Saved training state; its folder was complete, fsynced and renamed into place before this row was written."""
+
+    __tablename__ = "checkpoints"
+    __table_args__ = (
+        CheckConstraint("kind IN ('periodic','stop','best','final')", name="kind_known"),
+        CheckConstraint("octet_length(manifest_sha256) = 64", name="manifest_is_sha256_hex"),
+        Index("ix_checkpoints_run_id_id", "run_id", "id"),
+        Index(
+            "ix_checkpoints_copies_to_remove",
+            "id",
+            postgresql_where=text("deleted_at IS NOT NULL AND copy_begun_at IS NOT NULL"),
+        ),
+        Index(
+            "ix_checkpoints_without_copy",
+            "id",
+            postgresql_where=text("remote_at IS NULL AND deleted_at IS NULL AND bad_reason IS NULL"),
+        ),
+    )
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    run_id: Mapped[str] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"))
+    attempt: Mapped[int]
+    name: Mapped[str]
+    """Folder name below the attempt's folder, `checkpoint-<step>`."""
+    step: Mapped[int]
+    epoch: Mapped[float]
+    kind: Mapped[str]
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    manifest_sha256: Mapped[str]
+    metrics: Mapped[dict[str, Any]] = mapped_column(server_default=text("'{}'"))
+    save_seconds: Mapped[float | None]
+    """Seconds from the end of the step until the folder is complete on disk."""
+    pinned: Mapped[bool] = mapped_column(server_default=text("false"))
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    deleted_at: Mapped[datetime | None]
+    """Set before the folder is removed, so that no run resumes from a folder that is being deleted."""
+    bad_reason: Mapped[str | None]
+    """Reason why verification failed when a run tried to resume from it."""
+    copy_begun_at: Mapped[datetime | None]
+    """Time of the last claim or renewal of a replica upload to `ANNEAL_CHECKPOINT_URL`; null if no files are there.
+
+    Only the worker that set the current value may continue the upload."""
+    remote_at: Mapped[datetime | None]
+    """Time at which the replica was complete."""
+
+    @property
+    def copies(self) -> list[str]:
+        """Locations: the storage of the worker that wrote it, and possibly `ANNEAL_CHECKPOINT_URL`."""
+        return ["local"] if self.remote_at is None else ["local", "remote"]
+
+
+class CopyRemoval(Base):
+    """Deleted run whose replicas at `ANNEAL_CHECKPOINT_URL` a worker must still remove; the API cannot reach them."""
+
+    __tablename__ = "copy_removals"
+
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    not_before: Mapped[datetime] = mapped_column(server_default=func.now())
+    """Time after which no worker uploads a replica of the run any more."""

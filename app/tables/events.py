@@ -1,0 +1,60 @@
+"""Table of the event log."""
+
+from datetime import UTC, datetime
+
+from sqlalchemy import BigInteger, Index, text
+from sqlalchemy.dialects.postgresql import JSON
+from sqlalchemy.engine import Connection
+from sqlalchemy.orm import Mapped, mapped_column
+
+from app.infra.ids import id_at
+from app.tables.base import Base
+
+_MONTHS_AHEAD = 3
+
+
+class RunEvent(Base):
+    """Event of a run; `seq` is 1, 2, 3 … per run, without gaps, in commit order."""
+
+    __tablename__ = "run_events"
+    __table_args__ = (
+        Index("ix_run_events_metric", "run_id", "seq", postgresql_where=text("type IN ('metric', 'eval')")),
+        # Ids sort by time, so a range of run ids is a time range and old partitions can be dropped.
+        {"postgresql_partition_by": "RANGE (run_id)"},
+    )
+
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+    seq: Mapped[int] = mapped_column(BigInteger, primary_key=True)
+    type: Mapped[str]
+    attempt: Mapped[int]
+    ts: Mapped[datetime]
+    # JSON instead of JSONB: the text is sent to readers unchanged, and read far more often than queried.
+    data: Mapped[str] = mapped_column(JSON)
+
+
+def ensure_partitions(connection: Connection, now: datetime) -> list[str]:
+    """Create missing partitions for this month and the following months; return the names created."""
+    created = []
+    for ahead in range(_MONTHS_AHEAD):
+        start, end = _month(now, ahead), _month(now, ahead + 1)
+        name = f"run_events_{start:%Y_%m}"
+        if connection.scalar(text("SELECT to_regclass(:name)"), {"name": name}) is None:
+            # Names and bounds consist of digits and base32 only and contain no external input.
+            connection.execute(
+                text(
+                    f"CREATE TABLE {name} PARTITION OF run_events "
+                    f"FOR VALUES FROM ('{id_at('run', start)}') TO ('{id_at('run', end)}')"
+                )
+            )
+            created.append(name)
+    return created
+
+
+def month_after(start: datetime) -> datetime:
+    """Return the start of the next month."""
+    return _month(start, 1)
+
+
+def _month(now: datetime, ahead: int) -> datetime:
+    years, month = divmod(now.month - 1 + ahead, 12)
+    return datetime(now.year + years, month + 1, 1, tzinfo=UTC)

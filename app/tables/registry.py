@@ -1,0 +1,21 @@
+"""Imports every module that defines a table."""
+
+from sqlalchemy import MetaData
+
+from app.tables.base import Base
+
+
+def all_models() -> MetaData:
+    """Return the metadata of the whole schema."""
+    import app.tables.actions
+    import app.tables.api_keys
+    import app.tables.audit
+    import app.tables.checkpoints
+    import app.tables.datasets
+    import app.tables.events
+    import app.tables.experiments
+    import app.tables.runs
+    import app.tables.secrets
+    import app.tables.workers  # noqa: F401
+
+    return Base.metadata

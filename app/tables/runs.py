@@ -1,0 +1,232 @@
+"""Tables of runs, their attempts, timings and roll-ups."""
+
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import JSON, BigInteger, CheckConstraint, ForeignKey, Index, UniqueConstraint, func, text
+from sqlalchemy.orm import Mapped, mapped_column
+
+from app.contracts.run_status import LIVE, STATUSES, TERMINAL
+from app.tables.base import Base, Owned, sql_list
+
+
+class StoredEstimate(Base):
+    """Estimate of a run; one per run, never updated, for comparison with measurements."""
+
+    __tablename__ = "run_estimates"
+
+    run_id: Mapped[str] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True)
+    estimate: Mapped[dict[str, Any]]
+
+
+class Run(Owned, Base):
+    """A training run. Only `app.runs.state.machine` writes `status`."""
+
+    __tablename__ = "runs"
+    __table_args__ = (
+        CheckConstraint(f"status IN {sql_list(STATUSES)}", name="status_known"),
+        CheckConstraint(f"(status IN {sql_list(TERMINAL)}) = (finished_at IS NOT NULL)", name="finished_iff_terminal"),
+        CheckConstraint(f"(status IN {sql_list(LIVE)}) = (lease_owner IS NOT NULL)", name="leased_iff_live"),
+        CheckConstraint("(lease_owner IS NULL) = (lease_expires_at IS NULL)", name="lease_whole"),
+        CheckConstraint("(status = 'failed') = (error_code IS NOT NULL)", name="error_iff_failed"),
+        CheckConstraint("status <> 'pending' OR stop_requested_at IS NULL", name="stopped_never_waits"),
+        CheckConstraint("status <> 'cancelled' OR stop_requested_at IS NOT NULL", name="cancelled_by_stop"),
+        CheckConstraint("epoch >= attempt AND attempt >= 0", name="epoch_covers_attempts"),
+        CheckConstraint(f"status NOT IN {sql_list(LIVE)} OR attempt > 0", name="live_has_attempt"),
+        CheckConstraint("event_seq >= 0 AND src_hwm >= 0 AND first_seq >= 1", name="counters_positive"),
+        CheckConstraint("priority BETWEEN -1000 AND 1000", name="priority_bounded"),
+        CheckConstraint("max_restarts BETWEEN 0 AND 100", name="max_restarts_bounded"),
+        CheckConstraint("devices_needed BETWEEN 1 AND 1024", name="devices_needed_bounded"),
+        UniqueConstraint("created_by", "idempotency_key"),
+        Index(
+            "ix_runs_pending",
+            "backend",
+            text("priority DESC"),
+            "id",
+            postgresql_where=text("status = 'pending'"),
+        ),
+        Index("ix_runs_live", "id", postgresql_where=text(f"status IN {sql_list(LIVE)}")),
+        Index("ix_runs_experiment_id_id", "experiment_id", "id"),
+        Index("ix_runs_parent_run_id", "parent_run_id"),
+        Index("ix_runs_base_run_id", "base_run_id"),
+        Index("ix_runs_dataset_id", "dataset_id"),
+        Index("ix_runs_eval_dataset_id", "eval_dataset_id"),
+        Index("ix_runs_resume_checkpoint_id", "resume_checkpoint_id"),
+        # For lists. None has a column that changes while a run trains; `final_loss` is set only when it has ended.
+        Index("ix_runs_status_id", "status", "id"),
+        Index("ix_runs_experiment_id_status_id", "experiment_id", "status", "id"),
+        Index("ix_runs_base_model_id", text("(config ->> 'base_model')"), "id"),
+        Index("ix_runs_tags", "tags", postgresql_using="gin", postgresql_ops={"tags": "jsonb_path_ops"}),
+        Index("ix_runs_final_loss_id", "final_loss", "id", postgresql_where=text("final_loss IS NOT NULL")),
+        Index(
+            "ix_runs_experiment_id_final_loss_id",
+            "experiment_id",
+            "final_loss",
+            "id",
+            postgresql_where=text("final_loss IS NOT NULL"),
+        ),
+        Index("ix_runs_without_final_loss", "id", postgresql_where=text("final_loss IS NULL")),
+        Index(
+            "ix_runs_begun",
+            "id",
+            postgresql_where=text(f"attempt > 0 AND status NOT IN {sql_list(TERMINAL)}"),
+        ),
+        # Renewals and appends change no indexed column; free space on the page keeps them heap-only updates.
+        {"postgresql_with": {"fillfactor": "70"}},
+    )
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    experiment_id: Mapped[str] = mapped_column(ForeignKey("experiments.id"))
+    name: Mapped[str]
+    tags: Mapped[list[str]] = mapped_column(server_default=text("'[]'"))
+    backend: Mapped[str]
+    dataset_id: Mapped[str] = mapped_column(ForeignKey("datasets.id"))
+    eval_dataset_id: Mapped[str | None] = mapped_column(ForeignKey("datasets.id"))
+    config: Mapped[dict[str, Any]]
+    """All fields of the `TrainingConfig`, including defaults as of the creation of the run."""
+    given: Mapped[list[str]]
+    """Names of the fields that the user set; only defaults may be replaced."""
+    effective_config: Mapped[dict[str, Any] | None]
+    """Configuration that the trainer used, as it reported at its start."""
+    devices_needed: Mapped[int] = mapped_column(server_default=text("1"))
+    requirements: Mapped[dict[str, Any]] = mapped_column(server_default=text("'{}'"))
+    """Requirements on a worker: `{"kind": "cuda"}`, `{"memory_mb": 24000}`."""
+    idempotency_key: Mapped[str | None]
+    request_digest: Mapped[str | None]
+    """SHA-256 of the request that came with the idempotency key."""
+    parent_run_id: Mapped[str | None] = mapped_column(ForeignKey("runs.id"))
+    """The run that this one resumes."""
+    resume_checkpoint_id: Mapped[str | None]
+    base_run_id: Mapped[str | None] = mapped_column(ForeignKey("runs.id"))
+    """The run whose output is this one's base model."""
+
+    pinned: Mapped[bool] = mapped_column(server_default=text("false"))
+    """Excluded from retention at any age."""
+
+    status: Mapped[str] = mapped_column(server_default="pending")
+    priority: Mapped[int] = mapped_column(server_default=text("0"))
+    max_restarts: Mapped[int] = mapped_column(server_default=text("3"))
+    stop_requested_at: Mapped[datetime | None]
+    stop_save_checkpoint: Mapped[bool] = mapped_column(server_default=text("true"))
+    stop_mode: Mapped[str | None]
+    """Stop mode: checkpoint, best or discard; or epoch_end, with `stop_requested_at` null until the epoch ends."""
+    hinted_at: Mapped[datetime | None]
+    not_before: Mapped[datetime] = mapped_column(server_default=func.now())
+
+    epoch: Mapped[int] = mapped_column(server_default=text("0"))
+    """Fencing token (lease epoch): raised at every claim and every loss; a writer with an older one writes nothing."""
+    attempt: Mapped[int] = mapped_column(server_default=text("0"))
+    lost_count: Mapped[int] = mapped_column(server_default=text("0"))
+    """Losses since the last new checkpoint."""
+    lease_owner: Mapped[str | None]
+    lease_expires_at: Mapped[datetime | None]
+    worker_id: Mapped[str | None]
+    """Worker that has the run, or had it last."""
+
+    event_seq: Mapped[int] = mapped_column(BigInteger, server_default=text("0"))
+    """Newest `seq` of the event log."""
+    first_seq: Mapped[int] = mapped_column(BigInteger, server_default=text("1"))
+    """Oldest `seq` that retention has kept."""
+    src_hwm: Mapped[int] = mapped_column(BigInteger, server_default=text("0"))
+    """Number of stored events of the current attempt."""
+
+    current_step: Mapped[int] = mapped_column(server_default=text("0"))
+    total_steps: Mapped[int | None]
+    current_epoch: Mapped[float] = mapped_column(server_default=text("0"))
+    best_loss: Mapped[float | None]
+    final_loss: Mapped[float | None]
+    """`best_loss` of a run that has ended; a trigger sets it, so that it is set by writers of every version."""
+    checkpoint_step: Mapped[int | None]
+    """Step of the newest checkpoint."""
+    error_code: Mapped[str | None]
+    error_message: Mapped[str | None]
+    output_attempt: Mapped[int | None]
+    """Attempt whose `output/` contains the fine-tuned model."""
+    started_at: Mapped[datetime | None]
+    finished_at: Mapped[datetime | None]
+
+
+IS_NO_PROBE = Run.config[("extra", "probe")].astext.is_distinct_from("true")
+"""Condition that a run is not a probe."""
+
+
+class RunRewardModel(Base):
+    """A run, and another run whose output it uses as a reward model."""
+
+    __tablename__ = "run_reward_models"
+    __table_args__ = (Index("ix_run_reward_models_reward_run_id", "reward_run_id"),)
+
+    run_id: Mapped[str] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True)
+    reward_run_id: Mapped[str] = mapped_column(ForeignKey("runs.id"), primary_key=True)
+
+
+class Attempt(Base):
+    """One attempt of a run on one worker."""
+
+    __tablename__ = "run_attempts"
+    __table_args__ = (CheckConstraint("(outcome IS NULL) = (ended_at IS NULL)", name="outcome_iff_ended"),)
+
+    run_id: Mapped[str] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True)
+    attempt: Mapped[int] = mapped_column(primary_key=True)
+    epoch: Mapped[int]
+    worker_id: Mapped[str]
+    start_step: Mapped[int | None]
+    started_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    ended_at: Mapped[datetime | None]
+    outcome: Mapped[str | None]
+    """Status or requeue reason that ended it: completed, failed, cancelled, lost, handed_back, retried, repaired."""
+    report: Mapped[dict[str, Any] | None]
+    """Failure report, unless it ended well; `worker/attempts/failure_report.py` defines the fields."""
+
+
+class Pace(Base):
+    """Speed of an attempt and durations of its parts: the basis of predictions for it and for similar runs."""
+
+    __tablename__ = "run_paces"
+    __table_args__ = (
+        Index("ix_run_paces_likeness_run_id", "likeness", text("run_id DESC")),
+        # Updated while the run trains: `likeness` never changes, and with free space on the page no index is updated.
+        {"postgresql_with": {"fillfactor": "50"}},
+    )
+
+    run_id: Mapped[str] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True)
+    attempt: Mapped[int] = mapped_column(primary_key=True)
+    likeness: Mapped[str]
+    """Backend, method and base model: runs that share all three are used to predict each other."""
+    device: Mapped[str | None]
+    """Name of the device, as reported by the worker."""
+    measured_at: Mapped[datetime]
+    """Time at which `timings.step` was reached, by the clock of the database."""
+    timings: Mapped[dict[str, Any]]
+    """Fields of `app.runs.scheduler.durations.Timings`."""
+
+
+class MetricRollup(Base):
+    """Aggregate of consecutive points of a run, as described in `app.runs.metrics.rollups`."""
+
+    __tablename__ = "metric_rollups"
+    # The last row of each level is rewritten while it fills: with free space on its page it stays there.
+    __table_args__ = ({"postgresql_with": {"fillfactor": "80"}},)
+
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+    attempt: Mapped[int] = mapped_column(primary_key=True)
+    pass_: Mapped[int] = mapped_column("pass", primary_key=True)
+    kind: Mapped[str] = mapped_column(primary_key=True)
+    level: Mapped[int] = mapped_column(primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True)
+    first_step: Mapped[int] = mapped_column(BigInteger)
+    last_step: Mapped[int] = mapped_column(BigInteger)
+    first_seq: Mapped[int] = mapped_column(BigInteger)
+    last_seq: Mapped[int] = mapped_column(BigInteger)
+    points: Mapped[int] = mapped_column(BigInteger)
+    # Not JSONB, which would convert each number to numeric at every rewrite, and back to text for every curve.
+    series: Mapped[dict[str, Any]] = mapped_column(JSON)
+
+
+class Removal(Base):
+    """A run whose row is deleted, and whose events and files are still to be deleted."""
+
+    __tablename__ = "removals"
+
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())

@@ -1,0 +1,58 @@
+"""Tables of workers and their devices."""
+
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import BigInteger, CheckConstraint, ForeignKey, Text, func
+from sqlalchemy.dialects.postgresql import ARRAY
+from sqlalchemy.orm import Mapped, mapped_column
+
+from app.tables.base import Base
+
+
+class Worker(Base):
+    """Worker process, from its start to its end."""
+
+    __tablename__ = "workers"
+    __table_args__ = (
+        CheckConstraint("state IN ('online','draining','offline')", name="state_known"),
+        CheckConstraint("launch_mode IN ('zygote','cold')", name="launch_mode_known"),
+    )
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    host: Mapped[str]
+    pid: Mapped[int]
+    boot_id: Mapped[str]
+    process_started: Mapped[int] = mapped_column(BigInteger)
+    """Start of the process in clock ticks since boot; unique together with boot id and pid."""
+    version: Mapped[str]
+    state: Mapped[str]
+    slots: Mapped[int]
+    backends: Mapped[list[str]] = mapped_column(ARRAY(Text))
+    launch_mode: Mapped[str]
+    launch_reason: Mapped[str] = mapped_column(server_default="")
+    """Reason for cold starts of training processes; empty otherwise."""
+    plugins: Mapped[dict[str, Any] | None]
+    """Names of installed plugins, by kind; null if the worker's version does not report them."""
+    started_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    heartbeat_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class Device(Base):
+    """GPU, or share of the CPU, that runs one training process at a time."""
+
+    __tablename__ = "devices"
+    __table_args__ = (
+        CheckConstraint("kind IN ('cpu','cuda')", name="kind_known"),
+        CheckConstraint("(run_id IS NULL) = (run_epoch IS NULL)", name="run_with_epoch"),
+    )
+
+    worker_id: Mapped[str] = mapped_column(ForeignKey("workers.id", ondelete="CASCADE"), primary_key=True)
+    index: Mapped[int] = mapped_column(primary_key=True)
+    uid: Mapped[str]
+    """Hardware id (GPU UUID); the same device has the same uid under different workers."""
+    kind: Mapped[str]
+    name: Mapped[str]
+    memory_mb: Mapped[int | None]
+    run_id: Mapped[str | None]
+    run_epoch: Mapped[int | None]

@@ -1,0 +1,174 @@
+"""Automatic repairs: what the next attempt of a failed run does differently, so that the run continues by itself.
+
+A repair is stored with the attempt that it follows (`run_attempts.report`), so every later attempt knows all of them,
+on whichever worker it runs.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from sqlalchemy import Connection, Executable, exists, func, select
+from sqlalchemy.orm import aliased
+
+from app.runs.checkpoints import retention
+from app.tables.checkpoints import Checkpoint
+from app.tables.runs import Attempt
+
+OUT_OF_MEMORY = "out_of_memory"
+
+
+@dataclass(frozen=True)
+class Repair:
+    """One repair; `asdict` gives its stored form, which is also the data of the `repair` event."""
+
+    kind: str
+    """`out_of_memory`, `non_finite` or `loss_spike`."""
+    reason: str
+    """Sentence for users."""
+    step: int | None = None
+    """Step that is skipped from now on."""
+    rows: list[int] = field(default_factory=list)
+    """Rows of the dataset that make up that step, from 0."""
+    singled_out: list[int] = field(default_factory=list)
+    """Those of the rows that fail on their own: no later step may contain one."""
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Configuration fields and their new values; `extra.…` for fields of that group."""
+    instead_of: dict[str, Any] = field(default_factory=dict)
+    """Previous values of these fields."""
+    back_to: str | None = None
+    """Checkpoint from which the run continues; None for the start."""
+    spoilt: str | None = None
+    """Checkpoint after which anomalies occurred too often; no run resumes from it any more."""
+
+    def stored(self) -> dict[str, Any]:
+        """Return the repair as JSON."""
+        return asdict(self)
+
+
+def planned(connection: Connection, run: Any, repair: Repair) -> Repair:
+    """Complete a repair before it is stored and reported: one that rewinds also names the checkpoint, `back_to`.
+
+    If an attempt that went back to a checkpoint meets another anomaly before it has saved the next one, it goes back
+    further, provided that no row was singled out either time: the weights may be corrupt, and no run resumes from that
+    checkpoint any more (`spoilt`). If it is the last good checkpoint, or pinned, the rows after it are skipped instead,
+    until the number of repairs reaches its limit.
+
+    Call this once everything that the trainer reported is stored.
+    """
+    if repair.step is None:
+        return repair
+    good = list(connection.execute(_checkpoints_before(run, repair.step)).all())
+    if not good:
+        start = "the checkpoint that the run was resumed from" if run.resume_checkpoint_id else "the start"
+        return replace(repair, reason=_reason(repair, start))
+    here, *before = good
+    if not (before and not here.pinned and not repair.singled_out and _started_at_rewind(connection, run, here)):
+        return replace(repair, reason=_reason(repair, f"the checkpoint of step {here.step}"), back_to=here.id)
+    why = f"anomalies occurred twice after that of step {here.step}, and no row was singled out"
+    reason = _reason(repair, f"the checkpoint of step {before[0].step} ({why})")
+    return replace(repair, reason=reason, back_to=before[0].id, spoilt=here.id)
+
+
+def _checkpoints_before(run: Any, step: int) -> Executable:
+    """Select the two latest checkpoints before this step: the attempt's own, or those that it may have started from."""
+    columns = (Checkpoint.id, Checkpoint.step, Checkpoint.pinned)
+    found: Executable = retention.good(run.id, below_step=step).with_only_columns(*columns).limit(2)  # type: ignore[attr-defined]
+    return found
+
+
+def _started_at_rewind(connection: Connection, run: Any, checkpoint: Any) -> bool:
+    """Return True if this attempt started at a checkpoint to which an earlier one went back with no row singled out."""
+    this = (Attempt.run_id == run.id, Attempt.attempt == run.attempt, Attempt.start_step == checkpoint.step)
+    earlier = aliased(Attempt)
+    repair = earlier.report["repair"]
+    before = exists().where(
+        earlier.run_id == run.id,
+        earlier.attempt < run.attempt,
+        repair["back_to"].astext == checkpoint.id,
+        func.jsonb_array_length(repair["singled_out"]) == 0,
+    )
+    return bool(connection.scalar(select(exists().where(*this, before))))
+
+
+def _reason(repair: Repair, where: str) -> str:
+    return f"{repair.reason}: back to {where}, skipping that step"
+
+
+def remember(connection: Connection, run: Any, repair: Mapping[str, Any]) -> None:
+    """Mark the checkpoint that a repair (as `planned`) names as corrupt, so that no run resumes from it."""
+    if repair["spoilt"]:
+        why = "anomalies occurred twice after it, without another checkpoint in between, and no row was singled out"
+        connection.execute(retention.mark_bad(repair["spoilt"], why, run.id, run.epoch))
+
+
+def repair_for(config: Mapping[str, Any], phase: str, code: str, found: Mapping[str, Any] | None) -> Repair | None:
+    """Return a repair for a run that failed with `code`; None if there is none, or repairs are disabled.
+
+    `config` is what the attempt actually used, `found` what the trainer itself proposes.
+    """
+    if found is not None:
+        step = int(found["step"])
+        found_text = "the loss spiked" if found["kind"] == "loss_spike" else "loss or gradients were non-finite"
+        return Repair(
+            str(found["kind"]),
+            f"{found_text} at step {step}",
+            step,
+            [int(row) for row in found["rows"]],
+            [int(row) for row in found["singled_out"]],
+        )
+    if code != OUT_OF_MEMORY or config.get("on_out_of_memory") != "repair":
+        return None
+    smaller = _smaller(config, phase)
+    if smaller is None:
+        return None
+    changes, instead_of = smaller
+    changed = ", ".join(f"{name} {value} instead of {instead_of[name]}" for name, value in changes.items())
+    return Repair(OUT_OF_MEMORY, f"out of memory while {phase}: {changed}", changes=changes, instead_of=instead_of)
+
+
+def earlier(connection: Connection, run_id: str) -> list[dict[str, Any]]:
+    """Return the repairs of a run so far, in order."""
+    rows = connection.execute(
+        select(Attempt.report)
+        .where(Attempt.run_id == run_id, Attempt.report["repair"].is_not(None))
+        .order_by(Attempt.attempt)
+    )
+    return [row.report["repair"] for row in rows if row.report.get("repair")]
+
+
+def apply(config: Mapping[str, Any], repairs: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], set[str]]:
+    """Return the repaired configuration and the names of the changed fields."""
+    repaired, names = dict(config), set()
+    for name, value in (change for one in repairs for change in one["changes"].items()):
+        group, _, member = name.rpartition(".")
+        if group:
+            repaired[group] = {**repaired.get(group, {}), member: value}
+        else:
+            repaired[name] = value
+        names.add(name)
+    return repaired, names
+
+
+def _smaller(config: Mapping[str, Any], phase: str) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Return changes that train the same with less memory, and the previous values; None if there are none."""
+    batch = int(config["batch_size"])
+    if phase == "evaluating":
+        at_once = int(config.get("extra", {}).get("eval_batch_size") or batch)
+        # The completions of a prompt stay together.
+        together = int(config["rlhf"]["num_generations"]) if config.get("method") == "rlhf" else 1
+        fewer = at_once // 2 // together * together
+        return ({"extra.eval_batch_size": fewer}, {"extra.eval_batch_size": at_once}) if fewer else None
+    if phase not in ("training", "saving"):
+        return None  # loading does not depend on the batch size
+    if batch > 1:
+        # As many rows per step as before: the factor that divides one value multiplies the other.
+        factor = next(number for number in range(2, batch + 1) if batch % number == 0)
+        micro_batches = int(config["gradient_accumulation_steps"])
+        return (
+            {"batch_size": batch // factor, "gradient_accumulation_steps": micro_batches * factor},
+            {"batch_size": batch, "gradient_accumulation_steps": micro_batches},
+        )
+    if config.get("gradient_checkpointing") is not True:
+        return {"gradient_checkpointing": True}, {"gradient_checkpointing": config.get("gradient_checkpointing")}
+    return None

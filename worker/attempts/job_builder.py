@@ -1,0 +1,324 @@
+"""Job of a training process: resolved from a claimed run and written as a file into its attempt's folder."""
+
+import json
+import logging
+import os
+import pwd
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Engine, Executable, func, select
+
+from app.base_models import resolver
+from app.contracts.methods import TrainingMethod
+from app.contracts.plugins import has_copies
+from app.runs.actions.replay import done_behind
+from app.runs.checkpoints import retention
+from app.secrets import store
+from app.secrets.keyring import KeyringError
+from app.tables.checkpoints import Checkpoint
+from app.tables.datasets import Dataset
+from app.tables.runs import Attempt, Run
+from worker.attempts import auto_repair
+from worker.checkpoint_files import manifest
+from worker.checkpoint_store import cleanup, restore
+from worker.checkpoint_store.restore import Outcome, Patience
+from worker.context import Host
+
+log = logging.getLogger(__name__)
+
+_TRACKER_SECRETS = {
+    "wandb": {"wandb_api_key": "WANDB_API_KEY"},
+    "mlflow": {"mlflow_tracking_token": "MLFLOW_TRACKING_TOKEN"},
+}
+"""Secrets of each tracker, with the environment variables in which its library expects them."""
+_WAIT_SECONDS = 30.0
+_MAX_WAIT_SECONDS = 300.0
+_MAX_WAITS = 80
+"""About six hours."""
+
+
+class JobError(Exception):
+    """Error that keeps a run from starting: a stable code and a sentence that says what to do next."""
+
+    def __init__(self, code: str, message: str, is_passing: bool = False, pause_seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.is_passing = is_passing
+        """True if the cause is this worker: the run waits for another try, perhaps on another worker."""
+        self.pause_seconds = pause_seconds
+        """Seconds for which no worker should try again, where no worker is the cause; such a wait does not count as
+        a try."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Job file, and the facts about it that the supervisor needs."""
+
+    path: Path
+    start_step: int
+    start_epoch: float
+    best_loss: float | None
+    remarks: list[str]
+    """Lines for the run's log: checkpoints that were skipped, and why."""
+    config: dict[str, Any]
+    """Configuration that the attempt trains: that of the run, with repairs applied."""
+    secrets: dict[str, str] = field(default_factory=dict, repr=False)
+    """Environment variables for the training process alone; they are written to no file."""
+
+
+def prepare(host: Host, run: Any, device: dict[str, Any], patience: Patience) -> Job:
+    """Resolve dataset, base model and checkpoint of a claimed run and write its job file.
+
+    Raises:
+        JobError: Something that the run needs is missing.
+        Stopped: The run was to end meanwhile.
+        OSError: The storage cannot be read or written.
+    """
+    folder = host.storage.attempt_dir(run.id, run.attempt)
+    with host.engine.connect() as connection:
+        # Checked first: a worker that does not see the dataset does not see the checkpoints either, and must not mark
+        # them as corrupt.
+        dataset = _dataset(host, connection, run.dataset_id)
+        evaluation = _dataset(host, connection, run.eval_dataset_id) if run.eval_dataset_id else None
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    cleanup.before_attempt(host, run)
+    remarks: list[str] = []
+    with host.engine.connect() as connection:
+        repaired = auto_repair.earlier(connection, run.id)
+    checkpoint = _newest_good(host, run, remarks, patience)
+    config, changed = auto_repair.apply(run.config, repaired)
+    with host.engine.connect() as connection:
+        base_model = _base_model(host, connection, run)
+        reward_models = _reward_models(host, connection, run)
+        secrets = _secrets(host, connection, run, [base_model, *reward_models])
+        job = {
+            "run_id": run.id,
+            "attempt": run.attempt,
+            "backend": run.backend,
+            "config": config,
+            "given": sorted({*run.given, *changed}),
+            "repairs": repaired,
+            "dataset": dataset,
+            "eval_dataset": evaluation,
+            "base_model": base_model,
+            "reward_models": reward_models,
+            "output_dir": str(folder),
+            "token_cache": _token_cache(host),
+            "disk_reserve_bytes": host.settings.disk_reserve_bytes,
+            "resume_from": _resume(host, checkpoint),
+            "actions": connection.execute(done_behind(run.id, checkpoint.step if checkpoint else 0)).scalar_one(),
+            "journal": str(host.storage.journal(run.id)),
+            "device": device,
+            "trust_remote_code": host.settings.trust_remote_code,
+            "offline": not host.settings.allow_hub,
+            "trackers": {"mlflow_tracking_uri": host.settings.mlflow_tracking_uri},
+            "worker": {"id": host.id, "host": host.name},
+        }
+    return Job(
+        path=_write(host, run.id, folder, job),
+        start_step=checkpoint.step if checkpoint else 0,
+        start_epoch=checkpoint.epoch if checkpoint else 0.0,
+        best_loss=checkpoint.metrics.get("best_loss") if checkpoint else None,
+        remarks=remarks,
+        config=config,
+        secrets=secrets,
+    )
+
+
+def _write(host: Host, run_id: str, folder: Path, job: dict[str, Any]) -> Path:
+    """Create the attempt's folder and its job file.
+
+    The worker keeps ownership of the run's folder, so that a trainer that runs as another user cannot interfere with
+    what is written here. What the trainer writes is given to its user last: its attempt's folder and the journal.
+    """
+    path = folder / "job.json"
+    if path.exists():
+        return path  # an earlier try got this far before the database became unavailable
+    folder.mkdir(exist_ok=True)
+    path.write_text(json.dumps(job, indent=1))
+    user = host.settings.trainer_user
+    if user:
+        account = pwd.getpwnam(user)
+        journal = os.open(host.storage.journal(run_id), os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
+        try:
+            os.fchown(journal, account.pw_uid, account.pw_gid)
+        finally:
+            os.close(journal)
+        os.chown(folder, account.pw_uid, account.pw_gid, follow_symlinks=False)
+    return path
+
+
+def _token_cache(host: Host) -> dict[str, Any] | None:
+    """Return the folder in which trainers share tokenized data; None if it is disabled or cannot be created.
+
+    It belongs to the user that trains, and no other user may read or write it, because one trainer trains on what
+    another one left there. The worker keeps ownership of the parent folder, as of a run's folder.
+    """
+    user, limit = host.settings.trainer_user, host.settings.token_cache_bytes
+    if limit == 0:
+        return None
+    folder = host.storage.token_cache(user)
+    try:
+        folder.parent.mkdir(exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if user:
+            account = pwd.getpwnam(user)
+            os.chown(folder, account.pw_uid, account.pw_gid, follow_symlinks=False)
+    except OSError as error:
+        log.warning("tokenized data is not cached: %s", error)
+        return None
+    return {"folder": str(folder), "limit_bytes": limit}
+
+
+def _dataset(host: Host, connection: Connection, dataset_id: str) -> dict[str, Any]:
+    row = connection.execute(select(Dataset.__table__).where(Dataset.id == dataset_id)).one()
+    path = host.storage.dataset_file(row.id, row.extension)
+    if not path.is_file():
+        raise JobError(
+            "bad_data",
+            f"the file of dataset {row.id} is not in this worker's storage ({host.storage.root}): "
+            "set the same ANNEAL_STORAGE for API and workers",
+            is_passing=True,
+        )
+    return {"id": row.id, "path": str(path), "format": row.format, "rows": row.rows, "sha256": row.sha256}
+
+
+def _base_model(host: Host, connection: Connection, run: Any) -> dict[str, Any]:
+    return _locate_model(host, connection, run, run.config["base_model"], run.config.get("revision"))
+
+
+def _reward_models(host: Host, connection: Connection, run: Any) -> list[dict[str, Any]]:
+    """Return the models of the rewards of type `model`, in the order of these rewards."""
+    if run.config.get("method") != TrainingMethod.rlhf:
+        return []
+    rewards = run.config["rlhf"]["rewards"]
+    return [_locate_model(host, connection, run, reward["model"]) for reward in rewards if reward["type"] == "model"]
+
+
+def _locate_model(
+    host: Host, connection: Connection, run: Any, name: str, revision: str | None = None
+) -> dict[str, Any]:
+    if run.backend == "fake":
+        return {"name": name, "path": None, "hub": name if resolver.is_hub_name(name) else None, "revision": None}
+    output_attempt = None
+    if resolver.is_run(name):
+        output_attempt = connection.scalar(select(Run.output_attempt).where(Run.id == name))
+    try:
+        return dict(resolver.locate(host.settings, host.storage, name, output_attempt, revision))
+    except resolver.BaseModelError as error:
+        code = "config_error" if error.code == "model_not_allowed" else "model_not_found"
+        raise JobError(code, error.message) from error
+
+
+def _secrets(host: Host, connection: Connection, run: Any, models: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the secrets that this run needs and that are set, by the environment variable that libraries read."""
+    wanted: dict[str, str] = {}
+    needs_hub = run.config.get("push_to_hub") or any(_may_need_hub(model) for model in models)
+    if host.settings.allow_hub and needs_hub:
+        wanted[store.HF_TOKEN] = "HF_TOKEN"
+    for tracker in run.config.get("report_to", ()):
+        wanted |= _TRACKER_SECRETS.get(tracker, {})
+    if not wanted:
+        return {}
+    try:
+        return {wanted[name]: value for name, value in store.read(connection, host.settings, wanted).items()}
+    except KeyringError as error:
+        raise JobError("internal", str(error), is_passing=True) from error
+
+
+def _may_need_hub(model: dict[str, Any]) -> bool:
+    # An adapter names its own base model, which may be on the Hub.
+    return bool(model["hub"] or (model["path"] and (Path(model["path"]) / "adapter_config.json").is_file()))
+
+
+def _resume(host: Host, checkpoint: Any) -> dict[str, Any] | None:
+    if checkpoint is None:
+        return None
+    return {
+        "path": str(host.storage.named_checkpoint(checkpoint.run_id, checkpoint.attempt, checkpoint.name)),
+        "step": checkpoint.step,
+        "manifest_sha256": checkpoint.manifest_sha256,
+    }
+
+
+def _newest_good(host: Host, run: Any, remarks: list[str], patience: Patience) -> Any:
+    """Return the furthest checkpoint whose files all match its manifest; None means start from the beginning.
+
+    `retention.retire` keeps every checkpoint that this may return: the furthest one, and those saved by an attempt that
+    could not reach it.
+    """
+    elsewhere: Any = None
+    out_of_reach: str | None = None
+    for checkpoint in _candidates(host.engine, run):
+        place = host.storage.named_checkpoint(checkpoint.run_id, checkpoint.attempt, checkpoint.name)
+        if has_copies(run.config) and checkpoint.remote_at is None and not place.exists():
+            elsewhere = elsewhere or checkpoint  # the trainer fetches its copy
+            continue
+        wrong = manifest.verify(place, checkpoint.manifest_sha256, patience.check)
+        if not wrong:
+            return checkpoint
+        fetched = restore.instead(host, run, checkpoint, place, wrong, patience)
+        about = f"checkpoint {checkpoint.id} (step {checkpoint.step})"
+        if fetched.outcome is Outcome.WHOLE:
+            remarks.append(f"{about} was missing or corrupt here: {fetched.why}")
+            return checkpoint
+        reason = f"{about} cannot be resumed from: {fetched.why}"
+        log.warning("%s: %s", run.id, reason)
+        remarks.append(reason + "; using the one before it")
+        if fetched.outcome is Outcome.AWAY:
+            out_of_reach = out_of_reach or reason
+        if fetched.outcome is Outcome.BAD:
+            with host.engine.begin() as connection:
+                connection.execute(retention.mark_bad(checkpoint.id, fetched.why, run.id, run.epoch))
+    if elsewhere is not None:
+        return elsewhere
+    if out_of_reach is not None:
+        # Starting over because a store is temporarily unavailable would discard the progress it holds.
+        message = f"{out_of_reach}; the run waits for another try"
+        raise JobError("internal", message, is_passing=True, pause_seconds=_pause(host.engine, run))
+    if run.resume_checkpoint_id:
+        raise JobError(
+            "config_error",
+            'the parent run has no intact checkpoint: resume it with {"from": "start"} to train from the beginning',
+        )
+    return None
+
+
+def _pause(engine: Engine, run: Any) -> float | None:
+    """Return the seconds to wait for what is unavailable, longer each time; None after hours, when tries count again.
+
+    Counts the attempts since the last one that started training.
+    """
+    began = select(func.max(Attempt.attempt)).where(Attempt.run_id == run.id, Attempt.start_step.is_not(None))
+    with engine.connect() as connection:
+        waits = run.attempt - (connection.scalar(began) or 0)
+    return min(_WAIT_SECONDS * waits, _MAX_WAIT_SECONDS) if waits <= _MAX_WAITS else None
+
+
+def _candidates(engine: Engine, run: Any) -> Iterator[Any]:
+    """Yield this run's checkpoints, then the one it was created to resume and those before it, through all ancestors.
+
+    Each query ends before its rows are verified: reading gigabytes must not keep a transaction open.
+    """
+    table = Checkpoint.__table__
+    yield from _rows(engine, retention.good(run.id).with_only_columns(*table.c))  # type: ignore[attr-defined]
+    resumes = run.resume_checkpoint_id
+    while resumes:
+        chosen = next(iter(_rows(engine, select(table).where(table.c.id == resumes))), None)
+        if chosen is None:
+            return
+        if chosen.deleted_at is None and chosen.bad_reason is None:
+            yield chosen
+        earlier = retention.good(chosen.run_id, below_step=chosen.step).with_only_columns(*table.c)  # type: ignore[attr-defined]
+        yield from _rows(engine, earlier)
+        parent = _rows(engine, select(Run.resume_checkpoint_id).where(Run.id == chosen.run_id))
+        resumes = parent[0].resume_checkpoint_id if parent else None
+
+
+def _rows(engine: Engine, statement: Executable) -> Sequence[Any]:
+    with engine.connect() as connection:
+        return connection.execute(statement).all()

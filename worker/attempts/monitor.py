@@ -1,0 +1,118 @@
+"""Monitor of a live training process: handles its output, sends it control messages and ends it."""
+
+import signal
+import time
+from typing import Literal
+
+from app.runs.events.log import Fenced
+from worker.attempts.memory_watch import Vitals
+from worker.context import Host
+from worker.ingest.event_writer import Writer
+from worker.ingest.record_handler import Pump
+from worker.lease import Lease
+from worker.process.training_process import Exit, TrainingProcess
+
+_NO_SAVE_GRACE_SECONDS = 5.0
+_POLL_SECONDS = 0.05
+
+KilledFor = Literal["stop", "drain", "lease", "hang"]
+
+
+class Following:
+    """Monitor of one training process."""
+
+    def __init__(
+        self, host: Host, lease: Lease, writer: Writer, pump: Pump, process: TrainingProcess, vitals: Vitals
+    ) -> None:
+        self._host = host
+        self._lease = lease
+        self._writer = writer
+        self._pump = pump
+        self._process = process
+        self._vitals = vitals
+        self._asked_at: float | None = None
+        self._grace = 0.0
+        self._asked: dict[str, object] = {}
+        self._has_asked_for_checkpoint = False
+        self._has_sent_epoch_end = False
+        self._sent_actions: set[str] = set()
+        """Ids of the actions already sent to the process."""
+        self._backpressure_at = time.monotonic()
+
+    def until_the_end(self) -> tuple[Exit, KilledFor | None]:
+        """Handle output until the process has ended; return its exit, and the reason if this worker killed it.
+
+        Raises:
+            Fenced: This worker no longer owns the run; the process has been killed.
+        """
+        killed_for = None
+        while (ended := self._process.poll()) is None and killed_for is None:
+            self._take()
+            self._vitals.look(self._pump.phase)
+            if self._lease.fenced:
+                self._process.kill()
+                raise Fenced(self._lease.run_id)
+            self._writer.check()
+            killed_for = self._reason_to_kill()
+        self._process.kill()  # also what it left behind in its session
+        self._pump.take(self._process.channel.drain())
+        self._pump.end_of_output()
+        return ended or self._process.poll() or Exit(signal=signal.SIGKILL), killed_for
+
+    def _take(self) -> None:
+        if self._writer.is_full:
+            time.sleep(_POLL_SECONDS)  # unread output makes the trainer wait, so memory stays bounded
+            self._backpressure_at = time.monotonic()
+        else:
+            self._process.wait(_POLL_SECONDS)
+            self._pump.take(self._process.channel.receive(0.0))
+
+    def _reason_to_kill(self) -> KilledFor | None:
+        if self._lease.expired:
+            return "lease"
+        silent = time.monotonic() - max(self._pump.heard_at, self._backpressure_at)
+        if silent > self._host.settings.hang_seconds:
+            return "hang"
+        if self._lease.stop or self._host.draining.is_set():
+            return self._enforce_stop()
+        self._save_during_outage()
+        self._send_requests()
+        return None
+
+    def _enforce_stop(self) -> KilledFor | None:
+        """Send a stop request (or the worker's own shutdown) and enforce it at the end of the grace period."""
+        stop = self._lease.stop
+        why: KilledFor = "stop" if stop else "drain"
+        save, finish = (stop.save, stop.finish) if stop else (True, False)
+        grace = self._host.settings.save_grace_seconds if save or finish else _NO_SAVE_GRACE_SECONDS
+        now = time.monotonic()
+        if self._asked_at is None or grace < self._grace:
+            self._asked_at = now  # a request that keeps less than before gets its own grace period
+        self._grace = grace
+        asked: dict[str, object] = {"save": save, "why": why, "finish": finish}
+        if asked != self._asked and self._process.send({"stop": asked}):  # sent again if it keeps less than before
+            self._asked = asked
+        if not self._pump.has_begun:
+            return why  # nothing to save
+        if now - self._asked_at <= grace:
+            return None
+        self._pump.say(f"the training process did not stop within {grace:.0f} s and was killed", "warning")
+        return why
+
+    def _send_requests(self) -> None:
+        """Send newly requested actions to the trainer; retry at the next poll if its socket is full."""
+        if self._lease.ends_with_epoch and not self._has_sent_epoch_end:
+            self._has_sent_epoch_end = self._process.send({"stop_at": "epoch_end"})
+        for action in self._lease.actions:
+            if action["id"] in self._sent_actions:
+                continue
+            if not self._process.send({"action": action}):
+                break  # later actions must not overtake it
+            self._sent_actions.add(action["id"])
+
+    def _save_during_outage(self) -> None:
+        """Request a checkpoint while there is time if the database does not answer for long; once per outage."""
+        is_silent = self._lease.silent_seconds >= self._host.settings.save_after_seconds
+        if is_silent and not self._has_asked_for_checkpoint and self._pump.has_begun:
+            self._process.send({"checkpoint": {}})
+        self._has_asked_for_checkpoint = is_silent

@@ -1,0 +1,121 @@
+"""Outcomes of an attempt and the transitions that end it."""
+
+import signal
+from typing import Any
+
+from sqlalchemy import Executable
+
+from app.runs.state import machine
+from worker.attempts.monitor import KilledFor
+from worker.context import Host
+from worker.ingest.record_handler import Pump
+from worker.lease import Lease, LeaseLost
+from worker.process.training_process import Exit
+
+_RETRY_SECONDS = 2.0
+
+_SHUTDOWN_NOTICE_SECONDS = 1.0
+
+_TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def went_wrong(pump: Pump, killed_for: KilledFor | None) -> bool:
+    """Return True if the end of the attempt needs a failure report."""
+    outcome = (pump.result or {}).get("outcome")
+    return outcome == "failed" or (outcome is None and killed_for not in ("stop", "drain"))
+
+
+def conclude(host: Host, run: Any, lease: Lease, pump: Pump, end: Exit, killed_for: KilledFor | None) -> Executable:
+    """Return the transition that follows from the trainer's result and the exit of its process.
+
+    Raises:
+        LeaseLost: The lease expired first.
+    """
+    result = pump.result or {}
+    outcome = result.get("outcome")
+    if outcome == "completed":
+        reason = result.get("why") or "training is complete"
+        pushed = result.get("hub")
+        if isinstance(pushed, dict) and pushed.get("url"):
+            reason += f"; pushed to {str(pushed['url'])[:300]}"
+        return machine.complete(run.id, run.epoch, output(run, result), reason)
+    if outcome == "stopped" and result.get("why") == "time_limit":
+        step = result.get("step")
+        message = f"the time limit of the configuration was reached at step {step}; resume the run to continue"
+        return machine.fail(run.id, run.epoch, "time_limit", message, output(run, result))
+    if outcome == "stopped" and result.get("why") == "stop_at_step":
+        return machine.complete(run.id, run.epoch, output(run, result), "stop_at_step was reached")
+    if outcome == "stopped" and result.get("why") == "epoch_end":
+        return machine.cancel(run.id, run.epoch)
+    if outcome == "failed":
+        error = result.get("error") or {}
+        return machine.fail(run.id, run.epoch, error.get("code", "internal"), error.get("message", ""))
+    if killed_for == "lease" or (end.signal == signal.SIGALRM and not outcome):
+        raise LeaseLost(run.id)  # noticed by this worker, or by the trainer's own timer
+    if killed_for == "hang":
+        return hung(host, run, pump)
+    if outcome == "stopped" or killed_for or end.signal in _TERMINATION_SIGNALS:
+        return given_up(host, run, lease)
+    return crashed(run, pump, end)
+
+
+def given_up(host: Host, run: Any, lease: Lease) -> Executable:
+    """Return the transition of a run whose trainer ended on request."""
+    # A service manager signals worker and trainer at once: the trainer may be gone before the worker handles the
+    # signal.
+    if not lease.stop and not host.draining.wait(_SHUTDOWN_NOTICE_SECONDS):
+        reason = "the training process was asked to end from outside"
+        return machine.retry(run.id, run.epoch, reason, _RETRY_SECONDS)
+    if lease.stop:
+        return machine.cancel(run.id, run.epoch)
+    return machine.hand_back(run.id, run.epoch, "released: the worker is shutting down")
+
+
+def not_here(host: Host, run: Any, why: str) -> Executable:
+    """Return the transition of a run that could not be started, where the run or this worker may be the cause.
+
+    So it is tried again a limited number of times, for a while preferably by another worker.
+    """
+    host.fitness.failed(why)
+    return machine.retry(run.id, run.epoch, why, _RETRY_SECONDS)
+
+
+def out_of_reach(run: Any, lease: Lease) -> Executable:
+    """Return the transition of a run whose lease expired; it counts as a loss, which any newer checkpoint clears."""
+    if lease.stop:
+        return machine.cancel(run.id, run.epoch)
+    if lease.was_always_renewed:
+        what = "the training process received no renewal of its lease in time, though one was sent: the machine is "
+        what += "overloaded, or the process was suspended"
+    else:
+        what = (
+            f"the database was unreachable for {lease.longest_silence:.0f} s, or the worker was suspended for as long"
+        )
+    return machine.retry(run.id, run.epoch, f"{what}; the run continues from its last checkpoint", _RETRY_SECONDS)
+
+
+def hung(host: Host, run: Any, pump: Pump) -> Executable:
+    """Return the transition of a run whose trainer was killed because it was silent for too long."""
+    silence = f"it had neither reported nor printed anything for {host.settings.hang_seconds:.0f} s"
+    reason = f"the training process hung during {pump.phase} and was killed: {silence}"
+    return machine.retry(run.id, run.epoch, reason, _RETRY_SECONDS)
+
+
+def output(run: Any, result: dict[str, Any]) -> int | None:
+    """Return the attempt whose folder holds the fine-tuned model, if the trainer exported one."""
+    return run.attempt if result.get("output") else None
+
+
+def crashed(run: Any, pump: Pump, end: Exit) -> Executable:
+    """Return the transition of a run whose trainer ended without a result, by its exit and with its last lines."""
+    if end.launcher_lost:
+        reason = "the process that training processes are forked from was lost"
+        return machine.retry(run.id, run.epoch, reason, _RETRY_SECONDS)
+    last = "\n".join(pump.tail) or "(it printed nothing)"
+    if end.out_of_memory:
+        code, what = "out_of_memory", "the kernel killed the training process because the machine ran out of memory"
+    else:
+        code = "trainer_crashed"
+        how = f"signal {end.signal}" if end.signal else f"exit code {end.code}"
+        what = f"the training process ended with {how} during {pump.phase} without reporting why"
+    return machine.fail(run.id, run.epoch, code, f"{what}. Its last lines:\n{last}")

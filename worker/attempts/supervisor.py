@@ -1,0 +1,252 @@
+"""Life of a run on a worker: claim → prepare → launch → monitor → conclude."""
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache, partial
+from typing import Any
+
+from sqlalchemy import Executable
+from sqlalchemy.exc import SQLAlchemyError
+
+from app.infra.db import is_away
+from app.infra.lean_structlog import bound_contextvars
+from app.runs.events.log import Fenced
+from app.runs.state import machine
+from worker.attempts import auto_repair, failure_report
+from worker.attempts.auto_repair import Repair
+from worker.attempts.job_builder import Job, JobError, prepare
+from worker.attempts.memory_watch import Vitals
+from worker.attempts.monitor import Following, KilledFor
+from worker.attempts.outcome import conclude, given_up, not_here, out_of_reach, went_wrong
+from worker.checkpoint_store import cleanup
+from worker.checkpoint_store.remote_store import Stopped
+from worker.checkpoint_store.restore import Patience
+from worker.context import Host
+from worker.devices import Device
+from worker.ingest.event_writer import Writer
+from worker.ingest.record_handler import Pump, StartPoint
+from worker.lease import Lease, LeaseLost
+from worker.process.spawn import LaunchAbandoned, LaunchError
+from worker.process.training_process import Exit, TrainingProcess
+
+log = logging.getLogger(__name__)
+
+
+ENTRIES = {"celery": "worker.training.__main__:main", "fake": "worker.fake.trainer:main"}
+
+
+Ending = Callable[[], Executable]
+"""Transition that ends an attempt, created when it is stored."""
+
+
+def work(host: Host) -> None:
+    """Train pending runs that fit, the most urgent first, until none is left."""
+    while not host.closing.is_set():
+        if host.fitness.trouble():
+            return
+        sent = time.monotonic()
+        run = claim(host)
+        if run is None:
+            return
+        supervise(host, run, sent)
+
+
+@cache
+def _claim(worker_id: str, backends: tuple[str, ...], lease_seconds: float, kind: str, memory_mb: int) -> Executable:
+    # It is the same for every claim of a worker, and building it takes longer than executing it.
+    return machine.claim(worker_id, list(backends), lease_seconds, kind, memory_mb)
+
+
+def claim(host: Host) -> Any:
+    """Claim a run and its devices; None if there is none or the database is unavailable."""
+    memory = max(device.memory_bytes // 2**20 for device in host.machine.devices)
+    statement = _claim(host.id, tuple(host.backends), host.settings.lease_seconds, host.kind, memory)
+    try:
+        with host.engine.begin() as connection:
+            run = connection.execute(statement).one_or_none()
+    except SQLAlchemyError as error:
+        if not is_away(error):
+            raise
+        log.warning("no run is claimed, the database is unavailable: %s", error)
+        return None
+    if run is not None:
+        log.info("%s: attempt %d starts", run.id, run.attempt, extra={"run_id": run.id, "attempt": run.attempt})
+        host.wake(run.id)
+    return run
+
+
+def supervise(host: Host, run: Any, claimed_at: float) -> None:
+    """Run a claimed run to its end, or release it; in every case no process of it is left."""
+    with (
+        bound_contextvars(run_id=run.id, attempt=run.attempt),
+        Lease(host, run.id, run.epoch, claimed_at) as lease,
+        Writer(host, run, lease) as writer,
+        host.copies.telling(run.id, writer.put) if host.copies else nullcontext(),
+    ):
+        try:
+            ending = see_through(host, run, lease, writer)
+            finish(host, writer, ending)
+        except Fenced:
+            log.warning("%s: fenced, its trainer has ended, nothing more is written", run.id)
+        except LeaseLost:
+            log.warning("%s: no answer from the database; the run will be reaped and continue", run.id)
+    host.wake(run.id)
+
+
+def see_through(host: Host, run: Any, lease: Lease, writer: Writer) -> Ending:
+    """Run one attempt and store everything it reported; return the transition that ends it.
+
+    The lease binds only the trainer. Once the trainer has ended, it is safe to wait for the database: either this
+    worker still owns the run when the database answers (after an outage leases have a grace period), or the lease epoch
+    shows that it does not.
+
+    Raises:
+        Fenced: This worker no longer owns the run.
+        LeaseLost: The worker is to end and the database does not answer.
+    """
+    try:
+        try:
+            transition = attempt(host, run, lease, writer)
+            ending: Ending = lambda: transition  # noqa: E731
+        except LeaseLost:
+            log.warning("%s: its lease ran out and its trainer has ended; waiting for the database", run.id)
+            ending = partial(out_of_reach, run, lease)
+        writer.outlive_lease()
+        writer.drain()
+        return ending
+    except (Fenced, LeaseLost):
+        raise
+    except Exception as error:
+        # A bug in the worker must neither look like a lost worker nor be repeated attempt after attempt.
+        log.exception("%s: attempt %d", run.id, run.attempt)
+        writer.outlive_lease()
+        return partial(machine.fail, run.id, run.epoch, "internal", f"{error!r}; see the worker's log")
+
+
+def attempt(host: Host, run: Any, lease: Lease, writer: Writer) -> Executable:
+    """Prepare, launch and monitor one training process; return the transition that ends the attempt.
+
+    Raises:
+        LeaseLost: The lease expired; there is no trainer, or it has ended.
+        Fenced: This worker no longer owns the run; there is no trainer, or it has ended.
+    """
+    device = next(one for one in host.machine.devices if one.index == run.device_indexes[0])
+    pump = Pump(host, run, writer)
+    try:
+        patience = Patience(lambda: is_unwanted(host, lease), writer.put)
+        job = writer.persist(lambda: prepare(host, run, device.for_job(), patience))
+        start = StartPoint(job.start_step, job.start_epoch, job.best_loss)
+        pump.start_from(start, job.secrets.values(), job.remarks)
+        process = launch(host, run, lease, job, device)
+    except (Stopped, LaunchAbandoned):
+        return given_up(host, run, lease)
+    except JobError as error:
+        if error.pause_seconds is not None:
+            return machine.hand_back(run.id, run.epoch, f"released: {error.message}", error.pause_seconds)
+        if error.is_passing:
+            return not_here(host, run, error.message)
+        return machine.fail(run.id, run.epoch, error.code, error.message)
+    except LaunchError as error:
+        return not_here(host, run, f"no training process could be started: {error}")
+    except OSError as error:
+        log.exception("%s: attempt %d", run.id, run.attempt)
+        return not_here(host, run, f"the attempt could not be prepared: {error}")
+    host.fitness.started()
+    vitals = Vitals(process.identity, device)
+    try:
+        end, killed_for = Following(host, lease, writer, pump, process, vitals).until_the_end()
+    finally:
+        process.close()
+    cleanup.after_attempt(host, run.id, run.attempt)
+    repair = repair_of(job, device, pump, end, killed_for)
+    if repair:
+        writer.outlive_lease()
+        writer.drain()  # its last checkpoint may not be stored yet
+        repair = writer.persist(partial(plan, host, run, repair))
+    if repair or went_wrong(pump, killed_for):
+        report = failure_report.report(pump, vitals, end, killed_for, repair)
+        writer.put(failure_report.kept(run, report, time.time()))
+    if repair:
+        return machine.repair(run.id, run.epoch, repair.reason)
+    transition = conclude(host, run, lease, pump, end, killed_for)
+    settle(host, lease, writer)
+    return transition
+
+
+def settle(host: Host, lease: Lease, writer: Writer) -> None:
+    """Wait for the replicas of the checkpoints that the attempt has saved, unless none of them is wanted.
+
+    After a repair nothing waits: the device would be idle each time, and the run most probably continues on this
+    worker.
+    """
+    if host.copies and (lease.stop is None or lease.stop.save or lease.stop.finish):
+        writer.outlive_lease()
+        writer.drain()  # every saved checkpoint is queued for replication now
+        until = min(host.drained_at, time.monotonic()) + host.settings.save_grace_seconds
+        host.copies.settle(lease.run_id, lambda: lease.fenced or lease.expired, writer.put, until)
+
+
+def launch(host: Host, run: Any, lease: Lease, job: Job, device: Device) -> TrainingProcess:
+    """Start the training process, with its deadline in force before it does anything.
+
+    Raises:
+        LaunchAbandoned: The run was to end or to be released meanwhile.
+    """
+    if is_unwanted(host, lease):
+        raise LaunchAbandoned("no longer wanted")
+    # All workers of the machine share a GPU as one device; a share of the CPU is the worker's own.
+    owner = device.id if device.kind == "cuda" else f"{host.id}-{device.id}"
+    device_lock = host.settings.home / "run" / "devices" / owner
+    device_lock.parent.mkdir(parents=True, exist_ok=True)
+    # A kernel lock also rules out two trainers of one run on one machine, not only the lease.
+    run_lock = host.storage.run_dir(run.id) / "trainer.lock"
+    process = host.launcher.launch(
+        ENTRIES[run.backend],
+        job.path,
+        device.for_job(),
+        [device_lock, run_lock],
+        renew_until=lambda: lease.kill_at,
+        should_end=lambda: is_unwanted(host, lease),
+        secrets=job.secrets,
+    )
+    lease.guard(process)
+    return process
+
+
+def is_unwanted(host: Host, lease: Lease) -> bool:
+    """Return True if no trainer may start any more: the run is to end, to be released, or has another owner."""
+    return bool(lease.stop) or lease.fenced or host.draining.is_set()
+
+
+def repair_of(job: Job, device: Device, pump: Pump, end: Exit, killed_for: KilledFor | None) -> Repair | None:
+    """Return a repair with which another attempt continues the run; None if none is known or wanted."""
+    result, config = pump.result or {}, pump.effective or job.config
+    if result.get("outcome") == "failed":
+        code = (result.get("error") or {}).get("code", "internal")
+        return auto_repair.repair_for(config, pump.phase, code, result.get("repair"))
+    # On a GPU it was the machine's memory that ran out, and a smaller batch does not need less of it.
+    if not result and end.out_of_memory and not killed_for and device.kind == "cpu":
+        return auto_repair.repair_for(config, pump.phase, auto_repair.OUT_OF_MEMORY, None)
+    return None
+
+
+def plan(host: Host, run: Any, repair: Repair) -> Repair:
+    """Return the repair, completed with the checkpoint that it goes back to."""
+    with host.engine.connect() as connection:
+        return auto_repair.planned(connection, run, repair)
+
+
+def finish(host: Host, writer: Writer, ending: Ending) -> None:
+    """Store the end of the attempt, which is its last write."""
+
+    def write() -> None:
+        with host.engine.begin() as connection:
+            row = connection.execute(ending()).one_or_none()
+        if row is not None:
+            log.info("%s: %s", row.id, row.status)
+        else:  # or an earlier try was committed, and only its response was lost
+            log.warning("nothing written at the end: fenced, another worker owns the run")
+
+    writer.persist(write)

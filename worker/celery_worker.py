@@ -1,0 +1,90 @@
+"""The Celery program of a worker: one thread per slot."""
+
+import logging
+import os
+from typing import Any
+
+from celery import Celery
+from celery.apps.worker import Worker
+from celery.concurrency.thread import TaskPool
+
+from app.infra.broker import TASK
+from worker.attempts import supervisor
+from worker.context import Host
+from worker.signals import Orders
+
+_HINT_HOLD_SECONDS = 1.0
+"""Seconds for which a worker that takes no runs keeps a hint, so that it does not receive it again at once."""
+
+
+class Program(Worker):  # type: ignore[misc]  # Celery has no types
+    """Celery worker with this project's signal handling and logging."""
+
+    def __init__(self, orders: Orders, **options: Any) -> None:
+        self._orders = orders
+        super().__init__(**options)
+
+    def setup_logging(self, colorize: bool | None = None) -> bool:
+        """Skip Celery's logging setup, which would keep messages about claimed and released runs out of the log."""
+        return True
+
+    def install_platform_tweaks(self, _worker: Worker) -> None:
+        """Skip Celery's signal handlers.
+
+        Its second SIGINT would cancel tasks, and its SIGHUP replace the process without ending them.
+        """
+
+    def register_with_event_loop(self, hub: Any) -> None:
+        """Wake the event loop for a request to end, which it would otherwise check only every few seconds."""
+        super().register_with_event_loop(hub)
+        hub.add_reader(self._orders.ending, lambda: None)
+        hub.add_reader(self.pool.freed, self.pool.look)
+
+
+class Slots(TaskPool):  # type: ignore[misc]  # Celery has no types
+    """Celery's thread pool, which signals when one of its threads becomes free.
+
+    A full worker takes no hints, and its event loop would ask for the next one only when it wakes up for another
+    reason, up to a second later.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.freed = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        super().__init__(*args, **options)
+
+    def on_apply(self, *args: Any, **options: Any) -> Any:
+        """Start a task; wake the event loop after the task has ended and no longer counts."""
+        result = super().on_apply(*args, **options)
+        result.f.add_done_callback(lambda _: os.eventfd_write(self.freed, 1))
+        return result
+
+    def look(self) -> None:
+        """Clear the wake-up; the event loop itself asks for hints before each wait."""
+        os.eventfd_read(self.freed)
+
+
+log = logging.getLogger(__name__)
+
+
+def register(app: Celery, host: Host) -> None:
+    """Register `anneal.run_next`, which claims pending runs, the most urgent first, and trains them."""
+    reported: str | None = None
+
+    # Not shared: Celery would give the task of this host to every other app in the process.
+    @app.task(name=TASK, ignore_result=True, shared=False)  # type: ignore[untyped-decorator]
+    def run_next() -> None:
+        if not host.closing.is_set():
+            if is_fit():
+                supervisor.work(host)
+                return
+            host.closing.wait(_HINT_HOLD_SECONDS)
+        # Another worker should get the hint now, not with the next round of hints.
+        app.send_task(TASK, ignore_result=True, retry=False)
+
+    def is_fit() -> bool:
+        nonlocal reported
+        trouble = host.fitness.trouble()
+        if trouble != reported:
+            log.warning("no run is taken: %s", trouble) if trouble else log.info("runs are taken again")
+            reported = trouble
+        return trouble is None

@@ -1,0 +1,76 @@
+"""Fidelity of a resume: compares what a run's numeric results depend on, at the checkpoint and now.
+
+If nothing differs, a resumed run can equal one that was never interrupted.
+Imports nothing heavy: the `fake` backend uses it too.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from worker.checkpoint_files.manifest import MANIFEST
+
+FINGERPRINT = "fingerprint"
+"""Key of the fingerprint in the manifest of a checkpoint."""
+BATCH_SIZE = "batch_size"
+"""Key of the micro-batch size in the fingerprint: it affects a step's sums, and an out-of-memory repair changes it."""
+PROBE = "probe"
+"""Key of the fidelity check's result in the manifest of a checkpoint; the value is a `float.hex`."""
+
+_MESSAGES = {
+    "base_model": "The base model differs from that of the checkpoint.",
+    "dataset": "The data set differs from that of the checkpoint.",
+    "reward_models": "A reward model differs from that of the checkpoint.",
+    "eval_dataset": "The evaluation data set differs from that of the checkpoint.",
+}
+ON_A_GPU = "A GPU does not always add numbers in the same order."
+
+
+def identity(folder: Path, config_name: str = "config.json") -> str:
+    """Return a digest of a model folder without reading its weights: sizes of its files, and its configuration."""
+    sizes = sorted((path.relative_to(folder).as_posix(), path.stat().st_size) for path in _files(folder))
+    digest = hashlib.sha256(json.dumps(sizes).encode())
+    digest.update((folder / config_name).read_bytes())
+    return f"sha256:{digest.hexdigest()}"
+
+
+def reasons(checkpoint: Path, present: Mapping[str, Any]) -> list[str]:
+    """Return why training may continue differently than before the checkpoint, in sentences; empty if it is exact."""
+    saved = json.loads((checkpoint / MANIFEST).read_text()).get(FINGERPRINT)
+    if saved is None:
+        return ["The checkpoint does not record what it was made with."]
+    then, now = _flat(saved), _flat(present)
+    if BATCH_SIZE not in then:  # written by a version that never changed it
+        now.pop(BATCH_SIZE, None)
+    return [
+        _MESSAGES.get(name, f"{name}: {then.get(name)} at the checkpoint, {now.get(name)} now.")
+        for name in sorted(then.keys() | now.keys())
+        if then.get(name) != now.get(name)
+    ]
+
+
+def probed(checkpoint: Path) -> float | None:
+    """Return the result of the fidelity check when the checkpoint was written, if it was run."""
+    stored = json.loads((checkpoint / MANIFEST).read_text()).get(PROBE)
+    return None if stored is None else float.fromhex(stored)
+
+
+def facts(why: list[str]) -> dict[str, Any]:
+    """Return the two facts that a run reports: `fidelity` and `fidelity_reasons`."""
+    return {"fidelity": "approximate" if why else "exact", "fidelity_reasons": why}
+
+
+def _flat(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    plain = {name: value for name, value in fingerprint.items() if not isinstance(value, Mapping)}
+    for value in fingerprint.values():
+        if isinstance(value, Mapping):
+            plain |= value
+    return plain
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the files that make up a model: its description and hidden files may change without changing it."""
+    found = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".md")
+    return [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]

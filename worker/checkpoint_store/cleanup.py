@@ -1,0 +1,69 @@
+"""Removes unused checkpoint data from a worker's storage: leftovers of killed processes, and retired checkpoints."""
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, select
+
+from app.runs.checkpoints import retention
+from app.tables.runs import Run
+from app.tables.workers import Worker
+from worker.checkpoint_store.owner import StoreOwner
+
+log = logging.getLogger(__name__)
+
+_LEFTOVERS = (".checkpoint-*", ".deleted-*", ".output.tmp", "base_model")
+_FETCHED = "a*/.checkpoint-*.wrk_*.run_*"
+
+
+def before_attempt(host: StoreOwner, run: Any) -> None:
+    """Remove what a kill left half written or half removed; no trainer of an earlier attempt is alive.
+
+    A trainer of a later attempt may be: this worker may have been suspended since its claim and have lost the run.
+    """
+    for attempt in range(1, run.attempt):
+        after_attempt(host, run.id, attempt)
+    with host.engine.connect() as connection:
+        retired = connection.execute(retention.retired(run.id)).all()
+        half_fetched = _half_fetched(host, connection, run)
+    remove_folders(host, run.id, [(attempt, name) for attempt, name in retired])
+    for folder in half_fetched:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def after_attempt(host: StoreOwner, run_id: str, attempt: int) -> None:
+    """Remove what an ended trainer left half written: a cancelled run has no later attempt that would do it."""
+    for pattern in _LEFTOVERS:
+        for leftover in host.storage.attempt_dir(run_id, attempt).glob(pattern):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _half_fetched(host: StoreOwner, connection: Connection, run: Any) -> list[Path]:
+    """Return what dead workers left half fetched, for any run, in the folders of this run's ancestors."""
+    found: list[Path] = []
+    parent = run.parent_run_id
+    while parent:
+        found += host.storage.run_dir(parent).glob(_FETCHED)
+        parent = connection.scalar(select(Run.parent_run_id).where(Run.id == parent))
+    if not found:
+        return []
+    live = set(connection.scalars(select(Worker.id).where(Worker.state != "offline")))
+    return [folder for folder in found if folder.name.split(".")[2] not in {*live, host.id}]
+
+
+def remove_folders(host: StoreOwner, run_id: str, retired: list[tuple[int, str]]) -> None:
+    """Remove the folders of checkpoints whose rows are marked as deleted."""
+    for attempt, name in retired:
+        folder = host.storage.named_checkpoint(run_id, attempt, name)
+        # Renamed first: a kill during the removal must not leave half a checkpoint under its name.
+        going = folder.with_name(f".deleted-{name}")
+        try:
+            folder.rename(going)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            log.warning("%s: %s could not be removed: %s", run_id, name, error)
+            continue
+        shutil.rmtree(going, ignore_errors=True)

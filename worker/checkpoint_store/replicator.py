@@ -1,0 +1,338 @@
+"""Checkpoint replicas, sent by one worker thread while training continues; their state is kept in the database."""
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Engine, Executable
+from sqlalchemy.exc import SQLAlchemyError
+
+from app.infra.storage import Storage
+from app.runs.checkpoints import replicas, retention
+from app.runs.events.log import NewEvent
+from worker.checkpoint_files import manifest
+from worker.checkpoint_store.remote_store import Gone, NotAsWritten, Remote, Stopped, Unreachable
+
+log = logging.getLogger(__name__)
+
+_MAX_QUEUED = 200
+_SWEEP_SECONDS = 60.0
+_NOTE_SECONDS = 60.0
+_FIRST_PAUSE_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 60.0
+_POLL_SECONDS = 0.1
+_JOIN_SECONDS = 2.0
+
+Say = Callable[[NewEvent], None]
+
+
+class _NotWanted(Exception):
+    """The replica being sent is no longer wanted, or another worker is sending it."""
+
+
+class Copies:
+    """Queue of checkpoints to replicate, newest first, and the thread that sends them one at a time.
+
+    Nothing depends on the queue: checkpoints without a replica, and replicas to remove, are found again in the database
+    by this worker or by another one with the same storage.
+    """
+
+    def __init__(self, remote: Remote, storage: Storage, engine: Engine) -> None:
+        self.remote = remote
+        self._storage = storage
+        self._engine = engine
+        self._waiting: OrderedDict[str, Any] = OrderedDict()
+        self._started: dict[str, Any] = {}
+        """Checkpoint id → last recorded `copy_begun_at`, for replicas that this worker has started to send."""
+        self._run_logs: dict[str, Say] = {}
+        self._outage_reported: set[str] = set()
+        """Runs whose log already reports the current outage."""
+        self._pause = 0.0
+        """Greater than 0 while the remote store is unavailable."""
+        self._sweep_at = self._take_up_at = 0.0
+        self._changed = threading.Condition()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="copies", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread, which first handles what other workers left unfinished."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop at once; a partly sent replica is sent again by the next worker."""
+        self._ended.set()
+        with self._changed:
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(_JOIN_SECONDS)
+
+    def add(self, checkpoint: Any) -> None:
+        """Queue a checkpoint (`id`, `run_id`, `attempt`, `name`, `manifest_sha256`) for replication; never waits."""
+        with self._changed:
+            self._waiting[checkpoint.id] = checkpoint
+            while len(self._waiting) > _MAX_QUEUED:
+                self._waiting.popitem(last=False)  # it is still listed in the database
+            self._changed.notify_all()
+
+    def tidy(self) -> None:
+        """Schedule the removal of replicas that are no longer needed; never waits."""
+        with self._changed:
+            self._sweep_at = 0.0
+            self._changed.notify_all()
+
+    @contextmanager
+    def telling(self, run_id: str, say: Say) -> Iterator[None]:
+        """Report events that concern the run to its log through `say`, for the duration of the block."""
+        with self._changed:
+            self._run_logs[run_id] = say
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._run_logs.pop(run_id, None)
+                self._outage_reported.discard(run_id)
+
+    def settle(self, run_id: str, is_over: Callable[[], bool], put: Say, until: float) -> None:
+        """Wait until the checkpoints of a run have their replicas, at most until the monotonic time `until`.
+
+        Returns early while the remote store is unavailable or once another worker owns the run. A warning in the run's
+        log names the checkpoints that have no replica by then.
+        """
+        left = self._unsent(run_id)
+        if left:
+            message = f"copying {_abbreviated(left)} to {self.remote.url}"
+            progress = {"phase": "copying", "done": None, "total": None, "message": message}
+            put(NewEvent.of("progress", time.time(), progress))
+        while left and not self._pause and not is_over() and time.monotonic() < until:
+            with self._changed:
+                self._changed.wait(_POLL_SECONDS)
+            left = self._unsent(run_id)
+        if left:
+            line = (
+                f"There is no replica of {_abbreviated(left)} at {self.remote.url} yet: it is made as soon as a worker "
+                "with this storage can reach it, and until then only workers with this storage can resume from there."
+            )
+            put(_line(line, "warning"))
+
+    def _unsent(self, run_id: str) -> list[str]:
+        with self._changed:
+            return [one.name for one in self._waiting.values() if one.run_id == run_id]
+
+    def _work(self) -> None:
+        while not self._ended.is_set():
+            now: Any = None
+            try:
+                self._run_periodic_work()
+                now = self._newest()
+                if now is not None and self._send(now):
+                    self._store_available()
+            except Stopped:
+                return
+            except SQLAlchemyError as error:
+                log.info("checkpoint replication waits for the database: %s", error)
+                self._ended.wait(_FIRST_PAUSE_SECONDS)
+            except Unreachable as error:
+                self._store_unavailable(error)
+            except OSError as error:
+                log.warning("%s cannot be read now and is replicated later: %s", now, error)
+                if now is not None:
+                    self._drop(now)
+                self._ended.wait(_FIRST_PAUSE_SECONDS)
+            except Exception:
+                # A bug in one replication must affect neither the others nor any training.
+                log.exception("a checkpoint could not be replicated: %s", now)
+                if now is not None:
+                    self._drop(now)
+                self._ended.wait(_FIRST_PAUSE_SECONDS)
+
+    def _run_periodic_work(self) -> None:
+        if time.monotonic() >= self._sweep_at:
+            self._sweep_at = time.monotonic() + _SWEEP_SECONDS
+            self.sweep()
+        if time.monotonic() >= self._take_up_at:
+            self._take_up_at = time.monotonic() + _SWEEP_SECONDS
+            self.take_up()
+
+    def sweep(self) -> None:
+        """Remove replicas that are no longer needed; those that cannot be removed are skipped for now."""
+        kept: list[str] = []
+        try:
+            for one in self._pages(replicas.to_remove, ""):
+                if one.is_sent and self._started.get(one.id) != one.copy_begun_at:
+                    continue  # another worker sends it: what this worker has started, this same thread sends
+                if self._remove(partial(self._folder, one), one.run_id, kept):
+                    self._do(replicas.removed(one.id, one.copy_begun_at))
+                    self._started.pop(one.id, None)
+            for one in self._pages(replicas.runs_to_remove, ""):
+                if self._remove(partial(self._storage.run_dir, one.id), one.id, kept):
+                    self._do(replicas.run_removed(one.id))
+                    log.info("removed the replicas of %s, which was deleted", one.id)
+        except Unreachable as error:
+            kept.insert(0, f"all others ({error})")
+        if kept:
+            log.warning(
+                "replicas that are no longer needed remain at %s for now, of %s", self.remote.url, _abbreviated(kept)
+            )
+
+    def _remove(self, folder: Callable[[], Path], run_id: str, kept: list[str]) -> bool:
+        """Return True if it was removed; raise `Unreachable` if there is no point in trying others."""
+        try:
+            self.remote.remove(folder())
+        except (Unreachable, ValueError) as error:  # `OutsideStorage` is a ValueError
+            if isinstance(error, Unreachable) and error.is_silent:
+                raise
+            kept.append(f"{run_id} ({error})")
+            return False
+        return True
+
+    def take_up(self) -> None:
+        """Queue checkpoints that no worker is replicating and that exist in this worker's storage."""
+        for one in self._pages(replicas.overdue, None):
+            with self._changed:
+                if len(self._waiting) >= _MAX_QUEUED:
+                    return
+                if one.id not in self._waiting and self._folder(one).is_dir():
+                    self._waiting[one.id] = one
+                    self._waiting.move_to_end(one.id, last=False)
+
+    def _newest(self) -> Any:
+        """Return the newest queued checkpoint, waiting for one; None when it is time to query the database."""
+        with self._changed:
+            if not self._waiting and not self._ended.is_set():
+                self._changed.wait(max(self._sweep_at - time.monotonic(), 0.0))
+            return next(reversed(self._waiting.values()), None)
+
+    def _send(self, one: Any) -> bool:
+        """Send one replica; return True if it is complete, False if it is no longer to be sent.
+
+        Raises:
+            Unreachable, SQLAlchemyError, OSError: It cannot be sent now.
+        """
+        self.remote.settle_in(lambda: not self._rows(replicas.made()))
+        began = noted = time.monotonic()
+        epoch = 0
+
+        def note() -> None:
+            nonlocal epoch, noted
+            row = self._do(replicas.begin(one.id, self._started.get(one.id)))
+            if row is None:
+                raise _NotWanted
+            self._started[one.id], epoch, noted = row.copy_begun_at, row.epoch, time.monotonic()
+
+        def on_piece() -> None:
+            if self._ended.is_set():
+                raise Stopped
+            if time.monotonic() - noted > _NOTE_SECONDS:
+                note()
+
+        try:
+            note()
+            self.remote.send(self._folder(one), one.manifest_sha256, on_piece)
+            if self._do(replicas.complete(one.id, self._started[one.id])) is None:
+                raise _NotWanted
+        except _NotWanted:
+            self._discard_unwanted(one)
+        except Gone:
+            log.info("%s: %s no longer exists and is not replicated", one.run_id, one.name)
+            self._discard_unwanted(one)
+        except NotAsWritten as error:
+            log.warning("%s: a corrupt checkpoint is not replicated: %s", one.run_id, error)
+            with suppress(_NotWanted):
+                note()  # it may be incomplete because it was released and is being removed
+                self._check_corrupt(one, epoch, on_piece)
+            self._discard_unwanted(one)
+        else:
+            log.info("%s: %s replicated in %.1f s", one.run_id, one.name, time.monotonic() - began)
+            self._drop(one)
+            return True
+        return False
+
+    def _check_corrupt(self, one: Any, epoch: int, on_piece: Callable[[], None]) -> None:
+        """Mark a corrupt checkpoint, unless another worker owns its run by now or the checkpoint was released."""
+        try:
+            wrong = manifest.verify(self._folder(one), one.manifest_sha256, on_piece)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            wrong = [f"its {manifest.MANIFEST} is invalid"]
+        if not wrong or not self._folder(one).exists():
+            return
+        why = "; ".join(wrong[:3])
+        with self._engine.begin() as connection:
+            is_ours = connection.execute(replicas.begin(one.id, self._started[one.id])).one_or_none()
+            if is_ours is None:
+                return
+            self._started[one.id] = is_ours.copy_begun_at
+            is_marked = connection.execute(retention.mark_bad(one.id, why, one.run_id, epoch)).rowcount == 1
+        reason = f"checkpoint {one.id} (step {one.step}) cannot be resumed from and is not replicated: {why}"
+        log.warning("%s: %s", one.run_id, reason)
+        with self._changed:
+            say = self._run_logs.get(one.run_id)
+            if say and is_marked:
+                say(_line(reason, "warning"))
+
+    def _discard_unwanted(self, one: Any) -> None:
+        """Remove what this worker has sent of an unwanted replica, unless another worker has continued it."""
+        noted = self._started.get(one.id)
+        if noted is not None and self._do(replicas.left_to_others(one.id, noted)) is None:
+            self.remote.remove(self._folder(one))
+            self._do(replicas.removed(one.id, noted))
+        self._drop(one)
+
+    def _drop(self, one: Any) -> None:
+        with self._changed:
+            self._waiting.pop(one.id, None)
+            self._started.pop(one.id, None)
+            self._changed.notify_all()
+
+    def _store_unavailable(self, error: Unreachable) -> None:
+        log.warning("checkpoints cannot be replicated to %s: %s", self.remote.url, error)
+        self._pause = min(max(self._pause * 2, _FIRST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS)
+        line = (
+            f"Checkpoints cannot be replicated to {self.remote.url}: {error}. Training continues, and checkpoints "
+            "written here are replicated once that works again; an operator finds the cause in the worker's log."
+        )
+        with self._changed:
+            waiting = {one.run_id for one in self._waiting.values()}
+            for run_id in (waiting & self._run_logs.keys()) - self._outage_reported:
+                self._outage_reported.add(run_id)
+                self._run_logs[run_id](_line(line, "warning"))
+            self._changed.notify_all()
+        self._ended.wait(self._pause)
+
+    def _store_available(self) -> None:
+        self._pause = 0.0
+        with self._changed:
+            for say in (self._run_logs[run_id] for run_id in self._outage_reported & self._run_logs.keys()):
+                say(_line(f"Checkpoints are replicated to {self.remote.url} again.", "info"))
+            self._outage_reported.clear()
+
+    def _folder(self, one: Any) -> Path:
+        return self._storage.named_checkpoint(one.run_id, one.attempt, one.name)
+
+    def _pages(self, page: Callable[[Any], Executable], last: str | None) -> Iterator[Any]:
+        """Yield the rows of all pages; each query ends before its rows are processed."""
+        while rows := self._rows(page(last)):
+            yield from rows
+            last = rows[-1].id
+
+    def _rows(self, statement: Executable) -> list[Any]:
+        with self._engine.connect() as connection:
+            return list(connection.execute(statement).all())
+
+    def _do(self, statement: Executable) -> Any:
+        with self._engine.begin() as connection:
+            result = connection.execute(statement)
+            return result.one_or_none() if result.returns_rows else None
+
+
+def _abbreviated(names: list[str]) -> str:
+    return f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''}"
+
+
+def _line(line: str, level: str) -> NewEvent:
+    return NewEvent.of("log", time.time(), {"line": line, "stream": "anneal", "level": level})

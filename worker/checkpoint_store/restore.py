@@ -1,0 +1,134 @@
+"""Restores a checkpoint that is missing or corrupt here from its replica, before an older one is used."""
+
+import errno
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from app.runs.checkpoints import replicas
+from app.runs.events.log import NewEvent
+from worker.checkpoint_files.disk_space import Room
+from worker.checkpoint_store.owner import StoreOwner
+from worker.checkpoint_store.remote_store import BadCopy, NotThere, Remote, Stopped, Unreachable
+
+log = logging.getLogger(__name__)
+
+_TRIES = 3
+_PAUSE_SECONDS = 1.0
+_PROGRESS_SECONDS = 5.0
+
+
+class Outcome(Enum):
+    """Result of the attempt to restore a checkpoint that was missing or corrupt here."""
+
+    WHOLE = "whole"
+    """The checkpoint is here, complete and verified."""
+    BAD = "bad"
+    """Neither this storage nor the replica has what was written, so no run can ever resume from it."""
+    AWAY = "away"
+    """It cannot be reached now, but there is a replica that is probably intact."""
+    ELSEWHERE = "elsewhere"
+    """It is missing here and no replica is usable; the worker that wrote it may still have it and resume from it
+    later."""
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """Result of a restore and its explanation."""
+
+    outcome: Outcome
+    why: str
+    """Clause that says what was wrong here and what happened with the replica."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Control of a run that is being prepared: when to stop, and where to report progress."""
+
+    should_end: Callable[[], bool]
+    """Returns True if the run is to end or to be released."""
+    tell: Callable[[NewEvent], None]
+
+    def check(self) -> None:
+        """Raise `Stopped` if the preparation is to end."""
+        if self.should_end():
+            raise Stopped("the run is to end or to be released")
+
+
+def instead(host: StoreOwner, run: Any, checkpoint: Any, place: Path, wrong: list[str], patience: Patience) -> Fetched:
+    """Replace what is `wrong` at `place` with the replica of `checkpoint`, for an attempt of `run`.
+
+    Raises:
+        Stopped: The run was to end meanwhile.
+        OSError: This worker's own storage cannot take it or has no space for it.
+    """
+    is_missing = not place.exists()
+    here = "it is not in this worker's storage" if is_missing else "; ".join(wrong[:3])
+    unusable = Outcome.ELSEWHERE if is_missing else Outcome.BAD
+    if checkpoint.remote_at is None:
+        # Written by a worker with another storage that had no time to replicate it. Without replication all workers
+        # share one storage.
+        return Fetched(unusable if host.copies else Outcome.BAD, here)
+    if host.copies is None:
+        return Fetched(Outcome.AWAY, f"{here}, and this worker has no ANNEAL_CHECKPOINT_URL to fetch its replica")
+    remote = host.copies.remote
+    try:
+        _fetch(host, remote, run, checkpoint, place, patience)
+    except BadCopy as error:
+        # A worker that still has an intact copy must send it again.
+        with host.engine.begin() as connection:
+            connection.execute(replicas.spoilt(checkpoint.id, checkpoint.remote_at))
+        return Fetched(unusable, f"{here}, and {error}")
+    except NotThere:
+        outcome = Outcome.AWAY if is_missing else Outcome.BAD
+        return Fetched(outcome, f"{here}, and {remote.url} has no replica of it")
+    except Unreachable as error:
+        return Fetched(Outcome.AWAY, f"{here}, and its replica at {remote.url} cannot be fetched now: {error}")
+    return Fetched(Outcome.WHOLE, f"{here}; its replica at {remote.url} was fetched")
+
+
+def _fetch(host: StoreOwner, remote: Remote, run: Any, checkpoint: Any, place: Path, patience: Patience) -> None:
+    lacking = Room(host.storage.root, host.settings.disk_reserve_bytes).lacking(checkpoint.bytes)
+    if lacking:
+        raise OSError(errno.ENOSPC, f"{checkpoint.name} does not fit on the disk: {lacking}")
+    # Two runs that resume from one checkpoint may fetch it at the same time.
+    own_name = f"{host.id}.{run.id}"
+    staging = place.with_name(f".{place.name}.{own_name}")
+    reported_at = -_PROGRESS_SECONDS
+
+    def on_piece() -> None:
+        nonlocal reported_at
+        patience.check()
+        if time.monotonic() - reported_at >= _PROGRESS_SECONDS:
+            reported_at = time.monotonic()
+            done = min(_bytes_below(staging), checkpoint.bytes)
+            message = f"fetching {checkpoint.name} from {remote.url}"
+            progress = {"phase": "fetching", "done": done, "total": checkpoint.bytes, "message": message}
+            patience.tell(NewEvent.of("progress", time.time(), progress))
+
+    began = time.monotonic()
+    for tries in range(1, _TRIES + 1):
+        patience.check()
+        try:
+            remote.fetch(place, checkpoint.manifest_sha256, own_name, on_piece)
+        except Unreachable as error:
+            log.warning("%s: %s, try %d: %s", checkpoint.run_id, checkpoint.name, tries, error)
+            if tries == _TRIES:
+                raise
+            host.draining.wait(_PAUSE_SECONDS * tries)
+        else:
+            log.info("%s: %s fetched in %.1f s", checkpoint.run_id, checkpoint.name, time.monotonic() - began)
+            return
+
+
+def _bytes_below(folder: Path) -> int:
+    size = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):  # it is renamed once it is complete
+            size += path.stat().st_size if path.is_file() else 0
+    return size

@@ -1,0 +1,236 @@
+"""Context of one worker process: its identity, connections, heartbeat and the leases that its threads hold."""
+
+import importlib.util
+import logging
+import socket
+import threading
+import time
+from typing import Protocol
+
+from redis import Redis
+from redis.exceptions import RedisError
+from sqlalchemy import Connection, select
+from sqlalchemy.exc import SQLAlchemyError
+
+from app.config import Settings
+from app.infra.broker import CONTROL_CHANNEL, events_channel
+from app.infra.db import is_away, sync_engine
+from app.infra.errors import HomeError
+from app.infra.ids import new_id
+from app.infra.storage import Storage
+from app.tables import migrate
+from app.tables.runs import Run
+from app.workers import registry
+from app.workers.status_files import Notebook
+from worker import devices, registration
+from worker.checkpoint_store.remote_store import Remote
+from worker.checkpoint_store.replicator import Copies
+from worker.health import Fitness
+from worker.process.launcher import Launcher
+
+log = logging.getLogger(__name__)
+
+
+_REDIS_PAUSE = 2.0
+
+_DATABASE_PAUSE = 2.0
+
+
+class HeldLease(Protocol):
+    """A lease that control messages may concern."""
+
+    run_id: str
+
+    def renew_now(self) -> None:
+        """Renew the lease at once."""
+
+
+class Host:
+    """State shared by the supervisors of this process."""
+
+    def __init__(self, settings: Settings) -> None:
+        if settings.database_url is None or settings.redis_url is None:
+            raise ValueError("no database or Redis URL: start `anneal up` first, or set both ANNEAL_…_URL variables")
+        self.settings = settings
+        self.id = new_id("wrk")
+        self.name = socket.gethostname()
+        self.storage = Storage(settings)
+        self.fitness = Fitness(self.storage.root)
+        self.machine = devices.find(settings)
+        self.kind = self.machine.devices[0].kind
+        self.launcher = Launcher(settings)
+        can_train = importlib.util.find_spec("torch") is not None
+        self.backends = ["celery", "fake"] if can_train else ["fake"]
+        self.engine = sync_engine(settings.database_url, pool_size=self.machine.slots + 1)
+        # Renewals must not queue behind a large append or block with it, so they have their own connections with short
+        # timeouts.
+        self.lease_engine = sync_engine(
+            settings.database_url,
+            pool_size=self.machine.slots + 1,
+            name="anneal-lease",
+            statement_seconds=max(settings.renew_seconds, 0.5),
+        )
+        self.redis: Redis = Redis.from_url(
+            settings.redis_url, socket_connect_timeout=1, socket_timeout=1, decode_responses=True
+        )
+        self.closing = threading.Event()
+        """No further run is taken; current runs finish."""
+        self.draining = threading.Event()
+        """Current runs save and are released now."""
+        self.drained_at = float("inf")
+        """Monotonic time at which `draining` was set."""
+        self.copies: Copies | None = None
+        """Checkpoint replication, if the operator configured it."""
+        if settings.checkpoint_url:
+            self.copies = Copies(Remote(settings.checkpoint_url, self.storage), self.storage, self.engine)
+        self._notebook = Notebook(settings.home, self.id)
+        self._leases: dict[str, HeldLease] = {}
+        self._to_wake: set[str] = set()
+        self._wake_up = threading.Event()
+        self._beat_now = threading.Event()
+        self._heartbeat = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._ended = threading.Event()
+
+    def start(self) -> bool:
+        """Clean up after a dead predecessor, register once the database is available, start heartbeat and listeners.
+
+        Returns:
+            False if the worker was asked to end meanwhile.
+
+        Raises:
+            HomeError: The database schema is older than this code.
+        """
+        self._notebook.open()
+        self.launcher.start()
+        while not self._try_register():
+            if self.closing.wait(_DATABASE_PAUSE):
+                return False
+        self._heartbeat.start()
+        if self.copies:
+            self.copies.start()
+        for name, work in (("control", self._listen), ("wake-ups", self._notify_loop)):
+            threading.Thread(target=work, name=name, daemon=True).start()
+        log.info(
+            "worker %s on %s: %d slot(s) of %s", self.id, self.name, self.machine.slots, self.machine.devices[0].name
+        )
+        return True
+
+    def take_no_more(self) -> None:
+        """Take no more runs; current runs finish."""
+        self.closing.set()
+        self._notebook.update(draining=True)
+        self._beat_now.set()
+
+    def drain(self) -> None:
+        """Take no more runs; current runs save and are released."""
+        self.drained_at = min(self.drained_at, time.monotonic())
+        self.draining.set()
+        self.closing.set()
+        self._beat_now.set()
+
+    def close(self) -> None:
+        """Mark the worker as offline and stop everything that still runs."""
+        self._ended.set()
+        self._wake_up.set()
+        self._beat_now.set()
+        self.launcher.stop()
+        if self.copies:
+            self.copies.close()
+        if self._heartbeat.is_alive():
+            self._heartbeat.join(_DATABASE_PAUSE)  # a heartbeat in flight would mark the worker as online
+        try:
+            with self.engine.begin() as connection:
+                connection.execute(registry.gone([self.id]))
+        except SQLAlchemyError as error:
+            log.warning("this worker could not be marked as offline, the missing heartbeat will show it: %s", error)
+        self.engine.dispose()
+        self.lease_engine.dispose()
+        self._notebook.close()
+
+    def hold(self, lease: HeldLease) -> None:
+        """Register a lease that control messages may concern."""
+        self._leases[lease.run_id] = lease
+        self._note_runs()
+
+    def release(self, lease: HeldLease) -> None:
+        """Remove an ended lease; one on a later attempt of the same run stays."""
+        if self._leases.get(lease.run_id) is lease:
+            del self._leases[lease.run_id]
+        self._note_runs()
+
+    def wake(self, run_id: str) -> None:
+        """Notify event streams of new events; without Redis they poll. Never waits."""
+        self._to_wake.add(run_id)
+        self._wake_up.set()
+
+    def _notify_loop(self) -> None:
+        while not self._ended.is_set():
+            self._wake_up.wait()
+            self._wake_up.clear()
+            # Ids are popped one at a time: what other threads add meanwhile is handled in the next round.
+            while self._to_wake:
+                run_id = self._to_wake.pop()
+                try:
+                    self.redis.publish(events_channel(run_id), "")
+                except (RedisError, OSError) as error:
+                    log.info("event streams are not notified for now: %s", error)
+                    self._ended.wait(_REDIS_PAUSE)
+
+    def _try_register(self) -> bool:
+        try:
+            with self.engine.begin() as connection:
+                if older := migrate.too_old(migrate.current(connection)):
+                    raise HomeError(older)
+                registration.release_dead(connection, self.name)
+                connection.execute(registry.forget(older_than_days=30))
+                self._register(connection)
+        except SQLAlchemyError as error:
+            if not is_away(error):
+                raise
+            log.warning("the database cannot be reached, trying again: %s", error)
+            return False
+        return True
+
+    def _register(self, connection: Connection) -> None:
+        registration.register(connection, self.id, self.name, self.machine, self.backends, self.launcher)
+
+    def _beat(self) -> None:
+        while True:
+            self._beat_now.wait(self.settings.renew_seconds)
+            self._beat_now.clear()
+            if self._ended.is_set():
+                return
+            state = "draining" if self.closing.is_set() else "online"
+            try:
+                with self.lease_engine.begin() as connection:
+                    alive = registry.beat(self.id, state, self.launcher.mode, self.launcher.reason)
+                    if connection.execute(alive).one_or_none() is None:
+                        self._register(connection)
+                    if self.closing.is_set():
+                        self._note_progress(connection)
+            except SQLAlchemyError as error:
+                log.info("heartbeat missed: %s", error)
+
+    def _note_runs(self) -> None:
+        self._notebook.update(runs={run_id: [None, None] for run_id in list(self._leases)})
+
+    def _note_progress(self, connection: Connection) -> None:
+        """Record the progress of current runs for a caller that waits for them to finish."""
+        steps = select(Run.id, Run.current_step, Run.total_steps).where(Run.id.in_(list(self._leases)))
+        found = {row.id: [row.current_step, row.total_steps] for row in connection.execute(steps)}
+        self._notebook.update(runs={run_id: found.get(run_id, [None, None]) for run_id in list(self._leases)})
+
+    def _listen(self) -> None:
+        """Renew leases on control messages, so that stop requests arrive before the next regular renewal."""
+        while not self._ended.is_set():
+            try:
+                with self.redis.pubsub(ignore_subscribe_messages=True) as pubsub:  # type: ignore[no-untyped-call]
+                    pubsub.subscribe(CONTROL_CHANNEL)
+                    while not self._ended.is_set():
+                        message = pubsub.get_message(timeout=0.5)
+                        lease = self._leases.get(message["data"]) if message else None
+                        if lease:
+                            lease.renew_now()
+            except (RedisError, OSError) as error:
+                log.info("control messages are unavailable, stop requests arrive with lease renewals: %s", error)
+                self._ended.wait(_REDIS_PAUSE)

@@ -1,0 +1,125 @@
+"""Simulated actions of the `fake` trainer, done between two steps as in a real trainer."""
+
+import hashlib
+import math
+from collections import deque
+from typing import Any, Protocol
+
+from app.contracts.training_config.fields import TrainingConfig
+from worker.wire.control import Control
+from worker.wire.reporter import Report
+
+_WORDS = ("it", "learns", "what", "the", "rows", "say", "and", "writes", "some", "of", "this", "again")
+
+
+class ActionTarget(Protocol):
+    """The part of the fake trainer that its actions use."""
+
+    job: dict[str, Any]
+    config: TrainingConfig
+    control: Control
+    report: Report
+    state: Any
+    total: int
+    rows: int
+    per_step: int
+
+    def change(self, **changes: Any) -> None:
+        """Change fields of the configuration."""
+
+    def epoch(self) -> float:
+        """Return the position in epochs."""
+        ...
+
+    def evaluate(self, loss: float, *, is_due: bool = True) -> None:
+        """Report an evaluation."""
+
+    def rate(self) -> float:
+        """Return the learning rate of the next step."""
+        ...
+
+    def tell_config(self) -> None:
+        """Report the configuration in force."""
+
+
+class Actions:
+    """Handler of requested actions and their results, like `worker.training.loop.actions` of a real trainer."""
+
+    def __init__(self, training: ActionTarget) -> None:
+        self._training = training
+        self._replayed: deque[dict[str, Any]] = deque(training.job.get("actions", ()))
+        self._saves: list[dict[str, Any]] = []
+
+    def do_again(self) -> None:
+        """Repeat the actions of an earlier attempt that followed the finished step, even if training stops after it."""
+        step = self._training.state.step
+        while self._replayed and self._replayed[0]["step"] <= step:
+            self._take(self._replayed.popleft())
+
+    def take(self) -> None:
+        """Do newly requested actions; called only where training continues."""
+        while not self._replayed and (asked := self._training.control.take_action()) is not None:
+            self._take(asked)
+
+    @property
+    def wants_checkpoint(self) -> bool:
+        """True if a checkpoint was requested and is not saved yet."""
+        return bool(self._saves)
+
+    def saved(self) -> dict[str, Any]:
+        """Return the fields of a checkpoint's record that answer the actions which requested it."""
+        answered, self._saves = self._saves, []
+        return {
+            "actions": [{"id": one["id"], "action": one["action"]} for one in answered],
+            "pinned": any(one["parameters"].get("pin") for one in answered),
+        }
+
+    def _take(self, asked: dict[str, Any]) -> None:
+        training, parameters = self._training, asked["parameters"]
+        match asked["action"]:
+            case "checkpoint":
+                self._saves.append(asked)
+            case "evaluate":
+                loss = (training.state.loss or 0.0) + 0.1
+                training.evaluate(loss, is_due=False)
+                self._answer(asked, "done", result={"metrics": {"eval_loss": loss}})
+            case "sample":
+                self._sample(asked, **parameters)
+            case "set_learning_rate":
+                before, rate = training.config.learning_rate, parameters["learning_rate"]
+                training.change(learning_rate=rate)
+                self._answer(asked, "done", result={"before": before, "learning_rate": rate, "next": training.rate()})
+                training.tell_config()
+            case "extend":
+                self._extend(asked, **parameters)
+
+    def _extend(self, asked: dict[str, Any], max_steps: int | None = None, epochs: float | None = None) -> None:
+        training = self._training
+        before = training.total
+        total = max_steps or max(1, math.ceil((epochs or 0) * training.rows / training.per_step))
+        if total <= before:
+            message = f"The run already has {before} planned steps and this would be {total}; request more."
+            return self._answer(asked, "refused", message=message)
+        training.change(max_steps=total)
+        result = {"before": before, "total_steps": total, "next_learning_rate": training.rate()}
+        self._answer(asked, "done", result=result, total_steps=total)
+        training.tell_config()
+
+    def _sample(self, asked: dict[str, Any], prompts: list[str], max_new_tokens: int, temperature: float) -> None:
+        training = self._training
+        texts = [self._generated(prompt, max_new_tokens, temperature) for prompt in prompts]
+        for prompt, text in zip(prompts, texts, strict=True):
+            training.report.sample(training.state.step, prompt, text, action_id=asked["id"])
+        pairs = zip(prompts, texts, strict=True)
+        samples = [{"prompt": prompt, "completion": text} for prompt, text in pairs]
+        self._answer(asked, "done", result={"samples": samples})
+
+    def _generated(self, prompt: str, most: int, temperature: float) -> str:
+        digest = hashlib.sha256(f"{self._training.state.chain} {prompt} {temperature}".encode()).digest()
+        return " ".join(_WORDS[byte % len(_WORDS)] for byte in digest[: min(most, 8)])
+
+    def _answer(self, asked: dict[str, Any], status: str, **more: Any) -> None:
+        training = self._training
+        training.report.action(
+            asked["id"], asked["action"], step=training.state.step, epoch=training.epoch(), status=status, **more
+        )

@@ -1,0 +1,47 @@
+"""Results of actions: the update of the action's row and the event that reports it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Executable, func, update
+
+from app.runs.events.log import NewEvent
+from app.tables.actions import RunAction
+
+_OUTCOMES = ("done", "refused", "failed")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Row update and event of one action result, stored in one transaction that appending the event fences."""
+
+    change: Executable
+    event: NewEvent
+
+
+def answer(run: Any, record: dict[str, Any], ts: float) -> Answer:
+    """Build the row update and the event from a trainer's record `{id, action, step, status, result, message}`.
+
+    An attempt that resumes from an earlier step repeats actions. A repeated action is reported again and stays `done`,
+    with its new result, or with the previous one if the repetition fails.
+
+    Raises:
+        ValueError, KeyError, TypeError: The record is invalid.
+    """
+    status, step = record["status"], record["step"]
+    if status not in _OUTCOMES or isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**31:
+        raise ValueError(f"invalid action result: status {status!r} at step {step!r}")
+    reported = {name: record.get(name) for name in ("action", "step", "status", "result", "message")}
+    outcome = {
+        "status": status,
+        "step": step,
+        "attempt": run.attempt,
+        "result": record.get("result"),
+        "message": record.get("message"),
+        "finished_at": func.clock_timestamp(),
+    }
+    action_id = str(record["id"])
+    before = ("waiting", "done") if status == "done" else ("waiting",)
+    asked = (RunAction.id == action_id, RunAction.run_id == run.id, RunAction.status.in_(before))
+    change = update(RunAction).where(*asked).values(outcome)
+    return Answer(change, NewEvent.of("action", ts, {"action_id": action_id, **reported}))

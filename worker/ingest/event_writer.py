@@ -1,0 +1,221 @@
+"""Event writer: stores events from its own thread, so that a slow or absent database never blocks the trainer."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from sqlalchemy import Connection
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+
+from app.infra.db import is_away
+from app.infra.log_setup import in_this_context
+from app.runs.events import log as event_log
+from app.runs.events.log import Fenced, NewEvent, Progress
+from app.runs.metrics.rollups import Rollups
+from worker.context import Host
+from worker.ingest.spool import Spool, Step
+from worker.lease import Lease, LeaseLost
+
+log = logging.getLogger(__name__)
+
+
+FLUSH_SECONDS = 0.1
+
+_PAUSE_SECONDS = 0.5
+
+_MAX_BATCH = 2000
+
+_JOIN_SECONDS = 1.0
+
+
+T = TypeVar("T")
+
+
+class Writer:
+    """Queue of events and changes of one attempt, stored in this order in transactions of up to 100 ms each."""
+
+    def __init__(self, host: Host, run: Any, lease: Lease) -> None:
+        self.progress: Progress | None = None
+        """Progress of the trainer; stored with the next events."""
+        self._host = host
+        self._run = run
+        self._lease = lease
+        self._waiting = Spool(run.id, host.settings.home / "spool")
+        self._stored = 0
+        self._tried = 0
+        """Number of events in the last transaction, if it failed."""
+        self._rollups = Rollups(run.id, run.attempt)
+        self._failure: Exception | None = None
+        self._changed = threading.Condition()
+        self._over = False
+        self._waits_past_lease = False
+        self._thread = threading.Thread(target=in_this_context(self._write), name=f"writer {run.id}", daemon=True)
+
+    def __enter__(self) -> "Writer":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._over = True
+            self._waiting.close()
+            self._changed.notify_all()
+        # A thread blocked in a statement of a frozen server must not keep the worker from ending.
+        self._thread.join(_JOIN_SECONDS)
+
+    @property
+    def is_full(self) -> bool:
+        """True if so much waits for Postgres that the trainer has to wait too."""
+        return self._waiting.is_full
+
+    def outlive_lease(self) -> None:
+        """Wait for the database without limit from now on: no trainer is left that the lease would bind.
+
+        The lease epoch still decides: what is stored late is stored for the run's current owner, or not at all.
+        """
+        self._waits_past_lease = True
+
+    def put(self, item: NewEvent | Step) -> None:
+        """Append an item, stored after everything that was put before it."""
+        with self._changed:
+            self._waiting.put(item)
+            self._changed.notify_all()
+
+    def check(self) -> None:
+        """Raise an error that the thread cannot recover from: `Fenced`, or one that a retry does not fix."""
+        if self._failure is not None:
+            raise self._failure
+
+    def drain(self) -> None:
+        """Wait until everything is stored, for as long as the lease allows or, with no trainer left, beyond it.
+
+        Raises:
+            LeaseLost: It took too long, or the worker is to end and the database does not answer.
+            Fenced: Nothing more may be written.
+        """
+        with self._changed:
+            while self._waiting:
+                self.check()
+                self._check_lease()
+                self._changed.wait(FLUSH_SECONDS)
+        self.check()
+
+    def persist(self, work: Callable[[], T]) -> T:
+        """Run `work`, and retry while the database is unavailable, as long as `drain` would wait; raises the same."""
+        while True:
+            try:
+                return work()
+            except SQLAlchemyError as error:
+                if not is_away(error):
+                    raise
+                self._check_lease()
+                log.info("%s: the database is unavailable, trying again: %s", self._run.id, error)
+                time.sleep(FLUSH_SECONDS * 2)
+
+    def _check_lease(self) -> None:
+        if self._lease.fenced:
+            raise Fenced(self._run.id)
+        if self._lease.expired and (not self._waits_past_lease or self._host.draining.is_set()):
+            raise LeaseLost(self._run.id)
+
+    def _write(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._over)
+                if self._over:
+                    return
+            pause = FLUSH_SECONDS
+            try:
+                self._flush()
+            except SQLAlchemyError as error:
+                if not is_away(error):
+                    self._fail(error)
+                    return
+                log.info("%s: %d events wait for the database: %s", self._run.id, len(self._waiting), error)
+                pause = _PAUSE_SECONDS
+            except Exception as error:
+                self._fail(error)
+                return
+            # A short pause makes one transaction of what a step reports in many pieces.
+            with self._changed:
+                self._changed.wait_for(lambda: self._over, pause)
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+
+    def _flush(self) -> None:
+        """Store what waits: events in batches, each change of the run in its own transaction."""
+        while batch := self._next():
+            first = batch[0]
+            if isinstance(first, Step):
+                self._apply(first)
+                self._drop(1)
+                first.stored()
+            else:
+                self._append_or_bisect([event for event in batch if isinstance(event, NewEvent)])
+
+    def _drop(self, count: int) -> None:
+        """Remove the first items, which are stored, and notify readers."""
+        with self._changed:
+            if not self._over:
+                self._waiting.drop(count)
+            self._changed.notify_all()
+        self._host.wake(self._run.id)
+
+    def _next(self) -> list[NewEvent | Step]:
+        """Return the first events that wait, up to the next change; or one change; or nothing."""
+        with self._changed:
+            # A failed batch is retried unchanged: if its commit only seemed to fail, its rollups are stored with it.
+            head = self._waiting.head(self._tried or _MAX_BATCH)
+        changes = [place for place, item in enumerate(head) if isinstance(item, Step)]
+        return head[: max(changes[0], 1)] if changes else head
+
+    def _append_or_bisect(self, batch: list[NewEvent]) -> None:
+        """Store a batch; if Postgres refuses it, halve it down to the refused event, and log that in its place."""
+        try:
+            self._append(batch)
+            return self._drop(len(batch))
+        except SQLAlchemyError as error:
+            if not event_log.is_refused_data(error):
+                raise
+            refusal = error
+        if len(batch) == 1:
+            self._append([_refused(batch[0], refusal)])
+            return self._drop(1)
+        middle = len(batch) // 2
+        self._append_or_bisect(batch[:middle])
+        self._append_or_bisect(batch[middle:])
+
+    def _apply(self, step: Step) -> None:
+        if step.event is None:
+            with self._host.engine.begin() as connection:
+                step.apply(connection)
+            return
+        try:
+            self._append([step.event, *step.more], step.apply)
+        except SQLAlchemyError as error:
+            if not (event_log.is_refused_data(error) or isinstance(error, IntegrityError)):
+                raise
+            self._append([_refused(step.event, error)])
+
+    def _append(self, batch: list[NewEvent], then: Callable[[Connection], None] | None = None) -> None:
+        first = self._stored + 1
+        self._tried = len(batch)
+        with self._host.engine.begin() as connection:
+            stored = event_log.append(connection, self._run.id, self._run.epoch, first, batch, self.progress)
+            self._rollups.store(connection, first, batch, stored)
+            if then:
+                then(connection)
+        self._rollups.committed()
+        self._stored += len(batch)
+        self._tried = 0
+
+
+def _refused(event: NewEvent, error: Exception) -> NewEvent:
+    reason = str(getattr(error, "orig", None) or error).splitlines()[0][:300].replace("\x00", "")
+    line = f"an event of type {event.type} could not be stored: {reason}"
+    return NewEvent.of("log", event.ts.timestamp(), {"line": line, "stream": "anneal", "level": "error"})

@@ -1,0 +1,190 @@
+"""Converts printed output and the trainer's records into what the database can store.
+
+One NUL, lone surrogate or NaN makes PostgreSQL refuse a whole batch, and one runaway loop can print faster than
+anything can store, so everything is sanitized and bounded here, before it is queued.
+"""
+
+import codecs
+import math
+import re
+from collections import deque
+from typing import Any, Literal
+
+from worker.ingest.redaction import Redactor
+
+Stream = Literal["stdout", "stderr"]
+
+Level = Literal["info", "warning", "error"]
+
+
+MAX_LINE_BYTES = 8 * 1024
+
+_MAX_PENDING = 2 * MAX_LINE_BYTES
+
+_PROGRESS_SECONDS = 1.0
+
+_TAIL = 50
+
+
+_ANSI = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI: colors, cursor
+    r"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?"  # OSC: titles, links
+    r"|\x1b[PX^_][^\x1b]*(?:\x1b\\)?"  # strings for the terminal
+    r"|\x1b[ -/]*[0-~]?"
+)
+
+_VISIBLE = {code: chr(0x2400 + code) for code in range(0x20) if code != 0x09} | {0x7F: "\u2421"}
+
+# Eight-bit controls, and the marks that change the reading direction and so hide what a line really says.
+_VISIBLE |= {code: f"\\x{code:02x}" for code in range(0x80, 0xA0)}
+
+_VISIBLE |= {code: f"\\u{code:04x}" for code in [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]}
+
+_VISIBLE |= dict.fromkeys(range(0xD800, 0xE000), "\ufffd")
+
+
+_ERROR = re.compile(r"\s*(\[?(ERROR|CRITICAL|FATAL)\b|Traceback \(most recent|Fatal Python error|[\w.]+Error: )")
+
+_WARNING = re.compile(r"\s*\[?WARN(ING)?\b")
+
+
+LogLine = dict[str, Any]
+"""One line of output as stored in the event log: `line`, `stream` (stdout or stderr), `level`."""
+
+
+class LogLines:
+    """Assembler of log lines from printed output; each stream is assembled separately, in its own order.
+
+    A progress bar that redraws itself with carriage returns appears at most once a second, in its last state. Lines
+    beyond `burst`, refilled with `rate` a second, are dropped and counted; the last ones are kept for the end, because
+    they say why a process failed.
+    """
+
+    def __init__(self, burst: int = 2000, rate: float = 200.0, redact: Redactor | None = None) -> None:
+        redact = redact or Redactor()
+        self._streams: dict[Stream, _Stream] = {"stdout": _Stream(redact), "stderr": _Stream(redact)}
+        self._burst = burst
+        self._rate = rate
+        self._tokens = float(burst)
+        self._refilled: float | None = None
+        self._dropped = 0
+        self._tail: deque[LogLine] = deque(maxlen=_TAIL)
+
+    def feed(self, source: Stream, data: bytes, now: float) -> list[LogLine]:
+        """Take bytes, split anywhere, and return the lines that are complete; `now` is in seconds of any clock."""
+        lines = [_log_line(text, source) for text in self._streams[source].feed(data, now)]
+        return [kept for line in lines for kept in self._admit(line, now)]
+
+    def flush(self) -> list[LogLine]:
+        """Return what is left when the process has ended: unfinished lines, and the last of the dropped ones."""
+        rest: list[LogLine] = []
+        for source, stream in self._streams.items():
+            rest += [_log_line(text, source) for text in stream.flush()]
+        self._tail.extend(rest)
+        if not self._dropped:
+            return rest
+        last = list(self._tail)[-(self._dropped + len(rest)) :]
+        self._dropped -= len(last) - len(rest)
+        return [*self._drop_note(), *last]
+
+    @property
+    def tail(self) -> list[str]:
+        """Last lines, including dropped ones."""
+        return [line["line"] for line in self._tail]
+
+    def _admit(self, line: LogLine, now: float) -> list[LogLine]:
+        self._tail.append(line)
+        if self._refilled is not None:
+            self._tokens = min(self._burst, self._tokens + max(now - self._refilled, 0.0) * self._rate)
+        self._refilled = now
+        # After a flood, output resumes with a second's worth of lines, not one by one with a note before each.
+        if self._tokens < (min(self._burst, max(self._rate, 1.0)) if self._dropped else 1.0):
+            self._dropped += 1
+            return []
+        self._tokens -= 1
+        return [*self._drop_note(), line]
+
+    def _drop_note(self) -> list[LogLine]:
+        dropped, self._dropped = self._dropped, 0
+        if not dropped:
+            return []
+        text = f"… {dropped} lines dropped: more than {self._rate:g} a second"
+        return [{"line": text, "stream": "stderr", "level": "warning"}]
+
+
+class _Stream:
+    """Unfinished line of one stream; bounded, however long that line grows."""
+
+    def __init__(self, redact: Redactor) -> None:
+        self._redact = redact
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._pending = ""
+        self._cut = 0  # characters of the unfinished line that were discarded
+        self._returned = False  # the last character was a carriage return, which may start a line end
+        self._state: str | None = None  # state of a progress bar, not shown yet
+        self._shown = -math.inf
+
+    def feed(self, data: bytes, now: float) -> list[str]:
+        lines: list[str] = []
+        for piece in re.split(r"([\r\n])", self._decoder.decode(data)):
+            if piece == "\n":
+                lines.append(self._take())
+                self._returned, self._state = False, None
+            elif piece:
+                if self._returned:
+                    lines += self._redraw(now)
+                if piece == "\r":
+                    self._returned = True
+                else:
+                    self._append(piece)
+        return lines
+
+    def flush(self) -> list[str]:
+        self._append(self._decoder.decode(b"", final=True))
+        if self._pending or self._cut:
+            self._state = None
+            return [self._take()]
+        state, self._state = self._state, None
+        return [] if state is None else [state]
+
+    def _redraw(self, now: float) -> list[str]:
+        """Handle a carriage return: the text before it is one state of a progress bar, replaced by the next one."""
+        self._returned = False
+        if self._pending or self._cut:
+            self._state = self._take()
+        if self._state is None or now - self._shown < _PROGRESS_SECONDS:
+            return []
+        self._shown = now
+        state, self._state = self._state, None
+        return [state]
+
+    def _append(self, text: str) -> None:
+        room = _MAX_PENDING - len(self._pending)
+        self._pending += text[:room]
+        self._cut += max(len(text) - room, 0)
+
+    def _take(self) -> str:
+        text, cut = self._pending, self._cut
+        self._pending, self._cut = "", 0
+        return _visible(text, cut, self._redact)
+
+
+def _visible(text: str, cut: int, redact: Redactor) -> str:
+    shown = _ANSI.sub("", text).translate(_VISIBLE)  # first: a color code in the middle of a secret would hide it
+    shown = redact(shown)
+    if cut:
+        shown = shown[: -redact.longest]  # its end may be the beginning of a secret
+    encoded = shown.encode()
+    if not cut and len(encoded) <= MAX_LINE_BYTES:
+        return shown
+    return encoded[:MAX_LINE_BYTES].decode(errors="ignore") + f" … (cut; {len(text) + cut} characters in all)"
+
+
+def _log_line(text: str, stream: Stream) -> LogLine:
+    level: Level = "info"
+    if stream == "stderr":
+        if _ERROR.match(text):
+            level = "error"
+        elif _WARNING.match(text) or "Warning: " in text:
+            level = "warning"
+    return {"line": text, "stream": stream, "level": level}

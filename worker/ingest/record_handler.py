@@ -1,0 +1,299 @@
+"""Record handler: turns the output of a training process into events and changes of its run, in order."""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from sqlalchemy import Connection, Executable, select, update
+
+from app.contracts.run_status import LIVE
+from app.infra.ids import new_id
+from app.infra.storage import checkpoint_name
+from app.runs.checkpoints import retention
+from app.runs.events.log import Fenced, NewEvent, Progress
+from app.runs.state import machine
+from app.tables.checkpoints import Checkpoint
+from app.tables.runs import Run
+from worker.checkpoint_store.cleanup import remove_folders
+from worker.context import Host
+from worker.ingest.action_results import answer
+from worker.ingest.event_writer import Writer
+from worker.ingest.log_lines import LogLines
+from worker.ingest.pace import Stopwatch
+from worker.ingest.record_parser import parse_record
+from worker.ingest.redaction import Redactor
+from worker.ingest.spool import Step
+from worker.process.channel import Source
+from worker.wire.heartbeat import ALIVE
+
+_TAIL_LINES = 50
+_MAX_STEPS = 2**31 - 1
+_PLAIN_EVENTS = {"eval", "progress", "sample"}
+
+
+@dataclass(frozen=True)
+class StartPoint:
+    """Position in the run at which an attempt starts."""
+
+    step: int
+    epoch: float
+    best_loss: float | None
+
+
+class Pump:
+    """Handler of a trainer's output, which it passes to the writer; it stores nothing itself and never waits."""
+
+    def __init__(self, host: Host, run: Any, writer: Writer) -> None:
+        self.result: dict[str, Any] | None = None
+        """Result record of the trainer: outcome, error, output."""
+        self.effective: dict[str, Any] | None = None
+        """Configuration that the trainer actually uses, once it has reported it."""
+        self.phase = "loading"
+        self.has_begun = False
+        """True once the trainer has reached its first step, so that there is something to save."""
+        self.heard_at = time.monotonic()
+        """Monotonic time of the trainer's last output of any kind."""
+        self.step: int | None = None
+        """Last step that the trainer reported."""
+        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        """Last lines of the log."""
+        self._host = host
+        self._run = run
+        self._writer = writer
+        self._start = StartPoint(0, 0.0, None)
+        self._bests: list[tuple[int, float | None]] = [(0, None)]
+        """Steps at which the loss reached a new minimum, as far back as a checkpoint may still refer to."""
+        self._total_steps: int | None = None
+        self._redact = Redactor()
+        self._lines = LogLines(redact=self._redact)
+        self._status = "initializing"
+        self._stopwatch = Stopwatch(run)
+
+    def start_from(self, start: StartPoint, secrets: Iterable[str], remarks: Iterable[str]) -> None:
+        """Start from the job's checkpoint; metrics beyond its step are rolled back."""
+        self._start, self._bests = start, [(start.step, start.best_loss)]
+        self._redact.hide(secrets)
+        for remark in remarks:
+            self.say(remark, "warning")
+
+    def take(self, pieces: Sequence[tuple[Source, bytes]]) -> None:
+        """Dispatch received data to the handlers of records and lines."""
+        now = time.time()
+        if pieces:
+            self.heard_at = time.monotonic()
+        for source, data in pieces:
+            if source == "report":
+                self._handle_record(data, now)
+            else:
+                self._add_lines(self._lines.feed(source, data, time.monotonic()), now)
+
+    def say(self, line: str, level: str = "info") -> None:
+        """Add a line from the service itself to the run's log."""
+        self._add_lines([{"line": line, "stream": "anneal", "level": level}], time.time())
+
+    def end_of_output(self) -> None:
+        """Handle the end of the output: what is left of a line becomes a line."""
+        self._add_lines(self._lines.flush(), time.time())
+
+    def _add_lines(self, lines: list[dict[str, Any]], now: float) -> None:
+        for line in lines:
+            self.tail.append(line["line"])
+            self._writer.put(NewEvent.of("log", now, line))
+
+    def _handle_record(self, data: bytes, now: float) -> None:
+        if data == ALIVE:
+            return  # a heartbeat: receiving it was enough
+        record = parse_record(data, self._redact)
+        try:
+            if record is None:
+                raise ValueError("it is not an object with a `type`")
+            self._dispatch(record.pop("type"), record, record.pop("ts", None) or now)
+        except (ValueError, KeyError, TypeError, OverflowError, OSError) as error:
+            shown = repr(self._redact.cut(data.decode(errors="replace"), 200))
+            self.say(f"the training process sent an invalid record ({error!r}): {shown}", "error")
+
+    def _dispatch(self, kind: str, record: dict[str, Any], ts: float) -> None:
+        take = {
+            "message": self._handle_message,
+            "config": self._handle_config,
+            "metric": self._handle_metric,
+            "phase": self._handle_phase,
+            "checkpoint": self._handle_checkpoint,
+            "action": self._handle_action,
+            "result": self._handle_result,
+        }.get(kind)
+        if take:
+            take(record, ts)
+        elif kind in _PLAIN_EVENTS:
+            self._writer.put(NewEvent.of(kind, ts, record))
+        else:
+            raise ValueError(f"unknown type {kind!r}")
+
+    def _handle_message(self, record: dict[str, Any], ts: float) -> None:
+        line = {"line": str(record.get("line", "")), "stream": "anneal", "level": record.get("level", "info")}
+        self._writer.put(NewEvent.of("log", ts, line))
+
+    def _handle_config(self, record: dict[str, Any], ts: float) -> None:
+        effective = record.get("effective")
+        self.effective = effective if isinstance(effective, dict) else None
+
+        def keep(connection: Connection) -> None:
+            connection.execute(
+                update(Run)
+                .where(Run.id == self._run.id, Run.epoch == self._run.epoch)
+                .values(effective_config=effective)
+            )
+
+        self._writer.put(Step(keep, NewEvent.of("config", ts, record)))
+
+    def _handle_metric(self, record: dict[str, Any], ts: float) -> None:
+        loss, best = record.get("loss"), self._bests[-1][1]
+        self._set_total(record.pop("total_steps", None))
+        event = NewEvent.of("metric", ts, record)
+        step = _count(record["step"], "step")
+        if isinstance(loss, float | int) and (best is None or loss < best):
+            self._bests.append((step, float(loss)))
+        self._set_progress(step, float(record.get("epoch") or 0))
+        self._writer.put(event)
+        self._stopwatch.step(step)
+        self._store_timings(self._stopwatch.is_due)
+
+    def _set_progress(self, step: int, epoch: float) -> None:
+        self.step = step
+        self._writer.progress = Progress(step, epoch, self._total_steps, self._bests[-1][1])
+
+    def _best_at(self, step: int) -> float | None:
+        """Return the lowest loss up to `step`; earlier values are dropped, because checkpoints arrive in order."""
+        while len(self._bests) > 1 and self._bests[1][0] <= step:
+            self._bests.pop(0)
+        return self._bests[0][1]
+
+    def _set_total(self, total: Any) -> None:
+        if total:
+            self._total_steps = _count(total, "total_steps")
+            self._stopwatch.total(self._total_steps)
+
+    def _handle_result(self, record: dict[str, Any], _ts: float) -> None:
+        self.result = record
+        self._stopwatch.end(str(record.get("outcome")))
+        self._store_timings(self._stopwatch.has_begun)
+
+    def _store_timings(self, is_due: bool) -> None:
+        if is_due:
+            self._writer.put(Step(self._stopwatch.note()))
+
+    def _handle_phase(self, record: dict[str, Any], ts: float) -> None:
+        self.phase = str(record["name"])
+        run_id, epoch = self._run.id, self._run.epoch
+        start = self._start
+        self._stopwatch.enter(self.phase, start.step)
+        progress = {"phase": self.phase, "done": None, "total": None, "message": self.phase}
+        self._writer.put(NewEvent.of("progress", ts, progress))
+        if self.phase == "training" and not self.has_begun:
+            self.has_begun = True
+            self._set_total(record.get("total_steps"))
+            self._transition(
+                machine.begin(run_id, epoch, start.step, start.epoch, self._total_steps, self._bests[-1][1]), "running"
+            )
+            self._store_timings(self._stopwatch.is_due)
+        elif self.phase == "saving" and self._status == "running":
+            self._transition(machine.saving(run_id, epoch), "checkpointing")
+        elif self.phase != "saving" and self._status == "checkpointing":
+            self._transition(machine.saved(run_id, epoch), "running")
+
+    def _transition(self, statement: Executable, target: str) -> None:
+        def apply(connection: Connection) -> None:
+            if connection.execute(statement).one_or_none() is None:
+                now = connection.execute(select(Run.epoch, Run.status).where(Run.id == self._run.id)).one_or_none()
+                # An earlier try may have been committed although its response was lost.
+                if now is None or now.epoch != self._run.epoch or now.status != target:
+                    raise Fenced(self._run.id)
+
+        self._status = target
+        self._writer.put(Step(apply))
+
+    def _handle_checkpoint(self, record: dict[str, Any], ts: float) -> None:
+        checkpoint_id = new_id("ckpt")
+        run = self._run
+        step = _count(record["step"], "step")
+        # The name becomes the path of a folder that is removed later.
+        if record["name"] != checkpoint_name(step):
+            raise ValueError(f"a checkpoint at step {step} must be named {checkpoint_name(step)}")
+        metrics = record.get("metrics") or {}
+        row = {
+            "id": checkpoint_id,
+            "run_id": run.id,
+            "attempt": run.attempt,
+            "name": record["name"],
+            "step": step,
+            "epoch": record.get("epoch") or 0.0,
+            "kind": record["kind"],
+            "bytes": record["bytes"],
+            "manifest_sha256": record["manifest_sha256"],
+            "save_seconds": record.get("seconds"),
+            "pinned": bool(record.get("pinned")),
+            "metrics": {
+                **{name: value for name, value in metrics.items() if isinstance(value, int | float)},
+                "best_loss": self._best_at(step),
+            },
+        }
+        retired: list[tuple[int, str]] = []
+
+        def keep(connection: Connection) -> None:
+            if connection.scalar(select(Checkpoint.id).where(Checkpoint.id == checkpoint_id)):
+                return
+            connection.execute(Checkpoint.__table__.insert().values(row))  # type: ignore[attr-defined]
+            # A run that makes progress between two losses may be lost any number of times.
+            connection.execute(
+                update(Run)
+                .where(Run.id == run.id, Run.epoch == run.epoch, Run.status.in_(LIVE))
+                .values(lost_count=0, checkpoint_step=row["step"])
+            )
+            keep_last = run.config.get("save_total_limit")
+            if keep_last:
+                rows = connection.execute(retention.retire(run.id, keep_last)).all()
+                retired[:] = [(attempt, name) for attempt, name in rows]
+            for one in answered:
+                connection.execute(one.change)
+
+        if self._writer.progress is None or self._writer.progress.step < step:
+            # It is reported once it is on disk, and training may have continued meanwhile.
+            self._set_progress(step, float(row["epoch"]))
+        data = {"checkpoint_id": checkpoint_id, "step": row["step"], "kind": row["kind"], "bytes": row["bytes"]}
+        event = NewEvent.of("checkpoint", ts, data)
+        # One transaction: an action is done when its checkpoint exists, and the checkpoint does not exist without it.
+        found = {"checkpoint_id": checkpoint_id, "pinned": row["pinned"]}
+        answered = [
+            answer(run, {**asked, "step": step, "status": "done", "result": found}, ts)
+            for asked in record.get("actions", ())
+        ]
+        more = tuple(one.event for one in answered)
+
+        def stored() -> None:
+            remove_folders(self._host, run.id, retired)
+            if self._host.copies:
+                self._host.copies.add(SimpleNamespace(**row))
+                self._host.copies.tidy()
+
+        self._writer.put(Step(keep, event, stored, more))
+
+    def _handle_action(self, record: dict[str, Any], ts: float) -> None:
+        answered = answer(self._run, record, ts)
+        if record.get("total_steps"):
+            self._set_total(record["total_steps"])
+            self._set_progress(_count(record["step"], "step"), float(record.get("epoch") or 0))
+
+        def keep(connection: Connection) -> None:
+            connection.execute(answered.change)
+
+        self._writer.put(Step(keep, answered.event))
+
+
+def _count(value: Any, name: str) -> int:
+    """Return a number of steps, checked to fit the database."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_STEPS:
+        raise ValueError(f"`{name}` must be a whole number from 0 to {_MAX_STEPS:,}")
+    return value

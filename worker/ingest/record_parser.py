@@ -1,0 +1,89 @@
+"""Parse and clean records of the training process."""
+
+import json
+import math
+from typing import Any
+
+from worker.ingest.redaction import Redactor
+
+_MAX_DEPTH = 12
+
+_MAX_ITEMS = 10_000
+
+_MAX_TEXT = 64 * 1024
+
+_LARGEST_INT = 2**63 - 1
+
+
+def parse_record(data: bytes, redact: Redactor) -> dict[str, Any] | None:
+    """Return a trainer's record, sanitized and redacted; None if it is not an object with a `type`."""
+    try:
+        record = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("type"), str):
+        return None
+    cleaned: dict[str, Any] = clean_record(record, redact)
+    return cleaned
+
+
+def clean_record(record: Any, redact: Redactor) -> Any:
+    """Return `record` in a form that PostgreSQL and JSON can hold.
+
+    Non-finite numbers become None, and the object lists their names (dotted) in `non_finite`. NULs and lone surrogates
+    are replaced; texts, lists and nesting are bounded.
+    """
+    non_finite: list[str] = []
+    cleaned = _Sanitizer(redact, non_finite, isinstance(record, dict) and record.get("truncated") is True).value(
+        record, "", 0
+    )
+    if non_finite and isinstance(cleaned, dict):
+        cleaned["non_finite"] = non_finite
+    return cleaned
+
+
+class _Sanitizer:
+    """Sanitizer of one record; `non_finite` collects the names of non-finite numbers."""
+
+    def __init__(self, redact: Redactor, non_finite: list[str], is_truncated: bool) -> None:
+        self._redact = redact
+        self._is_truncated = is_truncated
+        self._non_finite = non_finite
+
+    def value(self, value: Any, name: str, depth: int) -> Any:
+        if isinstance(value, bool) or value is None:
+            return value
+        if isinstance(value, int):
+            fits = -_LARGEST_INT <= value <= _LARGEST_INT
+            return value if fits else self.value(_as_float(value), name, depth)
+        if isinstance(value, float):
+            if math.isfinite(value):
+                return value
+            self._non_finite.append(name)
+            return None
+        if depth >= _MAX_DEPTH and isinstance(value, dict | list | tuple):
+            return "…"
+        if isinstance(value, dict):
+            items = list(value.items())[:_MAX_ITEMS]
+            below = f"{name}." if name else ""
+            return {(key := self._text(str(raw))): self.value(item, f"{below}{key}", depth + 1) for raw, item in items}
+        if isinstance(value, list | tuple):
+            return [self.value(item, f"{name}.{n}", depth + 1) for n, item in enumerate(value[:_MAX_ITEMS])]
+        return self._text(str(value))
+
+    def _text(self, value: str) -> str:
+        is_cut = len(value) > _MAX_TEXT
+        value = self._redact.cut(value, _MAX_TEXT)
+        # The trainer itself cuts what is too long for a datagram, and marks it with the same sign and `truncated`.
+        if self._is_truncated and value.endswith("…"):
+            value = value[: -self._redact.longest] + "…"
+        elif is_cut:
+            value += "…"
+        return value.replace("\0", "\ufffd").encode(errors="surrogatepass").decode(errors="replace")
+
+
+def _as_float(value: int) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf

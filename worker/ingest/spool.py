@@ -1,0 +1,235 @@
+"""Queue of what waits to be stored, in order: the first part in memory, the rest on the worker's disk, within a limit.
+
+The files have no name (O_TMPFILE, or unlinked at once): no other process can open them, and the kernel frees the space
+when this process ends in any way, so that nothing has to be cleaned up. For the same reason nothing is synced: the run
+of a dead worker is fenced, and what that worker had not stored must not be stored any more.
+"""
+
+import logging
+import os
+import struct
+import tempfile
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from itertools import islice
+from pathlib import Path
+
+from sqlalchemy import Connection
+
+from app.infra.errors import HomeError
+from app.infra.private_files import make_private_folder
+from app.runs.events.log import NewEvent
+
+log = logging.getLogger(__name__)
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND = timedelta(microseconds=1)
+_HEADER = struct.Struct("<qBI")
+
+
+@dataclass(frozen=True)
+class Step:
+    """Change of the run with its place among the events: everything put before it is stored before it."""
+
+    apply: Callable[[Connection], None]
+    event: NewEvent | None = None
+    stored: Callable[[], None] = lambda: None
+    """Called once the change is committed."""
+    more: tuple[NewEvent, ...] = ()
+    """Events after `event`, in the same transaction."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits on what may wait in memory and on disk."""
+
+    memory_events: int = 10_000
+    memory_bytes: int = 8 * 2**20
+    disk_bytes: int = 2**30
+    steps: int = 10_000
+    """Number of changes, which always wait in memory."""
+    segment_bytes: int = 32 * 2**20
+    """Size of one file, which is removed once it has been read."""
+
+
+class Spool:
+    """Queue of one attempt, in the order of `put`; the caller ensures that one thread at a time uses it.
+
+    It accepts everything: a caller checks `is_full` before `put`, and waits.
+    """
+
+    def __init__(self, name: str, folder: Path, limits: Limits | None = None) -> None:
+        """Create an empty queue.
+
+        `folder` is created when it is needed; `name` is for the worker's log.
+        """
+        self._name = name
+        self._folder = folder
+        self._limits = limits or Limits()
+        self._head: deque[NewEvent | Step] = deque()
+        self._head_bytes = 0
+        self._rest: deque[NewEvent | Step | _OnDisk] = deque()
+        """Items after the head. Events among them are in memory because the disk did not accept them."""
+        self._segments: deque[_Segment] = deque()
+        self._disk_bytes = 0
+        self._count = 0
+        self._changes_in_rest = 0
+        self._refused = 0
+        """Number of events that the disk did not accept."""
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def is_full(self) -> bool:
+        """True if callers of `put` have to wait, because no more can be queued within the limits."""
+        return self._refused > 0 or self._changes_in_rest >= self._limits.steps
+
+    def put(self, item: NewEvent | Step) -> None:
+        """Append an item; never fails, because no output may get lost."""
+        self._count += 1
+        if not self._rest and self._head_has_room:
+            self._push(item)
+        elif isinstance(item, Step):
+            self._rest.append(item)
+            self._changes_in_rest += 1
+        elif self._refused or not self._write(item):
+            self._rest.append(item)
+            self._refused += 1
+        elif self._rest and isinstance(self._rest[-1], _OnDisk):
+            self._rest[-1].count += 1
+        else:
+            self._rest.append(_OnDisk(1))
+
+    def head(self, most: int) -> list[NewEvent | Step]:
+        """Return the first items, at most `most`; at least one if there is any."""
+        while self._rest and self._head_has_room:
+            self._push(self._next_of_rest())
+        return list(islice(self._head, most))
+
+    def drop(self, count: int) -> None:
+        """Remove the first items, which `head` has returned."""
+        for _ in range(count):
+            self._head_bytes -= _size(self._head.popleft())
+        self._count -= count
+
+    def close(self) -> None:
+        """Discard everything."""
+        for segment in self._segments:
+            segment.close()
+        self._segments.clear()
+        self._head.clear()
+        self._rest.clear()
+        self._count = self._head_bytes = self._disk_bytes = self._changes_in_rest = self._refused = 0
+
+    @property
+    def _head_has_room(self) -> bool:
+        return len(self._head) < self._limits.memory_events and self._head_bytes < self._limits.memory_bytes
+
+    def _push(self, item: NewEvent | Step) -> None:
+        self._head.append(item)
+        self._head_bytes += _size(item)
+
+    def _next_of_rest(self) -> NewEvent | Step:
+        first = self._rest[0]
+        if isinstance(first, _OnDisk):
+            event = self._read()
+            first.count -= 1
+            if first.count == 0:
+                self._rest.popleft()
+            return event
+        self._rest.popleft()
+        if isinstance(first, Step):
+            self._changes_in_rest -= 1
+        else:
+            self._refused -= 1
+        return first
+
+    def _write(self, event: NewEvent) -> bool:
+        record = _packed(event)
+        if self._disk_bytes + len(record) > self._limits.disk_bytes:
+            self._refuse(f"{self._limits.disk_bytes / 2**20:,.0f} MiB wait on disk, which is the limit")
+            return False
+        try:
+            if not self._segments or self._segments[-1].written >= self._limits.segment_bytes:
+                self._segments.append(_Segment(make_private_folder(self._folder)))
+            self._segments[-1].append(record)
+        except (OSError, HomeError) as error:
+            self._refuse(f"nothing more can be written to {self._folder} ({error})")
+            return False
+        self._disk_bytes += len(record)
+        return True
+
+    def _refuse(self, why: str) -> None:
+        log.warning(
+            "%s: %s; training waits until the database has stored the %d events before", self._name, why, self._count
+        )
+
+    def _read(self) -> NewEvent:
+        segment = self._segments[0]
+        event, size = segment.next()
+        self._disk_bytes -= size
+        if segment.is_read_through and (len(self._segments) > 1 or self._disk_bytes == 0):
+            self._segments.popleft().close()
+        return event
+
+
+class _OnDisk:
+    """Number of consecutive events on disk."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+
+class _Segment:
+    """File without a name, written at its end and read from its beginning."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - closed when read through
+        self.written = 0
+        self._read = 0
+
+    @property
+    def is_read_through(self) -> bool:
+        return self._read == self.written
+
+    def append(self, record: bytes) -> None:
+        # What a failed write leaves after the end is overwritten by the next one.
+        done = 0
+        while done < len(record):
+            done += os.pwrite(self._file.fileno(), record[done:], self.written + done)
+        self.written += done
+
+    def next(self) -> tuple[NewEvent, int]:
+        """Return the next event and the size of its record in bytes."""
+        micros, type_size, data_size = _HEADER.unpack(self._bytes(_HEADER.size, 0))
+        body = self._bytes(type_size + data_size, _HEADER.size)
+        size = _HEADER.size + len(body)
+        self._read += size
+        kind, data = (part.decode("utf-8", "surrogatepass") for part in (body[:type_size], body[type_size:]))
+        return NewEvent(kind, _EPOCH + micros * _MICROSECOND, data), size
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _bytes(self, size: int, offset: int) -> bytes:
+        found = b""
+        while len(found) < size:
+            piece = os.pread(self._file.fileno(), size - len(found), self._read + offset + len(found))
+            if not piece:
+                raise OSError(f"a spool file ends {size - len(found)} bytes early")
+            found += piece
+        return found
+
+
+def _packed(event: NewEvent) -> bytes:
+    kind, data = (text.encode("utf-8", "surrogatepass") for text in (event.type, event.data))
+    return _HEADER.pack((event.ts - _EPOCH) // _MICROSECOND, len(kind), len(data)) + kind + data
+
+
+def _size(item: NewEvent | Step) -> int:
+    events = (item.event, *item.more) if isinstance(item, Step) else (item,)
+    # A payload that is kept along with its text takes several times as much memory as the text.
+    return sum(len(event.data) * (1 if event.measured is None else 6) for event in events if event is not None)

@@ -1,0 +1,354 @@
+"""Starts training processes: forked from the zygote once it is ready, as new interpreters otherwise.
+
+The keeper thread starts the zygote and every cold process, because the kernel's parent-death signal follows the
+*thread* that started a process, and this thread lives as long as the worker.
+"""
+
+import importlib.util
+import json
+import logging
+import os
+import queue
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from app.config import Settings
+from worker.process import process_group
+from worker.process.child import ENDINGS, Start
+from worker.process.spawn import (
+    CODE_ROOT,
+    FORK_SECONDS,
+    LOOK_SECONDS,
+    ColdStart,
+    LaunchAbandoned,
+    LaunchError,
+    Wanted,
+    cold,
+    forked,
+)
+from worker.process.training_process import TrainingProcess
+
+__all__ = ["LaunchAbandoned", "LaunchError", "Launcher", "Mode"]
+
+log = logging.getLogger(__name__)
+
+Mode = Literal["zygote", "cold"]
+
+_READY_SECONDS = 120.0
+_MAX_RESTART_WAIT = 2.0
+_MAX_BACKOFF = 30.0
+_HEALTHY_SECONDS = 60.0
+_MAX_EARLY_DEATHS = 3
+_MAX_FORKS = 3
+
+
+class Launcher:
+    """Launcher of training processes, which keeps a zygote ready; every method may be called from any thread."""
+
+    def __init__(self, settings: Settings, preload: Sequence[str] | None = None) -> None:
+        """Create the launcher; nothing is started yet.
+
+        `preload` names the modules that the zygote imports; by default those of training, if installed.
+        """
+        self._settings = settings
+        self._preload = list(preload) if preload is not None else _default_preload()
+        self._environment = settings.trainer_environment()
+        self._folder = settings.home / "run" / "trainers"
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._zygote: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._ready = False
+        self._backing_off = False
+        self._cold_because = "ANNEAL_LAUNCH=cold" if settings.launch == "cold" else ""
+        self._early_deaths = 0
+        self._work: queue.SimpleQueue[ColdStart] = queue.SimpleQueue()
+        self._wake_reading, self._wake_writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._keeper = threading.Thread(target=self._keep, name="launcher", daemon=True)
+
+    def start(self) -> list[int]:
+        """End processes that an earlier worker left, then start the zygote (returns before it is ready).
+
+        Returns:
+            The ids of the processes ended.
+        """
+        swept = process_group.sweep(self._folder)
+        self._keeper.start()
+        return swept
+
+    @property
+    def mode(self) -> Mode:
+        """Start mode of the next process; `zygote` also while the zygote is still loading."""
+        return "cold" if self._cold_because else "zygote"
+
+    @property
+    def reason(self) -> str:
+        """Reason why the mode is `cold`; empty for `zygote`."""
+        return self._cold_because
+
+    @property
+    def zygote_pid(self) -> int | None:
+        """Process id of the zygote if it is ready."""
+        with self._changed:
+            return self._zygote.pid if self._zygote is not None and self._ready else None
+
+    def wait_ready(self, timeout: float) -> bool:
+        """Wait until a launch would not block: the zygote is ready, or processes start cold."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._ready or bool(self._cold_because), timeout)
+
+    def launch(
+        self,
+        entry: str,
+        job_path: Path,
+        device: dict[str, Any],
+        lock_paths: Sequence[Path] = (),
+        *,
+        renew_until: Callable[[], float] | None = None,
+        should_end: Callable[[], bool] | None = None,
+        secrets: Mapping[str, str] = MappingProxyType({}),
+    ) -> TrainingProcess:
+        """Start `entry` (`module:function`) on a job file; the job's folder becomes the working directory.
+
+        The process holds `lock_paths` for life and waits for them first. `renew_until` returns its first deadline
+        (CLOCK_MONOTONIC seconds), which is in force before the process imports or does anything. It is called at the
+        moment of starting, since a launch may wait long for the zygote to load: a cold start would import the same
+        modules and be no faster. A renewal sent before the process listens counts as well. `should_end` is called about
+        ten times a second meanwhile. Both may be called from another thread. `secrets` are environment variables of
+        this process alone, sent on its own control socket.
+
+        Raises:
+            LaunchAbandoned: `should_end` returned True.
+            LaunchError: No process could be started.
+        """
+        start = Start(
+            entry=entry,
+            arguments=[str(job_path)],
+            folder=str(job_path.parent),
+            device=device,
+            lock_paths=[str(path) for path in lock_paths],
+            user=self._settings.trainer_user,
+            has_secrets=bool(secrets),
+        )
+        wanted = Wanted(start, renew_until, should_end, secrets)
+        process = self._fork(wanted)
+        if process is None:
+            if self._settings.launch == "zygote":
+                raise LaunchError(self._cold_because or "the zygote is not available, and ANNEAL_LAUNCH=zygote")
+            process = self._start_cold(wanted)
+        try:
+            process.remember(process_group.record(self._folder, process.identity))
+        except OSError as problem:
+            process.close()
+            raise LaunchError(f"the training process could not be recorded: {problem}") from problem
+        return process
+
+    def stop(self) -> None:
+        """Stop the zygote, and with it every process forked from it."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._wake()
+        if self._keeper.is_alive():
+            self._keeper.join()
+
+    # Launching, in the caller's thread
+
+    def _fork(self, wanted: Wanted) -> TrainingProcess | None:
+        """Have the zygote fork, or its successor if it dies meanwhile; None if a cold start is better."""
+        for _ in range(_MAX_FORKS):
+            self._await(
+                lambda: self._ready or bool(self._cold_because) or self._backing_off or self._stopping,
+                _READY_SECONDS,
+                wanted,
+            )
+            with self._changed:
+                if not self._ready or self._socket is None:
+                    return None
+                asked = self._socket
+                try:
+                    copy = asked.dup()  # the keeper may close its own copy at any time
+                except OSError as problem:
+                    raise LaunchError(f"the zygote cannot be reached: {problem}") from problem
+            with copy:
+                try:
+                    return forked(wanted, copy)
+                except TimeoutError:
+                    return None
+                except ConnectionError:
+                    pass
+                except OSError as problem:  # out of memory or descriptors
+                    raise LaunchError(f"the zygote cannot be reached: {problem}") from problem
+            # Wait until the keeper has noticed it as well.
+            self._await(partial(self._has_replaced, asked), FORK_SECONDS, wanted)
+        return None
+
+    def _has_replaced(self, zygote: socket.socket) -> bool:
+        return self._socket is not zygote
+
+    def _start_cold(self, wanted: Wanted) -> TrainingProcess:
+        request = ColdStart(wanted)
+        self._work.put(request)
+        self._wake()
+        try:
+            self._await(lambda: request.outcome is not None or self._stopping, _READY_SECONDS, wanted)
+        except LaunchAbandoned:
+            late = self._take(request)
+            if isinstance(late, TrainingProcess):
+                late.close()  # it arrived just as the launch was abandoned
+            raise
+        outcome = self._take(request)
+        if isinstance(outcome, TrainingProcess):
+            return outcome
+        raise LaunchError(f"no training process could be started: {outcome or 'the launcher is stopping'}")
+
+    def _take(self, request: ColdStart) -> TrainingProcess | OSError | None:
+        with self._changed:
+            request.awaited = False
+            return request.outcome
+
+    def _await(self, done: Callable[[], bool], seconds: float, wanted: Wanted) -> None:
+        """Wait until `done` or for `seconds`; raise LaunchAbandoned once the caller no longer wants the process."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            wanted.check()  # outside the lock, because it runs the caller's code
+            with self._changed:
+                if self._changed.wait_for(done, min(left, LOOK_SECONDS)):
+                    return
+
+    # Keeping, in the keeper's thread
+
+    def _keep(self) -> None:
+        """Start the zygote, restart it after each death, and start cold processes on request."""
+        # Blocked in this thread only; the processes it starts inherit the mask and unblock the signals when they can
+        # handle them.
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)
+        start_at, started, backoff = 0.0, 0.0, 0.1
+        while not self._stopping:
+            now = time.monotonic()
+            if self._zygote is None and not self._cold_because and now >= start_at:
+                started = now
+                try:
+                    self._spawn_zygote()
+                except OSError as problem:  # out of memory or descriptors
+                    log.warning("the zygote could not be started, trying again: %s", problem)
+                    start_at, self._backing_off = now + _MAX_BACKOFF, True
+            if self._zygote is None:
+                due = None if self._cold_because else start_at
+            else:
+                due = None if self._ready else started + _READY_SECONDS
+            readable = self._wait(due)
+            if self._zygote is not None:
+                if readable or (due is not None and time.monotonic() >= due):
+                    self._handle_zygote(timed_out=not readable)
+                if self._zygote is None:
+                    lived = time.monotonic() - started
+                    backoff = 0.1 if lived > _HEALTHY_SECONDS else min(backoff * 2, _MAX_BACKOFF)
+                    start_at = time.monotonic() + backoff
+                    self._backing_off = backoff > _MAX_RESTART_WAIT
+            while not self._work.empty():
+                self._spawn_cold(self._work.get())
+        self._close_zygote()
+
+    def _spawn_zygote(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = ["-m", "worker.process.zygote", "--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
+        with theirs:
+            zygote = subprocess.Popen(
+                [sys.executable, *command, *self._preload],
+                pass_fds=[theirs.fileno()],
+                env=self._environment,
+                cwd=CODE_ROOT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is meant for the worker, which saves first
+            )
+        with self._changed:
+            self._zygote, self._socket = zygote, ours
+            self._backing_off = False
+
+    def _wait(self, due: float | None) -> bool:
+        """Wait for the zygote, a call from another thread or the time `due`; return True if the zygote sent data."""
+        waiting = select.poll()
+        waiting.register(self._wake_reading, select.POLLIN)
+        if self._socket is not None:
+            waiting.register(self._socket, select.POLLIN)
+        pause = None if due is None else max(due - time.monotonic(), 0.0) * 1000
+        readable = {descriptor for descriptor, _ in waiting.poll(pause)}
+        if self._wake_reading in readable:
+            os.read(self._wake_reading, 4096)
+        return self._socket is not None and self._socket.fileno() in readable
+
+    def _handle_zygote(self, timed_out: bool) -> None:
+        """Handle a message from the zygote; discard the zygote if it has ended."""
+        if self._socket is None:
+            return
+        try:
+            packet = b"" if timed_out else self._socket.recv(4096)
+        except ConnectionError:
+            packet = b""
+        message = json.loads(packet) if packet else {}
+        if message.get("ready"):
+            with self._changed:
+                self._ready, self._early_deaths = True, 0
+                self._changed.notify_all()
+            return
+        was_ready = self._ready
+        self._close_zygote()
+        with self._changed:
+            self._early_deaths += not was_ready
+            log.warning("the zygote ended%s", f": {message['failed']}" if "failed" in message else "; starting another")
+            if "failed" in message:
+                self._cold_because = f"the zygote cannot run here: {message['failed']}"
+            elif timed_out:
+                self._cold_because = f"the zygote was not ready within {_READY_SECONDS:.0f} s"
+            elif self._early_deaths >= _MAX_EARLY_DEATHS:
+                self._cold_because = f"the zygote died {self._early_deaths} times before it was ready"
+            self._changed.notify_all()
+
+    def _close_zygote(self) -> None:
+        with self._changed:
+            zygote, self._zygote = self._zygote, None
+            end, self._socket = self._socket, None
+            self._ready = False
+            self._changed.notify_all()
+        if end is not None:
+            end.close()
+        if zygote is not None:
+            zygote.kill()
+            zygote.wait()
+
+    def _spawn_cold(self, request: ColdStart) -> None:
+        if not request.awaited:
+            return
+        outcome: TrainingProcess | OSError
+        try:
+            outcome = cold(request.wanted, self._environment)
+        except OSError as problem:
+            outcome = problem
+        with self._changed:
+            request.outcome = outcome
+            abandoned = not request.awaited
+            self._changed.notify_all()
+        if abandoned and isinstance(outcome, TrainingProcess):
+            outcome.close()
+
+    def _wake(self) -> None:
+        try:
+            os.write(self._wake_writing, b"!")
+        except BlockingIOError:
+            pass  # a wake-up is already pending
+
+
+def _default_preload() -> list[str]:
+    torch = importlib.util.find_spec("torch") is not None
+    return ["worker.training.__main__", "worker.fake.trainer"] if torch else ["worker.fake.trainer"]

@@ -1,0 +1,149 @@
+"""The two ways to start a training process: a fork of the zygote, or a new interpreter."""
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from app.infra.process_identity import Identity, start_time
+from worker.process.channel import Channel
+from worker.process.child import Start
+from worker.process.training_process import ColdFate, TrainingProcess, ZygoteFate
+
+FORK_SECONDS = 20.0
+LOOK_SECONDS = 0.1
+"""Seconds between checks that a waiting caller still wants the process."""
+CODE_ROOT = Path(__file__).resolve().parent.parent
+
+
+class LaunchError(RuntimeError):
+    """A training process could not be started; the message says why."""
+
+
+class LaunchAbandoned(LaunchError):
+    """`should_end` returned True before there was a process; none is left behind."""
+
+
+class Wanted:
+    """Request for a training process that a caller waits for."""
+
+    def __init__(
+        self,
+        start: Start,
+        renew_until: Callable[[], float] | None,
+        should_end: Callable[[], bool] | None,
+        secrets: Mapping[str, str],
+    ) -> None:
+        self._start = start
+        self._secrets = dict(secrets)
+        self._renew_until = renew_until
+        self._should_end = should_end
+
+    def start(self) -> Start:
+        """Return the launch parameters, with the deadline as of now."""
+        return self._start if self._renew_until is None else replace(self._start, deadline=self._renew_until())
+
+    def open_channel(self) -> Channel:
+        """Open a channel in which the secrets are already queued, so that only the new process reads them."""
+        channel = Channel()
+        if self._secrets and not channel.send({"secrets": self._secrets}):
+            channel.close()
+            raise OSError("the secrets could not be sent")
+        return channel
+
+    def check(self) -> None:
+        """Raise LaunchAbandoned if the caller no longer wants the process."""
+        if self._should_end is not None and self._should_end():
+            raise LaunchAbandoned("the process is no longer wanted")
+
+
+class ColdStart:
+    """Cold start requested from the launcher's keeper thread, and its outcome."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self.wanted = wanted
+        self.awaited = True
+        self.outcome: TrainingProcess | OSError | None = None
+
+
+def forked(wanted: Wanted, zygote: socket.socket) -> TrainingProcess:
+    """Have the zygote fork a process.
+
+    A child that exists in spite of one of these errors, or that starts late, ends by itself: its parent or its control
+    socket is gone.
+
+    Raises:
+        ConnectionError: The zygote is gone.
+        TimeoutError: The zygote is frozen.
+        LaunchAbandoned: The caller no longer wants the process.
+        LaunchError: The zygote cannot fork it.
+        OSError: This process is out of memory or descriptors.
+    """
+    with ExitStack() as undo:
+        channel = wanted.open_channel()
+        undo.callback(channel.close)
+        status, zygote_status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        undo.callback(status.close)
+        with zygote_status:
+            # The status socket comes first: when the zygote is out of descriptors, the kernel cuts off the last ones.
+            fds = [zygote_status.fileno(), *channel.trainer_fds]
+            socket.send_fds(zygote, [wanted.start().to_json().encode()], fds)
+        channel.release()
+        _await_answer(status, wanted)
+        packet, pidfds, _flags, _address = socket.recv_fds(status, 4096, 1)
+        if not packet:
+            raise ConnectionError("the zygote is gone")
+        answer = json.loads(packet)
+        if "failed" in answer:
+            raise LaunchError(f"the zygote could not fork: {answer['failed']}")
+        if not pidfds:
+            raise LaunchError("no descriptor is left for a new process")
+        undo.callback(os.close, pidfds[0])
+        identity = Identity.of(answer["pid"], answer["start_time"])
+        process = TrainingProcess(identity, pidfds[0], channel, ZygoteFate(status, pidfds[0]))
+        undo.pop_all()
+    return process
+
+
+def _await_answer(status: socket.socket, wanted: Wanted) -> None:
+    waiting = select.poll()
+    waiting.register(status, select.POLLIN)
+    deadline = time.monotonic() + FORK_SECONDS
+    while not waiting.poll(LOOK_SECONDS * 1000):
+        wanted.check()
+        if time.monotonic() >= deadline:
+            raise TimeoutError("the zygote does not answer")
+
+
+def cold(wanted: Wanted, environment: Mapping[str, str]) -> TrainingProcess:
+    """Start a new interpreter as a child of the calling thread; raise OSError if the system has no resources for it."""
+    with ExitStack() as undo:
+        channel = wanted.open_channel()
+        undo.callback(channel.close)
+        fds = channel.trainer_fds
+        arguments = [wanted.start().to_json(), *map(str, fds), str(os.getpid())]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "worker.process.child", *arguments],
+            pass_fds=fds,
+            env=environment,
+            cwd=CODE_ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=fds[1],
+            stderr=fds[2],
+        )
+        undo.callback(process.wait)
+        undo.callback(process.kill)
+        channel.release()
+        identity = Identity.of(process.pid, start_time(process.pid))
+        pidfd = os.pidfd_open(process.pid)
+        undo.callback(os.close, pidfd)
+        started = TrainingProcess(identity, pidfd, channel, ColdFate(process, pidfd))
+        undo.pop_all()
+    return started

@@ -1,0 +1,211 @@
+"""Training process as its supervisor holds it: its output, its control messages and its exit."""
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from app.infra.process_identity import Identity
+from worker.process import process_group
+from worker.process.channel import Channel
+
+_END_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Exit:
+    """Exit of a training process: by exit code, by signal, or not observed."""
+
+    code: int | None = None
+    signal: int | None = None
+    launcher_lost: bool = False
+    """The zygote died, and its children with it, so the exit was not observed."""
+    out_of_memory: bool = False
+    """The process ended by a SIGKILL that this worker did not send, while the kernel killed processes for lack of
+    memory."""
+
+
+class Fate(Protocol):
+    """Source of a process's exit status."""
+
+    launched: Literal["zygote", "cold"]
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when the exit may be known."""
+
+    def look(self) -> Exit | None:
+        """Return the exit if it is known; never waits."""
+
+    def close(self) -> None: ...
+
+
+class ZygoteFate:
+    """Exit status of a process that the zygote forked and reaps, which it reports on a status socket."""
+
+    launched: Literal["zygote", "cold"] = "zygote"
+
+    def __init__(self, status: socket.socket, pidfd: int) -> None:
+        self._status = status
+        self._pidfd = pidfd
+        self._lost = False
+        status.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._pidfd if self._lost else self._status.fileno()
+
+    def look(self) -> Exit | None:
+        if not self._lost:
+            try:
+                packet = self._status.recv(1024)
+            except BlockingIOError:
+                return None
+            except ConnectionError:
+                packet = b""
+            if packet:
+                end = json.loads(packet)
+                return Exit(code=end.get("code"), signal=end.get("signal"))
+            # The zygote is gone and its children die with it; another attempt may start only after they are dead.
+            self._lost = True
+            _kill(self._pidfd)
+        return Exit(launcher_lost=True) if _ended(self._pidfd) else None
+
+    def close(self) -> None:
+        self._status.close()
+
+
+class ColdFate:
+    """Exit status of a process that this one started itself."""
+
+    launched: Literal["zygote", "cold"] = "cold"
+
+    def __init__(self, process: "subprocess.Popen[bytes]", pidfd: int) -> None:
+        self._process = process
+        self._pidfd = pidfd
+
+    def fileno(self) -> int:
+        return self._pidfd
+
+    def look(self) -> Exit | None:
+        try:
+            end = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
+        except ChildProcessError:
+            self._process.returncode = 0  # already reaped elsewhere: Popen has nothing left to do
+            return Exit(launcher_lost=True)
+        if end is None:
+            return None
+        self._process.returncode = end.si_status
+        exited = end.si_code == os.CLD_EXITED
+        return Exit(code=end.si_status) if exited else Exit(signal=end.si_status)
+
+    def close(self) -> None: ...
+
+
+class TrainingProcess:
+    """Training process; used by one supervisor thread at a time."""
+
+    def __init__(self, identity: Identity, pidfd: int, channel: Channel, fate: Fate) -> None:
+        self.identity = identity
+        self.channel = channel
+        self.launched = fate.launched
+        self._pidfd = pidfd
+        self._fate = fate
+        self._exit: Exit | None = None
+        self._killed = False
+        self._record: Path | None = None
+        self._oom_kills = _oom_kills()
+
+    @property
+    def pid(self) -> int:
+        """Process id, which is also the session id."""
+        return self.identity.pid
+
+    def remember(self, record: Path) -> None:
+        """Set the file from which a later worker learns of this process; `close` removes it."""
+        self._record = record
+
+    def send(self, message: dict[str, Any]) -> bool:
+        """Send a renewal, an action or a stop request, as `worker.wire.control` expects; False if it is gone."""
+        return self.channel.send(message)
+
+    def poll(self) -> Exit | None:
+        """Return the exit of the process, or None while it runs; its earlier output is still in the channel."""
+        if self._exit is None:
+            end = self._fate.look()
+            if end is not None and end.signal == signal.SIGKILL and not self._killed:
+                end = Exit(signal=end.signal, out_of_memory=_oom_kills() > self._oom_kills)
+            self._exit = end
+        return self._exit
+
+    def wait(self, timeout: float | None) -> None:
+        """Wait until the process has sent something or has ended, for at most `timeout` seconds."""
+        waiting = select.poll()
+        waiting.register(self.channel, select.POLLIN)
+        if self._exit is None:
+            waiting.register(self._fate, select.POLLIN)
+        waiting.poll(None if timeout is None else max(timeout, 0) * 1000)
+
+    def kill(self) -> list[int]:
+        """Kill every process of the session with SIGKILL and wait until all are gone; return their process ids.
+
+        Raises:
+            session.StillAliveError: One does not die within seconds.
+        """
+        if self._exit is None:
+            self._killed = True
+        return process_group.kill_session(self.identity, self._pidfd)
+
+    def close(self) -> Exit:
+        """Kill what still runs of the session and close every descriptor; return the exit of the process.
+
+        Raises:
+            session.StillAliveError: Processes do not die; the record for a later sweep then stays.
+        """
+        try:
+            self.kill()
+            end = self._final_exit()
+        finally:
+            self.channel.close()
+            self._fate.close()
+            os.close(self._pidfd)
+        if self._record is not None:
+            self._record.unlink(missing_ok=True)
+        return end
+
+    def _final_exit(self) -> Exit:
+        end = self.poll()
+        if end is None:
+            waiting = select.poll()
+            waiting.register(self._fate, select.POLLIN)
+            waiting.poll(_END_SECONDS * 1000)
+            end = self.poll()
+        if end is None:
+            raise process_group.StillAliveError(f"process {self.pid} was killed but its exit is not reported")
+        return end
+
+
+def _ended(pidfd: int) -> bool:
+    waiting = select.poll()
+    waiting.register(pidfd, select.POLLIN)
+    return bool(waiting.poll(0))
+
+
+def _kill(pidfd: int) -> None:
+    try:
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def _oom_kills() -> int:
+    """Return the number of processes that the kernel has killed for lack of memory since boot, in all containers."""
+    with open("/proc/vmstat") as lines:  # noqa: PTH123
+        for line in lines:
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return 0

@@ -1,0 +1,79 @@
+"""Registration of a worker in the database."""
+
+import logging
+import os
+from importlib.metadata import entry_points, version
+
+from sqlalchemy import Connection
+
+from app.contracts.plugins import PLUGINS
+from app.infra.process_identity import Identity, start_time
+from app.runs.state import machine as state_machine
+from app.workers import registry
+from worker.devices import Machine
+from worker.process.launcher import Launcher
+
+log = logging.getLogger(__name__)
+
+
+def pid_scope(identity: Identity) -> str:
+    """Return boot id and pid namespace, within which a process id is unique."""
+    return f"{identity.boot_id}/{identity.namespace}"
+
+
+def installed() -> dict[str, list[str]]:
+    """Return the names of all installed plugins, by kind."""
+    return {kind: sorted({point.name for point in entry_points(group=group)}) for kind, group in PLUGINS.items()}
+
+
+def release_dead(connection: Connection, host: str) -> None:
+    """Reap at once the runs of dead workers of this machine."""
+    here = Identity.of(os.getpid(), 0)
+    dead = [
+        row.id
+        for row in connection.execute(registry.on_host(host))
+        if row.boot_id == pid_scope(here) and not Identity.of(row.pid, row.process_started).exists
+    ]
+    if dead:
+        moved = connection.execute(state_machine.reap_dead(dead)).mappings().all()
+        connection.execute(registry.gone(dead))
+        log.warning("%d dead worker(s) of this machine found, %d run(s) reaped", len(dead), len(moved))
+
+
+def register(
+    connection: Connection, worker_id: str, host: str, machine: Machine, backends: list[str], launcher: Launcher
+) -> None:
+    """Write this worker and its devices into the database."""
+    me = Identity.of(os.getpid(), start_time(os.getpid()))
+    connection.execute(
+        registry.register(
+            {
+                "id": worker_id,
+                "host": host,
+                "pid": me.pid,
+                "boot_id": pid_scope(me),
+                "process_started": me.start_time,
+                "version": version("anneal"),
+                "slots": machine.slots,
+                "backends": backends,
+                "launch_mode": launcher.mode,
+                "launch_reason": launcher.reason,
+                "plugins": installed(),
+            }
+        )
+    )
+    connection.execute(
+        registry.offer(
+            [
+                {
+                    "worker_id": worker_id,
+                    "index": device.index,
+                    "uid": device.id,
+                    "kind": device.kind,
+                    "name": device.name,
+                    "memory_mb": device.memory_bytes // 2**20,
+                }
+                for device in machine.devices
+            ]
+        )
+    )

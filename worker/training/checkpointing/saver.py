@@ -1,0 +1,315 @@
+"""Checkpoints of a trainer: written completely or not at all, and restored so that training continues exactly."""
+
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from worker.checkpoint_files import manifest, resume_fidelity
+from worker.training.checkpointing import fidelity_check
+from worker.training.checkpointing.async_writer import InFlight
+from worker.training.checkpointing.disk_space import CheckpointRoom, ended_without, refused
+from worker.training.checkpointing.pinned_memory import HostMemory, TooLittleMemory
+from worker.training.checkpointing.snapshot import Gatherer, Snapshot, expected_bytes
+from worker.training.context import Run
+from worker.training.failures import TrainingFailure, classify
+from worker.training.plugins.checkpoint_engines import Keeper
+from worker.training.trainer_protocol import ServiceTrainer
+from worker.wire.heartbeat import Alive, nobody, while_growing
+
+_KINDS_DURING_TRAINING = {"periodic", "best"}
+
+
+def save(trainer: ServiceTrainer) -> bool:
+    """Save `checkpoint-<step>` in the attempt's folder, and report it once it is durably on disk.
+
+    A checkpoint during training (periodic, best) is copied to host memory, and a thread writes it while training goes
+    on. One at an end (final, stop, drain), or one for which there is too little memory, is written before this returns.
+    One that is still being written is waited for first. One that does not fit on the disk is skipped with a warning;
+    only a finished run cannot do without its last one. Returns True if training waited for the disk.
+
+    Raises:
+        TrainingFailure: `disk_full`, for this checkpoint or the one before it; no partial checkpoint remains.
+    """
+    run, saving = trainer.run, trainer.saving
+    during_training = run.save_kind in _KINDS_DURING_TRAINING and not trainer.control.should_training_stop
+    waits = not during_training or saving.in_flight.is_under_way
+    if waits:
+        run.report.phase("saving")
+    try:
+        saving.in_flight.wait(run.report.alive, saving.tell_long_wait)
+        saving.ask_again(trainer)
+        if saving.in_flight.step == trainer.state.global_step:
+            return waits  # exactly this state is on the disk already
+        if saving.has_room(trainer, during_training):
+            waits |= _write(trainer, during_training)
+    except Exception as error:
+        failure = classify(error)
+        if failure.code != "disk_full" or during_training or run.save_kind == "final":
+            raise failure from error
+        saving.leave_out(trainer, failure.message)
+    return waits
+
+
+def _write(trainer: ServiceTrainer, during_training: bool) -> bool:
+    """Write the checkpoint, or start to; return True if training waited for the disk."""
+    run, step, saving = trainer.run, trainer.state.global_step, trainer.saving
+    staging = run.folder / f".checkpoint-{step}.tmp"
+    shutil.rmtree(staging, ignore_errors=True)
+    waits = False
+    try:
+        staging.mkdir(parents=True)
+        snapshot = saving.gatherer.gather(trainer, staging)
+        copy = saving.copied(snapshot) if during_training else None
+        if copy is None:
+            pinned = {resume_fidelity.PROBE: fidelity_check.measure(trainer, trainer.pinned_text()).hex()}
+            _complete(saving, run, snapshot, staging, _about(trainer, pinned), run.report.alive)
+            waits = True
+        else:
+            about = _about(trainer, {})
+            saving.in_flight.begin(lambda alive: _complete(saving, run, copy, staging, about, alive), step)
+    except Exception:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    trainer.saved_step = step
+    return waits
+
+
+class Saving:
+    """State shared by the checkpoints of one trainer."""
+
+    def __init__(self, run: Run) -> None:
+        self.in_flight = InFlight(self._on_too_little_memory)
+        self.gatherer = Gatherer()
+        self.keeper = Keeper(run)
+        self.kept_step = int((run.job.get("resume_from") or {}).get("step", 0))
+        """Step of the last checkpoint that is durably on disk; 0 if there is none."""
+        self._run = run
+        self._room = CheckpointRoom(run.folder, int(run.job.get("disk_reserve_bytes", 0)))
+        self._memory = HostMemory()
+        self._is_prepared = run.is_probe  # a probe saves nothing
+        self._wait_reported = self._memory_reported = False
+        self._writes_in_the_loop = self._has_failed_requests = False
+
+    def stepped(self, trainer: ServiceTrainer) -> None:
+        """Handle a completed optimizer step: prepare memory after the first one, and raise failures of the writer.
+
+        Raises:
+            TrainingFailure: the checkpoint that was being written failed.
+        """
+        if self._run.stop_requested is None:  # else the end of training handles it, and may do without the checkpoint
+            self.in_flight.check()
+            self.ask_again(trainer)
+        self.keeper.check()
+        if not self._is_prepared:
+            self._is_prepared = True
+            config, left = self._run.config, trainer.state.max_steps - trainer.state.global_step
+            if min(config.save_steps, config.eval_steps or config.save_steps) <= left:
+                self._memory.prepare(expected_bytes(trainer))
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Ensure that after the block, however it ends, nothing is being written and no checkpoint copy is awaited.
+
+        Raises:
+            TrainingFailure: the checkpoint that was being written failed, and the block itself did not.
+        """
+        report = self._run.report
+        try:
+            with self.in_flight.settled_after(report.alive, lambda line: report.message(line, "warning")):
+                yield
+                if self._run.ended_by in ("stop", "drain"):
+                    self._wait_for_last()
+        finally:
+            self.keeper.settle()
+        self.keeper.check()
+
+    def _wait_for_last(self) -> None:
+        """Wait for the checkpoint being written; a full disk must not turn a stop into a failure."""
+        try:
+            self.in_flight.wait(self._run.report.alive, self.tell_long_wait)
+        except TrainingFailure as failure:
+            if failure.code != "disk_full":
+                raise
+            line = f"The checkpoint of step {self.in_flight.step} could not be written. {failure.message}"
+            self._run.report.message(line, "warning")
+
+    def _on_too_little_memory(self, step: int | None, why: str) -> None:
+        """Handle too little memory for a write in the background: from now on, training waits for checkpoints."""
+        self._writes_in_the_loop = self._has_failed_requests = True
+        self._memory.release()
+        line = (
+            f"The checkpoint of step {step} could not be written during training: the machine is short of memory "
+            f"({why.partition('. ')[0]}). It is skipped, and training waits while the next ones are written."
+        )
+        self._run.report.message(line, "warning")
+        if step is not None:
+            self._run.state.left_out(step)
+
+    def ask_again(self, trainer: ServiceTrainer) -> None:
+        """Let the next checkpoint answer the requests of one that could not be written."""
+        if self._has_failed_requests:
+            self._has_failed_requests = False
+            trainer.actions.save_again()
+
+    def has_room(self, trainer: ServiceTrainer, during_training: bool) -> bool:
+        """Return True if the disk has room for a checkpoint now; if not, skip one during training with a warning.
+
+        Raises:
+            TrainingFailure: `disk_full`, if too many in a row did not fit, or if it is the last one of the run.
+        """
+        run, step = self._run, trainer.state.global_step
+        why = self._room.lacking(expected_bytes(trainer) + self.gatherer.same_bytes)
+        if why is None:
+            return True
+        if run.save_kind == "final":
+            raise refused(step, why)
+        if not during_training:
+            self.leave_out(trainer, f"it does not fit on the disk: {why}")
+            return False
+        every = run.config.save_steps
+        is_due = run.save_kind == "periodic" and step % every == 0
+        next_step = min((step // every + 1) * every, trainer.state.max_steps)
+        line = self._room.put_off(step, why, next_step, is_due)
+        run.report.message(line, "warning")
+        run.state.left_out(step)
+        trainer.actions.not_saved(line)
+        return False
+
+    def leave_out(self, trainer: ServiceTrainer, why: str) -> None:
+        """Warn that training ends early without the checkpoint of its last step, and what that costs."""
+        line = ended_without(trainer.state.global_step, why, self.kept_step, self._run.ended_by == "drain")
+        self._run.report.message(line, "warning")
+        trainer.actions.not_saved(line)
+
+    def copied(self, snapshot: Snapshot) -> Snapshot | None:
+        """Return a copy in host memory; None if there is too little memory, which is reported once."""
+        if self._writes_in_the_loop:
+            self._run.report.phase("saving")
+            return None
+        try:
+            return snapshot.copied_to(self._memory)
+        except TooLittleMemory as error:
+            if not self._memory_reported:
+                self._memory_reported = True
+                line = f"Training waits while checkpoints are written: {error}."
+                self._run.report.message(line, "warning")
+            self._run.report.phase("saving")
+            return None
+
+    def tell_long_wait(self, seconds: float) -> None:
+        """Warn, once per process, that checkpoints come faster than the disk can write them."""
+        if not self._wait_reported:
+            self._wait_reported = True
+            line = (
+                f"Training waits for the previous checkpoint, which has been written for {seconds:.0f} s so far: raise "
+                "`save_steps`, or use a faster disk."
+            )
+            self._run.report.message(line, "warning")
+
+
+def _about(trainer: ServiceTrainer, facts: dict[str, Any]) -> "_About":
+    """Describe a checkpoint of the current state, for its manifest and for the supervisor."""
+    run, step = trainer.run, trainer.state.global_step
+    return _About(
+        step,
+        facts={
+            "run_id": run.job["run_id"],
+            "attempt": run.job["attempt"],
+            resume_fidelity.FINGERPRINT: run.fingerprint,
+            **facts,
+            "sampler": {"epoch": trainer.state.epoch, "samples": run.state.samples, "seed": run.config.seed},
+        },
+        record={
+            "kind": run.save_kind,
+            "epoch": trainer.state.epoch,
+            **trainer.actions.saved(),
+            "metrics": {
+                # Both are means as logged: the loss of a single step may well be below the best of those.
+                "loss": run.state.last_metric.get("loss", run.state.loss),
+                "best_loss": run.state.best_loss,
+                # Only if measured with exactly these weights: it decides which checkpoint is the best.
+                trainer.OBJECTIVE: run.state.objective if run.state.eval_step == step else None,
+                f"best_{trainer.OBJECTIVE}": run.state.best_objective,
+            },
+        },
+    )
+
+
+@dataclass(frozen=True)
+class _About:
+    step: int
+    facts: dict[str, Any]
+    record: dict[str, Any]
+
+
+def _complete(saving: Saving, run: Run, snapshot: Snapshot, staging: Path, about: _About, alive: Alive) -> None:
+    """Write what is not in the folder yet, commit the folder, and report it; no partial checkpoint remains.
+
+    Raises:
+        OSError, RuntimeError: the disk is full.
+    """
+    name, began = f"checkpoint-{about.step}", time.monotonic()
+    try:
+        with while_growing(alive, staging):
+            snapshot.write(staging, alive)
+        sha256 = manifest.write_manifest(staging, about.step, about.facts, alive)
+        size = manifest.size_of(staging)
+        manifest.commit(staging, run.folder / name, alive)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    run.journal.save(about.step)
+    seconds = time.monotonic() - began
+    run.report.checkpoint(name, step=about.step, bytes=size, manifest_sha256=sha256, seconds=seconds, **about.record)
+    saving.kept_step = about.step
+    saving.keeper.keep(run.folder / name)
+
+
+def check(path: Path, manifest_sha256: str, alive: Alive = nobody) -> None:
+    """Refuse a checkpoint if a single byte differs from what was written.
+
+    Raises:
+        TrainingFailure: `internal`; the message names the damaged files.
+    """
+    problems = manifest.verify(path, manifest_sha256, alive)
+    if problems:
+        raise TrainingFailure("internal", f"{path.name} cannot be resumed from: {'; '.join(problems[:5])}")
+
+
+def restore_dtypes(model: torch.nn.Module, dtypes: dict[str, torch.dtype]) -> None:
+    """Restore the types of the trained parameters: a loaded adapter is always in 32 bits.
+
+    Without this, a resumed QLoRA run would train its adapter with different rounding than before.
+    """
+    for name, parameter in model.named_parameters():
+        if name in dtypes and parameter.dtype != dtypes[name]:
+            parameter.data = parameter.data.to(dtypes[name])
+
+
+def trained_dtypes(model: torch.nn.Module) -> dict[str, torch.dtype]:
+    """Return the types of the trained parameters by name."""
+    return {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
+
+
+def reapply_rates(trainer: Any, weight_decays: list[float]) -> None:
+    """Apply the configuration's learning rate and weight decay after a load, instead of the checkpoint's.
+
+    `weight_decays` are those of the optimizer's parameter groups before the load. With unchanged values, this computes
+    the same floats that the checkpoint contains.
+    """
+    scheduler = trainer.lr_scheduler
+    rate = trainer.args.learning_rate
+    scheduler.base_lrs = [rate] * len(scheduler.base_lrs)
+    rates = []
+    for group, decay, factor in zip(trainer.optimizer.param_groups, weight_decays, scheduler.lr_lambdas, strict=True):
+        group["weight_decay"] = decay
+        group["initial_lr"] = rate
+        group["lr"] = rate * factor(scheduler.last_epoch)
+        rates.append(group["lr"])
+    scheduler._last_lr = rates

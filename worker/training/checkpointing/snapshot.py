@@ -1,0 +1,168 @@
+"""State of a trainer at one step: gathered in the loop, copied to host memory, written by any thread."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import peft.peft_model
+import safetensors.torch
+import torch
+import transformers.modeling_utils
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+
+from worker.training.checkpointing.pinned_memory import ALIGNED, HostMemory
+from worker.training.trainer_protocol import ServiceTrainer
+from worker.wire.heartbeat import Alive, nobody
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """File of weights that a library was about to write."""
+
+    path: Path
+    tensors: dict[str, torch.Tensor]
+    metadata: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Parts of a checkpoint that are not in its folder yet."""
+
+    weights: list[WeightFile]
+    optimizer: Any
+    """Result of its `state_dict()`: tensors in dictionaries and lists, and plain values."""
+    files: dict[str, bytes]
+    """Small files that are the same in every checkpoint of the process: tokenizer, configuration."""
+    histories: list[Callable[[Path], None]] = field(default_factory=list)
+    """Functions, each of which writes a file with the lines so far into a folder."""
+
+    def copied_to(self, memory: HostMemory) -> "Snapshot":
+        """Return a copy, which training no longer changes.
+
+        Raises:
+            TooLittleMemory: there is no memory for a copy.
+        """
+        copies = memory.copy(self._tensors())
+        weights = [replace(one, tensors=_replace_tensors(one.tensors, copies)) for one in self.weights]
+        return replace(self, weights=weights, optimizer=_replace_tensors(self.optimizer, copies))
+
+    def write(self, folder: Path, alive: Alive = nobody) -> None:
+        """Write all of it into `folder`, which has the rest; `alive` is called after each file.
+
+        Raises:
+            OSError, RuntimeError: the disk is full.
+        """
+        for name, content in self.files.items():
+            if not (folder / name).exists():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(content)
+        for put in self.histories:
+            put(folder)
+        for one in self.weights:
+            safetensors.torch.save_file(one.tensors, one.path, metadata=one.metadata)
+            alive()
+        torch.save(self.optimizer, folder / OPTIMIZER_NAME)
+        alive()
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        yield from _tensors_in([one.tensors for one in self.weights])
+        yield from _tensors_in(self.optimizer)
+
+
+class Gatherer:
+    """Gathers one trainer's snapshots; caches the files that are the same in each of them."""
+
+    def __init__(self) -> None:
+        self._constant_files: dict[str, bytes] | None = None
+
+    @property
+    def same_bytes(self) -> int:
+        """Size in bytes of the files that every checkpoint repeats; 0 before the first."""
+        return sum(map(len, (self._constant_files or {}).values()))
+
+    def gather(self, trainer: ServiceTrainer, folder: Path) -> Snapshot:
+        """Gather the current state: small files that change are written to `folder` at once, the rest is referenced.
+
+        The tensors are the trainer's own, and change with its next step.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        trainer.store_flos()
+        with _collected_weights() as weights:
+            if self._constant_files is None:
+                trainer.save_model(str(folder), _internal_call=True)
+            else:  # a large tokenizer takes longer to write than an adapter to copy
+                trainer.model.save_pretrained(str(folder))
+        # A pickle of arguments that nothing here reads, and that no one else should load.
+        (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
+        if self._constant_files is None:
+            present = (path for path in sorted(folder.rglob("*")) if path.is_file())
+            self._constant_files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in present}
+        torch.save(trainer.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
+        trainer._save_scaler(str(folder))
+        trainer._save_rng_state(str(folder))
+        trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+        trainer.remember_averages()
+        trainer.run.state.save(folder)
+        histories = [history.held() for history in trainer.run.histories]
+        return Snapshot(weights, trainer.optimizer.state_dict(), self._constant_files, histories)
+
+
+def expected_bytes(trainer: ServiceTrainer) -> int:
+    """Estimate the size in bytes of a snapshot's tensors, from the current model and optimizer."""
+    model: Any = trainer.model
+    all_of_them = not isinstance(model, peft.peft_model.PeftModel)
+    saved = (one for one in model.parameters() if one.requires_grad or all_of_them)
+    weights: dict[int, int] = {one.data_ptr(): one.nbytes for one in saved}
+    state = [int(one.nbytes) for one in _tensors_in(trainer.optimizer.state_dict())]
+    return sum(weights.values()) + sum(state) + (len(weights) + len(state)) * ALIGNED
+
+
+@contextmanager
+def _collected_weights() -> Iterator[list[WeightFile]]:
+    """During the block, collect the weights that transformers and peft would write, instead of writing them.
+
+    So they still decide what belongs to a checkpoint and under which name, whichever thread writes it, and when.
+    """
+    kept: list[WeightFile] = []
+
+    def keep(tensors: dict[str, torch.Tensor], filename: Any, metadata: dict[str, str] | None = None) -> None:
+        kept.append(WeightFile(Path(filename), dict(tensors), dict(metadata or {})))
+
+    libraries = (transformers.modeling_utils, peft.peft_model)
+    writers = [library.safe_save_file for library in libraries]
+    for library in libraries:
+        library.safe_save_file = keep
+    try:
+        yield kept
+    finally:
+        for library, writer in zip(libraries, writers, strict=True):
+            library.safe_save_file = writer
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _tensors_in(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors_in(one)
+
+
+def _replace_tensors(value: Any, copies: dict[int, torch.Tensor]) -> Any:
+    """Return `value` with every tensor replaced by its copy, in new containers."""
+    if isinstance(value, torch.Tensor):
+        return copies[id(value)]
+    if isinstance(value, dict):
+        same = {key: _replace_tensors(one, copies) for key, one in value.items()}
+        return same if type(value) is dict else type(value)(same)
+    if isinstance(value, list):
+        return [_replace_tensors(one, copies) for one in value]
+    if type(value) is tuple:
+        return tuple(_replace_tensors(one, copies) for one in value)
+    return value

@@ -1,0 +1,116 @@
+"""Context of a run in its training process: the job, the connection to the supervisor, and the loop's state."""
+
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from app.contracts.stop import StopRequest
+from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.rules import Machine
+from worker.training.failures import Stopped
+from worker.training.run_state import DISTRIBUTIONS, MEMORY, History, RunState
+from worker.training.tracking.trackers import Trackers
+from worker.wire.control import Control
+from worker.wire.journal import Journal
+from worker.wire.reporter import Report
+
+_SECONDS_BETWEEN_PROGRESS = 0.5
+
+
+@dataclass
+class Run:
+    """Context that all parts of a training process share."""
+
+    job: dict[str, Any]
+    config: TrainingConfig
+    """Configuration in effect, with every default resolved for this machine, model and data."""
+    given: set[str]
+    machine: Machine
+    report: Report
+    control: Control
+    journal: Journal
+    trackers: Trackers = field(default_factory=Trackers)
+    state: RunState = field(default_factory=RunState)
+    ended_by: str | None = None
+    """Reason for an end before the last step: stop, drain, time_limit, stop_at_step, early_stopping, epoch_end."""
+    save_kind: str = "periodic"
+    """Kind of the checkpoint that is due: periodic, best, stop or final."""
+    history: History = field(init=False)
+    distributions: History = field(init=False)
+    memory: History = field(init=False)
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+    """Everything apart from the configuration that the numeric results of this run depend on."""
+    steps_in_a_pass: int = 0
+    """Optimizer steps per epoch."""
+    _progress_sent_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.history = History(self.folder)
+        self.distributions = History(self.folder, DISTRIBUTIONS)
+        self.memory = History(self.folder, MEMORY)
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the attempt, for checkpoints and output."""
+        return Path(self.job["output_dir"])
+
+    @property
+    def is_probe(self) -> bool:
+        """True for a probe, which only measures: nothing of it is kept."""
+        return self.config.trainer_options.probe
+
+    @property
+    def histories(self) -> list[History]:
+        """History files that this run writes, and carries from checkpoint to checkpoint."""
+        options = self.config.trainer_options
+        asked = ((self.distributions, options.distributions_steps), (self.memory, options.memory_profile))
+        return [self.history, *(history for history, wanted in asked if wanted)]
+
+    @property
+    def resume_from(self) -> dict[str, Any] | None:
+        """Checkpoint to resume from: path, step and hash of its manifest."""
+        resume: dict[str, Any] | None = self.job.get("resume_from")
+        return resume
+
+    @property
+    def stop_requested(self) -> StopRequest | None:
+        """Stop request of the supervisor or of a signal, if any."""
+        return self.control.stop_requested
+
+    def heed_stop(self) -> None:
+        """Raise `Stopped` if a stop was requested.
+
+        For phases where there is nothing to save: loading, tokenizing, exporting.
+        """
+        if self.stop_requested is not None:
+            raise Stopped
+
+    def metric(self, point: dict[str, Any], total_steps: int) -> None:
+        """Report, store and track the measurements of a step, in one place so that the three cannot differ."""
+        self.report.metric(**point, total_steps=total_steps)
+        self._keep(point)
+
+    def evaluation(self, step: int, epoch: float | None, found: dict[str, float]) -> None:
+        """Report, store and track the metrics of an evaluation after `step`."""
+        self.report.eval(step, found, epoch=epoch)
+        # The event names non-finite values; in a JSON file they are null.
+        numbers = {name: value if math.isfinite(value) else None for name, value in found.items()}
+        self._keep({"step": step, "epoch": epoch, **numbers})
+
+    def _keep(self, record: dict[str, Any]) -> None:
+        self.history.append(record)
+        self.trackers.add(record)
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        """Report the progress of a phase, at most twice a second and at its end.
+
+        Raises:
+            Stopped: a stop was requested.
+        """
+        self.heed_stop()
+        now = time.monotonic()
+        if done >= total or now - self._progress_sent_at > _SECONDS_BETWEEN_PROGRESS:
+            self._progress_sent_at = now
+            self.report.progress(phase, done, total)

@@ -1,0 +1,150 @@
+"""Chats as tokens: the chat template that renders them, and the tokens that the model learns."""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedTokenizerBase
+
+from worker.training.data.tokenization import IGNORED, BadRow, Encoded, Ids, mask_prefix
+from worker.training.failures import TrainingFailure
+
+DEFAULT_TEMPLATE = (
+    "{{% for message in messages %}}"
+    "{{{{ '<|' + message['role'] + '|>\\n' }}}}"
+    "{{% if message['role'] == 'assistant' %}}"
+    "{{% generation %}}{{{{ message['content'] + '{eos}' }}}}{{% endgeneration %}}"
+    "{{% else %}}{{{{ message['content'] }}}}{{% endif %}}"
+    "{{{{ '\\n' }}}}"
+    "{{% endfor %}}"
+    "{{% if add_generation_prompt %}}{{{{ '<|assistant|>\\n' }}}}{{% endif %}}"
+)
+
+
+def ensure_template(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Set a plain chat template if the tokenizer has none; return True if it was needed."""
+    if tokenizer.chat_template:
+        return False
+    eos = str(tokenizer.eos_token).replace("\\", "\\\\").replace("'", "\\'")
+    template = DEFAULT_TEMPLATE.format(eos=eos)
+    if tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]:
+        template = "{{ bos_token }}" + template
+    tokenizer.chat_template = template
+    return True
+
+
+class ChatEncoder:
+    """Encoder of chats to token ids and labels.
+
+    `loss_on`: `all`, `completion` (the last answer) or `assistant` (every answer). Answers are located by the
+    template's own `{% generation %}` marks, or else by rendering the chat up to each answer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: str) -> None:
+        self.masks = loss_on != "all"
+        self._tokenizer = tokenizer
+        self._loss_on = loss_on
+        self._ids = Ids(tokenizer, add_special_tokens=False)
+        self._lock = threading.Lock()
+        self._marked = "generation %}" in str(tokenizer.chat_template).replace("-%}", "%}")
+        if loss_on == "assistant" and not self._marked and not tokenizer.is_fast:
+            raise TrainingFailure(
+                "config_error",
+                "`loss_on` = `assistant` needs a fast tokenizer, or a chat template with {% generation %} marks.",
+            )
+
+    def prepare(self, row: dict[str, Any]) -> Any:
+        """Render a chat, with the prompt before its last answer or the character spans of all answers.
+
+        A chat whose template marks the answers is returned unrendered: `encode` renders it with its marks.
+        """
+        messages, tools = row["messages"], row.get("tools")
+        if self._loss_on == "assistant":
+            if not self._marked:
+                return self._with_spans(messages, tools)
+            if not isinstance(messages, list) or not messages:
+                raise BadRow("`messages` is not a non-empty list")
+            return messages, tools
+        text = self._render(messages, tools)
+        if self._loss_on == "all":
+            return text, None
+        if messages[-1]["role"] != "assistant":
+            raise BadRow("the last message is not from the assistant, so there is no completion to learn")
+        return text, self._render(messages[:-1], tools, add_generation_prompt=True)
+
+    def encode(self, prepared: Sequence[Any]) -> list[Encoded]:
+        """Tokenize the chats; raise `BadRow` for a chat without an answer to learn."""
+        if self._loss_on == "assistant":
+            return self._by_marks(prepared) if self._marked else self._by_spans(prepared)
+        wholes = self._ids([text for text, _ in prepared])
+        if self._loss_on == "all":
+            return [Encoded(ids, None) for ids in wholes]
+        prompts = self._ids([prompt for _, prompt in prepared])
+        return [Encoded(ids, mask_prefix(prompt, ids)) for prompt, ids in zip(prompts, wholes, strict=True)]
+
+    def _render(self, messages: Sequence[Any], tools: Any, **more: Any) -> str:
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **more))
+        except Exception as error:  # a template can raise anything
+            raise BadRow(f"the chat template rejects it: {str(error)[:200]}") from error
+
+    def _with_spans(self, messages: Sequence[Any], tools: Any) -> tuple[str, list[tuple[int, int]]]:
+        """Return the chat as text, and the start and end character of each answer."""
+        whole = self._render(messages, tools)
+        spans = []
+        for place, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._render(messages[:place], tools, add_generation_prompt=True)
+            after = self._render(messages[: place + 1], tools)
+            if not (whole.startswith(after) and after.startswith(before)):
+                raise TrainingFailure(
+                    "config_error",
+                    "The chat template renders a turn differently if other turns follow, so `loss_on` = `assistant` "
+                    "cannot locate the answers. Use `completion`, or a template with {% generation %} marks.",
+                )
+            spans.append((len(before), len(after)))
+        if not spans:
+            raise BadRow("it has no assistant message to learn")
+        return whole, spans
+
+    def _by_spans(self, chats: Sequence[tuple[str, list[tuple[int, int]]]]) -> list[Encoded]:
+        texts = [text for text, _ in chats]
+        with self._lock:
+            found = self._tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        encoded = []
+        for ids, offsets, (_, spans) in zip(found["input_ids"], found["offset_mapping"], chats, strict=True):
+            firsts = np.array(offsets, np.int64).reshape(-1, 2)[:, 0]
+            learned = np.zeros(len(ids), bool)
+            for start, end in spans:
+                learned |= (start <= firsts) & (firsts < end)
+            encoded.append(_masked(ids, learned))
+        return encoded
+
+    def _by_marks(self, chats: Sequence[tuple[list[Any], Any]]) -> list[Encoded]:
+        if len(chats) > 1 and any(tools is not None for _, tools in chats):
+            return [self._by_marks([chat])[0] for chat in chats]  # one call takes one set of tools
+        try:
+            with self._lock:
+                found = self._tokenizer.apply_chat_template(
+                    [messages for messages, _ in chats],
+                    tools=chats[0][1],
+                    tokenize=True,
+                    return_dict=True,
+                    return_assistant_tokens_mask=True,
+                )
+        except Exception as error:
+            raise BadRow(f"the chat template rejects it: {str(error)[:200]}") from error
+        encoded = []
+        for ids, mask in zip(found["input_ids"], found["assistant_masks"], strict=True):
+            if 1 not in mask:
+                raise BadRow("it has no assistant message to learn")
+            encoded.append(_masked(ids, np.array(mask, bool)))
+        return encoded
+
+
+def _masked(ids: Sequence[int], learned: npt.NDArray[np.bool_]) -> Encoded:
+    values = np.array(ids, np.int32)
+    return Encoded(values, np.where(learned, values, np.int32(IGNORED)))

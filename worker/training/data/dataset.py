@@ -1,0 +1,169 @@
+"""Datasets: from a JSONL file to token ids and labels, truncated or packed, each row with its number in the file."""
+
+import hashlib
+import math
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa  # type: ignore[import-untyped]
+from datasets import Dataset
+from datasets.table import InMemoryTable
+from transformers import PreTrainedTokenizerBase
+
+from app.contracts.training_config.fields import TrainingConfig
+from worker.training.data import reader, tokenization
+from worker.training.data.chat_template import ChatEncoder
+from worker.training.data.packing import Sequences
+from worker.training.data.reader import Progress
+from worker.training.data.token_cache import TokenCache, Write
+from worker.training.data.tokenization import CompletionEncoder, Encoded, TextEncoder, TextsEncoder
+from worker.training.failures import TrainingFailure
+
+VERSION = 1
+"""Version of the code that makes tokens from rows, here and in `encoding`, `chat` and `packing`. Increase it with any
+change of the output, or runs reuse tokens made by the old code."""
+_INTS = pa.list_(pa.int32())
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A dataset ready to train on: columns `input_ids`, `labels`, `rows` and, if packed, `seq_lengths`."""
+
+    dataset: Dataset
+    rows: int
+    """Number of rows of the file that are in it."""
+    tokens: int
+    remarks: list[str]
+    """Warnings for the user: rows cut or left out."""
+    highest_id: int
+    """Highest token id in the data."""
+    are_cached: bool = False
+    """True if an earlier run made the tokens."""
+
+
+def split(count: int, part: float, seed: int) -> tuple[list[int], list[int]]:
+    """Split `count` row numbers into training and held-out rows, both in file order; at least one in each."""
+    if count < 2:
+        raise TrainingFailure("bad_data", "`eval_split` needs at least two rows.")
+    held = min(max(round(count * part), 1), count - 1)
+    chosen = set(random.Random(seed).sample(range(count), held))
+    return [row for row in range(count) if row not in chosen], sorted(chosen)
+
+
+def tokenise(
+    path: str,
+    data_format: str,
+    tokenizer: PreTrainedTokenizerBase,
+    config: TrainingConfig,
+    *,
+    max_length: int,
+    chosen: list[int] | None,
+    progress: Progress,
+    purpose: Literal["training", "evaluation"] = "training",
+    sha256: str | None = None,
+    cache: TokenCache | None = None,
+) -> Tokens:
+    """Read, tokenize, mask, truncate and pack the `chosen` rows (None: all) of a file, in file order.
+
+    Columns that the format does not name are ignored. If `sha256`, the digest of the file, is given, the result is
+    kept in `cache`, and read from there if it was made before. `purpose` is the name of the data in messages.
+
+    Raises:
+        TrainingFailure: `bad_data` that names the rows.
+    """
+    encoder = _encoder(data_format, tokenizer, config.loss_on)
+    strategy = config.trainer_options.packing_strategy if config.packing else None
+    parts = {
+        "version": VERSION,
+        "data": sha256,
+        "format": data_format,
+        "rows": None if chosen is None else hashlib.sha256(np.array(chosen, "<i8").tobytes()).hexdigest(),
+        "tokenizer": tokenization.identity(tokenizer) if sha256 else None,
+        "loss_on": config.loss_on,
+        "max_length": max_length,
+        "truncation_mode": config.truncation_mode,
+        "packing": strategy,
+    }
+    names = ["input_ids", *(["labels"] if encoder.masks else []), "rows"]
+    if strategy == "bfd":
+        names.append("seq_lengths")
+    schema = pa.schema([(name, _INTS) for name in names])
+
+    def build(write: Write) -> dict[str, Any]:
+        made = Sequences(write, schema, max_length, strategy)
+        read = reader.encoded(path, encoder, chosen=chosen, progress=progress, purpose=purpose)
+        return _build_sequences(made, read, config.truncation_mode, purpose)
+
+    entry = (cache or TokenCache()).entry(parts if sha256 else None, schema, build)
+    facts, table = entry.facts, entry.table
+    if entry.was_there:
+        progress(facts["rows"], facts["rows"])
+    if not encoder.masks:  # labels are the tokens themselves, and share their memory
+        table = table.add_column(1, pa.field("labels", _INTS), table["input_ids"])
+    # Without a fingerprint, `Dataset` would compute one by serializing the whole table.
+    dataset = Dataset(InMemoryTable(table), fingerprint=entry.name[:32])
+    return Tokens(dataset, **facts, are_cached=entry.was_there)
+
+
+def first_batch(data: Dataset, config: TrainingConfig) -> Dataset:
+    """Return the rows of one optimizer step, to train on repeatedly."""
+    return data.select(range(min(len(data), config.batch_size * config.gradient_accumulation_steps)))
+
+
+def steps_in(data: Dataset, config: TrainingConfig) -> int:
+    """Return the number of optimizer steps in one epoch."""
+    return math.ceil(math.ceil(len(data) / config.batch_size) / config.gradient_accumulation_steps)
+
+
+class WithRows:
+    """A collator that adds the row numbers to the batch built by another collator."""
+
+    def __init__(self, collate: Callable[[list[dict[str, Any]]], dict[str, Any]]) -> None:
+        self._collate = collate
+
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = self._collate(examples)
+        batch["rows"] = [row for example in examples for row in example["rows"]]
+        return batch
+
+
+def _encoder(data_format: str, tokenizer: PreTrainedTokenizerBase, loss_on: str) -> TextsEncoder:
+    if data_format == "chat":
+        return ChatEncoder(tokenizer, loss_on)
+    if data_format == "prompt_completion":
+        return CompletionEncoder(tokenizer, loss_on)
+    if data_format == "text":
+        return TextEncoder(tokenizer)
+    raise TrainingFailure("bad_data", f"Datasets of format {data_format} cannot be used for training.")
+
+
+def _build_sequences(
+    made: Sequences, read: Iterable[tuple[int, Encoded]], truncation_mode: str, purpose: str
+) -> dict[str, Any]:
+    """Make all sequences from `read`, and return the fields of `Tokens` that describe them."""
+    limit = slice(-made.room, None) if truncation_mode == "keep_end" else slice(made.room)
+    done = cut = masked = 0
+    for number, encoded in read:
+        done += 1
+        if len(encoded.ids) > made.room and made.strategy != "wrapped":
+            cut += 1
+            encoded = encoded.cut(limit)
+        # The first token of a text is never predicted. `wrapped` keeps texts without tokens to learn in its stream.
+        if made.strategy == "wrapped" or encoded.teaches:
+            made.add(number, encoded)
+        else:
+            masked += 1
+    made.finish()
+    if not made.teaches:
+        why = f"no row has a token to learn within {made.room} tokens" if done else "it has no rows"
+        raise TrainingFailure("bad_data", f"There is nothing to train on in the {purpose} data: {why}.")
+    remarks = []
+    if cut:
+        end = "end" if truncation_mode == "keep_start" else "start"
+        remarks.append(f"{cut} of {done} rows are longer than {made.room} tokens and were cut at the {end}.")
+    if masked:
+        remarks.append(f"{masked} of {done} rows were left out: no token to learn remains after truncation.")
+    return {"rows": made.rows, "tokens": made.tokens, "remarks": remarks, "highest_id": made.highest_id}

@@ -1,0 +1,320 @@
+"""Preference pairs and prompts: from a JSONL file to the datasets of the `dpo`, `reward` and `rlhf` trainers."""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa  # type: ignore[import-untyped]
+from datasets import Dataset
+from datasets.table import InMemoryTable
+from transformers import PreTrainedTokenizerBase
+
+from app.contracts.rewards import Reward
+from worker.training.data import reader, tokenization
+from worker.training.data.reader import Progress
+from worker.training.data.token_cache import TokenCache, Write
+from worker.training.data.tokenization import BadRow, Ids, Ints
+from worker.training.failures import TrainingFailure
+from worker.training.rewards import bad_answer
+
+VERSION = 1
+"""Version of the code that makes tokens from pairs, here and in `encoding`. Increase it when the output changes."""
+_ROWS_AT_ONCE = 1000
+_IDS = pa.list_(pa.int32())
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows of a file, and how to read them."""
+
+    path: str
+    sha256: str | None
+    """Digest of the file; None: the result is not kept for later runs."""
+    chosen: list[int] | None
+    """Numbers of the rows; None: all."""
+    purpose: str
+    """Name of the data in messages."""
+    progress: Progress
+    cache: TokenCache
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Data ready to train on; every row of `dataset` has its number in the file in the list `rows`."""
+
+    dataset: Dataset
+    rows: int
+    tokens: int
+    highest_id: int
+    remarks: list[str] = field(default_factory=list)
+    are_cached: bool = False
+    """True if an earlier run made the tokens."""
+
+
+class Pair(NamedTuple):
+    """Token ids of a prompt and of two answers to it."""
+
+    prompt: Ints
+    chosen: Ints
+    rejected: Ints
+
+
+class PairEncoder:
+    """Encoder of pairs to token ids, exactly as in TRL.
+
+    The answers start at the first token where either text, prompt included, differs from the prompt alone: tokens may
+    merge across that border, and a chat template may render a prompt differently if an answer follows.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._texts = Texts(tokenizer)
+        self._eos = str(tokenizer.eos_token)
+
+    def prepare(self, row: dict[str, Any]) -> tuple[bool, list[str]]:
+        """Return True for a chat, and three texts: the prompt alone, with the chosen and with the rejected answer."""
+        prompt, answers, tools = row["prompt"], (row["chosen"], row["rejected"]), row.get("tools")
+        if isinstance(prompt, str):
+            return False, [prompt, *(prompt + tokenization.ended(answer, self._eos) for answer in answers)]
+        before = self._texts.rendered(prompt, tools, add_generation_prompt=True)
+        return True, [before, *(self._texts.rendered(prompt + answer, tools) for answer in answers)]
+
+    def encode(self, prepared: Sequence[tuple[bool, list[str]]]) -> list[Pair]:
+        """Return the token ids of each pair."""
+        found = []
+        for is_chat, texts in prepared:
+            before, with_chosen, with_rejected = self._texts.ids(texts, is_chat)
+            start = min(_common_prefix(before, with_chosen), _common_prefix(before, with_rejected))
+            found.append(Pair(before[:start], with_chosen[start:], with_rejected[start:]))
+        return found
+
+
+class PromptEncoder:
+    """Encoder of prompts, which adds the token ids that the model receives."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, compared_by: Sequence[Reward] = ()) -> None:
+        self._texts = Texts(tokenizer)
+        self._rewards = compared_by
+
+    def prepare(self, row: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        """Return the row in the trainer's format, and its prompt as text."""
+        prompt, answer = row["prompt"], row.get("answer")
+        wrong = bad_answer(self._rewards, answer)
+        if wrong is not None:
+            raise BadRow(wrong)
+        if row.get("tools"):
+            raise BadRow("it has `tools`, which the trainer does not pass to the model: write them into the prompt")
+        is_text = isinstance(prompt, str)
+        text = prompt if is_text else self._texts.rendered(prompt, None, add_generation_prompt=True)
+        return {"prompt": prompt, "answer": answer}, text
+
+    def encode(self, prepared: Sequence[tuple[dict[str, Any], str]]) -> list[tuple[dict[str, Any], Ints]]:
+        """Return each row with the token ids of its prompt."""
+        return [(row, self._texts.ids([text], not isinstance(row["prompt"], str))[0]) for row, text in prepared]
+
+
+class Texts:
+    """Converter of texts and rendered chats to token ids."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._plain = Ids(tokenizer)
+        # A chat template adds the special tokens itself.
+        self._chat = Ids(tokenizer, add_special_tokens=False)
+
+    def rendered(self, messages: list[dict[str, str]], tools: Any, **more: Any) -> str:
+        """Render a chat with its template.
+
+        Raises:
+            BadRow: the template rejects it.
+        """
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **more))
+        except Exception as error:  # a template can raise anything
+            raise BadRow(f"the chat template rejects it: {str(error)[:200]}") from error
+
+    def ids(self, texts: list[str], are_chats: bool) -> list[Ints]:
+        """Return the token ids of each text."""
+        return self._chat(texts) if are_chats else self._plain(texts)
+
+
+def converse(path: str) -> bool:
+    """Return True if the prompts of a file are messages and not texts, judging by its first row."""
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123
+            first = next((raw for raw in file if raw.strip()), b"{}")
+        return isinstance(json.loads(first).get("prompt"), list)
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return False  # reported when the rows are read
+
+
+def preferences(source: Source, tokenizer: PreTrainedTokenizerBase, *, max_length: int, truncation_mode: str) -> Pairs:
+    """Read pairs for `dpo`: columns `prompt_ids`, `chosen_ids`, `rejected_ids` and `rows`.
+
+    The trainer's collator truncates them. A pair of which truncation would leave no answer is left out.
+
+    Raises:
+        TrainingFailure: `bad_data` that names the lines.
+    """
+    keeps_start = truncation_mode == "keep_start"
+
+    def kept(pair: Pair) -> dict[str, Ints] | None:
+        if keeps_start and len(pair.prompt) >= max_length:
+            return None
+        return {"prompt_ids": pair.prompt, "chosen_ids": pair.chosen, "rejected_ids": pair.rejected}
+
+    def is_cut(pair: Pair) -> bool:
+        return len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) > max_length
+
+    made_from = {"method": "dpo", "max_length": max_length, "truncation_mode": truncation_mode}
+    end = "end" if keeps_start else "start"
+    return _pairs(
+        source, tokenizer, made_from, ["prompt_ids", "chosen_ids", "rejected_ids"], kept,
+        left_out=f"the prompt alone fills the {max_length} tokens",
+        cut=(is_cut, f"pairs are longer than {max_length} tokens: cut at the {end}"),
+    )  # fmt: skip
+
+
+def comparisons(source: Source, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> Pairs:
+    """Read pairs for `reward`: columns `chosen_ids` and `rejected_ids` (each with its prompt) and `rows`.
+
+    A pair that is too long is left out: the reward is read at the end of a text, which truncation would remove.
+
+    Raises:
+        TrainingFailure: `bad_data` that names the lines.
+    """
+
+    def kept(pair: Pair) -> dict[str, Ints] | None:
+        if len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) > max_length:
+            return None
+        answers = {"chosen_ids": pair.chosen, "rejected_ids": pair.rejected}
+        return {name: np.concatenate([pair.prompt, ids]) for name, ids in answers.items()}
+
+    made_from = {"method": "reward", "max_length": max_length}
+    left_out = f"one of the two is longer than {max_length} tokens"
+    return _pairs(source, tokenizer, made_from, ["chosen_ids", "rejected_ids"], kept, left_out=left_out)
+
+
+def prompts(
+    source: Source, tokenizer: PreTrainedTokenizerBase, *, max_length: int, compared_by: Sequence[Reward]
+) -> Pairs:
+    """Read prompts for `rlhf`: columns `prompt` (a text or messages), `answer` (a text or None) and `rows`.
+
+    A prompt of more than `max_length` tokens is left out: truncated, it would be another question. The trainer
+    tokenizes prompts as it generates, so there are no tokens to cache.
+
+    Raises:
+        TrainingFailure: `bad_data` that names the lines, including rows whose answer cannot be used by a reward of
+            `compared_by`.
+    """
+    encoder = PromptEncoder(tokenizer, compared_by)
+    taken: list[dict[str, Any]] = []
+    done = tokens = highest = 0
+    for number, (row, ids) in reader.encoded(
+        source.path, encoder, chosen=source.chosen, progress=source.progress, purpose=source.purpose
+    ):
+        done += 1
+        if len(ids) <= max_length:
+            taken.append({**row, "rows": [number]})
+            tokens += len(ids)
+            highest = max(highest, int(ids.max(initial=0)))
+    _check_not_empty(len(taken), done, source, why := f"the prompt is longer than {max_length} tokens")
+    if len({isinstance(row["prompt"], str) for row in taken}) > 1:
+        raise TrainingFailure(
+            "bad_data",
+            f"Some prompts of the {source.purpose} data are texts and some are messages; use one kind for all.",
+        )
+    return Pairs(Dataset.from_list(taken), len(taken), tokens, highest, _left_out_remark(done - len(taken), done, why))
+
+
+def _pairs(
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    made_from: dict[str, Any],
+    columns: list[str],
+    kept: Callable[[Pair], dict[str, Ints] | None],
+    *,
+    left_out: str,
+    cut: tuple[Callable[[Pair], bool], str] | None = None,
+) -> Pairs:
+    schema = pa.schema([(name, _IDS) for name in (*columns, "rows")])
+    numbers = None if source.chosen is None else hashlib.sha256(np.array(source.chosen, "<i8").tobytes()).hexdigest()
+
+    def build(write: Write) -> dict[str, Any]:
+        table = _Table(write, schema)
+        encoder = PairEncoder(tokenizer)
+        done = equal = longer = 0
+        for number, pair in reader.encoded(
+            source.path, encoder, chosen=source.chosen, progress=source.progress, purpose=source.purpose
+        ):
+            done += 1
+            found = kept(pair)
+            if found is not None:
+                equal += np.array_equal(pair.chosen, pair.rejected)
+                longer += cut is not None and cut[0](pair)
+                table.add(number, found)
+        table.finish()
+        _check_not_empty(table.rows, done, source, left_out)
+        remarks = _left_out_remark(done - table.rows, done, left_out)
+        if cut is not None and longer:
+            remarks.append(f"{longer} of {table.rows} {cut[1]}.")
+        if equal:
+            remarks.append(
+                f"In {equal} of {table.rows} pairs both answers are the same, so the model learns nothing from them."
+            )
+        return {"rows": table.rows, "tokens": table.tokens, "highest_id": table.highest_id, "remarks": remarks}
+
+    parts = {
+        **made_from, "version": VERSION, "data": source.sha256, "rows": numbers,
+        "tokenizer": tokenization.identity(tokenizer),
+    }  # fmt: skip
+    entry = source.cache.entry(parts if source.sha256 else None, schema, build)
+    if entry.was_there:
+        source.progress(entry.facts["rows"], entry.facts["rows"])
+    # Without a fingerprint, `Dataset` would compute one by serializing the whole table.
+    dataset = Dataset(InMemoryTable(entry.table), fingerprint=entry.name[:32])
+    return Pairs(dataset, **entry.facts, are_cached=entry.was_there)
+
+
+class _Table:
+    """Writer of columns of token ids, many rows at once."""
+
+    def __init__(self, write: Write, schema: pa.Schema) -> None:
+        self._write, self._schema = write, schema
+        self._columns: dict[str, list[Any]] = {name: [] for name in schema.names}
+        self.rows = self.tokens = self.highest_id = 0
+
+    def add(self, number: int, columns: dict[str, Ints]) -> None:
+        for name, ids in columns.items():
+            self._columns[name].append(ids)
+            self.tokens += len(ids) * (2 if name == "prompt_ids" else 1)  # the prompt precedes both answers
+            self.highest_id = max(self.highest_id, int(ids.max(initial=0)))
+        self._columns["rows"].append([number])
+        self.rows += 1
+        if self.rows % _ROWS_AT_ONCE == 0:
+            self.finish()
+
+    def finish(self) -> None:
+        arrays = [pa.array(self._columns[name], type=_IDS) for name in self._schema.names]
+        self._write(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
+        for values in self._columns.values():
+            values.clear()
+
+
+def _common_prefix(some: Ints, other: Ints) -> int:
+    """Return the number of leading tokens that two sequences have in common."""
+    length = min(len(some), len(other))
+    apart = np.flatnonzero(some[:length] != other[:length])
+    return int(apart[0]) if len(apart) else length
+
+
+def _check_not_empty(kept: int, done: int, source: Source, why: str) -> None:
+    if not kept:
+        reason = f"in all {done} rows {why}" if done else "it has no rows"
+        raise TrainingFailure("bad_data", f"There is nothing to train on in the {source.purpose} data: {reason}.")
+
+
+def _left_out_remark(count: int, done: int, why: str) -> list[str]:
+    return [f"{count} of {done} rows were left out: {why}."] if count else []

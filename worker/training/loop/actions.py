@@ -1,0 +1,256 @@
+"""Live actions on a run: done between two optimizer steps, and repeated when an attempt goes back."""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import TrainerControl
+
+from worker.training.checkpointing import saver
+from worker.training.failures import Stopped, in_one_line
+from worker.training.loop import sampling
+from worker.training.plugins import hooks
+from worker.training.run_state import RunState
+from worker.training.trainer_protocol import ServiceTrainer
+
+Asked = dict[str, Any]
+"""Id, action and parameters; for a repeated action also the step."""
+
+
+class Refused(Exception):
+    """The action cannot be done with this run; the text says why."""
+
+
+class Actions:
+    """Does the requested actions and reports their results; `trainer` is built already, but may not have started.
+
+    An action that an earlier attempt did after a step is repeated when this attempt reaches that step again, so that
+    both train the same way. New requests wait until the earlier ones are repeated.
+    """
+
+    def __init__(self, trainer: ServiceTrainer) -> None:
+        self._trainer = trainer
+        self._run = trainer.run
+        self._to_repeat: deque[Asked] = deque(self._run.job.get("actions", ()))
+        self._saves: list[Asked] = []
+        self._last_saves: list[Asked] = []
+        """Requests that the last started checkpoint answers."""
+        self._evaluations: list[Asked] = []
+        self._do: dict[str, Callable[[Asked, TrainerControl], None]] = {
+            "checkpoint": self._checkpoint,
+            "evaluate": self._evaluate,
+            "sample": self._sample,
+            "set_learning_rate": self._set_learning_rate,
+            "extend": self._extend,
+        }
+
+    def do_again(self, control: TrainerControl) -> None:
+        """Repeat what an earlier attempt did after the step that just ended; `control` evaluates and saves.
+
+        Call this however the step ends, and before that is decided: a checkpoint of this step must include it, since
+        an attempt that resumes from there repeats only later actions.
+        """
+        step = self._trainer.state.global_step
+        while self._to_repeat and self._to_repeat[0]["step"] <= step:
+            self._take(self._to_repeat.popleft(), control)
+
+    def take(self, control: TrainerControl) -> None:
+        """Do newly requested actions, if training continues; `control` evaluates and saves."""
+        while not self._to_repeat and (asked := self._run.control.take_action()) is not None:
+            self._take(asked, control)
+
+    def epoch_is_over(self) -> str | None:
+        """Return `epoch_end` if the run is to end with an epoch that is now over."""
+        over = self._run.control.ends_with_epoch and float(self._trainer.state.epoch or 0.5).is_integer()
+        return "epoch_end" if over else None
+
+    def _take(self, asked: Asked, control: TrainerControl) -> None:
+        try:
+            self._do[asked["action"]](asked, control)
+        except Refused as refusal:
+            self._answer(asked, "refused", message=str(refusal))
+        except Exception as error:  # an action must never fail the run, for any cause
+            self._answer(
+                asked, "failed", message=f"The action failed: {_describe_error(error)}. Training continues unchanged."
+            )
+
+    def _answer(self, asked: Asked, status: str, **more: Any) -> None:
+        state = self._trainer.state
+        self._run.report.action(
+            asked["id"], asked["action"], step=state.global_step, epoch=state.epoch, status=status, **more
+        )
+
+    # Evaluating and saving, which follow the step in this order
+
+    def _checkpoint(self, asked: Asked, control: TrainerControl) -> None:
+        if not control.should_save:
+            control.should_save = True
+            self._run.save_kind = "periodic"
+        self._saves.append(asked)
+
+    def saved(self) -> dict[str, Any]:
+        """Return the requests that a reported checkpoint answers, as fields of its record."""
+        answered, self._saves = self._saves, []
+        self._last_saves = answered
+        return {
+            "actions": [{"id": one["id"], "action": one["action"]} for one in answered],
+            "pinned": any(one["parameters"].get("pin") for one in answered),
+        }
+
+    def save_again(self) -> None:
+        """Let the next checkpoint answer the requests of the last one, which was never written."""
+        self._saves, self._last_saves = [*self._last_saves, *self._saves], []
+
+    def not_saved(self, why: str) -> None:
+        """Report that the requested checkpoints are not written."""
+        asked, self._saves = self._saves, []
+        for one in asked:
+            self._answer(one, "failed", message=why)
+
+    def _evaluate(self, asked: Asked, control: TrainerControl) -> None:
+        if self._trainer.eval_dataset is None:
+            raise Refused("The run has no evaluation data.")
+        control.should_evaluate = True
+        self._evaluations.append(asked)
+
+    def evaluated(self, found: dict[str, float]) -> None:
+        """Report that the requested evaluations are done."""
+        for asked in self._evaluations:
+            self._answer(asked, "done", result={"metrics": found})
+        self._evaluations.clear()
+
+    def evaluation_failed(self, error: Exception) -> None:
+        """Report that a requested evaluation failed; training continues."""
+        message = f"The evaluation failed: {_describe_error(error)}. Training continues."
+        asked, self._evaluations = self._evaluations, []
+        for one in asked:
+            self._answer(one, "failed", message=message)
+        if not asked:  # requested from an earlier attempt, which was stopped before it
+            self._run.report.message(message, level="warning")
+
+    def drop_evaluation(self) -> bool:
+        """Handle an interrupted evaluation; return True if it is still due after this same step.
+
+        An evaluation that was only requested stays pending, and is done after a later step.
+        """
+        asked, self._evaluations = self._evaluations, []
+        return not asked or self._trainer.evaluation_is_due() or any("step" in one for one in asked)
+
+    # Changes of the schedule
+
+    def _set_learning_rate(self, asked: Asked, _control: TrainerControl) -> None:
+        self._refuse_if_a_plugin_sets_rates()
+        before, rate = self._trainer.args.learning_rate, float(asked["parameters"]["learning_rate"])
+        next_rate = self._change(learning_rate=rate)
+        self._answer(asked, "done", result={"before": before, "learning_rate": rate, "next": next_rate})
+        self._report_config()
+
+    def _extend(self, asked: Asked, _control: TrainerControl) -> None:
+        self._refuse_if_a_plugin_sets_rates()
+        trainer, run, wanted = self._trainer, self._run, asked["parameters"]
+        before, epochs = trainer.state.max_steps, wanted.get("epochs")
+        total = wanted.get("max_steps") or math.ceil(epochs * run.steps_in_a_pass)
+        total = max(total, run.config.min_steps or 0)
+        if total <= before:
+            raise Refused(f"The run trains {before} steps already, and this would be {total}; request more.")
+        stop = run.config.stop_at_step
+        # An action of an earlier attempt is repeated in any case, or this one would have a different schedule.
+        if "step" not in asked and stop is not None and run.state.first_step < stop < total:
+            raise Refused(f"The run ends at step {stop}, which is its `stop_at_step`, and not at step {total}.")
+        changed = {"max_steps": total} if epochs is None else {"max_steps": None, "epochs": epochs}
+        next_rate = self._change(total_steps=total, **changed)
+        trainer.state.max_steps = total
+        result = {"before": before, "total_steps": total, "next_learning_rate": next_rate}
+        self._answer(asked, "done", result=result, total_steps=total)
+        self._report_config()
+
+    def _refuse_if_a_plugin_sets_rates(self) -> None:
+        if hooks.makes_rates(self._run.config):
+            raise Refused(
+                "The run's optimizer or scheduler is a plugin, and the effect of a different learning rate or of more "
+                "steps on it during training is unknown. Stop the run, and resume it with the changes."
+            )
+
+    def _change(self, *, total_steps: int | None = None, **changed: Any) -> float:
+        """Apply a change and store it in every checkpoint from now on: completely, or not at all.
+
+        Returns the learning rate of the next step.
+        """
+        state: RunState = self._run.state
+        trainer = self._trainer
+        with self._rollback_on_error():
+            state.changed = state.changed | changed
+            state.total_steps = total_steps or state.total_steps
+            self.put_in_force()
+            trainer.lr_scheduler.lr_lambdas = [self._factor()] * len(trainer.lr_scheduler.lr_lambdas)
+            saver.reapply_rates(trainer, [group["weight_decay"] for group in trainer.optimizer.param_groups])
+            return float(trainer.lr_scheduler.get_last_lr()[0])
+
+    @contextmanager
+    def _rollback_on_error(self) -> Iterator[None]:
+        """Restore everything that a change touches if the block raises."""
+        trainer, run = self._trainer, self._run
+        owners = (run, run.state, trainer.args, trainer.lr_scheduler)
+        before = [(vars(owner), dict(vars(owner))) for owner in owners]
+        # Neither weights nor moments: a change of learning rates touches none of them.
+        groups = [(group, dict(group)) for group in trainer.optimizer.param_groups]
+        facts = (trainer.facts, dict(trainer.facts))
+        try:
+            yield
+        except BaseException:
+            for now, then in (*before, *groups, facts):
+                now.update(then)  # never clears first: the thread that writes a checkpoint reads these dictionaries
+                for new in now.keys() - then.keys():
+                    del now[new]
+            raise
+
+    def put_in_force(self) -> None:
+        """Apply the stored changes: now, or before a trainer that resumes from a checkpoint starts."""
+        trainer, run = self._trainer, self._run
+        if run.state.changed:
+            run.config = run.config.model_copy(update=run.state.changed)
+            trainer.args.learning_rate = run.config.learning_rate
+        if run.state.total_steps is not None:
+            trainer.args.max_steps = run.state.total_steps
+            trainer.facts["total_steps"] = run.state.total_steps
+
+    def _factor(self) -> Callable[[int], float]:
+        """Return the schedule of a run that has had the current number of steps from the start."""
+        trainer = self._trainer
+        in_force, trainer.lr_scheduler = trainer.lr_scheduler, None
+        try:
+            # With a separate optimizer: a scheduler sets the learning rates of its optimizer when it is created.
+            own = torch.optim.SGD([torch.zeros(1)], lr=trainer.args.learning_rate)
+            factor: Callable[[int], float] = trainer.create_scheduler(trainer.args.max_steps, own).lr_lambdas[0]
+        finally:
+            trainer.lr_scheduler = in_force
+        return factor
+
+    def _report_config(self) -> None:
+        trainer, run = self._trainer, self._run
+        replaced = [one.model_dump(mode="json") for one in trainer.replaced]
+        run.report.config(run.config.model_dump(mode="json"), replaced, trainer.facts)
+
+    # Sampling
+
+    def _sample(self, asked: Asked, _control: TrainerControl) -> None:
+        step = self._trainer.state.global_step
+        try:
+            texts = sampling.write(self._trainer, **asked["parameters"])
+        except Stopped:
+            return  # handled after the next step; the request stays pending for the next attempt
+        except Exception as error:  # training continues after any failure
+            reason = _describe_error(error)
+            return self._answer(asked, "failed", message=f"Sampling failed: {reason}. Training continues.")
+        pairs = list(zip(asked["parameters"]["prompts"], texts, strict=True))
+        for prompt, text in pairs:
+            self._run.report.sample(step, prompt, text, action_id=asked["id"])
+        samples = [{"prompt": prompt, "completion": text} for prompt, text in pairs]
+        self._answer(asked, "done", result={"samples": samples})
+
+
+def _describe_error(error: Exception) -> str:
+    return f"{type(error).__name__}: {in_one_line(error)}".rstrip(".")

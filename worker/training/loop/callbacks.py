@@ -1,0 +1,137 @@
+"""Callback between two optimizer steps: the journal, metrics, limits and stop requests."""
+
+import math
+import time
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from worker.training.context import Run
+from worker.training.failures import TrainingFailure
+from worker.training.trainer_protocol import ServiceTrainer
+
+
+class StepWatcher(TrainerCallback):  # type: ignore[misc]
+    """Decides after every step what follows; the only place where training is ended early."""
+
+    def __init__(self, run: Run, trainer: ServiceTrainer) -> None:
+        self.run = run
+        self.trainer = trainer
+        self._step_began = 0.0
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.run.state.ended_by = None
+        self.trainer.throughput.begin(self.trainer.trained_tokens())
+        self.run.report.phase("training", start_step=state.global_step, total_steps=state.max_steps)
+        if self.run.stop_requested is not None:
+            self.trainer.end_early(self.run.stop_requested.why, save=False)
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._step_began = time.monotonic()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        run, step = self.run, state.global_step
+        run.report.alive()
+        loss, rows = self.trainer.take_step()
+        took = time.monotonic() - self._step_began
+        run.state.seconds += took
+        if self.trainer.passes_over:
+            run.journal.pass_over(step, rows)
+            run.report.message(f"Step {step} is skipped: an earlier attempt found it to be bad.", level="warning")
+        else:
+            run.journal.step(step, loss.hex(), rows)
+            run.state.loss = loss
+            run.state.losses.append(loss)
+            run.state.samples += len(rows)
+            self.trainer.throughput.stepped(took, len(rows))
+        self.trainer.saving.stepped(self.trainer)
+        self.trainer.actions.do_again(control)
+
+        if step >= state.max_steps:  # a stop that arrives now finds the run complete
+            control.should_log = control.should_save = True
+            run.save_kind = "final"
+            return
+        # The database is unreachable: save now, in case it stays unreachable for longer than the lease allows.
+        asked = run.control.take_checkpoint_request()
+        if asked or step % run.config.save_steps == 0:
+            control.should_save = True
+            run.save_kind = "periodic"
+        limit = run.state.limit_reached(run.config, step) or self.trainer.actions.epoch_is_over()
+        stop = run.stop_requested
+        if stop is not None and (limit is None or stop.why == "stop"):
+            self.trainer.end_early(stop.why, stop.save, stop.finish)
+        elif limit is not None:  # also during a drain: another attempt would train past the limit
+            self.trainer.end_early(limit, save=True)
+        else:
+            self.trainer.actions.take(control)
+
+    def on_substep_end(self, *_: Any, **__: Any) -> None:
+        self.run.report.alive()
+
+    def on_prediction_step(self, *_: Any, **__: Any) -> None:
+        self.run.report.alive()
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, float],
+        **_: Any,
+    ) -> None:
+        run, name = self.run, self.trainer.OBJECTIVE
+        found = metrics.get(name)
+        if found is None:
+            return
+        if not self.trainer.evaluation_is_due():  # only requested: training does not depend on it
+            if math.isfinite(found):
+                run.state.objective, run.state.eval_step = found, state.global_step
+            return
+        if not math.isfinite(found):
+            raise TrainingFailure(
+                "non_finite_loss",
+                f"`{name}` of the evaluation at step {state.global_step} is {found}. Lower `learning_rate`, or "
+                "check the evaluation data.",
+            )
+        is_best = run.state.evaluate(found, state.global_step, self.trainer.HIGHER_IS_BETTER)
+        if is_best and not control.should_save and state.global_step > 0:  # step 0 is the base model
+            control.should_save = True
+            run.save_kind = "best"
+        patience = run.config.early_stopping_patience
+        patient = patience is None or run.state.evals_without_gain < patience
+        if not patient and state.global_step < state.max_steps:
+            self.trainer.end_early("early_stopping", save=True)
+            run.save_kind = "final"
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any],
+        **_: Any,
+    ) -> None:
+        run = self.run
+        if "loss" not in logs or not run.state.losses:
+            return
+        # The mean of exact losses, not the trainer's running sum, which restarts after a resume.
+        loss = sum(run.state.losses) / len(run.state.losses)
+        run.state.losses.clear()
+        if run.state.best_loss is None or loss < run.state.best_loss:
+            run.state.best_loss = loss
+        samples_per_second, speed = self.trainer.throughput.take(self.trainer.trained_tokens())
+        peak, memory = self.trainer.gpu_memory.take()
+        point = {
+            "step": state.global_step,
+            "epoch": state.epoch,
+            "loss": loss,
+            "learning_rate": logs.get("learning_rate"),
+            "grad_norm": logs.get("grad_norm"),
+            "gpu_memory_mb": peak,
+            "samples_per_second": samples_per_second,
+        }
+        names = self.trainer.measures()
+        measured = {ours: logs[theirs] for theirs, ours in names.items() if logs.get(theirs) is not None}
+        run.metric({**point, "extra": {**measured, **speed, **memory}}, state.max_steps)
+        run.state.last_metric = {name: point[name] for name in ("step", "epoch", "loss")}
+        self.trainer.tell_samples()

@@ -1,0 +1,106 @@
+"""Histograms of weights and gradients for each kind of parameter, recorded every so many steps on request."""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from worker.training.context import Run
+from worker.training.run_state import DISTRIBUTIONS, MOST_RECORDS
+
+LOWEST, HIGHEST = -32, 8
+EDGES = [-math.inf, *(-(2.0**n) for n in range(HIGHEST, LOWEST - 1, -1)), *(2.0**n for n in range(LOWEST, HIGHEST + 1))]
+"""Lower edges of the bins, the same in every record: powers of two on both sides of zero, which is in the middle."""
+MOST_GROUPS = 200
+_CHUNK = 2**22
+"""Numbers processed at a time, so that a large embedding does not need its size in memory again."""
+
+
+class Distribution:
+    """Count, mean, standard deviation, extremes and histogram of numbers that are added in pieces."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._sum = self._squares = 0.0
+        self._min, self._max = math.inf, -math.inf
+        self._bins = torch.zeros(len(EDGES), dtype=torch.int64)
+
+    def add(self, numbers: torch.Tensor) -> None:
+        """Add all elements of a tensor, which is not changed."""
+        edges = torch.tensor(EDGES[1:], dtype=torch.float32, device=numbers.device)
+        for chunk in numbers.detach().reshape(-1).split(_CHUNK):
+            piece = chunk.float()
+            wide = piece.double()
+            bins = torch.bucketize(piece, edges, right=True)
+            self._bins += torch.bincount(bins, minlength=len(EDGES)).cpu()
+            self._count += piece.numel()
+            self._sum += float(wide.sum())
+            self._squares += float(wide.square().sum())
+            self._min, self._max = min(self._min, float(piece.min())), max(self._max, float(piece.max()))
+
+    def told(self) -> dict[str, Any]:
+        """Return the part of a record; `bins[i]` counts the numbers from `edges[i]` up to the next edge.
+
+        Non-finite values are null, since JSON has neither NaN nor infinity.
+        """
+        mean = self._sum / self._count
+        return {
+            "count": self._count,
+            "mean": _finite(mean),
+            "std": _finite(math.sqrt(max(self._squares / self._count - mean**2, 0.0))),
+            "min": _finite(self._min),
+            "max": _finite(self._max),
+            "bins": self._bins.tolist(),
+        }
+
+
+class DistributionWatcher(TrainerCallback):  # type: ignore[misc]
+    """Records trained parameters just before the optimizer step: gradients after clipping, weights before the update.
+
+    Parameters with the same name in all layers form one group. Only reads, and draws no random number.
+    """
+
+    def __init__(self, run: Run, every: int) -> None:
+        self._run = run
+        self._every = every
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._run.report.message(
+            f"Distributions of weights and gradients, every {self._every} steps, are saved with the output as "
+            f"`{DISTRIBUTIONS}`; each time there are more than {MOST_RECORDS[DISTRIBUTIONS]:,} records, every second "
+            "one is dropped."
+        )
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any, **_: Any
+    ) -> None:
+        step = state.global_step + 1
+        if step % self._every or not self._run.distributions.wants(step):
+            return
+        groups: dict[str, dict[str, Distribution]] = {}
+        # Without clipping, float16 gradients are not unscaled before the optimizer step.
+        scaled = args.fp16 and not args.max_grad_norm
+        for group, parameter in _trained(model):
+            if group not in groups and len(groups) >= MOST_GROUPS:
+                group = "others"
+            found = groups.setdefault(group, {})
+            found.setdefault("weights", Distribution()).add(parameter)
+            if parameter.grad is not None and not scaled:
+                found.setdefault("gradients", Distribution()).add(parameter.grad)
+            self._run.report.alive()
+        recorded = {group: {of: one.told() for of, one in found.items()} for group, found in groups.items()}
+        edges = [None, *EDGES[1:]]  # JSON has no infinity
+        self._run.distributions.append({"step": step, "edges": edges, "groups": recorded})
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+def _trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            yield re.sub(r"(?<=\.)\d+(?=\.)", "*", name), parameter

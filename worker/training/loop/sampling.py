@@ -1,0 +1,112 @@
+"""Text generation during training without a trace in it: no random number is drawn, and no mode changes."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+from app.contracts.methods import TrainingMethod
+from worker.training.context import Run
+from worker.training.data.preferences import converse
+from worker.training.failures import Stopped
+from worker.training.trainer_protocol import ServiceTrainer
+
+
+def write(trainer: ServiceTrainer, prompts: list[str], max_new_tokens: int, temperature: float) -> list[str]:
+    """Return the text that the current model generates after each prompt.
+
+    With a temperature, tokens are drawn with the run's seed and step, so the same weights generate the same text again.
+    A prompt that is too long for the model loses its beginning.
+
+    Raises:
+        Stopped: a stop was requested before the end.
+    """
+    run, tokenizer = trainer.run, trainer.processing_class
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    options = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=temperature > 0,
+        temperature=temperature or None,
+        top_k=0 if temperature > 0 else None,
+        use_cache=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    texts: list[str] = []
+    with _evaluation_mode(model), torch.no_grad(), trainer.accelerator.autocast():
+        torch.manual_seed(run.config.seed + trainer.state.global_step)
+        for prompt in prompts:
+            run.progress("sampling", len(texts), len(prompts))
+            prompt_ids = tokenizer(_render(run, tokenizer, prompt), add_special_tokens=not _is_chat(run))["input_ids"]
+            if most is not None:
+                prompt_ids = prompt_ids[-max(most - max_new_tokens, 1) :]
+            ids = torch.tensor([prompt_ids], device=model.device)
+            written = model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=options,
+                stopping_criteria=StoppingCriteriaList([_HeartbeatAndStop(run)]),
+            )
+            texts.append(tokenizer.decode(written[0, len(prompt_ids) :], skip_special_tokens=True))
+    return texts
+
+
+class _HeartbeatAndStop(StoppingCriteria):  # type: ignore[misc]
+    """Sends a heartbeat with each token, and raises `Stopped` if a stop was requested."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def __call__(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        self._run.report.alive()
+        if self._run.stop_requested is not None:
+            raise Stopped
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def _is_chat(run: Run) -> bool:
+    if run.config.method in (TrainingMethod.dpo, TrainingMethod.rlhf):
+        return converse(run.job["dataset"]["path"])
+    return bool(run.job["dataset"]["format"] == "chat")
+
+
+def _render(run: Run, tokenizer: Any, prompt: str) -> str:
+    """Return the prompt in the form that the run's data has."""
+    if not _is_chat(run):
+        return prompt
+    message = [{"role": "user", "content": prompt}]
+    return str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
+
+
+@contextmanager
+def _evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Switch to evaluation mode, and restore every mode and every random number generator on exit."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        with same_numbers():
+            model.eval()
+            yield
+    finally:
+        for module, was in modes:
+            module.training = was
+
+
+@contextmanager
+def same_numbers() -> Iterator[None]:
+    """Restore every random number generator on exit."""
+    numbers, drawn = numpy.random.get_state(), random.getstate()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    cpu = torch.random.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.random.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+        numpy.random.set_state(numbers)
+        random.setstate(drawn)

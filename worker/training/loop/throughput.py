@@ -1,0 +1,65 @@
+"""Training speed of a run: steps and the wait for their data, nothing else, and the share of the device used (MFU)."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from worker.training.model.flops import Flops
+
+
+class Throughput:
+    """Time, rows and operations since the last metric.
+
+    Checkpoints and evaluations come between a step and the wait for the next one, and so never count.
+    """
+
+    def __init__(self) -> None:
+        self.flops: Flops | None = None
+        """Operations per token; known before the first step."""
+        self.peak_tflops: float | None = None
+        """Peak of the device in 10^12 operations per second; None if unknown, in which case there is no MFU."""
+        self._step_seconds = 0.0
+        self._data_seconds = 0.0
+        self._samples = 0
+        self._tokens = 0
+        self._pairs: Any = 0.0
+
+    def begin(self, tokens: int) -> None:
+        """Start with `tokens`, the number that the run has already trained on."""
+        self._tokens = tokens
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time of the block as waiting for data."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._data_seconds += time.monotonic() - began
+
+    def stepped(self, seconds: float, samples: int) -> None:
+        """Record a step: its time from the first forward pass to the new weights, and its rows."""
+        self._step_seconds += seconds
+        self._samples += samples
+
+    def saw(self, pairs: Any) -> None:
+        """Record a forward pass over so many token pairs (`flops.pairs`), which may still be a tensor on the device."""
+        self._pairs = self._pairs + pairs
+
+    def take(self, tokens: int) -> tuple[float, dict[str, float]]:
+        """Return samples per second, and the rest by name, since the last call; `tokens` is the run's total so far."""
+        seconds = max(self._step_seconds + self._data_seconds, 1e-9)
+        new = tokens - self._tokens
+        values = {
+            "tokens_per_second": new / seconds,
+            "tokens": tokens,
+            "step_seconds": self._step_seconds,
+            "data_seconds": self._data_seconds,
+        }
+        if self.peak_tflops is not None and self.flops is not None:
+            values["mfu"] = self.flops.of(new, float(self._pairs)) / (seconds * self.peak_tflops * 1e12)
+        rate = self._samples / seconds
+        self._tokens, self._samples, self._pairs = tokens, 0, 0.0
+        self._step_seconds = self._data_seconds = 0.0
+        return rate, values

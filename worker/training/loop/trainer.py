@@ -1,0 +1,361 @@
+"""Service features for every TRL trainer: exact losses, early stops and atomic checkpoints."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import TrainerState
+
+from app.contracts.stop import StopRequest
+from app.contracts.training_config.resolution import Replacement
+from worker.training.checkpointing import fidelity_check, saver
+from worker.training.context import Run
+from worker.training.data.dataset import WithRows
+from worker.training.failures import Stopped
+from worker.training.loop import sampling
+from worker.training.loop.actions import Actions
+from worker.training.loop.anomalies import REMEMBERED, Guard
+from worker.training.loop.memory import GpuMemory
+from worker.training.loop.throughput import Throughput
+from worker.training.model import flops
+from worker.training.plugins import hooks
+from worker.training.run_state import RunState
+
+
+class EndedBeforeStep(Exception):
+    """Training ends at the step it resumed from, because of the evaluation that was still due there."""
+
+
+class Faithful(Trainer):  # type: ignore[misc]
+    """Mixin that adds exact step losses, early stop and atomic checkpoints to a TRL trainer.
+
+    It precedes the trainer (`class Ours(Faithful, DPOTrainer)`) and does not change its loss, data order or updates.
+    Rows carry their numbers in the dataset in a column `rows`.
+    """
+
+    MEASURES: ClassVar[Mapping[str, str]] = {}
+    """Metrics of the trainer: its own names, and the names used here. Each is part of metrics (unchanged) and of
+    evaluations (with the prefix `eval_`)."""
+    OBJECTIVE: ClassVar[str] = "eval_loss"
+    """Evaluation metric that ranks checkpoints."""
+    HIGHER_IS_BETTER: ClassVar[bool] = False
+    NOT_COUNTED: ClassVar[str | None] = None
+    """Work of the method that is part of the step time, but not of the operations that MFU is computed from."""
+
+    optimizer: Any
+    lr_scheduler: Any
+
+    def __init__(self, run: Run, **options: Any) -> None:
+        self.run = run
+        self.step_rows: list[int] = []
+        """Row numbers in the current optimizer step."""
+        self.saved_step = -1
+        self.saving = saver.Saving(run)
+        self.facts: dict[str, Any] = {}
+        """Initial run info, reported with the configuration."""
+        self.replaced: list[Replacement] = []
+        self.throughput = Throughput()
+        self.gpu_memory = GpuMemory()
+        self.guard = Guard(run.config, run.job)
+        self.passes_over = False
+        """True if an earlier attempt found the current step to be bad: it then changes nothing."""
+        self._eval_batches = 0
+        self._eval_total = 0
+        self._micro_losses: list[torch.Tensor] = []
+        self._step_loss = 0.0
+        self.actions = Actions(self)
+        super().__init__(**options)
+        self.data_collator: Any = self.with_rows(self.data_collator)
+
+    def with_rows(self, collate: Any) -> Any:
+        """Return a collator that keeps the row numbers of each batch, for `take_rows`."""
+        return WithRows(collate)
+
+    def take_rows(self, inputs: Any) -> list[int]:
+        """Remove the row numbers from a batch and return them."""
+        rows: list[int] = inputs.pop("rows", [])
+        return rows
+
+    def measures(self) -> Mapping[str, str]:
+        """Return `MEASURES`, plus the metrics of this run only."""
+        return self.MEASURES
+
+    def pinned_text(self) -> list[int]:
+        """Return the token ids of the text used by the fidelity check, before a save and after a load."""
+        first = self.train_dataset[0]
+        return [*first.get("prompt_ids", ()), *first["chosen_ids" if "chosen_ids" in first else "input_ids"]]
+
+    def tell_facts(self) -> None:
+        """Report the configuration in effect, the defaults that were replaced and the initial run info."""
+        replaced = [one.model_dump(mode="json") for one in self.replaced]
+        effective = self.run.config.model_dump(mode="json")
+        self.run.report.config(effective, replaced, self.facts)
+        self.run.trackers.describe(effective, self.facts)
+
+    def passes_reference(self) -> bool:
+        """Return True if each step has a forward pass of a reference model."""
+        return False
+
+    def usual_length(self, tokens_of_a_row: float) -> float:
+        """Return the mean tokens per sequence that the model sees, given those per dataset row."""
+        return tokens_of_a_row
+
+    # Hooks for plugins
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        made = hooks.optimizer(self, self.model if model is None else model)
+        self.optimizer = self.optimizer if made is None else made
+        return super().create_optimizer(model)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        made = hooks.scheduler(self, num_training_steps, self.optimizer if optimizer is None else optimizer)
+        self.lr_scheduler = self.lr_scheduler if made is None else made
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    # Steps
+
+    def set_initial_training_values(self, *args: Any) -> Any:
+        # Only the number of steps ends training, and an action may raise it during training.
+        return (sys.maxsize, *super().set_initial_training_values(*args)[1:])
+
+    def get_batch_samples(self, *args: Any) -> Any:
+        with self.throughput.waiting():
+            batches, items = super().get_batch_samples(*args)
+        rows = (row for batch in batches for row in self.rows_of(batch))
+        self.passes_over = self.guard.passes_over(self.state.global_step + 1, rows)
+        return batches, items
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        if model.training:
+            self.throughput.saw(flops.pairs(inputs))
+        return super().compute_loss(model, inputs, *args, **options)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        self.step_rows += self.take_rows(inputs)
+        if self.passes_over:
+            self.pass_over()
+            loss = torch.zeros((), device=self.args.device)
+        else:
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        self._micro_losses.append(loss.detach())
+        return loss
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        # The last point before the optimizer: a step that would corrupt the weights is never taken.
+        if self.passes_over:
+            self._micro_losses.clear()
+            self._disable_next_optimizer_step()
+            return None
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        self._close_step(norm)
+        return norm
+
+    def take_step(self) -> tuple[float, list[int]]:
+        """Return the exact loss and the row numbers of the step just done; call once per step."""
+        rows, self.step_rows = self.step_rows, []
+        return self._step_loss, rows
+
+    def _close_step(self, norm: Any) -> None:
+        self._step_loss = float(torch.stack(self._micro_losses).sum().item())
+        self._micro_losses.clear()
+        # With float16, the gradient scaler finds its scale by trial, so gradients may overflow.
+        known = None if norm is None or self.args.fp16 else float(norm)
+        recent = self.run.state.recent_losses
+        trouble = self.guard.judge(self._step_loss, known, recent)
+        if trouble is not None:
+            raise self.guard.failure(self, trouble)
+        recent.append(self._step_loss)
+        del recent[:-REMEMBERED]
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        return None if self.passes_over else super()._clip_grad_norm(model)
+
+    def _disable_next_optimizer_step(self) -> None:
+        """Make the optimizer's next step a no-op: no decay, no momentum, no scale."""
+        optimizer = self.optimizer
+        optimizer.step = lambda *_, **__: delattr(optimizer, "step")
+
+    def pass_over(self) -> None:
+        """Handle a skipped micro-batch; trainers that count micro-batches override this to count it too."""
+
+    def rows_of(self, batch: Any) -> Sequence[int]:
+        """Return the row numbers of a batch, without removing them."""
+        rows: Sequence[int] = batch.get("rows", ())
+        return rows
+
+    def sequences_of(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the training sequences that contain any of these rows, each to be put through the model alone."""
+        wanted = set(rows)
+        places = [place for place, held in enumerate(self.train_dataset["rows"]) if not wanted.isdisjoint(held)]
+        return [self.train_dataset[place] for place in places]
+
+    # Evaluation
+
+    def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
+        """Evaluate on the held-out data; a stop request interrupts it and leaves it to the resumed run."""
+        run = self.run
+        run.report.phase("evaluating")
+        random_state = torch.random.get_rng_state()
+        is_due = self.evaluation_is_due()
+        # A requested evaluation leaves no trace in training; one that is due is part of it, as in TRL.
+        trace = nullcontext() if is_due else sampling.same_numbers()
+        self._eval_batches = 0
+        try:
+            with trace:
+                metrics = super().evaluate(*args, **options)
+                found = self.evaluated(metrics)
+        except Stopped:
+            torch.random.set_rng_state(random_state)
+            self._metrics["eval"].clear()
+            run.state.eval_pending = self.actions.drop_evaluation()
+            self.control.should_evaluate = False
+            self.control.should_training_stop = True
+            if self.state.global_step < self.state.max_steps:
+                request = run.stop_requested or StopRequest(save=False, why="stop")
+                self.end_early(request.why, request.save, request.finish)
+            return {}
+        except Exception as error:
+            if is_due:
+                raise
+            self._metrics["eval"].clear()
+            run.state.eval_pending = False
+            self.actions.evaluation_failed(error)
+            run.report.phase("training")
+            return {}
+        run.state.eval_pending = False
+        run.evaluation(self.state.global_step, self.state.epoch, found)
+        self.actions.evaluated(found)
+        if not self.control.should_training_stop:
+            run.report.phase("training")
+        return dict(metrics)
+
+    def end_early(self, why: str, save: bool, finish: bool = False) -> None:
+        """End training after the current step, with a checkpoint of it or without.
+
+        Without one, a checkpoint that is being written is abandoned too, unless `finish` is set.
+        """
+        run, control = self.run, self.control
+        run.ended_by = run.state.ended_by = why
+        run.save_kind = "stop"
+        control.should_training_stop = True
+        control.should_save = save
+        if not (save or finish):
+            self.saving.in_flight.abandon()
+        if control.should_evaluate:
+            # The evaluation that is due is left to the resumed run, which does it first.
+            control.should_evaluate = False
+            run.state.eval_pending = True
+
+    def evaluation_is_due(self) -> bool:
+        """Return True if the configuration schedules an evaluation after the current step, requested or not."""
+        step, every = self.state.global_step, self.run.config.eval_steps
+        return step == 0 or step >= self.state.max_steps or (every is not None and step % every == 0)
+
+    def evaluated(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of an evaluation by the names used here, without missing ones."""
+        names = {"loss": "loss", "runtime": "seconds", "samples_per_second": "samples_per_second", **self.measures()}
+        found = {ours: metrics.get(f"eval_{theirs}") for theirs, ours in names.items()}
+        return {f"eval_{ours}": value for ours, value in found.items() if value is not None}
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> Any:
+        self._eval_total = len(dataloader)
+        return super().evaluation_loop(dataloader, *args, **options)
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        self.take_rows(inputs)
+        self._eval_batches += 1
+        self.run.progress("evaluating", self._eval_batches, self._eval_total)
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+    # Logs
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        super().log(logs, start_time)
+        # The state is written into every checkpoint, and the history is kept elsewhere.
+        self.state.log_history.clear()
+
+    def trained_tokens(self) -> int:
+        """Return the number of tokens trained on so far, without padding."""
+        return int(self._total_train_tokens)
+
+    def tell_samples(self) -> None:
+        """Report texts generated since the last metric; only trainers that generate texts override this."""
+
+    def remember_averages(self) -> None:
+        """Copy the trainer's own running metrics into the state that a checkpoint contains."""
+        self.run.state.averages = {name: list(values) for name, values in self._metrics["train"].items()}
+        self.run.state.tokens = self.trained_tokens()
+        self.run.state.bad_rows = self.guard.bad_rows
+
+    # Checkpoints
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self.run.is_probe:
+            return
+        if saver.save(self) and not self.control.should_training_stop:
+            self.run.report.phase("training")
+
+    def go_on_from(self, folder: Path) -> None:
+        """Restore the run's state from a checkpoint; call before `train(resume_from_checkpoint=…)`."""
+        self.saved_step = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)).global_step
+        self.run.state = RunState.load(folder, str(self.run.job["run_id"]), self.saved_step)
+        self.guard.take_over(self.run.state.bad_rows)
+        for history in self.run.histories:
+            history.begin(folder)
+        self.actions.put_in_force()
+        self._total_train_tokens = self.run.state.tokens
+        for name, values in self.run.state.averages.items():
+            self._metrics["train"][name] = list(values)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        dtypes = saver.trained_dtypes(self.model)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        saver.restore_dtypes(self.model, dtypes)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        decays = [group["weight_decay"] for group in self.optimizer.param_groups]
+        rates = hooks.initial_rates(self)
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            if hooks.makes_rates(self.run.config):
+                hooks.reapply_rates(self, decays, rates)
+            else:
+                saver.reapply_rates(self, decays)
+            self._report_loaded(Path(checkpoint))
+
+    def _init_training_state(self, max_steps: int, *args: Any) -> Any:
+        place = super()._init_training_state(max_steps, *args)
+        # The checkpoint contains its own intervals; those of this run's configuration take precedence.
+        self.state.compute_steps(self.args, max_steps)
+        return place
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if self.run.state.eval_pending and self.eval_dataset is not None:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Evaluate where an uninterrupted run did, before the next step, and save or end as it would have."""
+        self.run.state.eval_pending = False
+        if not self.evaluate():
+            return  # stopped: handled after the step
+        if self.control.should_save:
+            self._save_checkpoint(self.model, None)
+            self.control.should_save = False
+        if self.control.should_training_stop:
+            raise EndedBeforeStep
+
+    def _report_loaded(self, checkpoint: Path) -> None:
+        self.facts |= fidelity_check.compare(self, checkpoint)
+        self.tell_facts()
+
+    def restore_finished(self, folder: Path) -> None:
+        """Restore weights and position from a checkpoint after which no step is left."""
+        self._load_from_checkpoint(str(folder))
+        self._report_loaded(folder)
+        self.state = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))

@@ -1,0 +1,110 @@
+"""Direct preference optimization (`dpo`): pairs → model → trainer → run info → train → export."""
+
+import uuid
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from datasets import Dataset
+from trl import DPOConfig, DPOTrainer
+from trl.trainer import dpo_trainer
+
+from app.contracts.training_config.resolution import Replacement
+from worker.training.context import Run
+from worker.training.data import dataset as data
+from worker.training.data import preferences
+from worker.training.data.preferences import Pairs
+from worker.training.loop.trainer import Faithful
+from worker.training.methods import pipeline, preparation
+from worker.training.model import loader, memory_plan
+
+# TRL names its file of reference log-probabilities by a hash of the weights, which takes minutes for gigabytes. The
+# folder belongs to this process alone, so a random name is enough.
+dpo_trainer.hash_module = lambda _module: uuid.uuid4().hex
+
+
+class PreferenceTrainer(Faithful, DPOTrainer):  # type: ignore[misc]
+    """A `DPOTrainer` on tokenized pairs."""
+
+    MEASURES: ClassVar[Mapping[str, str]] = {
+        "rewards/accuracies": "preference_accuracy",
+        "rewards/margins": "reward_margin",
+        "rewards/chosen": "reward_chosen",
+        "rewards/rejected": "reward_rejected",
+        "logps/chosen": "logps_chosen",
+        "logps/rejected": "logps_rejected",
+        "mean_token_accuracy": "token_accuracy",
+        "entropy": "entropy",
+    }
+
+    def passes_reference(self) -> bool:
+        return not self.precompute_ref_logps
+
+    def usual_length(self, tokens_of_a_row: float) -> float:
+        return tokens_of_a_row / 2
+
+    def _prepare_dataset(self, dataset: Dataset, *_: Any) -> Dataset:
+        return dataset
+
+    def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
+        self._reference_done, self._reference_rows = 0, len(dataset)
+        self.run.report.message(f"Computing the reference log-probabilities of {len(dataset)} pairs ({name}).")
+        return super()._precompute_ref_logps(dataset, name, batch_size)
+
+    def compute_ref_log_probs(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Any:
+        self._reference_done += len(inputs["input_ids"]) // 2
+        self.run.report.alive()
+        self.run.progress("loading", self._reference_done, self._reference_rows)
+        return super().compute_ref_log_probs(model, inputs)
+
+
+def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
+    """Train one run to its end or to a stop, and return the fields of its result record.
+
+    Raises:
+        TrainingFailure: with a stable code.
+        Stopped: a stop was requested before there was anything to save.
+    """
+    found, tokenizer = preparation.begin(run)
+    max_length = preparation.longest(run, found, tokenizer, replaced)
+    no_dropout = preparation.no_dropout(run, replaced)
+    preparation.chat_template_if_needed(run, tokenizer)
+    config = run.config
+
+    cache = preparation.token_cache(run)
+
+    def read(source: dict[str, Any], chosen: list[int] | None, purpose: preparation.Purpose) -> Pairs:
+        rows = preparation.pairs_of(run, cache, source, chosen, purpose)
+        return preferences.preferences(rows, tokenizer, max_length=max_length, truncation_mode=config.truncation_mode)
+
+    training, held_out = preparation.read_data(run, read)
+    tokenized = preparation.said_of_cache(run, training, held_out)
+    steps_in_a_pass = data.steps_in(training.dataset, config)
+    total_steps = preparation.steps_in_all(run, steps_in_a_pass)
+    memory_plan.decide(run, replaced, found, training.dataset, max_length)
+    with preparation.weights(run, found) as start:
+        network = preparation.load(run, start, preparation.highest_id(tokenizer, training, held_out))
+        trainer = pipeline.build(
+            PreferenceTrainer,
+            run,
+            model=network,
+            args=DPOConfig(
+                **pipeline.arguments(run, total_steps),
+                beta=config.dpo.beta,
+                loss_type=[config.dpo.loss_type],
+                label_smoothing=config.dpo.label_smoothing,
+                max_length=max_length,
+                truncation_mode=config.truncation_mode,
+                disable_dropout=no_dropout,
+                # Without an adapter the alternative is a second copy of the model. With an adapter it is a forward
+                # pass in every step, which is more work from the second epoch on.
+                precompute_ref_log_probs=config.lora_r is None or preparation.configured_steps(run) > steps_in_a_pass,
+            ),
+            train_dataset=preparation.seen(run, training),
+            eval_dataset=held_out.dataset if held_out else None,
+            processing_class=tokenizer,
+            peft_config=loader.lora_config(config, start.revision),
+        )
+        facts = pipeline.tell(trainer, found, replaced, training, held_out, max_length=max_length, **tokenized)
+        pipeline.train(trainer)
+        return pipeline.finish(trainer, start, facts)

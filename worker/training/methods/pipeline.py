@@ -1,0 +1,201 @@
+"""Steps of every training method after the model is loaded: build the trainer, report run info, train, export."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from app.contracts.training_config.resolution import Replacement
+from worker.checkpoint_files import resume_fidelity
+from worker.training.context import Run
+from worker.training.failures import TrainingFailure
+from worker.training.loop.callbacks import StepWatcher
+from worker.training.loop.histograms import DistributionWatcher
+from worker.training.loop.memory import MemoryProfiler
+from worker.training.loop.trainer import EndedBeforeStep, Faithful
+from worker.training.methods.preparation import Rows, configured_steps
+from worker.training.model import flops, loader
+from worker.training.model.base_model import Base
+from worker.training.model.peak_flops import peak_tflops
+from worker.training.output import hub_push
+from worker.training.output.export import export
+
+_COMPLETES = {None, "early_stopping"}
+_EXPORTS = _COMPLETES | {"time_limit", "stop_at_step"}
+
+Trains = TypeVar("Trains", bound=Faithful)
+
+
+def arguments(run: Run, total_steps: int) -> dict[str, Any]:
+    """Map the configuration to the arguments of transformers that all trainers share."""
+    config, options, cuda = run.config, run.config.trainer_options, run.machine.kind == "cuda"
+    return {
+        "output_dir": str(run.folder),
+        "max_steps": total_steps,
+        "per_device_train_batch_size": config.batch_size,
+        "per_device_eval_batch_size": options.eval_batch_size or config.batch_size,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "learning_rate": config.learning_rate,
+        "lr_scheduler_type": config.lr_scheduler_type,
+        "warmup_steps": config.warmup_ratio,
+        "weight_decay": config.weight_decay,
+        "optim": config.optim,
+        "adam_beta1": options.adam_beta1,
+        "adam_beta2": options.adam_beta2,
+        "adam_epsilon": options.adam_epsilon,
+        "max_grad_norm": options.max_grad_norm,
+        "activation_checkpointing": bool(config.gradient_checkpointing),
+        "use_cpu": not cuda,
+        "bf16": cuda and run.machine.bf16,
+        "fp16": cuda and not run.machine.bf16,
+        "seed": config.seed,
+        "remove_unused_columns": False,
+        "dataloader_pin_memory": cuda,
+        "logging_steps": 1 if run.is_probe else config.logging_steps,
+        "logging_nan_inf_filter": False,
+        "eval_strategy": "steps" if config.eval_steps else "no",
+        "eval_steps": config.eval_steps,
+        # A resumed run was evaluated when it first started.
+        "eval_on_start": options.eval_on_start and run.resume_from is None,
+        # Our callback decides after each step whether to save: the Trainer's own saving is not atomic.
+        "save_strategy": "no",
+        "save_total_limit": None,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
+def build(make: type[Trains], run: Run, **options: Any) -> Trains:
+    """Create the trainer and attach the callbacks that run after every step.
+
+    Raises:
+        TrainingFailure: options are incompatible with each other or with this model.
+    """
+    try:
+        trainer = make(run, **options)
+    except ValueError as error:  # TRL and peft reject options with it
+        raise TrainingFailure("config_error", str(error)) from error
+    loader.check_modules(trainer.model, run.config)
+    loader.keep_full_precision(trainer.model, run.machine)
+    trainer.add_callback(StepWatcher(run, trainer))
+    asked = run.config.trainer_options
+    if asked.distributions_steps is not None:
+        trainer.add_callback(DistributionWatcher(run, asked.distributions_steps))
+    if asked.memory_profile:
+        trainer.add_callback(MemoryProfiler(run, trainer.gpu_memory))
+    return trainer
+
+
+def tell(
+    trainer: Faithful, found: Base, replaced: list[Replacement], training: Rows, held_out: Rows | None, **more: Any
+) -> dict[str, Any]:
+    """Report the effective configuration and the initial run info, and set the run's fingerprint."""
+    run = trainer.run
+    facts = loader.first_facts(trainer.model, run.machine)
+    facts |= _costs(trainer, training, facts.get("device_name"))
+    facts |= {
+        "rows": training.rows, "tokens": training.tokens, "sequences": len(training.dataset),
+        "eval_rows": held_out.rows if held_out else 0, "total_steps": trainer.args.max_steps,
+        "weights_dtype": str(loader.weights_dtype(run.config, run.machine)), "base_revision": found.revision, **more,
+    }  # fmt: skip
+    if run.is_probe:
+        facts["whole_run_steps"] = configured_steps(run)
+    run.fingerprint = _fingerprint(run, found, facts)
+    facts |= resume_fidelity.facts(_differences(run))
+    trainer.facts, trainer.replaced = facts, replaced
+    if run.resume_from is None:
+        trainer.tell_facts()  # a resumed run reports it after the fidelity check of the loaded checkpoint
+    return facts
+
+
+def _costs(trainer: Faithful, training: Rows, device: str | None) -> dict[str, Any]:
+    """Count the operations per token and look up the device's peak, the inputs of MFU."""
+    throughput, run = trainer.throughput, trainer.run
+    throughput.flops = flops.count(
+        trainer.model,
+        checkpointing=bool(run.config.gradient_checkpointing),
+        reference=trainer.passes_reference(),
+    )
+    throughput.peak_tflops = run.config.trainer_options.peak_tflops or peak_tflops(device)
+    length = trainer.usual_length(training.tokens / training.rows)
+    if run.config.gradient_checkpointing == "selective":
+        # Layers are alike, so recomputing every second one costs about half.
+        counted = throughput.flops
+        throughput.flops = replace(counted, token_again=counted.token_again // 2, pair_again=counted.pair_again // 2)
+    return {
+        "flops_per_token": throughput.flops.per_token(length),
+        "flops_per_token_hardware": throughput.flops.per_token_of_hardware(length),
+        "flops_sequence_length": round(length),
+        "flops_not_counted": trainer.NOT_COUNTED,
+        "peak_tflops": throughput.peak_tflops,
+    }
+
+
+def train(trainer: Faithful) -> None:
+    """Train to the end or to a stop, from the first step or from a checkpoint."""
+    run = trainer.run
+    with trainer.saving.settled():
+        if run.resume_from is None:
+            for history in run.histories:
+                history.begin(None)
+            trainer.train()
+        else:
+            _resume(trainer, Path(run.resume_from["path"]))
+    if trainer.state.global_step >= trainer.args.max_steps:  # `max_steps` grows if the run is extended
+        run.ended_by = None
+
+
+def finish(trainer: Faithful, start: Base, facts: dict[str, Any]) -> dict[str, Any]:
+    """Export and push the output if training is over, and return the fields of the result record."""
+    run, state = trainer.run, trainer.run.state
+    output = export(trainer, start, facts) if run.ended_by in _EXPORTS and not run.is_probe else None
+    return {
+        "outcome": "completed" if run.ended_by in _COMPLETES else "stopped",
+        "why": run.ended_by,
+        "output": output,
+        "hub": hub_push.push(run, run.folder / output) if output else None,
+        "step": trainer.state.global_step,
+        "epoch": trainer.state.epoch,
+        "metrics": {
+            "loss": state.loss,
+            "best_loss": state.best_loss,
+            trainer.OBJECTIVE: state.objective,
+            f"best_{trainer.OBJECTIVE}": state.best_objective,
+            "tokens": state.tokens,
+        },
+    }
+
+
+def _resume(trainer: Faithful, checkpoint: Path) -> None:
+    run = trainer.run
+    trainer.go_on_from(checkpoint)
+    limit = run.state.limit_reached(run.config, trainer.saved_step)
+    if limit is not None or trainer.saved_step >= trainer.args.max_steps:
+        # Training had already finished; the earlier attempt was lost before its output was written.
+        run.ended_by = limit
+        trainer.restore_finished(checkpoint)
+        return
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    except EndedBeforeStep:
+        pass
+
+
+def _fingerprint(run: Run, found: Base, facts: dict[str, Any]) -> dict[str, Any]:
+    held_out = run.job.get("eval_dataset")
+    return {
+        "base_model": found.identity,
+        "dataset": run.job["dataset"].get("sha256"),
+        "eval_dataset": held_out.get("sha256") if held_out else None,
+        "reward_models": facts.get("reward_models"),
+        resume_fidelity.BATCH_SIZE: run.config.batch_size,
+        "weights": facts["weights_dtype"],
+        **{name: facts.get(name) for name in ("device", "device_name", "cpu_instructions", "threads", "versions")},
+    }
+
+
+def _differences(run: Run) -> list[str]:
+    """Return the reasons why this attempt may not continue exactly from the checkpoint."""
+    if run.resume_from is None:
+        return []
+    found = resume_fidelity.reasons(Path(run.resume_from["path"]), run.fingerprint)
+    return [*found, resume_fidelity.ON_A_GPU] if run.machine.kind == "cuda" else found

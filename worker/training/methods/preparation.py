@@ -1,0 +1,240 @@
+"""Steps of every training method up to the loaded model, in the order of use; `course` has the rest."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+import transformers
+from datasets import Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from app.contracts.training_config.resolution import Replacement
+from worker.training.checkpointing import saver
+from worker.training.context import Run
+from worker.training.data import dataset as data
+from worker.training.data.chat_template import ensure_template
+from worker.training.data.preferences import Source, converse
+from worker.training.data.reader import count_rows
+from worker.training.data.token_cache import TokenCache
+from worker.training.failures import TrainingFailure
+from worker.training.loop import probe
+from worker.training.model import base_model, loader, memory_plan
+from worker.training.model.base_model import Base
+from worker.training.plugins import hooks
+from worker.training.plugins.checkpoint_engines import fetch
+from worker.wire.heartbeat import each, while_growing
+
+Purpose = Literal["training", "evaluation"]
+
+
+class Rows(Protocol):
+    """Protocol of data that is ready to train on."""
+
+    @property
+    def dataset(self) -> Dataset:
+        """Dataset with one row per batch element."""
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of the file that are in it."""
+
+    @property
+    def tokens(self) -> int:
+        """Total number of tokens."""
+
+    @property
+    def remarks(self) -> list[str]:
+        """Warnings for the user: rows cut or left out."""
+
+    @property
+    def highest_id(self) -> int:
+        """Highest token id in the data."""
+
+    @property
+    def are_cached(self) -> bool:
+        """True if an earlier run made the tokens."""
+
+
+Some = TypeVar("Some", bound=Rows)
+Read = Callable[[dict[str, Any], list[int] | None, Purpose], Some]
+"""Function that prepares the rows with these numbers (None: all) of a dataset for training."""
+
+
+def begin(run: Run) -> tuple[Base, PreTrainedTokenizerBase]:
+    """Set the seed, verify the checkpoint, locate the base model and load its tokenizer, but no weights.
+
+    Raises:
+        TrainingFailure: with a stable code.
+        Stopped: a stop was requested.
+    """
+    transformers.set_seed(run.config.seed)
+    fetch(run)
+    resume = run.resume_from
+    if resume is not None:
+        saver.check(Path(resume["path"]), resume["manifest_sha256"], run.report.alive)
+    run.report.phase("loading")
+    run.report.progress("loading", 0, 2, "tokenizer and configuration")
+    found = base_model.find_base(run.job, run.config)
+    tokenizer = base_model.load_tokenizer(found)
+    run.heed_stop()
+    hooks.take_rows(run)
+    return found, tokenizer
+
+
+def longest(run: Run, found: Base, tokenizer: PreTrainedTokenizerBase, replaced: list[Replacement]) -> int:
+    """Return the maximum sequence length in tokens: as configured, limited by what the model can take.
+
+    Raises:
+        TrainingFailure: `config_error` if the user set a length above the model's limit.
+    """
+    own = getattr(found.architecture.get_text_config(), "max_position_embeddings", None)
+    limit = own or min(tokenizer.model_max_length, 1_000_000)
+    asked = run.config.max_seq_length
+    if asked is None or asked <= limit:
+        return asked or limit
+    if "max_seq_length" in run.given:
+        raise TrainingFailure(
+            "config_error", f"`max_seq_length` is {asked}, but this model takes at most {limit} tokens."
+        )
+    replace(run, replaced, "max_seq_length", limit, f"The model takes at most {limit} tokens.")
+    return int(limit)
+
+
+def replace(run: Run, replaced: list[Replacement], field: str, used: Any, reason: str) -> None:
+    """Replace a default that cannot be used with another value, and record the replacement to report it."""
+    replaced.append(Replacement(field=field, requested=getattr(run.config, field), used=used, reason=reason))
+    run.config = run.config.model_copy(update={field: used})
+
+
+def no_dropout(run: Run, replaced: list[Replacement]) -> bool:
+    """Return True if all dropout must be disabled: pairs are compared without it unless the user set some."""
+    if run.config.lora_r is None:
+        return True
+    if "lora_dropout" not in run.given and run.config.lora_dropout > 0:
+        replace(run, replaced, "lora_dropout", 0.0, "Dropout would add noise to the comparison of two answers.")
+    return run.config.lora_dropout == 0
+
+
+def chat_template(run: Run, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Set a plain chat template if the tokenizer has none, and report it."""
+    if ensure_template(tokenizer):
+        run.report.message(
+            "The tokenizer has no chat template; a plain one (<|user|>, <|assistant|>) is used and saved with the "
+            "output.",
+            level="warning",
+        )
+
+
+def read_data(run: Run, read: Read[Some]) -> tuple[Some, Some | None]:
+    """Prepare the training data and the held-out data, before any weights are loaded.
+
+    Raises:
+        TrainingFailure: `bad_data` that names the rows.
+    """
+    run.report.phase("tokenizing")
+    config, source, other = run.config, run.job["dataset"], run.job.get("eval_dataset")
+    try:
+        chosen = held = None
+        if config.eval_split > 0:
+            chosen, held = data.split(count_rows(source["path"]), config.eval_split, config.seed)
+        training = read(source, chosen, "training")
+        rest = source if held else other
+        held_out = read(rest, held, "evaluation") if rest else None
+    except FileNotFoundError as error:
+        raise TrainingFailure("bad_data", "The dataset's file no longer exists.") from error
+    hooks.drop_rows(run)
+    for one in (training, held_out):
+        for remark in one.remarks if one else []:
+            run.report.message(remark, level="warning")
+    return training, held_out
+
+
+def seen(run: Run, training: Rows) -> Dataset:
+    """Return the rows to train on: all, the rows of one step only, or in a probe the longest rows."""
+    if run.config.overfit_first_batch:
+        return data.first_batch(training.dataset, run.config)
+    return probe.longest_rows(training.dataset, run.config) if run.is_probe else training.dataset
+
+
+def chat_template_if_needed(run: Run, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Call `chat_template` if the pairs or prompts of a dataset are messages."""
+    if any(converse(one["path"]) for one in (run.job["dataset"], run.job.get("eval_dataset")) if one):
+        chat_template(run, tokenizer)
+
+
+def said_of_cache(run: Run, *some: Rows | None) -> dict[str, str]:
+    """Report whether an earlier run made all of the tokens, and return the run info about it."""
+    if not all(one.are_cached for one in some if one):
+        return {"tokenized": "now"}
+    run.report.message("An earlier run tokenized this data with the same settings: its tokens are reused.")
+    return {"tokenized": "cached"}
+
+
+def pairs_of(run: Run, cache: TokenCache, source: dict[str, Any], chosen: list[int] | None, purpose: Purpose) -> Source:
+    """Describe the rows of a dataset for `worker.training.data.preferences`."""
+    return Source(source["path"], source.get("sha256"), chosen, purpose, tokenizing(run), cache)
+
+
+def token_cache(run: Run) -> TokenCache:
+    """Open the cache of tokenized data that the job names, or one that keeps nothing."""
+
+    def alive() -> None:
+        run.heed_stop()
+        run.report.alive()
+
+    return TokenCache.of_job(run.job, warn=lambda text: run.report.message(text, level="warning"), alive=alive)
+
+
+def tokenizing(run: Run) -> Callable[[int, int], None]:
+    """Return a callback that reports progress and raises `Stopped` on a stop request."""
+    return lambda done, total: run.progress("tokenizing", done, total)
+
+
+def steps_in_all(run: Run, steps_in_a_pass: int) -> int:
+    """Return the optimizer steps of the whole run, as the trainer counts them; for a probe, its own number."""
+    run.steps_in_a_pass = steps_in_a_pass
+    return probe.STEPS if run.is_probe else configured_steps(run)
+
+
+def configured_steps(run: Run) -> int:
+    """Return the optimizer steps of the whole run, even for a probe; call after `steps_in_all`."""
+    steps = run.config.max_steps or math.ceil(run.config.epochs * run.steps_in_a_pass)
+    return max(steps, run.config.min_steps or 0)
+
+
+@contextmanager
+def weights(run: Run, found: Base) -> Iterator[Base]:
+    """Provide the weights to start from while the block runs; an adapter is merged into its base."""
+    alive = run.report.alive
+    # transformers shows a progress bar when it loads or writes many weights; each item sends a heartbeat.
+    transformers.utils.logging.set_tqdm_hook(
+        lambda bar, what, options: bar(*(each(things, alive) for things in what), **options)
+    )
+    run.report.phase("loading")
+    dtype = loader.weights_dtype(run.config, run.machine)
+    with base_model.merged(found, run.folder / "base_model", dtype, alive) as start:
+        yield start
+
+
+def load(run: Run, start: Base, highest_id: int, head: loader.Head = "causal") -> PreTrainedModel:
+    """Load the model onto its device, and check that it has an embedding for every token of the data."""
+    if start.from_scratch and run.resume_from is None:
+        run.report.message(
+            f"The folder {run.job['base_model']['name']} contains no weights: they are initialized randomly with "
+            f"seed {run.config.seed}, and the model is trained from scratch."
+        )
+    with while_growing(run.report.alive, start.folder):
+        network = hooks.model(run, lambda: loader.load_model(start, run.config, run.machine, head))
+    run.config = run.config.model_copy(update={"attn_implementation": network.config._attn_implementation})
+    if run.config.gradient_checkpointing == "selective":
+        memory_plan.checkpoint_every_second_layer(network)
+    loader.check_vocabulary(network, highest_id)
+    run.heed_stop()
+    return network
+
+
+def highest_id(tokenizer: PreTrainedTokenizerBase, *some: Rows | None) -> int:
+    """Return the highest token id that the model will receive."""
+    return max([int(tokenizer.pad_token_id or 0), *(one.highest_id for one in some if one)])

@@ -1,0 +1,74 @@
+"""Reward models (`reward`): pairs → model with a scalar head → trainer → run info → train → export."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from trl import RewardConfig, RewardTrainer
+
+from app.contracts.training_config.resolution import Replacement
+from worker.training.context import Run
+from worker.training.data import dataset, preferences
+from worker.training.data.preferences import Pairs
+from worker.training.loop.trainer import Faithful
+from worker.training.methods import pipeline, preparation
+from worker.training.model import loader, memory_plan
+
+
+class RewardModelTrainer(Faithful, RewardTrainer):  # type: ignore[misc]
+    """A `RewardTrainer` on tokenized pairs."""
+
+    MEASURES: ClassVar[Mapping[str, str]] = {
+        "accuracy": "preference_accuracy",
+        "margin": "reward_margin",
+        "mean_reward": "reward_mean",
+        "min_reward": "reward_min",
+        "max_reward": "reward_max",
+    }
+
+    def usual_length(self, tokens_of_a_row: float) -> float:
+        return tokens_of_a_row / 2
+
+
+def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
+    """Train one run to its end or to a stop, and return the fields of its result record.
+
+    Raises:
+        TrainingFailure: with a stable code.
+        Stopped: a stop was requested before there was anything to save.
+    """
+    found, tokenizer = preparation.begin(run)
+    max_length = preparation.longest(run, found, tokenizer, replaced)
+    no_dropout = preparation.no_dropout(run, replaced)
+    preparation.chat_template_if_needed(run, tokenizer)
+    config = run.config
+
+    cache = preparation.token_cache(run)
+
+    def read(source: dict[str, Any], chosen: list[int] | None, purpose: preparation.Purpose) -> Pairs:
+        return preferences.comparisons(
+            preparation.pairs_of(run, cache, source, chosen, purpose), tokenizer, max_length=max_length
+        )
+
+    training, held_out = preparation.read_data(run, read)
+    tokenized = preparation.said_of_cache(run, training, held_out)
+    total_steps = preparation.steps_in_all(run, dataset.steps_in(training.dataset, config))
+    memory_plan.decide(run, replaced, found, training.dataset, max_length)
+    with preparation.weights(run, found) as start:
+        network = preparation.load(run, start, preparation.highest_id(tokenizer, training, held_out), "reward")
+        trainer = pipeline.build(
+            RewardModelTrainer,
+            run,
+            model=network,
+            args=RewardConfig(
+                **pipeline.arguments(run, total_steps),
+                max_length=None,  # pairs that are too long have been left out
+                disable_dropout=no_dropout,
+            ),
+            train_dataset=preparation.seen(run, training),
+            eval_dataset=held_out.dataset if held_out else None,
+            processing_class=tokenizer,
+            peft_config=loader.lora_config(config, start.revision, "reward"),
+        )
+        facts = pipeline.tell(trainer, found, replaced, training, held_out, max_length=max_length, **tokenized)
+        pipeline.train(trainer)
+        return pipeline.finish(trainer, start, facts)

@@ -1,0 +1,233 @@
+"""Learning from rewards (`rlhf`, GRPO or RLOO): prompts → rewards → model → trainer → run info → train → export."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+from app.contracts.rewards import names
+from app.contracts.training_config.resolution import Replacement
+from worker.training import rewards
+from worker.training.context import Run
+from worker.training.data import preferences
+from worker.training.data.preferences import Pairs, PromptEncoder
+from worker.training.data.token_cache import TokenCache
+from worker.training.failures import TrainingFailure
+from worker.training.loop import probe
+from worker.training.loop.anomalies import Trouble
+from worker.training.loop.trainer import Faithful
+from worker.training.methods import pipeline, preparation
+from worker.training.model import loader, memory_plan
+from worker.training.model.reward_scorer import RewardModel
+from worker.training.plugins import hooks
+
+_NON_FINITE_ERROR = "probability tensor contains either"
+"""Part of torch's error when it samples from non-finite probabilities."""
+
+
+class RewardedTrainer(Faithful):
+    """Overrides shared by `GRPOTrainer` and `RLOOTrainer`.
+
+    An optimizer step is one round: completions are generated once, for all of its micro-batches. So a run can stop
+    after any step and resume exactly.
+    """
+
+    MEASURES: ClassVar[Mapping[str, str]] = {
+        "reward": "reward",
+        "reward_std": "reward_std",
+        "frac_reward_zero_std": "rewards_all_equal",
+        "kl": "kl",
+        "entropy": "entropy",
+        "completions/mean_length": "completion_length",
+        "completions/clipped_ratio": "completions_cut",
+    }
+    OBJECTIVE: ClassVar[str] = "eval_reward"
+    HIGHER_IS_BETTER: ClassVar[bool] = True
+    NOT_COUNTED: ClassVar[str] = "generating the completions, and reward models"
+
+    def passes_reference(self) -> bool:
+        return bool(self.beta)
+
+    def usual_length(self, tokens_of_a_row: float) -> float:
+        """Return an upper bound, since completions are not known before they are generated."""
+        return tokens_of_a_row + float(self.max_completion_length)
+
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> Any:
+        sampler = super()._get_train_sampler(dataset)
+        # Each epoch draws its order from the sampler's own generator, whose state is not in checkpoints. A resumed run
+        # therefore repeats the draws of the finished epochs.
+        if self.saved_step > 0:
+            prompts_in_a_step = self.args.generation_batch_size // self.num_generations
+            for _ in range(self.saved_step // (sampler.num_samples // prompts_in_a_step)):
+                torch.randperm(sampler.num_samples, generator=sampler.generator)
+        return sampler
+
+    def _generate_single_turn(self, *arguments: Any, **options: Any) -> Any:
+        # With an adapter, generation calls the base model's own forward, which nothing else puts under mixed precision.
+        # Fully trained modules are in 32 bits and would not match the 16-bit modules around them.
+        with self.accelerator.autocast():
+            try:
+                return super()._generate_single_turn(*arguments, **options)
+            except RuntimeError as error:
+                if _NON_FINITE_ERROR not in str(error) or not self.model.training:
+                    raise
+                description = "the model's output became non-finite while it generated completions"
+                raise self.guard.failure(self, Trouble("non_finite", description)) from error
+
+    def with_rows(self, collate: Any) -> Any:
+        return collate  # a batch is the list of its rows
+
+    def take_rows(self, inputs: Any) -> list[int]:
+        if self._micro_losses:
+            return []  # every micro-batch carries the rows of the whole round
+        return list(dict.fromkeys(row for one in inputs for row in one["rows"]))
+
+    def rows_of(self, batch: Any) -> list[int]:
+        return [row for one in batch for row in one["rows"]]
+
+    def pass_over(self) -> None:
+        self._step += 1  # TRL decides with it when to generate the next round
+
+    def sequences_of(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        return []  # the anomaly is in the completions, not in the prompts
+
+    def measures(self) -> Mapping[str, str]:
+        own = {f"rewards/{name}/mean": f"reward_{name}" for name in self.reward_func_names}
+        return {**self.MEASURES, **own}
+
+    def pinned_text(self) -> list[int]:
+        encoder = PromptEncoder(self.processing_class)
+        ((_, ids),) = encoder.encode([encoder.prepare(self.train_dataset[0])])
+        return [int(token) for token in ids]
+
+    def trained_tokens(self) -> int:
+        """Return the number of prompt and completion tokens trained on so far."""
+        return int(self.state.num_input_tokens_seen)
+
+    def tell_samples(self) -> None:
+        """Report the completions with the highest and the lowest advantage of the last round."""
+        logs = self._logs
+        advantages = list(logs["advantages"])
+        if not advantages:
+            return
+        best, worst = advantages.index(max(advantages)), advantages.index(min(advantages))
+        for at in dict.fromkeys((best, worst)):
+            self.run.report.sample(
+                self.state.global_step,
+                self._as_text(logs["prompt"][at]),
+                self._as_text(logs["completion"][at]),
+                rewards={name: values[at] for name, values in logs["rewards"].items()},
+                advantage=advantages[at],
+            )
+
+    def _as_text(self, text: Any) -> str:
+        return text if isinstance(text, str) else "\n".join(str(message["content"]) for message in text)
+
+
+class GroupTrainer(RewardedTrainer, GRPOTrainer):  # type: ignore[misc]
+    """Group relative policy optimization."""
+
+
+class LeaveOneOutTrainer(RewardedTrainer, RLOOTrainer):  # type: ignore[misc]
+    """REINFORCE with the mean reward of the other completions as baseline."""
+
+
+def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
+    """Train one run to its end or to a stop, and return the fields of its result record.
+
+    Raises:
+        TrainingFailure: with a stable code.
+        Stopped: a stop was requested before there was anything to save.
+    """
+    found, tokenizer = preparation.begin(run)
+    max_length = preparation.longest(run, found, tokenizer, replaced)
+    preparation.chat_template_if_needed(run, tokenizer)
+    config, wanted = run.config, run.config.rlhf
+    longest_prompt = max_length - wanted.max_completion_length
+    if longest_prompt < 1:
+        raise TrainingFailure(
+            "config_error",
+            f"`rlhf.max_completion_length` is {wanted.max_completion_length}, but prompt and completion together may "
+            f"have at most {max_length} tokens: lower it.",
+        )
+
+    def read(source: dict[str, Any], chosen: list[int] | None, purpose: preparation.Purpose) -> Pairs:
+        rows = preparation.pairs_of(run, TokenCache(), source, chosen, purpose)
+        return preferences.prompts(rows, tokenizer, max_length=longest_prompt, compared_by=wanted.rewards)
+
+    training, held_out = preparation.read_data(run, read)
+    prompts_in_a_step = config.batch_size * config.gradient_accumulation_steps // wanted.num_generations
+    steps_in_a_pass = len(training.dataset) // prompts_in_a_step
+    if steps_in_a_pass < 1:
+        raise TrainingFailure(
+            "bad_data",
+            f"A step takes {prompts_in_a_step} prompts, but there are only {len(training.dataset)}: lower `batch_size` "
+            "or `gradient_accumulation_steps`, or add prompts.",
+        )
+    total_steps = preparation.steps_in_all(run, steps_in_a_pass)
+    seen = training.dataset
+    if config.overfit_first_batch:
+        seen = seen.select(range(prompts_in_a_step))
+    elif run.is_probe:
+        seen = probe.longest_rows(seen, config, tokenizer)
+    memory_plan.decide(run, replaced, found, training.dataset, max_length)
+    with preparation.weights(run, found) as start:
+        network = preparation.load(run, start, preparation.highest_id(tokenizer, training, held_out))
+        # Generation takes long, so each token sends a heartbeat.
+        network.register_forward_pre_hook(lambda *_: run.report.alive())
+        functions = _rewards(run, tokenizer, max_length)
+        arguments = pipeline.arguments(run, total_steps) | {
+            "num_generations": wanted.num_generations,
+            "max_completion_length": wanted.max_completion_length,
+            "temperature": wanted.temperature,
+            "beta": wanted.beta,
+            "reward_weights": [one.weight for one in wanted.rewards],
+            "steps_per_generation": config.gradient_accumulation_steps,
+        }
+        if run.is_probe:
+            arguments |= probe.generation(config)
+        if wanted.beta > 0 and config.lora_r is None:
+            # TRL loads the reference model itself, from the same weights as the policy.
+            arguments["model_init_kwargs"] = {**start.options, "use_safetensors": True}
+        if config.trainer_options.eval_batch_size is None:  # a multiple of the group size
+            groups = max(config.batch_size // wanted.num_generations, 1)
+            arguments["per_device_eval_batch_size"] = groups * wanted.num_generations
+        trainer: RewardedTrainer = pipeline.build(
+            GroupTrainer if wanted.algorithm == "grpo" else LeaveOneOutTrainer,
+            run,
+            model=network,
+            # RLOO learns almost nothing from advantages that are not normalized.
+            args=GRPOConfig(**arguments)
+            if wanted.algorithm == "grpo"
+            else RLOOConfig(**arguments, normalize_advantages=True),
+            reward_funcs=functions,
+            train_dataset=seen,
+            eval_dataset=held_out.dataset if held_out else None,
+            processing_class=tokenizer,
+            peft_config=loader.lora_config(config, start.revision),
+        )
+        fingerprints = [one.identity for one in functions if isinstance(one, RewardModel)]
+        facts = pipeline.tell(
+            trainer, found, replaced, training, held_out, max_length=max_length, reward_models=fingerprints or None
+        )
+        pipeline.train(trainer)
+        return pipeline.finish(trainer, start, facts)
+
+
+def _rewards(run: Run, tokenizer: Any, max_length: int) -> list[Any]:
+    """Create one function for each reward, in the order of the configuration."""
+    wanted = run.config.rlhf.rewards
+    warn = partial(run.report.message, level="warning")
+    checks = iter(rewards.functions(wanted, tokenizer, run.report.alive, warn))
+    located = iter(run.job.get("reward_models", ()))
+    return [
+        RewardModel(next(located), name, run, max_length)
+        if one.type == "model"
+        else hooks.Reward(one, name)
+        if one.type == "plugin"
+        else next(checks)
+        for one, name in zip(wanted, names(wanted), strict=True)
+    ]

@@ -1,0 +1,255 @@
+"""Base model of a run: its location, identity and tokenizer; no weights are loaded before `merged`."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import torch
+from huggingface_hub.constants import HF_HUB_CACHE
+from huggingface_hub.file_download import repo_folder_name
+from peft import PeftConfig, PeftModel
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from app.contracts.methods import TrainingMethod
+from app.contracts.training_config.fields import TrainingConfig
+from worker.checkpoint_files import resume_fidelity
+from worker.training.failures import TrainingFailure, in_one_line
+from worker.wire.heartbeat import Alive, while_growing
+
+ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".index.json")
+_CONFIG_ERRORS = (huggingface_hub.errors.StrictDataclassError, ArithmeticError, KeyError, TypeError)
+"""Exceptions raised for a config.json whose fields have the wrong type or are inconsistent."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """Location and identity of the weights that a run starts from."""
+
+    source: str
+    """Folder or hub name for `from_pretrained`, also written to the adapter's configuration."""
+    tokenizer_source: str
+    options: dict[str, Any]
+    """Revision, offline and trust options, the same for configuration, weights and tokenizer."""
+    architecture: Any
+    """The transformers configuration, without weights."""
+    identity: str
+    """Fingerprint of the weights: a commit of the hub, or a digest of the folder."""
+    revision: str | None = None
+    """Commit of a hub model, to which a requested branch or tag was resolved."""
+    adapter: Path | None = None
+    """Adapter to merge into `source` to get the base."""
+    merged: Path | None = None
+    """Private folder of a merged base."""
+    from_scratch: bool = False
+    """True if the folder has an architecture without weights; they are initialized randomly with the seed."""
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the files, also while they are downloaded; for a hub model its part of the hub's cache."""
+        if self.revision is None:
+            return Path(self.source)
+        return Path(HF_HUB_CACHE) / repo_folder_name(repo_id=self.source, repo_type="model")
+
+
+def find_base(job: dict[str, Any], config: TrainingConfig) -> Base:
+    """Locate the base model and pin its identity: a hub model to one commit, for all its parts.
+
+    Raises:
+        TrainingFailure: `model_not_found` or `config_error`.
+    """
+    named, options = job["base_model"], _options(job)
+    if named.get("path") is None:
+        return _pin(named["hub"], options, named.get("revision") or config.revision)
+    folder = Path(named["path"])
+    if config.revision is not None:
+        raise TrainingFailure("config_error", "`revision` applies to hub models only, and the base model is a folder.")
+    if not folder.is_dir():
+        raise TrainingFailure("model_not_found", f"The base model {named['name']} no longer exists.")
+    if (folder / ADAPTER_CONFIG).is_file():
+        return _adapter_base(folder, named["name"], options)
+    return replace(
+        _pin(str(folder), options, None),
+        from_scratch=_has_no_weights(folder, named["name"], config),
+    )
+
+
+def find_reward_model(job: dict[str, Any], named: dict[str, Any]) -> Base:
+    """Locate a reward model (name, path, hub, revision) and pin its identity.
+
+    Raises:
+        TrainingFailure: `model_not_found` or `config_error`.
+    """
+    if named.get("path") is None:
+        return _pin(named["hub"], _options(job), named.get("revision"))
+    folder = Path(named["path"])
+    if not folder.is_dir():
+        raise TrainingFailure("model_not_found", f"The reward model {named['name']} no longer exists.")
+    if (folder / ADAPTER_CONFIG).is_file():
+        return _adapter_base(folder, named["name"], _options(job))
+    return _pin(str(folder), _options(job), None)
+
+
+@contextmanager
+def merged(base: Base, target: Path, dtype: torch.dtype, alive: Alive) -> Iterator[Base]:
+    """Yield the base with its adapter merged in, stored in the folder `target` until the block ends.
+
+    A base without an adapter is yielded unchanged.
+
+    Raises:
+        TrainingFailure: `model_not_found` or `config_error`.
+    """
+    if base.adapter is None:
+        yield base
+        return
+    try:
+        with while_growing(alive, base.folder, target):
+            whole = _merge(base, base.adapter, target, dtype)
+        yield whole
+    finally:
+        shutil.rmtree(target, ignore_errors=True)
+
+
+def load_tokenizer(base: Base) -> PreTrainedTokenizerBase:
+    """Load the base's tokenizer, and set a padding token if it has none.
+
+    Raises:
+        TrainingFailure: it cannot be loaded, or it has no end-of-sequence token.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(base.tokenizer_source, **base.options)
+    except Exception as error:
+        raise not_loaded(error, base.tokenizer_source, "tokenizer") from error
+    if tokenizer.eos_token is None:
+        raise TrainingFailure(
+            "config_error", "The tokenizer has no end-of-sequence token; set `eos_token` in its configuration."
+        )
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _options(job: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "local_files_only": bool(job.get("offline")),
+        "trust_remote_code": bool(job.get("trust_remote_code")),
+    }
+
+
+def not_loaded(error: Exception, source: str, what: str) -> TrainingFailure:
+    """Convert an exception of `from_pretrained` to a `TrainingFailure`."""
+    name = source if not Path(source).is_absolute() else Path(source).name
+    missing = (OSError, huggingface_hub.errors.HFValidationError)
+    text = in_one_line(error)
+    if _is_access_denied(error):
+        return TrainingFailure(
+            "model_not_found",
+            f"The hub denied access to the {what} {name}: it is gated, private or does not exist. The operator can set "
+            "the token of an account with access: `anneal secrets set hf_token`.",
+        )
+    if isinstance(error, SafetensorError):
+        problem = _corrupt_file(Path(source)) or "a file of its weights is empty or damaged"
+        return TrainingFailure(
+            "config_error", f"The {what} {name} cannot be loaded: {problem} ({text}). Copy or download it again."
+        )
+    if isinstance(error, missing):
+        return TrainingFailure("model_not_found", f"The {what} {name} cannot be loaded: {text}")
+    message = f"The {what} {name} cannot be used: {type(error).__name__}: {text.rstrip('.')}."
+    is_config_problem = what in ("configuration", "architecture") or isinstance(error, _CONFIG_ERRORS)
+    return TrainingFailure(
+        "config_error", f"{message} Check the model's config.json." if is_config_problem else message
+    )
+
+
+def _corrupt_file(folder: Path) -> str | None:
+    """Describe the first weights file in a folder whose header cannot be read; None if there is none."""
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except (SafetensorError, OSError):
+            return f"{path.name} is {'damaged' if path.stat().st_size else 'empty'}"
+    return None
+
+
+def _is_access_denied(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, huggingface_hub.errors.RepositoryNotFoundError):  # also raised for gated ones
+            return True
+        if isinstance(error, huggingface_hub.errors.HfHubHTTPError) and error.response is not None:
+            return error.response.status_code in (401, 403)
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _pin(source: str, options: dict[str, Any], revision: str | None) -> Base:
+    """Describe a folder, or a hub model at the current commit of `revision` (None: its main branch)."""
+    commit = None
+    try:
+        if not Path(source).is_dir():
+            offline = options["local_files_only"]
+            path = huggingface_hub.hf_hub_download(source, "config.json", revision=revision, local_files_only=offline)
+            commit = Path(path).parent.name  # the hub's cache has a folder for each commit
+            options = {**options, "revision": commit}
+        architecture = AutoConfig.from_pretrained(source, **options)
+    except Exception as error:
+        raise not_loaded(error, source, "configuration") from error
+    identity = f"commit {commit}" if commit else resume_fidelity.identity(Path(source))
+    return Base(source, source, options, architecture, identity, revision=commit)
+
+
+def _adapter_base(folder: Path, name: str, options: dict[str, Any]) -> Base:
+    if not (folder / _ADAPTER_WEIGHTS).is_file():
+        raise TrainingFailure(
+            "model_not_found",
+            f"The adapter {name} has no {_ADAPTER_WEIGHTS}. Pickled weights (adapter_model.bin) are never loaded, "
+            "because a pickle can run arbitrary code: save the adapter again as safetensors.",
+        )
+    try:
+        described = PeftConfig.from_pretrained(str(folder))
+    except Exception as error:
+        raise not_loaded(error, name, "adapter") from error
+    if not described.base_model_name_or_path:
+        raise TrainingFailure("model_not_found", f"The adapter {name} does not name its base model.")
+    base = _pin(described.base_model_name_or_path, options, described.revision)
+    own_tokenizer = (folder / "tokenizer_config.json").is_file()
+    return replace(
+        base,
+        adapter=folder,
+        tokenizer_source=str(folder) if own_tokenizer else base.source,
+        identity=f"{resume_fidelity.identity(folder, ADAPTER_CONFIG)} on {base.identity}",
+    )
+
+
+def _merge(base: Base, adapter: Path, target: Path, dtype: torch.dtype) -> Base:
+    try:
+        model = AutoModelForCausalLM.from_pretrained(base.source, dtype=dtype, use_safetensors=True, **base.options)
+        whole = PeftModel.from_pretrained(model, str(adapter), is_trainable=False).merge_and_unload()
+        tokenizer = AutoTokenizer.from_pretrained(base.tokenizer_source, **base.options)
+    except (RuntimeError, MemoryError):
+        raise
+    except Exception as error:
+        raise not_loaded(error, base.source, "base of the adapter") from error
+    whole.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    options = {name: value for name, value in base.options.items() if name != "revision"}
+    return replace(base, source=str(target), options=options, revision=None, merged=target)
+
+
+def _has_no_weights(folder: Path, name: str, config: TrainingConfig) -> bool:
+    """Return True if the folder has an architecture without weights, which only `full` can start from."""
+    if any(path.name.endswith(_WEIGHTS) for path in folder.iterdir()):
+        return False
+    if config.method is not TrainingMethod.full:
+        raise TrainingFailure(
+            "config_error",
+            f"The folder {name} contains a configuration but no weights, and method `{config.method}` needs weights: "
+            "add them, or first train the model from scratch with method `full` and use that run as the base model.",
+        )
+    return True

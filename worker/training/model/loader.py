@@ -1,0 +1,251 @@
+"""Model weights on the device, loaded as configured, with the adapter that a run trains."""
+
+import importlib
+import platform
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import accelerate
+import bitsandbytes
+import datasets
+import peft
+import torch
+import transformers
+import trl
+from bitsandbytes.nn import Linear4bit
+from peft import LoraConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig, PreTrainedModel
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+from trl.trainer.reward_trainer import suppress_seqcls_warning
+
+from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.rules import Machine
+from worker.training.failures import TrainingFailure
+from worker.training.model.base_model import Base, not_loaded
+
+Head = Literal["causal", "reward"]
+"""Output of a model: next-token probabilities, or one number for a whole text."""
+
+SCORE = "score"
+"""Name of the layer that computes the one number of a text."""
+
+
+def machine_of(device: dict[str, Any] | None) -> Machine:
+    """Return the capabilities of this job's device; None: a GPU if there is one."""
+    kind = device["kind"] if device else ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cpu":
+        return Machine(kind="cpu", bf16=True)
+    if not torch.cuda.is_available():
+        raise TrainingFailure("config_error", "The run was assigned a GPU, but torch finds none on this machine.")
+    return Machine(
+        kind="cuda",
+        bf16=torch.cuda.is_bf16_supported(including_emulation=False),
+        flash_attention=is_flash_attn_2_available() and _imports("flash_attn"),
+        flash_attention_3=is_flash_attn_3_available() and _imports("flash_attn_interface"),
+    )
+
+
+def _imports(package: str) -> bool:
+    """Return True if a compiled package can be imported, unlike one that was built for another torch."""
+    try:
+        importlib.import_module(package)
+    except (ImportError, OSError):
+        return False
+    return True
+
+
+def weights_dtype(config: TrainingConfig, machine: Machine) -> torch.dtype:
+    """Return the dtype of the weights as loaded: 32 bits if they are trained, 16 if they are frozen on a GPU."""
+    if machine.kind == "cpu" or config.lora_r is None:
+        return torch.float32
+    return torch.bfloat16 if machine.bf16 else torch.float16
+
+
+def load_model(base: Base, config: TrainingConfig, machine: Machine, head: Head = "causal") -> PreTrainedModel:
+    """Load the base model onto the device, quantized as configured; weights from safetensors only.
+
+    A `reward` head that the base does not have is initialized randomly with the seed, as in TRL.
+    """
+    options = dict(base.options)
+    attention = _attention(base, config, machine)
+    if attention is not None:
+        options["attn_implementation"] = attention
+    if head == "reward":
+        options["num_labels"] = 1
+    if base.from_scratch:
+        return _initialize(base, config, machine, options)
+    # The new head is fully trained, so it is not quantized; transformers excludes a `causal` head by itself.
+    unquantized = [SCORE] if head == "reward" else None
+    if config.load_in_4bit:
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=config.bnb_4bit_quant_type,
+            bnb_4bit_compute_dtype=getattr(torch, config.bnb_4bit_compute_dtype),
+            bnb_4bit_use_double_quant=config.trainer_options.double_quant,
+            llm_int8_skip_modules=unquantized,
+        )
+    elif config.load_in_8bit:
+        options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=unquantized)
+    if machine.kind == "cuda":
+        options["device_map"] = {"": 0}
+    elif config.load_in_4bit or config.load_in_8bit:
+        options["device_map"] = {"": "cpu"}
+    transformers.set_seed(config.seed)
+    try:
+        with suppress_seqcls_warning() if head == "reward" else nullcontext():
+            model = _AUTO[head].from_pretrained(
+                base.source, dtype=weights_dtype(config, machine), use_safetensors=True, **options
+            )
+    except (RuntimeError, MemoryError):
+        raise  # out of memory, or weights that do not match their configuration: classified as such
+    except Exception as error:
+        raise not_loaded(error, base.source, "model") from error
+    if machine.kind == "cpu":
+        keep_evaluation_neutral(model)
+    return model
+
+
+def _attention(base: Base, config: TrainingConfig, machine: Machine) -> str | None:
+    """Return the attention implementation; None leaves it to the model, which uses sdpa if it supports it."""
+    if config.attn_implementation is not None:
+        return config.attn_implementation
+    half = weights_dtype(config, machine) is not torch.float32
+    if machine.kind == "cuda" and machine.flash_attention and half:
+        kind = AutoModelForCausalLM._model_mapping.get(type(base.architecture), None)
+        if getattr(kind, "_supports_flash_attn", False):
+            return "flash_attention_2"
+    return None
+
+
+_AUTO: dict[Head, Any] = {"causal": AutoModelForCausalLM, "reward": AutoModelForSequenceClassification}
+
+
+def _initialize(base: Base, config: TrainingConfig, machine: Machine, options: dict[str, Any]) -> PreTrainedModel:
+    """Create the architecture with random weights, the same for the same seed on every device."""
+    transformers.set_seed(config.seed)
+    chosen = {name: options[name] for name in ("attn_implementation", "trust_remote_code") if name in options}
+    try:
+        model = AutoModelForCausalLM.from_config(base.architecture, dtype=weights_dtype(config, machine), **chosen)
+    except (RuntimeError, MemoryError):
+        raise
+    except Exception as error:
+        raise not_loaded(error, base.source, "architecture") from error
+    return model
+
+
+def keep_evaluation_neutral(model: torch.nn.Module) -> None:
+    """Stop bitsandbytes from repacking 4-bit weights in an evaluation on a CPU.
+
+    The repacked form computes slightly differently, also in the training steps that follow: losses after an
+    evaluation would differ from those without it, and from those of a run resumed in between.
+    """
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+
+
+def check_vocabulary(network: PreTrainedModel, highest_id: int) -> None:
+    """Reject a tokenizer whose ids the model has no embeddings for: they would be read out of bounds."""
+    rows = network.get_input_embeddings().weight.shape[0]
+    if highest_id >= rows:
+        raise TrainingFailure(
+            "config_error",
+            f"The tokenizer returns the token id {highest_id}, but the model has embeddings for {rows} tokens (0 to "
+            f"{rows - 1}): they do not match.",
+        )
+
+
+def check_modules(model: torch.nn.Module, config: TrainingConfig) -> None:
+    """Reject module names that match nothing, so that everything the user wants trained is trained."""
+    layers = dict(model.named_modules())
+    adapted = [name for name, layer in layers.items() if isinstance(layer, BaseTunerLayer)]
+    missing = [w for w in config.target_modules or () if not any(name.endswith(f".{w}") for name in adapted)]
+    whole = [w for w in config.modules_to_save or () if not any(f"{w}.modules_to_save" in name for name in layers)]
+    for field, names, there in (
+        ("target_modules", missing, _last_parts([name for name in layers if _is_linear(layers[name])])),
+        ("modules_to_save", whole, _last_parts(list(layers))),
+    ):
+        if names:
+            some = ", ".join(there[:12])
+            raise TrainingFailure(
+                "config_error", f"`{field}`: this model has no module {', '.join(names)}; it has {some}."
+            )
+
+
+def keep_full_precision(model: torch.nn.Module, machine: Machine) -> None:
+    """Convert trained parameters to 32 bits where 16 lose small updates, or where a gradient scaler rejects them.
+
+    This applies to fully trained modules on every device, and to adapters, which TRL casts to bfloat16 on a quantized
+    base, on a GPU that computes in float16.
+    """
+    half_gpu = machine.kind == "cuda" and not machine.bf16
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and (half_gpu or ".modules_to_save." in name):
+            parameter.data = parameter.data.float()
+
+
+def _is_linear(layer: torch.nn.Module) -> bool:
+    return isinstance(layer, torch.nn.Linear | BaseTunerLayer)
+
+
+def _last_parts(names: Sequence[str]) -> list[str]:
+    ours = ("lora_", "base_layer", "default", "base_model")
+    last = (name.rpartition(".")[2] for name in names)
+    return sorted({part for part in last if part and not part.isdigit() and not part.startswith(ours)})
+
+
+def lora_config(config: TrainingConfig, revision: str | None = None, head: Head = "causal") -> LoraConfig | None:
+    """Return the configuration of the adapter, with the base's `revision`; None if all weights are trained.
+
+    A `reward` head is fully trained in addition to the adapter.
+    """
+    if config.lora_r is None:
+        return None
+    whole = list(config.modules_to_save or ())
+    if head == "reward" and SCORE not in whole:
+        whole.append(SCORE)
+    return LoraConfig(
+        task_type="SEQ_CLS" if head == "reward" else "CAUSAL_LM",
+        revision=revision,
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules=list(config.target_modules) if config.target_modules else "all-linear",
+        use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
+        modules_to_save=whole or None,
+    )
+
+
+def first_facts(model: torch.nn.Module, machine: Machine) -> dict[str, Any]:
+    """Return the run info known before step 1: parameters, device, library versions."""
+    total = trainable = 0
+    for parameter in model.parameters():
+        # A 4-bit weight packs two values in a byte; its quantization state has the real shape.
+        state = getattr(parameter, "quant_state", None)
+        count = state.shape.numel() if state is not None else parameter.numel()
+        total += count
+        trainable += count if parameter.requires_grad else 0
+    facts: dict[str, Any] = {
+        "parameters_total": total,
+        "parameters_trainable": trainable,
+        "attention": getattr(getattr(model, "config", None), "_attn_implementation", None),
+        "device": machine.kind,
+        "versions": versions(),
+        # Vector instructions and the number of threads of a CPU affect how its sums are rounded.
+        "cpu_instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+    }
+    if machine.kind == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        facts["device_name"] = properties.name
+        facts["device_memory_mb"] = round(properties.total_memory / 2**20)
+    return facts
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of everything that affects the numbers of a run."""
+    modules = (torch, transformers, trl, peft, bitsandbytes, accelerate, datasets)
+    return {"python": platform.python_version(), **{m.__name__: str(m.__version__) for m in modules}}

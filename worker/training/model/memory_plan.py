@@ -1,0 +1,93 @@
+"""Memory planner of a run: chooses what the backward pass recomputes, once the lengths are known."""
+
+from typing import Any
+
+import pyarrow.compute as pc  # type: ignore[import-untyped]
+import torch
+from datasets import Dataset
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from app.contracts.methods import TrainingMethod
+from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.resolution import Replacement
+from app.estimator import memory_planner
+from app.estimator.activations import EVERY, Precision
+from app.estimator.architecture import UnknownArchitecture, read
+from app.estimator.parameters import CannotTrain
+from app.estimator.steps import micro_batch
+from worker.training.context import Run
+from worker.training.model.base_model import Base
+
+_ANSWERS = ("chosen_ids", "rejected_ids")
+
+
+def decide(run: Run, replaced: list[Replacement], found: Base, data: Dataset, max_length: int) -> None:
+    """Replace `gradient_checkpointing: "auto"` by the chosen value, and add the reason to `replaced`.
+
+    The choice changes neither losses nor updates beyond rounding, so a resumed run may choose again.
+    """
+    if run.config.gradient_checkpointing != "auto":
+        return
+    used, reason = _choose(run, found, longest_row(data, run.config, max_length), len(data))
+    replaced.append(Replacement(field="gradient_checkpointing", requested="auto", used=used, reason=reason))
+    run.config = run.config.model_copy(update={"gradient_checkpointing": used})
+
+
+def _choose(run: Run, found: Base, length: int, rows: int) -> tuple[memory_planner.Value, str]:
+    if run.machine.kind == "cpu":
+        return False, "On a CPU it costs time and saves memory that is not scarce."
+    if any(one["kind"] == "out_of_memory" for one in run.job.get("repairs", ())):
+        return True, "An earlier attempt ran out of memory, so every layer is recomputed."
+    if run.config.trainer_options.model_factory is not None:
+        return True, "The model of a model factory is not known in advance, so every layer is recomputed."
+    config = run.config.model_copy(update={"max_seq_length": length}) if run.config.packing else run.config
+    free_bytes, _ = torch.cuda.mem_get_info()
+    try:
+        model = read(found.architecture.to_dict())
+        choice = memory_planner.choose(
+            model,
+            config,
+            Precision.of(config, "cuda", bf16=run.machine.bf16),
+            micro_batch(model, config, length, rows),
+            # Excludes memory of other processes; the context that the estimate counts is already allocated.
+            int(free_bytes),
+        )
+    except (UnknownArchitecture, CannotTrain) as error:
+        return True, f"The memory that the run needs is unknown, so every layer is recomputed. {error}"
+    return memory_planner.as_value(choice.checkpointing), choice.reason
+
+
+def longest_row(data: Dataset, config: TrainingConfig, max_length: int) -> int:
+    """Return the number of tokens of the longest sequence that the model will see, at most `max_length`."""
+    if config.method is TrainingMethod.rlhf or config.packing:
+        return max_length
+    answers = [name for name in _ANSWERS if name in data.column_names]
+    if not answers:
+        return max(min(_longest(data, "input_ids"), max_length), 2)
+    prompt = _longest(data, "prompt_ids") if "prompt_ids" in data.column_names else 0
+    return max(min(prompt + max(_longest(data, name) for name in answers), max_length), 2)
+
+
+def _longest(data: Dataset, column: str) -> int:
+    if column not in data.column_names:
+        return 2**31
+    lengths = pc.max(pc.list_value_length(data.data.column(column))).as_py()
+    return int(lengths or 0)
+
+
+def checkpoint_every_second_layer(network: PreTrainedModel) -> None:
+    """Limit recomputation to every second layer, from the first on, whenever it is enabled.
+
+    The trainers of preferences and rewards disable it for their reference and enable it again without naming the
+    layers, so the model itself must know them.
+    """
+    switch = network._set_gradient_checkpointing
+
+    def every_second_layer(
+        enable: bool = True, gradient_checkpointing_func: Any = checkpoint, every_n_layers: int = 1
+    ) -> None:
+        every = EVERY["selective"] if enable else every_n_layers
+        switch(enable=enable, gradient_checkpointing_func=gradient_checkpointing_func, every_n_layers=every)
+
+    network._set_gradient_checkpointing = every_second_layer

@@ -1,0 +1,113 @@
+"""A trained reward model as a reward function: scores texts in the form in which it was trained on them."""
+
+from typing import Any
+
+import torch
+from peft import PeftConfig, PeftModel
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
+from trl.trainer.reward_trainer import suppress_seqcls_warning
+
+from worker.training.context import Run
+from worker.training.data.chat_template import ensure_template
+from worker.training.failures import TrainingFailure
+from worker.training.model import base_model
+from worker.training.model.base_model import Base, not_loaded
+from worker.wire.heartbeat import while_growing
+
+_TEXTS_AT_ONCE = 8
+
+
+class RewardModel:
+    """Scorer of completions, called as TRL calls a reward function."""
+
+    def __init__(self, named: dict[str, Any], name: str, run: Run, max_length: int) -> None:
+        """Load the model described by `named` (name, path, hub, revision) onto the run's device, frozen.
+
+        It must accept texts of up to `max_length` tokens.
+
+        Raises:
+            TrainingFailure: `model_not_found` or `config_error`.
+        """
+        self.__name__ = name
+        self._run, self._alive = run, run.report.alive
+        self._named = str(named["name"])
+        found = base_model.find_reward_model(run.job, named)
+        self.identity = found.identity
+        """Fingerprint of the weights."""
+        self._tokenizer = base_model.load_tokenizer(found)
+        cuda = run.machine.kind == "cuda"
+        dtype = torch.bfloat16 if cuda and run.machine.bf16 else torch.float32
+        with while_growing(self._alive, found.folder):
+            self._model = _load(found, self._named, dtype)
+        text_config = self._model.config.get_text_config()
+        text_config.pad_token_id = self._tokenizer.pad_token_id
+        longest = getattr(text_config, "max_position_embeddings", None)
+        if isinstance(longest, int) and longest < max_length:
+            raise TrainingFailure(
+                "config_error",
+                f"The reward model {self._named} takes at most {longest} tokens, but prompt and completion may have "
+                f"{max_length}: lower `max_seq_length`.",
+            )
+        self._model.to("cuda" if cuda else "cpu").eval().requires_grad_(False)
+
+    def __call__(self, prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
+        """Return one score per completion, in order."""
+        are_chats = bool(prompts) and not isinstance(prompts[0], str)
+        if are_chats and ensure_template(self._tokenizer):
+            self._run.report.message(
+                f"The reward model {self._named} has no chat template; a plain one (<|user|>, <|assistant|>) is used.",
+                level="warning",
+            )
+        texts = [self._whole(*one) for one in zip(prompts, completions, strict=True)]
+        scores: list[float] = []
+        for start in range(0, len(texts), _TEXTS_AT_ONCE):
+            self._alive()
+            scores += self._scores(texts[start : start + _TEXTS_AT_ONCE], are_chats)
+        return scores
+
+    def _whole(self, prompt: Any, completion: Any) -> str:
+        if not isinstance(prompt, str):
+            return str(self._tokenizer.apply_chat_template(prompt + completion, tokenize=False))
+        # The reward is read at the end of a text, and the texts in its training data end with this token.
+        end = str(self._tokenizer.eos_token)
+        return f"{prompt}{completion}" if completion.endswith(end) else f"{prompt}{completion}{end}"
+
+    def _scores(self, texts: list[str], are_chats: bool) -> list[float]:
+        # A chat template adds the special tokens itself; for plain texts they are added here, as in its training.
+        batch = _padded(self._tokenizer, texts, add_special_tokens=not are_chats).to(self._model.device)
+        with torch.inference_mode():
+            logits = self._model(**batch).logits
+        scores: list[float] = logits[:, 0].float().tolist()
+        return scores
+
+
+def _padded(tokenizer: PreTrainedTokenizerBase, texts: list[str], add_special_tokens: bool) -> Any:
+    return tokenizer(
+        texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=add_special_tokens
+    )
+
+
+def _load(found: Base, name: str, dtype: torch.dtype) -> Any:
+    """Load the classifier and merge its adapter, if any; weights from safetensors only."""
+    labels: dict[str, Any] = {}
+    if found.adapter is not None:
+        if PeftConfig.from_pretrained(str(found.adapter)).task_type != "SEQ_CLS":
+            raise TrainingFailure("config_error", f"{name} is an adapter, but not one of a reward model.")
+        labels = {"num_labels": 1}  # not part of an adapter's configuration
+    try:
+        with suppress_seqcls_warning():
+            model = AutoModelForSequenceClassification.from_pretrained(
+                found.source, dtype=dtype, use_safetensors=True, **labels, **found.options
+            )
+        if found.adapter is not None:
+            model = PeftModel.from_pretrained(model, str(found.adapter), is_trainable=False).merge_and_unload()
+    except (RuntimeError, MemoryError):
+        raise
+    except Exception as error:
+        raise not_loaded(error, name, "reward model") from error
+    if model.config.num_labels != 1:
+        raise TrainingFailure(
+            "config_error",
+            f"{name} returns {model.config.num_labels} numbers for a text, but a reward model must return one.",
+        )
+    return model

@@ -1,0 +1,60 @@
+"""Output of a run: adapter or model in Hugging Face format, tokenizer, model card, metrics."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from worker.checkpoint_files import manifest
+from worker.training.failures import classify
+from worker.training.loop.memory import write_profile
+from worker.training.loop.trainer import Faithful
+from worker.training.model.base_model import ADAPTER_CONFIG, Base
+from worker.training.model.loader import versions
+from worker.training.output.model_card import model_card
+from worker.wire.heartbeat import while_growing
+
+OUTPUT = "output"
+
+
+def export(trainer: Faithful, base: Base, facts: dict[str, Any]) -> str:
+    """Write `output/` to the attempt's folder, atomically, and return its name relative to that folder.
+
+    Raises:
+        TrainingFailure: `disk_full`.
+    """
+    run = trainer.run
+    run.report.phase("exporting")
+    final = run.folder / OUTPUT
+    staging = run.folder / f".{OUTPUT}.tmp"
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    try:
+        with while_growing(run.report.alive, staging):
+            trainer.model.save_pretrained(staging)
+        trainer.processing_class.save_pretrained(staging)
+        if base.merged is not None and (staging / ADAPTER_CONFIG).is_file():
+            # The adapter is only valid with the exact weights it was trained on, which exist only here.
+            base.merged.rename(staging / "base_model")
+            _name_base(staging, final / "base_model")
+        run.history.copy_to(staging)
+        run.trackers.copy_files(staging)
+        if run.config.trainer_options.distributions_steps:
+            run.distributions.copy_to(staging)
+        if run.config.trainer_options.memory_profile:
+            write_profile(run, staging)
+        where = run.config.push_to_hub or str(final)
+        card = model_card(run.job, run.config, facts, versions(), run.state, where, trainer.OBJECTIVE)
+        (staging / "README.md").write_text(card)
+        manifest.commit(staging, final, run.report.alive)
+    except Exception as error:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise classify(error) from error
+    return OUTPUT
+
+
+def _name_base(folder: Path, base: Path) -> None:
+    path = folder / ADAPTER_CONFIG
+    described = json.loads(path.read_text())
+    described["base_model_name_or_path"] = str(base)
+    path.write_text(json.dumps(described, indent=2, sort_keys=True))

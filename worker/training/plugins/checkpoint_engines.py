@@ -1,0 +1,151 @@
+"""Checkpoint engine plugins: a thread passes them checkpoints, and only the end of training waits for it, briefly."""
+
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Protocol
+
+from app.contracts.plugins import Plugin
+from worker.training.context import Run
+from worker.training.failures import TrainingFailure
+from worker.training.plugins import registry
+
+_END_SECONDS = 120.0
+_STOP_SECONDS = 20.0
+"""Short, since a stopping trainer is killed after its grace period; the engine keeps what it has by then."""
+_POLL_SECONDS = 0.2
+
+
+class Keeper:
+    """Passes complete checkpoints to the engine, the newest first: if it is slow, the older ones matter less.
+
+    An upload does not report its progress, so the thread sends no heartbeat, and a wait for it is limited.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._changed = threading.Condition()
+        self._waiting: list[Path] = []
+        self._current: Path | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: TrainingFailure | None = None
+
+    def keep(self, folder: Path) -> None:
+        """Queue a copy of the checkpoint in `folder`, if an engine is configured; does not wait."""
+        if self._run.config.trainer_options.checkpoint_engine is None:
+            return
+        with self._changed:
+            self._waiting.append(folder)
+            self._changed.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="checkpoint engine", daemon=True)
+                self._thread.start()
+
+    def check(self) -> None:
+        """Raise the failure that makes the engine unusable, if there is one by now.
+
+        Raises:
+            TrainingFailure: `config_error`.
+        """
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def settle(self) -> None:
+        """Wait for the copies at the end of training, for a limited time; report those that are not finished then."""
+        began = time.monotonic()
+        with self._changed:
+            while self._waiting or self._current:
+                seconds = _END_SECONDS if self._run.stop_requested is None else _STOP_SECONDS
+                if time.monotonic() - began >= seconds:
+                    break
+                self._changed.wait(_POLL_SECONDS)
+            left = sorted({*self._waiting, *([self._current] if self._current else [])})
+            self._waiting.clear()
+        if left:
+            names = ", ".join(path.name for path in left)
+            line = (
+                f"The checkpoint engine did not finish within {seconds:.0f} s of the end: it may have no copy of "
+                f"{names}. The checkpoints in the run's own folder are complete."
+            )
+            self._run.report.message(line, "warning")
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting:
+                    self._changed.wait()
+                folder = self._current = self._waiting.pop()
+            try:
+                if folder.is_dir():  # or it was cleaned up before its turn came
+                    keep(self._run, folder)
+            except TrainingFailure as failure:
+                self._failure = failure
+            finally:
+                with self._changed:
+                    self._current = None
+                    self._changed.notify_all()
+
+
+class CheckpointEngine(Protocol):
+    """Storage for checkpoint replicas, created by `anneal.checkpoint_engines` from their parameters."""
+
+    def save(self, folder: Path, name: str) -> None:
+        """Store a replica of a complete checkpoint; `name` is `<run>/a<attempt>/checkpoint-<step>`."""
+
+    def fetch(self, name: str, folder: Path) -> bool:
+        """Copy the replica into an empty folder; return False if there is none."""
+
+
+def keep(run: Run, folder: Path) -> None:
+    """Store a replica of a checkpoint on disk with an installed checkpoint engine; an error loses only the replica.
+
+    Raises:
+        TrainingFailure: `config_error`: the plugin is not a checkpoint engine.
+    """
+    plugin = run.config.trainer_options.checkpoint_engine
+    if plugin is None:
+        return
+    engine = _engine(plugin)
+    try:
+        engine.save(folder, _replica_name(folder))
+    except Exception as error:
+        failure = registry.wrong("checkpoint_engine", plugin.type, f"could not keep {folder.name}: {error!r}")
+        run.report.message(f"{failure} The checkpoint in the run's own folder is complete.", level="warning")
+
+
+def fetch(run: Run) -> None:
+    """Restore a checkpoint that is missing from its folder into this attempt's folder; its hashes are checked next."""
+    plugin, resume = run.config.trainer_options.checkpoint_engine, run.resume_from
+    if plugin is None or resume is None or Path(resume["path"]).exists():
+        return
+    place = Path(resume["path"])
+    target = run.folder / f".{place.name}.fetched"
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    try:
+        found = _engine(plugin).fetch(_replica_name(place), target)
+    except Exception as error:
+        raise registry.wrong("checkpoint_engine", plugin.type, f"could not fetch {place.name}: {error!r}") from error
+    if not isinstance(found, bool):
+        raise registry.wrong("checkpoint_engine", plugin.type, f"returned {found!r} from `fetch`, not True or False")
+    if found:
+        run.report.message(
+            f"{place.name} was missing from its folder and was restored from the replica of `{plugin.type}`.",
+            level="warning",
+        )
+        run.job["resume_from"] = {**resume, "path": str(target)}
+
+
+def _engine(plugin: Plugin) -> CheckpointEngine:
+    made = registry.call("checkpoint_engine", plugin.type, **plugin.parameters)
+    missing_methods = [method for method in ("save", "fetch") if not callable(getattr(made, method, None))]
+    if missing_methods:
+        what = f"returned a {type(made).__name__}, which has no method {' and no '.join(missing_methods)}"
+        raise registry.wrong("checkpoint_engine", plugin.type, what)
+    return made  # type: ignore[no-any-return]
+
+
+def _replica_name(folder: Path) -> str:
+    return "/".join(folder.parts[-3:])

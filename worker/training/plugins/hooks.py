@@ -1,0 +1,209 @@
+"""Training steps replaced by installed plugins: each is created, its type checked, and errors name the plugin.
+
+The protocols define each kind; docs/plugins.md has an example of each.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+from transformers import PreTrainedModel
+
+from app.contracts.plugins import Plugin, named
+from app.contracts.rewards import PluginReward
+from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.resolution import Replacement
+from worker.training.context import Run
+from worker.training.failures import Stopped, TrainingFailure
+from worker.training.plugins import registry
+from worker.training.trainer_protocol import ServiceTrainer
+
+_RESULT = {"outcome", "why", "step", "epoch", "error", "output", "hub", "metrics"}
+
+_ROWS_BETWEEN_HEARTBEATS = 256
+
+
+def check(config: TrainingConfig) -> None:
+    """Load all plugins that a configuration names, before anything else is loaded.
+
+    Raises:
+        TrainingFailure: `config_error` that names what is not installed, cannot be imported or cannot be called.
+    """
+    for _, kind, name in named(config.model_dump(mode="json")):
+        if kind != "metrics":  # loaded by the recipes that use them
+            registry.load(kind, name)
+
+
+def train(run: Run, replaced: list[Replacement], plugin: Plugin) -> dict[str, Any]:
+    """Train with an installed recipe, and return the fields of the result record."""
+    name = plugin.type
+    result = registry.load("recipe", name)(run, replaced, **plugin.parameters)
+    if not isinstance(result, dict) or result.get("outcome") not in ("completed", "stopped"):
+        raise registry.wrong(
+            "recipe", name, f"returned {str(result)[:100]!r}, not a dict with `outcome`: completed or stopped"
+        )
+    if unknown := sorted(map(str, result.keys() - _RESULT)):
+        raise registry.wrong("recipe", name, f"returned fields that a result does not have: {', '.join(unknown)}")
+    return result
+
+
+def take_rows(run: Run) -> None:
+    """Write the rows of an installed data source to files, which replace those of the datasets."""
+    plugin = run.config.trainer_options.data_source
+    if plugin is None:
+        return
+    for field, purpose in (("dataset", "training"), ("eval_dataset", "evaluation")):
+        if run.job.get(field):
+            run.job[field] = {**run.job[field], **_write_rows(run, plugin, Path(run.job[field]["path"]), purpose)}
+
+
+def drop_rows(run: Run) -> None:
+    """Delete the files of `take_rows` once the rows are tokenized."""
+    for path in run.folder.glob("rows-*.jsonl"):
+        path.unlink()
+
+
+def _write_rows(run: Run, plugin: Plugin, path: Path, purpose: str) -> dict[str, Any]:
+    kind, name = "data_source", plugin.type
+    rows = registry.call(kind, name, path, purpose=purpose, **plugin.parameters)
+    if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
+        raise registry.wrong(kind, name, f"returned a {type(rows).__name__}, not rows to iterate over")
+    digest, count, target = hashlib.sha256(), 0, run.folder / f"rows-{purpose}.jsonl"
+    each = iter(rows)
+    with target.open("wb") as file:
+        while True:
+            try:
+                row = next(each)
+            except StopIteration:
+                break
+            except (TrainingFailure, Stopped):
+                raise
+            except Exception as error:
+                raise registry.wrong(kind, name, f"failed at row {count}: {error!r}") from error
+            if not isinstance(row, Mapping):
+                raise registry.wrong(kind, name, f"returned a {type(row).__name__} as row {count}, not a dict")
+            try:
+                line = json.dumps(dict(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+            except (TypeError, ValueError) as error:
+                raise registry.wrong(kind, name, f"returned a row {count} that is not JSON: {error}") from error
+            digest.update(line)
+            file.write(line)
+            count += 1
+            if count % _ROWS_BETWEEN_HEARTBEATS == 0:
+                run.report.alive()
+                run.heed_stop()
+    if count == 0:
+        raise registry.wrong(kind, name, f"returned no rows of the {purpose} data")
+    return {"path": str(target), "rows": count, "sha256": digest.hexdigest()}
+
+
+def model(run: Run, load: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    """Load the base model as configured, or through an installed factory."""
+    plugin = run.config.trainer_options.model_factory
+    if plugin is None:
+        return load()
+    made = registry.call("model_factory", plugin.type, load, **plugin.parameters)
+    return registry.checked("model_factory", plugin.type, made, PreTrainedModel, "transformers.PreTrainedModel")
+
+
+def optimizer(trainer: ServiceTrainer, network: torch.nn.Module) -> torch.optim.Optimizer | None:
+    """Create an installed optimizer for all trained parameters; None: use the configured one."""
+    plugin = trainer.run.config.trainer_options.optimizer
+    if plugin is None:
+        return None
+    kind, name = "optimizer", plugin.type
+    decaying = set(trainer.get_decay_parameter_names(network))
+    training = {name: one for name, one in network.named_parameters() if one.requires_grad}
+    groups = [
+        {"params": [one for name, one in training.items() if (name in decaying) is decays], "weight_decay": weight}
+        for decays, weight in ((True, trainer.args.weight_decay), (False, 0.0))
+    ]
+    made = registry.call(kind, name, [group for group in groups if group["params"]], lr=trainer.args.learning_rate,
+                         **plugin.parameters)  # fmt: skip
+    registry.checked(kind, name, made, torch.optim.Optimizer, "torch.optim.Optimizer")
+    held = {id(one) for group in made.param_groups for one in group["params"]}
+    if left := [name for name, one in training.items() if id(one) not in held]:
+        raise registry.wrong(kind, name, f"leaves out {len(left)} trained parameters, {left[0]} among them")
+    return made
+
+
+def scheduler(trainer: ServiceTrainer, steps: int, of: torch.optim.Optimizer) -> LRScheduler | None:
+    """Create an installed learning-rate schedule over `steps` steps; None: use the configured one."""
+    plugin = trainer.run.config.trainer_options.scheduler
+    if plugin is None:
+        return None
+    kind, name, warmup = "scheduler", plugin.type, trainer.args.get_warmup_steps(steps)
+    made = registry.call(kind, name, of, num_training_steps=steps, num_warmup_steps=warmup, **plugin.parameters)
+    registry.checked(kind, name, made, LRScheduler, "torch.optim.lr_scheduler.LRScheduler")
+    if isinstance(made, ReduceLROnPlateau):
+        raise registry.wrong(kind, name, "returned a ReduceLROnPlateau, which depends on a metric and not on steps")
+    return made
+
+
+def makes_rates(config: TrainingConfig) -> bool:
+    """Return True if a plugin determines the learning rates."""
+    options = config.trainer_options
+    return options.optimizer is not None or options.scheduler is not None
+
+
+def initial_rates(trainer: ServiceTrainer) -> list[float]:
+    """Return the initial learning rates of the optimizer's groups by the effective configuration."""
+    return [group.get("initial_lr", group["lr"]) for group in trainer.optimizer.param_groups]
+
+
+def reapply_rates(trainer: ServiceTrainer, weight_decays: list[float], rates: list[float]) -> None:
+    """Apply the configured rates after a checkpoint was loaded; rates that are equal stay bitwise unchanged.
+
+    Raises:
+        TrainingFailure: `config_error`: they differ, and the effect on the scheduler is unknown.
+    """
+    course = trainer.lr_scheduler
+    for group, decay in zip(trainer.optimizer.param_groups, weight_decays, strict=True):
+        group["weight_decay"] = decay
+    if initial_rates(trainer) == rates:
+        return
+    if not isinstance(course, LambdaLR):
+        raise TrainingFailure(
+            "config_error",
+            "`learning_rate` cannot change when a run is resumed with this scheduler: only a "
+            "torch.optim.lr_scheduler.LambdaLR can be recomputed for another rate.",
+        )
+    course.base_lrs = list(rates)
+    for group, rate, factor in zip(trainer.optimizer.param_groups, rates, course.lr_lambdas, strict=True):
+        group["initial_lr"] = rate
+        group["lr"] = rate * factor(course.last_epoch)
+    course._last_lr = [group["lr"] for group in trainer.optimizer.param_groups]
+
+
+class Reward:
+    """An installed reward, called as TRL calls a reward function."""
+
+    def __init__(self, reward: PluginReward, name: str) -> None:
+        """Create the reward function; `name` is its name in metrics.
+
+        Raises:
+            TrainingFailure: `config_error` that names what cannot be created or called.
+        """
+        self.__name__ = name
+        self._name = reward.name
+        self._function: Any = registry.call("reward", reward.name, **reward.options)
+        if not callable(self._function):
+            raise registry.wrong("reward", reward.name, f"returned a {type(self._function).__name__}, not a function")
+
+    def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
+        """Return one number per completion, in order."""
+        try:
+            found = self._function(prompts, completions, **columns)
+        except Exception as error:
+            raise registry.wrong("reward", self._name, f"failed: {error!r}") from error
+        if not isinstance(found, Sequence) or isinstance(found, str) or len(found) != len(completions):
+            what = f"{len(found)} numbers" if isinstance(found, Sequence) else f"a {type(found).__name__}"
+            raise registry.wrong("reward", self._name, f"returned {what}, not one for each of {len(completions)}")
+        for one in found:
+            if one is not None and (isinstance(one, bool) or not isinstance(one, int | float)):
+                raise registry.wrong("reward", self._name, f"returned a {type(one).__name__} among its numbers")
+        return [None if one is None else float(one) for one in found]

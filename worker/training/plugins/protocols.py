@@ -1,0 +1,56 @@
+"""Protocols that plugins implement; described in docs/plugins.md."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel
+
+from app.contracts.training_config.resolution import Replacement
+from worker.training.context import Run
+
+
+class Recipe(Protocol):
+    """A whole training (`anneal.recipes`) that replaces that of the method."""
+
+    def __call__(self, run: Run, replaced: list[Replacement], /, **parameters: Any) -> dict[str, Any]:
+        """Train to the end or to a stop, and return the fields of the result, as `course.finish` does."""
+
+
+class DataSource(Protocol):
+    """Source of rows that replaces the dataset's file (`anneal.data_sources`)."""
+
+    def __call__(self, path: Path, /, purpose: str, **parameters: Any) -> Iterable[Mapping[str, Any]]:
+        """Return rows in the dataset's format, the same ones each time; `purpose` is training or evaluation."""
+
+
+class ModelFactory(Protocol):
+    """Factory of the base model, before an adapter is added (`anneal.model_factories`)."""
+
+    def __call__(self, load: Callable[[], PreTrainedModel], /, **parameters: Any) -> PreTrainedModel:
+        """Return the model; `load` loads the configured one onto its device."""
+
+
+class OptimizerFactory(Protocol):
+    """Factory of an optimizer (`anneal.optimizers`), such as a class of `torch.optim`."""
+
+    def __call__(self, groups: list[dict[str, Any]], /, lr: float, **parameters: Any) -> torch.optim.Optimizer:
+        """Create the optimizer; `groups` has all trained parameters, each group with its `weight_decay`."""
+
+
+class SchedulerFactory(Protocol):
+    """Factory of a learning-rate schedule (`anneal.schedulers`)."""
+
+    def __call__(
+        self, optimizer: torch.optim.Optimizer, /, num_training_steps: int, num_warmup_steps: int, **parameters: Any
+    ) -> LRScheduler:
+        """Create the scheduler, which is stepped once after each optimizer step."""
+
+
+class RewardFunction(Protocol):
+    """Reward function created by `anneal.rewards` from its options."""
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], /, **columns: Any) -> Sequence[float | None]:
+        """Return one number per completion; None: the completion does not count."""

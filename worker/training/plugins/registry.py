@@ -1,0 +1,79 @@
+"""Registry of the plugins that the operator installed: finds, loads, calls and checks entry points by kind and name.
+
+It does not import torch, since the worker uses it to report what is installed.
+"""
+
+import inspect
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import Any
+
+from app.contracts.plugins import PLUGINS
+from worker.training.failures import Stopped, TrainingFailure
+
+_RAISED_UNCHANGED = (Stopped, TrainingFailure, MemoryError)
+
+
+def load(kind: str, name: str) -> Callable[..., Any]:
+    """Load an entry point.
+
+    Raises:
+        TrainingFailure: `config_error` that names what is not installed, cannot be imported or cannot be called.
+    """
+    group = PLUGINS[kind]
+    points = {point.name: point for point in entry_points(group=group)}
+    if name not in points:
+        there = ", ".join(sorted(points)) or "none"
+        raise TrainingFailure(
+            "config_error",
+            f"This worker has no {kind.replace('_', ' ')} `{name}`; installed are: {there}. The operator installs a "
+            f"package with an entry point of `{group}` into the environment of the workers.",
+        )
+    try:
+        found: Any = points[name].load()
+    except Exception as error:  # third-party code can raise anything
+        raise wrong(kind, name, f"cannot be imported: {error!r}") from error
+    if not callable(found):
+        raise wrong(kind, name, f"is {_type_name(found)}, but must be a callable")
+    return found  # type: ignore[no-any-return]
+
+
+def call(kind: str, name: str, *arguments: Any, **named: Any) -> Any:
+    """Call an entry point with these arguments and return its result.
+
+    Errors about memory and stops are raised unchanged.
+
+    Raises:
+        TrainingFailure: `config_error`: as `load`, or it does not accept the arguments, or it fails.
+    """
+    found = load(kind, name)
+    try:
+        inspect.signature(found).bind(*arguments, **named)
+    except TypeError as error:
+        raise wrong(kind, name, f"does not accept its arguments: {error}") from error
+    except ValueError:
+        pass  # compiled code without a signature
+    try:
+        return found(*arguments, **named)
+    except _RAISED_UNCHANGED:
+        raise
+    except Exception as error:
+        if "out of memory" in str(error).lower():
+            raise
+        raise wrong(kind, name, f"failed: {error!r}") from error
+
+
+def checked(kind: str, name: str, made: Any, type: type, called: str) -> Any:
+    """Return the result of an entry point if it has this type, which the error message names as `called`."""
+    if not isinstance(made, type):
+        raise wrong(kind, name, f"returned {_type_name(made)}, not a {called}")
+    return made
+
+
+def wrong(kind: str, name: str, why: str) -> TrainingFailure:
+    """Create the error about an entry point, which names it."""
+    return TrainingFailure("config_error", f"`{PLUGINS[kind]}` entry `{name}` {why}.")
+
+
+def _type_name(value: Any) -> str:
+    return f"a {type(value).__name__}"
