@@ -30,17 +30,17 @@ import app.runs.retention
 import app.secrets.endpoints
 import app.workers.endpoints
 from app.api import docs_page, errors, openapi
-from app.api.middleware.body_limits import Intake
-from app.api.middleware.host_guard import Hosts
-from app.api.middleware.request_ids import RequestIds
-from app.api.middleware.request_metrics import RequestMetrics, Requests
-from app.api.middleware.security_headers import ResponseHeaders
-from app.api_keys.middleware import Authentication
-from app.api_keys.verifier import Auth
-from app.audit.middleware import Audit
+from app.api.middleware.body_limits import BodyLimitMiddleware
+from app.api.middleware.host_guard import HostGuardMiddleware
+from app.api.middleware.request_ids import RequestIdMiddleware
+from app.api.middleware.request_metrics import RequestMetrics, RequestMetricsMiddleware
+from app.api.middleware.security_headers import SecurityHeadersMiddleware
+from app.api_keys.middleware import AuthenticationMiddleware
+from app.api_keys.verifier import KeyVerifier
+from app.audit.middleware import AuditMiddleware
 from app.config import Settings, get_settings
 from app.contracts.backends import BACKEND_RULES
-from app.infra.broker import Queue
+from app.infra.broker import Broker
 from app.infra.db import async_engine, session_maker
 from app.infra.server_urls import resolve_urls
 from app.infra.storage import Storage
@@ -48,7 +48,7 @@ from app.prometheus.collector import Metrics
 from app.prometheus.snapshot import Snapshots
 from app.runs.events.stream import Streams
 from app.runs.scheduler.dispatcher import Dispatcher
-from app.runs.scheduler.eta import Forecasts
+from app.runs.scheduler.eta import EtaService
 
 DESCRIPTION = "Fine-tune language models on your own machines: durable runs, live event streams, exact resume."
 
@@ -76,13 +76,13 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         redirect_slashes=False,
         # From the outside in: access log and request id, then authentication, then checks of the request.
         middleware=[
-            Middleware(Requests, metrics=requests),
-            Middleware(ResponseHeaders),
-            Middleware(RequestIds),
-            Middleware(Hosts, settings=settings),
-            Middleware(Authentication),
-            Middleware(Audit),
-            Middleware(Intake, settings=settings),
+            Middleware(RequestMetricsMiddleware, metrics=requests),
+            Middleware(SecurityHeadersMiddleware),
+            Middleware(RequestIdMiddleware),
+            Middleware(HostGuardMiddleware, settings=settings),
+            Middleware(AuthenticationMiddleware),
+            Middleware(AuditMiddleware),
+            Middleware(BodyLimitMiddleware, settings=settings),
         ],
     )
     api.state.settings, api.state.requests = settings, requests
@@ -117,17 +117,17 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     engine = async_engine(settings.database_url or "")
     sessions = session_maker(engine)
     storage = Storage(settings)
-    queue = Queue(settings)
+    queue = Broker(settings)
     dispatching = async_engine(settings.database_url or "", pool_size=1)
     dispatcher = Dispatcher(dispatching, queue, settings)
     streams = Streams(engine, queue)
     api.state.engine, api.state.sessions, api.state.storage = engine, sessions, storage
     api.state.reading_sessions = session_maker(engine.execution_options(isolation_level="AUTOCOMMIT"))
     api.state.snapshot_sessions = session_maker(engine.execution_options(isolation_level="REPEATABLE READ"))
-    api.state.auth, api.state.queue, api.state.streams = Auth(sessions), queue, streams
+    api.state.auth, api.state.queue, api.state.streams = KeyVerifier(sessions), queue, streams
     api.state.curve_reads = asyncio.Semaphore(app.runs.metrics.curves.READS_AT_A_TIME)
     api.state.log_searches = asyncio.Semaphore(app.runs.logs.endpoints.SEARCHES_AT_A_TIME)
-    api.state.forecasts = Forecasts(settings, sorted(BACKEND_RULES), api.state.reading_sessions)
+    api.state.forecasts = EtaService(settings, sorted(BACKEND_RULES), api.state.reading_sessions)
     api.state.snapshots = Snapshots(dispatching, settings)
     api.state.metrics = Metrics(api.state.requests, streams, queue, dispatcher)
     # Every stream stalls during a full garbage collection, so collections skip all objects that exist now, and a full

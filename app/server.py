@@ -14,7 +14,7 @@ from app.api.uvicorn_protocol import Protocol
 from app.config import Settings
 from app.infra import log_setup
 from app.infra.db import is_away, sync_engine
-from app.infra.errors import HomeError
+from app.infra.errors import SetupError
 from app.infra.private_files import make_private_folder, read_json, write_private_json
 from app.tables import migrate
 
@@ -25,7 +25,7 @@ _FLUSH_SECONDS = 2.5
 
 
 def listen(settings: Settings) -> socket.socket:
-    """Return the listening socket on `host` and `port` (0: any free port); raises `HomeError` if that fails."""
+    """Return the listening socket on `host` and `port` (0: any free port); raises `SetupError` if that fails."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -36,15 +36,15 @@ def listen(settings: Settings) -> socket.socket:
         listener.close()
         where = f"{settings.host}:{settings.port}"
         if isinstance(error, socket.gaierror):
-            raise HomeError(f"ANNEAL_HOST={settings.host} is not an address of this machine.") from None
+            raise SetupError(f"ANNEAL_HOST={settings.host} is not an address of this machine.") from None
         if isinstance(error, PermissionError):
-            raise HomeError(f"Permission denied to listen on {where}; set ANNEAL_PORT to a port above 1023.") from None
+            raise SetupError(f"Permission denied to listen on {where}; set ANNEAL_PORT to a port above 1023.") from None
         if error.errno == errno.EADDRINUSE:
-            raise HomeError(
+            raise SetupError(
                 f"Port {settings.port} on {settings.host} is in use by another program; stop it, or set ANNEAL_PORT "
                 "to another port (0 selects any free port)."
             ) from None
-        raise HomeError(f"Cannot listen on {where}: {error.strerror}; set ANNEAL_HOST and ANNEAL_PORT.") from None
+        raise SetupError(f"Cannot listen on {where}: {error.strerror}; set ANNEAL_HOST and ANNEAL_PORT.") from None
     return listener
 
 
@@ -119,11 +119,11 @@ def serve(settings: Settings, listener: socket.socket) -> None:
     if (read_json(info_file) or {}).get("pid") == os.getpid():
         info_file.unlink(missing_ok=True)
     if not server.started:
-        raise HomeError("The API did not start; the lines above say why.")
+        raise SetupError("The API did not start; the lines above say why.")
 
 
 def refuse_older_database(settings: Settings) -> None:
-    """Check the schema's revision: raises `HomeError` if it is too old; an unreachable database is not an error."""
+    """Check the schema's revision: raises `SetupError` if it is too old; an unreachable database is not an error."""
     engine = sync_engine(settings.database_url or "", pool_size=0, name="anneal-start")
     try:
         with engine.connect() as connection:
@@ -135,4 +135,4 @@ def refuse_older_database(settings: Settings) -> None:
     finally:
         engine.dispose()
     if older:
-        raise HomeError(older)
+        raise SetupError(older)

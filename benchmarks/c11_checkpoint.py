@@ -130,9 +130,9 @@ def _job(folder: Path, model: Path, rows: Path, **more: Any) -> Path:
 
 def _ours(folder: Path, model: Path, rows: Path) -> None:
     from worker.training.__main__ import main as train
-    from worker.training.loop.trainer import Faithful
+    from worker.training.loop.trainer import ServiceTrainerMixin
 
-    clock = _Clock(Faithful)
+    clock = _Clock(ServiceTrainerMixin)
     path = _job(folder, model, rows)
     train([str(path)])
     size = sum(one.stat().st_size for one in (path.parent / f"checkpoint-{EVERY}").iterdir())

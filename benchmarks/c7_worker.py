@@ -7,11 +7,11 @@ from typing import Any
 from app.runs.state import machine
 from benchmarks.c7_tasks import STARTED
 from worker.attempts import supervisor
-from worker.context import Host
+from worker.context import WorkerContext
 from worker.main import main
 
 
-def begin(host: Host, run: Any, _: float) -> None:
+def begin(host: WorkerContext, run: Any, _: float) -> None:
     """Replace `supervisor.supervise`, which is called after the claim is committed."""
     now = time.monotonic()
     with host.engine.begin() as connection:

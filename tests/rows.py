@@ -48,7 +48,7 @@ def add_worker(engine: Engine, devices: int = 1, **values: Any) -> str:
     ]
     with engine.begin() as connection:
         connection.execute(registry.register({**defaults, **values}))
-        connection.execute(registry.offer(offered))
+        connection.execute(registry.register_devices(offered))
     return worker_id
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.workers.status_files import Notebook
+from app.workers.status_files import WorkerStatusFile
 from tests.container_rules import Files, problems
 from tests.server import ApiServer
 
@@ -115,7 +115,7 @@ def test_the_health_check_of_the_api_tells_one_that_answers_from_one_that_is_gon
 def test_the_health_check_of_a_worker_tells_one_that_runs_from_one_that_is_gone(tmp_path: Path) -> None:
     check = [part.replace(HOME, str(tmp_path)) for part in Files.ours().stages["worker"].health_check]
     assert _ask(check) != 0
-    note = Notebook(tmp_path, "wrk_1")
+    note = WorkerStatusFile(tmp_path, "wrk_1")
     note.open()  # of this very process, which lives
     assert _ask(check) == 0
     note.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from app.contracts.methods import RlhfOptions, TrainingMethod
-from app.contracts.training_config.validation import problems
+from app.contracts.training_config.validation import config_errors
 
 TEXT = (Path(__file__).parents[1] / "docs" / "methods.md").read_text()
 CONFIGS = [json.loads(block) for block in re.findall(r"^```json\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)]
@@ -15,7 +15,7 @@ CONFIGS = [json.loads(block) for block in re.findall(r"^```json\n(.*?)^```", TEX
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config["method"])
 def test_a_configuration_that_is_shown_has_no_problem(config: dict[str, object]) -> None:
-    assert problems(config, has_eval_dataset=False) == []
+    assert config_errors(config, has_eval_dataset=False) == []
 
 
 def test_every_method_and_every_reward_is_there() -> None:

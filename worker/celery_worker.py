@@ -10,17 +10,17 @@ from celery.concurrency.thread import TaskPool
 
 from app.infra.broker import TASK
 from worker.attempts import supervisor
-from worker.context import Host
-from worker.signals import Orders
+from worker.context import WorkerContext
+from worker.signals import SignalHandler
 
 _HINT_HOLD_SECONDS = 1.0
 """Seconds for which a worker that takes no runs keeps a hint, so that it does not receive it again at once."""
 
 
-class Program(Worker):  # type: ignore[misc]  # Celery has no types
+class CeleryProgram(Worker):  # type: ignore[misc]  # Celery has no types
     """Celery worker with this project's signal handling and logging."""
 
-    def __init__(self, orders: Orders, **options: Any) -> None:
+    def __init__(self, orders: SignalHandler, **options: Any) -> None:
         self._orders = orders
         super().__init__(**options)
 
@@ -41,7 +41,7 @@ class Program(Worker):  # type: ignore[misc]  # Celery has no types
         hub.add_reader(self.pool.freed, self.pool.look)
 
 
-class Slots(TaskPool):  # type: ignore[misc]  # Celery has no types
+class SlotPool(TaskPool):  # type: ignore[misc]  # Celery has no types
     """Celery's thread pool, which signals when one of its threads becomes free.
 
     A full worker takes no hints, and its event loop would ask for the next one only when it wakes up for another
@@ -66,7 +66,7 @@ class Slots(TaskPool):  # type: ignore[misc]  # Celery has no types
 log = logging.getLogger(__name__)
 
 
-def register(app: Celery, host: Host) -> None:
+def register(app: Celery, host: WorkerContext) -> None:
     """Register `anneal.run_next`, which claims pending runs, the most urgent first, and trains them."""
     reported: str | None = None
 

@@ -15,17 +15,17 @@ from sqlalchemy.exc import SQLAlchemyError
 from app.config import Settings
 from app.infra.broker import CONTROL_CHANNEL, events_channel
 from app.infra.db import is_away, sync_engine
-from app.infra.errors import HomeError
+from app.infra.errors import SetupError
 from app.infra.ids import new_id
 from app.infra.storage import Storage
 from app.tables import migrate
 from app.tables.runs import Run
 from app.workers import registry
-from app.workers.status_files import Notebook
+from app.workers.status_files import WorkerStatusFile
 from worker import devices, registration
-from worker.checkpoint_store.remote_store import Remote
-from worker.checkpoint_store.replicator import Copies
-from worker.health import Fitness
+from worker.checkpoint_store.remote_store import RemoteStore
+from worker.checkpoint_store.replicator import Replicator
+from worker.health import WorkerHealth
 from worker.process.launcher import Launcher
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class HeldLease(Protocol):
         """Renew the lease at once."""
 
 
-class Host:
+class WorkerContext:
     """State shared by the supervisors of this process."""
 
     def __init__(self, settings: Settings) -> None:
@@ -55,7 +55,7 @@ class Host:
         self.id = new_id("wrk")
         self.name = socket.gethostname()
         self.storage = Storage(settings)
-        self.fitness = Fitness(self.storage.root)
+        self.fitness = WorkerHealth(self.storage.root)
         self.machine = devices.find(settings)
         self.kind = self.machine.devices[0].kind
         self.launcher = Launcher(settings)
@@ -79,11 +79,11 @@ class Host:
         """Current runs save and are released now."""
         self.drained_at = float("inf")
         """Monotonic time at which `draining` was set."""
-        self.copies: Copies | None = None
+        self.copies: Replicator | None = None
         """Checkpoint replication, if the operator configured it."""
         if settings.checkpoint_url:
-            self.copies = Copies(Remote(settings.checkpoint_url, self.storage), self.storage, self.engine)
-        self._notebook = Notebook(settings.home, self.id)
+            self.copies = Replicator(RemoteStore(settings.checkpoint_url, self.storage), self.storage, self.engine)
+        self._notebook = WorkerStatusFile(settings.home, self.id)
         self._leases: dict[str, HeldLease] = {}
         self._to_wake: set[str] = set()
         self._wake_up = threading.Event()
@@ -140,7 +140,7 @@ class Host:
             self._heartbeat.join(_DATABASE_PAUSE)  # a heartbeat in flight would mark the worker as online
         try:
             with self.engine.begin() as connection:
-                connection.execute(registry.gone([self.id]))
+                connection.execute(registry.mark_offline([self.id]))
         except SQLAlchemyError as error:
             log.warning("this worker could not be marked as offline, the missing heartbeat will show it: %s", error)
         self.engine.dispose()
@@ -180,9 +180,9 @@ class Host:
         try:
             with self.engine.begin() as connection:
                 if older := migrate.too_old(migrate.current(connection)):
-                    raise HomeError(older)
+                    raise SetupError(older)
                 registration.release_dead(connection, self.name)
-                connection.execute(registry.forget(older_than_days=30))
+                connection.execute(registry.delete_old(older_than_days=30))
                 self._register(connection)
         except SQLAlchemyError as error:
             if not is_away(error):
@@ -203,7 +203,7 @@ class Host:
             state = "draining" if self.closing.is_set() else "online"
             try:
                 with self.lease_engine.begin() as connection:
-                    alive = registry.beat(self.id, state, self.launcher.mode, self.launcher.reason)
+                    alive = registry.heartbeat(self.id, state, self.launcher.mode, self.launcher.reason)
                     if connection.execute(alive).one_or_none() is None:
                         self._register(connection)
                     if self.closing.is_set():

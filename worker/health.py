@@ -9,7 +9,7 @@ _FIRST_PAUSE_SECONDS = 5.0
 _LONGEST_PAUSE_SECONDS = 30.0
 
 
-class Fitness:
+class WorkerHealth:
     """Health of a worker, as far as it can be checked before it takes a run."""
 
     def __init__(self, storage: Path) -> None:

@@ -10,7 +10,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from app.contracts.stop import StopAsked
 from app.infra.log_setup import in_this_context
 from app.runs.state import machine
-from worker.context import Host
+from worker.context import WorkerContext
 from worker.process.training_process import TrainingProcess
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class Lease:
     away for longer, while the output of the dead trainer is stored.
     """
 
-    def __init__(self, host: Host, run_id: str, epoch: int, sent: float) -> None:
+    def __init__(self, host: WorkerContext, run_id: str, epoch: int, sent: float) -> None:
         self.run_id = run_id
         self.epoch = epoch
         self.stop: StopAsked | None = None

@@ -7,31 +7,31 @@ import warnings
 from app.config import Settings, get_settings
 from app.infra import log_setup
 from app.infra.broker import QUEUE, celery_app
-from app.infra.errors import HomeError
+from app.infra.errors import SetupError
 from app.infra.server_urls import resolve_urls
 from worker import celery_worker
-from worker.celery_worker import Program, Slots
-from worker.context import Host
-from worker.signals import Orders
+from worker.celery_worker import CeleryProgram, SlotPool
+from worker.context import WorkerContext
+from worker.signals import SignalHandler
 
 log = logging.getLogger(__name__)
 
 
 def main() -> int:
     """Run until SIGTERM or SIGINT; then trainers save, runs are released, and 0 is returned."""
-    orders = Orders()
+    orders = SignalHandler()
     try:
         settings = get_settings()
         log_setup.set_up(settings.log_format)
         return run(resolve_urls(settings), orders)
-    except HomeError as error:
+    except SetupError as error:
         print(f"anneal: {error}", file=sys.stderr)  # noqa: T201
         return 1
 
 
-def run(settings: Settings, orders: Orders) -> int:
+def run(settings: Settings, orders: SignalHandler) -> int:
     """Run a worker until `orders` end it."""
-    host = Host(settings)
+    host = WorkerContext(settings)
     app = celery_app(settings.redis_url or "")
     celery_worker.register(app, host)
     # Celery's warning about root concerns pickled messages; the messages here are JSON without arguments.
@@ -40,11 +40,11 @@ def run(settings: Settings, orders: Orders) -> int:
     try:
         if not host.start():
             return 0
-        program = Program(
+        program = CeleryProgram(
             orders,
             app=app,
             quiet=True,
-            pool=Slots,
+            pool=SlotPool,
             concurrency=host.machine.slots,
             queues=[QUEUE],
             hostname=f"{host.id}@{host.name}",

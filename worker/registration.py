@@ -7,7 +7,7 @@ from importlib.metadata import entry_points, version
 from sqlalchemy import Connection
 
 from app.contracts.plugins import PLUGINS
-from app.infra.process_identity import Identity, start_time
+from app.infra.process_identity import ProcessIdentity, start_time
 from app.runs.state import machine as state_machine
 from app.workers import registry
 from worker.devices import Machine
@@ -16,7 +16,7 @@ from worker.process.launcher import Launcher
 log = logging.getLogger(__name__)
 
 
-def pid_scope(identity: Identity) -> str:
+def pid_scope(identity: ProcessIdentity) -> str:
     """Return boot id and pid namespace, within which a process id is unique."""
     return f"{identity.boot_id}/{identity.namespace}"
 
@@ -28,15 +28,15 @@ def installed() -> dict[str, list[str]]:
 
 def release_dead(connection: Connection, host: str) -> None:
     """Reap at once the runs of dead workers of this machine."""
-    here = Identity.of(os.getpid(), 0)
+    here = ProcessIdentity.of(os.getpid(), 0)
     dead = [
         row.id
         for row in connection.execute(registry.on_host(host))
-        if row.boot_id == pid_scope(here) and not Identity.of(row.pid, row.process_started).exists
+        if row.boot_id == pid_scope(here) and not ProcessIdentity.of(row.pid, row.process_started).exists
     ]
     if dead:
         moved = connection.execute(state_machine.reap_dead(dead)).mappings().all()
-        connection.execute(registry.gone(dead))
+        connection.execute(registry.mark_offline(dead))
         log.warning("%d dead worker(s) of this machine found, %d run(s) reaped", len(dead), len(moved))
 
 
@@ -44,7 +44,7 @@ def register(
     connection: Connection, worker_id: str, host: str, machine: Machine, backends: list[str], launcher: Launcher
 ) -> None:
     """Write this worker and its devices into the database."""
-    me = Identity.of(os.getpid(), start_time(os.getpid()))
+    me = ProcessIdentity.of(os.getpid(), start_time(os.getpid()))
     connection.execute(
         registry.register(
             {
@@ -63,7 +63,7 @@ def register(
         )
     )
     connection.execute(
-        registry.offer(
+        registry.register_devices(
             [
                 {
                     "worker_id": worker_id,

@@ -11,17 +11,17 @@ from typing import Any
 
 from celery.worker import state
 
-from app.workers.status_files import END_SOON, TAKE_NO_MORE
-from worker.context import Host
+from app.workers.status_files import DRAIN_SIGNAL, SHUTDOWN_SIGNAL
+from worker.context import WorkerContext
 
 log = logging.getLogger(__name__)
 
-_TERMINATION_SIGNALS = (END_SOON, signal.SIGINT, signal.SIGHUP)
+_TERMINATION_SIGNALS = (SHUTDOWN_SIGNAL, signal.SIGINT, signal.SIGHUP)
 _EXTRA_SECONDS = 8.0
 """Added to the save grace of trainers: by then their runs are released, or the leases on them have expired."""
 
 
-class Orders:
+class SignalHandler:
     """Signal handler: SIGTERM, SIGINT and SIGHUP save, release and end; SIGUSR1 ends when current runs have finished.
 
     The handlers only write to a pipe, which is safe with any lock held by the main thread and any number of signals.
@@ -32,11 +32,11 @@ class Orders:
         os.set_blocking(self._writing, False)
         self.ending = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         """Readable once the worker is to end; Celery's event loop wakes up for it."""
-        for number in (*_TERMINATION_SIGNALS, TAKE_NO_MORE):
+        for number in (*_TERMINATION_SIGNALS, DRAIN_SIGNAL):
             if signal.getsignal(number) != signal.SIG_IGN:  # `nohup anneal worker &` is meant to outlive its terminal
                 signal.signal(number, self._on_signal)
 
-    def obey(self, host: Host) -> None:
+    def obey(self, host: WorkerContext) -> None:
         """Apply signals to this worker from now on, including those already received."""
         threading.Thread(target=self._handle_signals, args=[host], name="orders", daemon=True).start()
 
@@ -44,7 +44,7 @@ class Orders:
         with suppress(BlockingIOError):  # so many are queued that this one adds nothing
             os.write(self._writing, bytes([number]))
 
-    def _handle_signals(self, host: Host) -> None:
+    def _handle_signals(self, host: WorkerContext) -> None:
         deadline = None
         while True:
             timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -54,7 +54,7 @@ class Orders:
                 log.error("the worker did not end in time; exiting now")
                 os._exit(1)
             for number in os.read(self._reading, 64):
-                if number == TAKE_NO_MORE:
+                if number == DRAIN_SIGNAL:
                     log.info("draining: no further run is taken, current runs finish")
                     host.take_no_more()
                 elif deadline is None:

@@ -124,23 +124,23 @@ def request_id(scope: Scope) -> str:
     return str(state["request_id"])
 
 
-def problem(scope: Scope, error: ApiError) -> Response:
+def problem_response(scope: Scope, error: ApiError) -> Response:
     """Create the problem+json response for `error`."""
     id = request_id(scope)
     body: dict[str, Any] = {
         "type": f"urn:anneal:problem:{error.code}",
         "title": HTTPStatus(error.status).phrase,
         "status": error.status,
-        "detail": clean(error.detail, 2000),
+        "detail": printable(error.detail, 2000),
         "code": error.code,
         "request_id": id,
     }
     if error.errors:
         body["errors"] = [
             {
-                "field": clean(item.field, 200),
-                "code": clean(item.code, 100),
-                "message": clean(item.message, 500),
+                "field": printable(item.field, 200),
+                "code": printable(item.code, 100),
+                "message": printable(item.message, 500),
             }
             for item in error.errors[:_MAX_ERRORS]
         ]
@@ -148,14 +148,14 @@ def problem(scope: Scope, error: ApiError) -> Response:
     return JSONResponse(body, error.status, headers, MEDIA_TYPE)
 
 
-def clean(text: str, most: int) -> str:
+def printable(text: str, most: int) -> str:
     """Return `text` without control characters and lone surrogates, cut to `most` characters, for use in responses."""
     text = _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text[: most + 1])
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def _short_id(id: str) -> str:
-    return clean(id, 60)
+    return printable(id, 60)
 
 
 def _summary(errors: Sequence[FieldError]) -> str:
@@ -163,7 +163,7 @@ def _summary(errors: Sequence[FieldError]) -> str:
         return "The request is invalid; correct it and send it again."
     first = f"`{errors[0].field}`: {errors[0].message}" if errors[0].field else errors[0].message
     more = f" and {len(errors) - 1} more (see `errors`)" if len(errors) > 1 else ""
-    return f"{clean(first, 500).rstrip('.')}{more}. Correct it and send the request again."
+    return f"{printable(first, 500).rstrip('.')}{more}. Correct it and send the request again."
 
 
 def from_validation(problems: Sequence[Any]) -> list[FieldError]:
@@ -180,9 +180,9 @@ def from_validation(problems: Sequence[Any]) -> list[FieldError]:
             location, message = [], f"the body is not JSON: {item.get('ctx', {}).get('error', message)}"
         found.append(
             FieldError(
-                field=clean(".".join(location), 200),
-                code=clean(str(item["type"]), 100),
-                message=clean(message, 500),
+                field=printable(".".join(location), 200),
+                code=printable(str(item["type"]), 100),
+                message=printable(message, 500),
             )
         )
     return found
@@ -197,18 +197,18 @@ _HTTP_DETAILS = {
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
-    return problem(request.scope, cast(ApiError, error))
+    return problem_response(request.scope, cast(ApiError, error))
 
 
 async def _validation_error(request: Request, error: Exception) -> Response:
-    return problem(request.scope, invalid(from_validation(cast(RequestValidationError, error).errors())))
+    return problem_response(request.scope, invalid(from_validation(cast(RequestValidationError, error).errors())))
 
 
 async def _http_error(request: Request, raised: Exception) -> Response:
     error = cast(HTTPException, raised)
     if error.status_code < 400:
         return Response(status_code=error.status_code, headers=error.headers)
-    return problem(request.scope, _status_error(error.status_code, str(error.detail), error.headers))
+    return problem_response(request.scope, _status_error(error.status_code, str(error.detail), error.headers))
 
 
 def _status_error(status: int, detail: str, headers: Mapping[str, str] | None) -> ApiError:
@@ -224,13 +224,15 @@ async def _infrastructure_error(request: Request, error: Exception) -> Response:
     answer = as_api_error(error)
     if answer is None:
         raise error
-    log.warning("%s %s: %s", request_id(request.scope), answer.code, clean(str(error), 500))
-    return problem(request.scope, answer)
+    log.warning("%s %s: %s", request_id(request.scope), answer.code, printable(str(error), 500))
+    return problem_response(request.scope, answer)
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:
     # No client reads this response; it only keeps a closed browser tab from being logged as a server error.
-    return problem(request.scope, ApiError(400, "client_gone", "The connection was closed; send the request again."))
+    return problem_response(
+        request.scope, ApiError(400, "client_gone", "The connection was closed; send the request again.")
+    )
 
 
 def install(app: FastAPI) -> None:

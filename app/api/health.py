@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from app.api.errors import RETRY_SECONDS, ApiError, as_api_error
 from app.contracts.errors import FieldError
-from app.infra.broker import Queue
+from app.infra.broker import Broker
 from app.tables import migrate
 
 router = APIRouter(tags=["health"])
@@ -72,7 +72,7 @@ async def _database(engine: AsyncEngine) -> FieldError | str:
     return FieldError(field="migrations", code="not_at_head", message=older) if older else revision
 
 
-async def _broker(queue: Queue) -> FieldError | None:
+async def _broker(queue: Broker) -> FieldError | None:
     try:
         async with asyncio.timeout(_CHECK_SECONDS):
             reached = await queue.ping()

@@ -7,7 +7,7 @@ from fastapi.openapi.utils import get_openapi
 
 from app.api.authorization import PUBLIC
 from app.api.errors import MEDIA_TYPE
-from app.contracts.errors import FieldError, Problem
+from app.contracts.errors import FieldError, ProblemDetails
 
 _ALWAYS = {
     "400": "The request could not be read.",
@@ -35,8 +35,8 @@ def describe(app: FastAPI) -> dict[str, Any]:
             schemas.pop(unused, None)
         schemas["FieldError"] = FieldError.model_json_schema()
         template = "#/components/schemas/{model}"
-        schemas["Problem"] = Problem.model_json_schema(ref_template=template)
-        schemas["Problem"].pop("$defs", None)
+        schemas["ProblemDetails"] = ProblemDetails.model_json_schema(ref_template=template)
+        schemas["ProblemDetails"].pop("$defs", None)
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         for path, item in document["paths"].items():
             for method, operation in item.items():

@@ -8,9 +8,9 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.api.authorization import Caller, _scope_missing, is_public
-from app.api.errors import ApiError, as_api_error, problem
+from app.api.errors import ApiError, as_api_error, problem_response
 from app.api_keys.failure_limit import _FAILURE_INTERVAL_SECONDS, FailureLimit
-from app.api_keys.verifier import Auth
+from app.api_keys.verifier import KeyVerifier
 
 WITHOUT_DATABASE = {"/metrics"}
 """Paths that a recently verified key can still access while the database is unavailable, to report the outage."""
@@ -20,7 +20,7 @@ _OUTAGE_TIMEOUT_SECONDS = 3.0
 _KEY = re.compile(r"anneal_[A-Za-z0-9_-]{43}")
 
 
-class Authentication:
+class AuthenticationMiddleware:
     """Middleware that requires a key for every path except `PUBLIC` and stores the `Caller` in the request state."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -34,13 +34,13 @@ class Authentication:
             try:
                 scope.setdefault("state", {})["caller"] = await _authenticate(scope)
             except ApiError as error:
-                await problem(scope, error)(scope, receive, send)
+                await problem_response(scope, error)(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
 
 async def _authenticate(scope: Scope) -> Caller:
-    auth: Auth = scope["app"].state.auth
+    auth: KeyVerifier = scope["app"].state.auth
     sent = Headers(scope=scope).getlist("authorization")
     if not sent:
         raise _unauthorized("missing_key", "Send your key as `Authorization: Bearer <key>`")
@@ -58,7 +58,7 @@ async def _authenticate(scope: Scope) -> Caller:
     return caller
 
 
-async def _verified(auth: Auth, key: str, path: str) -> Caller | None:
+async def _verified(auth: KeyVerifier, key: str, path: str) -> Caller | None:
     known = auth.known(key) if path in WITHOUT_DATABASE else None
     try:
         async with asyncio.timeout(_OUTAGE_TIMEOUT_SECONDS if known else None):

@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 
 from app.api.authorization import SCOPES
 from app.api_keys.verifier import _digest
-from app.audit.log import of_command
+from app.audit.log import command_entry
 from app.config import Settings
 from app.contracts.schemas.api_keys import KeyView
 from app.infra.db import sync_engine
@@ -35,7 +35,7 @@ def create_key_sync(settings: Settings, name: str, scopes: Iterable[str], expire
     )
     with _sync_session(settings) as session, session.begin():
         session.add(row)
-        session.execute(of_command("keys create", row.id))
+        session.execute(command_entry("keys create", row.id))
     return key
 
 
@@ -57,7 +57,7 @@ def revoke_key_sync(settings: Settings, key_id: str) -> bool:
         at = func.coalesce(ApiKey.revoked_at, func.now())
         found = session.scalar(revoked.values(revoked_at=at)) is not None
         if found:
-            session.execute(of_command("keys revoke", key_id))
+            session.execute(command_entry("keys revoke", key_id))
         return found
 
 

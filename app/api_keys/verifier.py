@@ -25,7 +25,7 @@ OUTAGE_SECONDS = 900.0
 _MAX_CACHED_KEYS = 1000
 
 
-class Auth:
+class KeyVerifier:
     """Verifies keys against the database and caches the result for ten seconds."""
 
     def __init__(self, sessions: async_sessionmaker[AsyncSession]) -> None:

@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Scope
 
-from app.api.errors import clean, request_id
+from app.api.errors import printable, request_id
 from app.api.middleware.request_metrics import route_template
 from app.infra.ids import id_at, new_id
 from app.tables.audit import AuditEntry
@@ -22,7 +22,7 @@ KEPT_DAYS = 365.0
 _LONGEST = 200
 
 
-class Call:
+class AuditedCall:
     """Call that may make changes; `is_written` is true once it is in the audit log."""
 
     def __init__(self, scope: Scope) -> None:
@@ -33,7 +33,7 @@ class Call:
         """Add the record to the transaction of an endpoint, which is about to be committed."""
         usual = getattr(request.scope.get("route"), "status_code", None) or 200
         # The id of a created resource is not in the request's path, but in the Location header of the response.
-        self.write(session, response.status_code or usual, made(response.headers))
+        self.write(session, response.status_code or usual, created_resource_id(response.headers))
 
     def write(self, session: AsyncSession, status: int, resource: str | None) -> None:
         """Add the entry to the session's transaction."""
@@ -48,9 +48,9 @@ class Call:
             resource = next(reversed(scope.get("path_params", {}).values()), None)
         return {
             "id": new_id("aud"),
-            "method": clean(scope["method"], 20),
+            "method": printable(scope["method"], 20),
             "route": route_template(scope),
-            "resource": None if resource is None else clean(str(resource), _LONGEST),
+            "resource": None if resource is None else printable(str(resource), _LONGEST),
             "key_id": caller.key_id,
             "key_name": caller.name,
             "address": client[0] if client else None,
@@ -59,13 +59,13 @@ class Call:
         }
 
 
-def call_of(scope: Scope) -> Call | None:
+def call_of(scope: Scope) -> AuditedCall | None:
     """Return the audited call of this request; None if it makes no changes."""
-    call: Call | None = scope["state"].get("audited")
+    call: AuditedCall | None = scope["state"].get("audited")
     return call
 
 
-def forget(request: Request) -> None:
+def skip_audit(request: Request) -> None:
     """Exclude a call from the audit log because it made no changes."""
     call = call_of(request.scope)
     if call is not None:
@@ -73,12 +73,12 @@ def forget(request: Request) -> None:
         del request.scope["state"]["audited"]
 
 
-def made(headers: Headers) -> str | None:
+def created_resource_id(headers: Headers) -> str | None:
     """Return the id of the resource that a call has created, if any."""
     return headers["location"].rpartition("/")[2] if "location" in headers else None
 
 
-def of_command(command: str, resource: str) -> Insert:
+def command_entry(command: str, resource: str) -> Insert:
     """Build the entry of a command that made changes on the server, with the Unix user who ran it."""
     uid = os.getuid()
     try:

@@ -7,7 +7,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.errors import as_api_error
-from app.audit.log import Call, made
+from app.audit.log import AuditedCall, created_resource_id
 from app.tables.audit import AuditEntry
 
 log = logging.getLogger(__name__)
@@ -16,7 +16,7 @@ _SAFE = {"GET", "HEAD", "OPTIONS"}
 CHANGES_NOTHING = {("POST", "/v1/runs/validate")}
 
 
-class Audit:
+class AuditMiddleware:
     """Middleware after authentication; records every call with an unsafe method in the audit log."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -31,14 +31,14 @@ class Audit:
         ):
             await self.app(scope, receive, send)
             return
-        call = scope["state"]["audited"] = Call(scope)
+        call = scope["state"]["audited"] = AuditedCall(scope)
         status: int | None = None
         resource: str | None = None
 
         async def observed(message: Message) -> None:
             nonlocal status, resource
             if message["type"] == "http.response.start":
-                status, resource = message["status"], made(Headers(raw=message["headers"]))
+                status, resource = message["status"], created_resource_id(Headers(raw=message["headers"]))
             await send(message)
 
         try:

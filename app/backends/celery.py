@@ -14,20 +14,20 @@ from app.contracts.errors import FieldError
 from app.contracts.schemas.estimates import RunEstimate
 from app.contracts.schemas.runs import RunCreate, RunRead, RunResume, TrainingRun
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.raw_config import given_fields, in_numbers
+from app.contracts.training_config.raw_config import given_fields, normalize_numbers
 from app.estimator.steps import Data
-from app.infra.broker import Queue
+from app.infra.broker import Broker
 from app.infra.ids import is_id
 from app.infra.storage import Storage
 from app.runs import serializers, service
-from app.runs.creation import Surroundings, create
+from app.runs.creation import RunContext, create
 from app.runs.estimates import service as estimates
-from app.runs.estimates.store import keep
+from app.runs.estimates.store import estimate_and_store
 from app.runs.events.stream import Streams
 from app.runs.logs import lines
 from app.runs.resume import resume
 from app.runs.validation.config import config_problems
-from app.runs.validation.result import refusal
+from app.runs.validation.result import validation_failed
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
 from app.workers.queries import online_machines
@@ -43,14 +43,14 @@ class CeleryBackend(TrainingBackend):
         sessions: async_sessionmaker[AsyncSession],
         settings: Settings,
         storage: Storage,
-        queue: Queue,
+        queue: Broker,
         streams: Streams,
     ) -> None:
         self._sessions = sessions
         self._storage = storage
         self._queue = queue
         self._streams = streams
-        self._around = Surroundings(settings, storage, {self.capabilities.name: self.rules})
+        self._around = RunContext(settings, storage, {self.capabilities.name: self.rules})
 
     async def validate_config(self, config: Mapping[str, Any]) -> list[FieldError]:
         """Return the problems of the configuration, also with regard to the devices of online workers."""
@@ -64,10 +64,10 @@ class CeleryBackend(TrainingBackend):
         """Estimate by formula and from earlier runs, for the devices of online workers."""
         problems = await self.validate_config(config)
         if problems:
-            raise refusal(
+            raise validation_failed(
                 [FieldError(field=f"config.{one.field}", code=one.code, message=one.message) for one in problems]
             )
-        asked = in_numbers(config)
+        asked = normalize_numbers(config)
         given = sorted(given_fields(asked))
         options = asked if self.rules.options is None else {k: v for k, v in asked.items() if k != "extra"}
         subject = estimates.Subject(
@@ -90,7 +90,7 @@ class CeleryBackend(TrainingBackend):
         )
         if not is_id(run.run_id, "run") or output_dir != self._storage.run_dir(run.run_id):
             message = f"must be the run's folder below {self._storage.root}, and the run's id must have the form run_…"
-            raise refusal([FieldError(field="output_dir", code="outside_storage", message=message)])
+            raise validation_failed([FieldError(field="output_dir", code="outside_storage", message=message)])
         async with self._sessions() as session, session.begin():
             known = await session.scalar(select(Run.id).where(Run.id == run.run_id))
             made = None
@@ -98,13 +98,13 @@ class CeleryBackend(TrainingBackend):
                 made = await create(session, self._around, request, created_by=None, run_id=run.run_id)
         await self._queue.hint()
         if made is not None and self.rules.loads_model:
-            await keep(self._sessions, self._around.settings, self._storage, made)
+            await estimate_and_store(self._sessions, self._around.settings, self._storage, made)
         return run.run_id
 
     async def get_status(self, run_id: str) -> RunRead:
         """Return the run with its newest metrics."""
         async with self._sessions() as session:
-            return await serializers.one(session, self._storage, await service.get(session, run_id))
+            return await serializers.run_read(session, self._storage, await service.get(session, run_id))
 
     async def stream_logs(self, run_id: str) -> AsyncIterator[str]:
         """Yield stored lines, then new ones until the run has ended."""
@@ -134,7 +134,7 @@ class CeleryBackend(TrainingBackend):
         if is_id(dataset_id, "ds") and path == self._storage.dataset_file(dataset_id, extension):
             return dataset_id
         message = f"must be a file of a stored data set below {self._storage.root}; upload it first"
-        raise refusal([FieldError(field="dataset_path", code="outside_storage", message=message)])
+        raise validation_failed([FieldError(field="dataset_path", code="outside_storage", message=message)])
 
     async def _checkpoint_id(self, session: AsyncSession, path: Path) -> str:
         run_id = path.parent.parent.name
@@ -143,4 +143,4 @@ class CeleryBackend(TrainingBackend):
             if path == self._storage.checkpoint_dir(run_id, saved.attempt, saved.step):
                 return saved.id
         message = "is not the folder of a checkpoint; list the existing ones with GET …/checkpoints"
-        raise refusal([FieldError(field="checkpoint_path", code="checkpoint_not_found", message=message)])
+        raise validation_failed([FieldError(field="checkpoint_path", code="checkpoint_not_found", message=message)])

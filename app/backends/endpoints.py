@@ -3,7 +3,7 @@
 from fastapi import APIRouter
 
 from app.backends import registry
-from app.contracts.backends import BACKEND_RULES, BackendRead, Rules
+from app.contracts.backends import BACKEND_RULES, BackendRead, BackendRules
 from app.contracts.schemas.page import Page
 
 router = APIRouter(prefix="/backends", tags=["backends"])
@@ -21,5 +21,5 @@ async def get_backend(name: str) -> BackendRead:
     return _read(registry.rules(name))
 
 
-def _read(rules: Rules) -> BackendRead:
+def _read(rules: BackendRules) -> BackendRead:
     return BackendRead(id=rules.capabilities.name, **rules.capabilities.model_dump())

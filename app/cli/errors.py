@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from app.infra.errors import HomeError
+from app.infra.errors import SetupError
 
 if TYPE_CHECKING:  # these imports would take most of the time of `--help`
     from pydantic import ValidationError
@@ -22,7 +22,7 @@ def plain_errors() -> Iterator[None]:
 
     try:
         yield
-    except HomeError as error:
+    except SetupError as error:
         sentence = str(error)
     except ValidationError as error:
         sentence = _setting_error(error)

@@ -7,7 +7,7 @@ import typer
 
 from app.cli.console import AsJson, document
 from app.cli.errors import plain_errors, settings_with_urls
-from app.infra.errors import HomeError
+from app.infra.errors import SetupError
 
 keys = typer.Typer(help="Manage API keys. Example: `anneal keys create laptop --scope write`.", no_args_is_help=True)
 
@@ -32,7 +32,7 @@ def create_key(
 
     with plain_errors():
         if unknown := set(scope or []) - set(SCOPES):
-            raise HomeError(f"Unknown scope {', '.join(sorted(unknown))}; the scopes are {', '.join(SCOPES)}.")
+            raise SetupError(f"Unknown scope {', '.join(sorted(unknown))}; the scopes are {', '.join(SCOPES)}.")
         lasts = None if expires_days is None else timedelta(days=expires_days)
         settings = settings_with_urls()
         key = create_key_sync(settings, name, scope or ["read", "write"], lasts)
@@ -80,7 +80,7 @@ def revoke_key(
 
     with plain_errors():
         if not revoke_key_sync(settings_with_urls(), key_id):
-            raise HomeError(f"There is no key {key_id}; `anneal keys list` shows all keys.")
+            raise SetupError(f"There is no key {key_id}; `anneal keys list` shows all keys.")
     if as_json:
         document({"id": key_id, "revoked": True})
     else:

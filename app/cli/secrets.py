@@ -7,7 +7,7 @@ import typer
 
 from app.cli.console import AsJson, document
 from app.cli.errors import plain_errors, settings_with_urls
-from app.infra.errors import HomeError
+from app.infra.errors import SetupError
 
 secrets = typer.Typer(
     help="Manage tokens for runs and imports, encrypted in the database. Example: `anneal secrets set hf_token`.",
@@ -24,7 +24,7 @@ def set_secret(
 
     Example: `anneal secrets set hf_token < token.txt`
     """
-    from app.audit.log import of_command
+    from app.audit.log import command_entry
     from app.infra.db import sync_engine
     from app.secrets import store
     from app.secrets.keyring import KeyringError
@@ -37,11 +37,11 @@ def set_secret(
             with sync_engine(settings.database_url or "", pool_size=0, name="anneal-secrets").begin() as connection:
                 keyring = store.for_sealing(connection, settings)
                 connection.execute(store.put(keyring, name, value, None))
-                connection.execute(of_command("secrets set", name))
+                connection.execute(command_entry("secrets set", name))
         except UnicodeDecodeError:
-            raise HomeError("The input is not text: a secret must be visible ASCII without spaces.") from None
+            raise SetupError("The input is not text: a secret must be visible ASCII without spaces.") from None
         except (ValueError, KeyringError) as error:
-            raise HomeError(str(error)) from None
+            raise SetupError(str(error)) from None
     _print_result(f"{name} is set.", {"name": name, "set": True}, as_json)
 
 
@@ -74,7 +74,7 @@ def delete_secret(
 
     Example: `anneal secrets delete hf_token`
     """
-    from app.audit.log import of_command
+    from app.audit.log import command_entry
     from app.infra.db import sync_engine
     from app.secrets import store
 
@@ -82,8 +82,8 @@ def delete_secret(
         settings = settings_with_urls()
         with sync_engine(settings.database_url or "", pool_size=0, name="anneal-secrets").begin() as connection:
             if connection.scalar(store.remove(name)) is None:
-                raise HomeError(f"There is no secret {name}; list all secrets with `anneal secrets list`.")
-            connection.execute(of_command("secrets delete", name))
+                raise SetupError(f"There is no secret {name}; list all secrets with `anneal secrets list`.")
+            connection.execute(command_entry("secrets delete", name))
     _print_result(f"{name} is deleted.", {"name": name, "deleted": True}, as_json)
 
 
@@ -96,7 +96,7 @@ def rotate(as_json: AsJson = False) -> None:
 
     Example: `anneal secrets rotate`
     """
-    from app.audit.log import of_command
+    from app.audit.log import command_entry
     from app.infra.db import sync_engine
     from app.secrets import store
     from app.secrets.keyring import KeyringError
@@ -106,9 +106,9 @@ def rotate(as_json: AsJson = False) -> None:
         try:
             with sync_engine(settings.database_url or "", pool_size=0, name="anneal-secrets").begin() as connection:
                 changed = store.rotate(connection, settings)
-                connection.execute(of_command("secrets rotate", "*"))
+                connection.execute(command_entry("secrets rotate", "*"))
         except KeyringError as error:
-            raise HomeError(str(error)) from None
+            raise SetupError(str(error)) from None
     sentence = f"{changed} secrets were encrypted again; all secrets now use the first key."
     _print_result(sentence, {"sealed_anew": changed}, as_json)
 

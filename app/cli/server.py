@@ -9,7 +9,7 @@ import typer
 
 from app.cli.console import AsJson, document, note
 from app.cli.errors import given_settings, plain_errors, settings_with_urls
-from app.infra.errors import HomeError
+from app.infra.errors import SetupError
 
 
 def up() -> None:
@@ -67,7 +67,7 @@ def worker(
 
             raise typer.Exit(drain_workers(given_settings(), timeout))
         if timeout is not None:
-            raise HomeError(
+            raise SetupError(
                 "--timeout requires --drain: it is the time after which the remaining runs are saved and released."
             )
         settings_with_urls()  # reports a missing URL as a readable error
@@ -123,12 +123,12 @@ def prune(
         settings = settings_with_urls()
         policy = Policy(events_days, checkpoints_days, runs_days).or_else(Policy.of(settings))
         if policy == Policy():
-            raise HomeError(
+            raise SetupError(
                 "No retention is set: pass --events-days, --checkpoints-days or --runs-days, or set ANNEAL_KEEP_…_DAYS."
             )
         found = prune_now(settings, policy, dry_run)
         if found.is_busy:
-            raise HomeError("Another process is pruning; try again when it has finished.")
+            raise SetupError("Another process is pruning; try again when it has finished.")
         if as_json:
             shown = ("runs", "checkpoints", "checkpoint_bytes", "months")
             document({"dry_run": dry_run, **{name: getattr(found, name) for name in shown}})

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from app.client.sync_async import M, Resource
-from app.client.transport import Session, understood
+from app.client.transport import Session, parse_response
 from app.contracts.schemas.page import Page
 
 T = TypeVar("T", bound=BaseModel)
@@ -37,7 +37,7 @@ class ApiResource(Resource[M]):
             after = page.data[-1].id
 
     async def _patch(self, model: type[T], path: str, body: Mapping[str, Any]) -> T:
-        return understood(model, await self._session.request("PATCH", path, json=body))
+        return parse_response(model, await self._session.request("PATCH", path, json=body))
 
 
 def given(**values: Any) -> dict[str, Any]:

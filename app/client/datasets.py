@@ -14,7 +14,7 @@ import httpx
 
 from app.client.api_resource import ApiResource, given
 from app.client.sync_async import M, call, stream
-from app.client.transport import understood
+from app.client.transport import parse_response
 from app.contracts.schemas.datasets import DatasetSummary, DatasetView
 
 # The service responds only after it has downloaded, parsed and counted everything; this is its own time limit.
@@ -53,7 +53,7 @@ class Datasets(ApiResource[M]):
                 files={"file": (_file_name(file), _Counted(opened, told) if told else opened)},
                 headers={"Idempotency-Key": idempotency_key or str(uuid.uuid4())}, timeout=_TIMEOUT,
             )  # fmt: skip
-            return understood(DatasetView, await self._session.fetch(request, repeatable=True))
+            return parse_response(DatasetView, await self._session.fetch(request, repeatable=True))
 
     @call
     async def load_from_hub(
@@ -78,7 +78,7 @@ class Datasets(ApiResource[M]):
         answer = await self._session.request(
             "POST", "/datasets", repeatable=True, json=body, headers=headers, timeout=_TIMEOUT
         )
-        return understood(DatasetView, answer)
+        return parse_response(DatasetView, answer)
 
     @stream
     async def list(self, *, limit: int | None = None, after: str | None = None) -> AsyncGenerator[DatasetSummary]:

@@ -41,7 +41,7 @@ class AnnealError(Exception):
         return self.status in _PASSING or self.code in ("unreachable", "connection_lost")
 
 
-def of_answer(response: httpx.Response) -> AnnealError:
+def from_response(response: httpx.Response) -> AnnealError:
     """Build the error from an error response that has been read: problem+json, or any body from a proxy."""
     body = _json_object(response)
     items = body.get("errors")
@@ -59,7 +59,7 @@ def of_answer(response: httpx.Response) -> AnnealError:
 
 
 @contextmanager
-def in_words(url: str) -> Iterator[None]:
+def describe(url: str) -> Iterator[None]:
     """Convert connection errors to `AnnealError`: `unreachable` if no request was sent, else `connection_lost`."""
     try:
         yield

@@ -11,7 +11,7 @@ import httpx
 from httpx_sse import EventSource, ServerSentEvent
 from pydantic import BaseModel, ValidationError
 
-from app.client.errors import AnnealError, in_words, of_answer
+from app.client.errors import AnnealError, describe, from_response
 
 T = TypeVar("T", bound=BaseModel)
 R = TypeVar("R")
@@ -63,20 +63,20 @@ class SyncTransport:
         return self.http.build_request(method, path, **options)
 
     async def send(self, request: httpx.Request) -> httpx.Response:
-        with in_words(self.url):
+        with describe(self.url):
             return self.http.send(request, stream=True)
 
     async def read(self, response: httpx.Response) -> bytes:
-        with in_words(self.url):
+        with describe(self.url):
             return response.read()
 
     async def chunks(self, response: httpx.Response) -> AsyncGenerator[bytes]:
-        with in_words(self.url):
+        with describe(self.url):
             for chunk in response.iter_bytes():
                 yield chunk
 
     async def sse(self, response: httpx.Response) -> AsyncGenerator[ServerSentEvent]:
-        with in_words(self.url):
+        with describe(self.url):
             for event in EventSource(response).iter_sse():
                 yield event
 
@@ -98,20 +98,20 @@ class AsyncTransport:
         return self.http.build_request(method, path, **options)
 
     async def send(self, request: httpx.Request) -> httpx.Response:
-        with in_words(self.url):
+        with describe(self.url):
             return await self.http.send(request, stream=True)
 
     async def read(self, response: httpx.Response) -> bytes:
-        with in_words(self.url):
+        with describe(self.url):
             return await response.aread()
 
     async def chunks(self, response: httpx.Response) -> AsyncGenerator[bytes]:
-        with in_words(self.url):
+        with describe(self.url):
             async for chunk in response.aiter_bytes():
                 yield chunk
 
     async def sse(self, response: httpx.Response) -> AsyncGenerator[ServerSentEvent]:
-        with in_words(self.url):
+        with describe(self.url):
             async with aclosing(EventSource(response).aiter_sse()) as events:
                 async for event in events:
                     yield event
@@ -132,7 +132,7 @@ class Session:
 
     async def get(self, model: type[T], path: str, **params: Any) -> T:
         """Send a GET request and parse the response as `model`; parameters that are None are omitted."""
-        return understood(model, await self.request("GET", path, params=_given(params)))
+        return parse_response(model, await self.request("GET", path, params=_given(params)))
 
     async def post(
         self, model: type[T], path: str, body: Mapping[str, Any], *, key: str | None = None, repeatable: bool = False
@@ -140,7 +140,9 @@ class Session:
         """Send a POST request with JSON and parse the response as `model`; with an idempotency key it is retried."""
         headers = {} if key is None else {"Idempotency-Key": key}
         repeatable = repeatable or key is not None
-        return understood(model, await self.request("POST", path, repeatable=repeatable, json=body, headers=headers))
+        return parse_response(
+            model, await self.request("POST", path, repeatable=repeatable, json=body, headers=headers)
+        )
 
     async def request(self, method: str, path: str, *, repeatable: bool = False, **options: Any) -> bytes:
         """Send a request and return the body of the response."""
@@ -190,10 +192,10 @@ class Session:
             await self.transport.read(response)
         finally:
             await self.transport.release(response)
-        raise of_answer(response)
+        raise from_response(response)
 
 
-def understood(model: type[T], content: bytes) -> T:
+def parse_response(model: type[T], content: bytes) -> T:
     """Parse a response body as `model`."""
     try:
         return model.model_validate_json(content)

@@ -33,7 +33,7 @@ class BackendCapabilities(BaseModel):
 
 
 @dataclass(frozen=True)
-class Rules:
+class BackendRules:
     """Validation rules of a backend; the caller reads everything that they need from the database."""
 
     capabilities: BackendCapabilities
@@ -51,7 +51,7 @@ class TrainingBackend(ABC):
     Each method runs in its own transaction. Errors that a caller can act on are raised as `app.api.errors.ApiError`.
     """
 
-    rules: Rules
+    rules: BackendRules
 
     @property
     def capabilities(self) -> BackendCapabilities:
@@ -93,7 +93,7 @@ class TrainingBackend(ABC):
         """Resume from a checkpoint of the run (None: the newest restorable one) as a new run; return its id."""
 
 
-_CELERY = Rules(
+_CELERY = BackendRules(
     capabilities=BackendCapabilities(
         name="celery",
         supports_local=True,
@@ -109,7 +109,7 @@ _CELERY = Rules(
     loads_model=True,
 )
 
-_FAKE = Rules(
+_FAKE = BackendRules(
     capabilities=BackendCapabilities(
         name="fake",
         supports_local=True,
@@ -125,7 +125,7 @@ _FAKE = Rules(
     loads_model=False,
 )
 
-BACKEND_RULES: Mapping[str, Rules] = {rules.capabilities.name: rules for rules in (_CELERY, _FAKE)}
+BACKEND_RULES: Mapping[str, BackendRules] = {rules.capabilities.name: rules for rules in (_CELERY, _FAKE)}
 """Rules of each backend, by its name."""
 
 

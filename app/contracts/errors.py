@@ -11,7 +11,7 @@ class FieldError(BaseModel):
     message: str = Field(description="What is wrong and what to do about it.")
 
 
-class Problem(BaseModel):
+class ProblemDetails(BaseModel):
     """Body of every error response (RFC 9457)."""
 
     model_config = ConfigDict(

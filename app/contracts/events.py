@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from app.contracts.field_types import Moment
+from app.contracts.field_types import Timestamp
 from app.contracts.run_status import TrainingStatus
 
 EVENT_TYPES = (
@@ -21,7 +21,7 @@ class Event(BaseModel):
     type: str
     run_id: str
     seq: int
-    ts: Moment | None = None
+    ts: Timestamp | None = None
 
 
 class StatusEvent(Event):

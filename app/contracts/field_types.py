@@ -29,5 +29,5 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
-Moment = Annotated[datetime, PlainSerializer(timestamp, return_type=str, when_used="json")]
+Timestamp = Annotated[datetime, PlainSerializer(timestamp, return_type=str, when_used="json")]
 """Timestamp that serializes as RFC 3339 in UTC with milliseconds."""

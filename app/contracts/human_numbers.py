@@ -24,7 +24,7 @@ _FACTORS = {"k": 1_000, "K": 1_000, "M": 1_000_000}
 _UNITS = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
 
 
-class Friendly:
+class HumanNumber:
     """Annotation of a number that may also be given as text; must be the last one of its type, after the bounds."""
 
     def __init__(self, read: Callable[[str], int], pattern: str, examples: list[str]) -> None:
@@ -82,5 +82,5 @@ def _unreadable(text: str, why: str) -> PydanticCustomError:
     return PydanticCustomError("bad_count", "{reason}", {"reason": reason})
 
 
-COUNT = Friendly(read_count, _COUNT_PATTERN, ["1k", "1.5M", "2**15"])
-SECONDS = Friendly(read_seconds, _SECONDS_PATTERN, ["2h", "30m", "1d"])
+COUNT = HumanNumber(read_count, _COUNT_PATTERN, ["1k", "1.5M", "2**15"])
+SECONDS = HumanNumber(read_seconds, _SECONDS_PATTERN, ["2h", "30m", "1d"])

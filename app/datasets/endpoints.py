@@ -51,7 +51,7 @@ async def upload_dataset(
     sessions = request.app.state.sessions
     Idempotency.of(idempotency_key, "", b"")  # rejects an invalid key before the file is read
     with storage.staging() as folder:
-        around = sources.Around(sessions, settings, storage, folder)
+        around = sources.ImportContext(sessions, settings, storage, folder)
         received = await sources.receive(around, request.headers.get("content-type", ""), request.stream())
         idempotency = Idempotency.of(idempotency_key, "/v1/datasets", received.digest.encode())
         dataset = await service.keep(sessions, storage, received, caller.key_id, idempotency, call_of(request.scope))

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 import httpx
 
-from app.api.errors import ApiError, clean, invalid
+from app.api.errors import ApiError, invalid, printable
 from app.config import hub_endpoint
 from app.contracts.errors import FieldError
 from app.contracts.schemas.datasets import HubImport
@@ -239,11 +239,11 @@ def _default_endpoint() -> str:
 
 
 def _refused(field: str, code: str, message: str) -> ApiError:
-    return invalid([FieldError(field=field, code=code, message=clean(message, 450))], code=code)
+    return invalid([FieldError(field=field, code=code, message=printable(message, 450))], code=code)
 
 
 def _bad_gateway(why: str) -> ApiError:
-    detail = f"The hub could not be used ({clean(why, 200)}); try again later, or upload the file yourself."
+    detail = f"The hub could not be used ({printable(why, 200)}); try again later, or upload the file yourself."
     return ApiError(502, "hub_unusable", detail)
 
 

@@ -16,12 +16,12 @@ from app.api.errors import ApiError, invalid, too_large
 from app.config import Settings
 from app.contracts.errors import FieldError
 from app.datasets.readers.csv_table import TableReader
-from app.datasets.readers.file_type import HEAD_BYTES, Kind, Reader, kind_of
+from app.datasets.readers.file_type import HEAD_BYTES, FileType, Reader, kind_of
 from app.datasets.readers.json_array import ArrayReader
 from app.datasets.readers.jsonl import LineReader
 from app.datasets.readers.parquet import ParquetReader
-from app.datasets.row_writer import Rows, TooManyBadRows
-from app.datasets.sandbox import NoTurn
+from app.datasets.row_writer import RowWriter, TooManyBadRows
+from app.datasets.sandbox import SandboxBusy
 from app.datasets.token_counter import TokenCounter
 
 _WRITE_BYTES = 256 * 1024
@@ -50,7 +50,7 @@ async def in_turn(work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -
     while True:
         try:
             return await in_thread(work, *arguments, **named)
-        except NoTurn:
+        except SandboxBusy:
             if time.monotonic() > deadline:
                 detail = "This server is already reading too many files; send yours again a little later."
                 raise ApiError(503, "too_many_uploads", detail, headers={"Retry-After": "30"}) from None
@@ -58,7 +58,7 @@ async def in_turn(work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -
 
 
 @dataclass(frozen=True)
-class Received:
+class ImportedFile:
     """Complete, valid dataset in `path`, already flushed to disk."""
 
     path: Path
@@ -75,28 +75,28 @@ class Received:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ImportOptions:
     """Import options of a file; None means detect."""
 
     format: str | None = None
-    file_format: Kind | None = None
+    file_format: FileType | None = None
     columns: Mapping[str, str] | None = None
     tokens: TokenCounter | None = None
 
 
-class Receiving:
+class DatasetImporter:
     """Importer of one or more files into one dataset, in a separate folder.
 
     For each file call `begin`, `feed` and `end`, then `more` until it returns False; finally call `finish`. Raises
     `ApiError` for invalid input. All methods block, so call them in a thread.
     """
 
-    def __init__(self, folder: Path, settings: Settings, reading: Reading) -> None:
+    def __init__(self, folder: Path, settings: Settings, reading: ImportOptions) -> None:
         self._folder = folder
         self._settings = settings
         self._reading = reading
         self._stored = _StoredFile(folder / "data", settings.max_upload_bytes)
-        self._rows = Rows(reading.format, self._stored.write, reading.columns, reading.tokens)
+        self._rows = RowWriter(reading.format, self._stored.write, reading.columns, reading.tokens)
         self._reader: Reader | None = None
         self._name = ""
         self._head = bytearray()
@@ -156,7 +156,7 @@ class Receiving:
         except TooManyBadRows:
             raise self._bad_rows_error() from None
 
-    def finish(self, name: str, digest: str = "") -> Received:
+    def finish(self, name: str, digest: str = "") -> ImportedFile:
         """Complete the dataset after the last file and return it."""
         try:
             if self._rows.finish():
@@ -165,7 +165,7 @@ class Receiving:
             raise self._bad_rows_error() from None
         self._stored.finish()
         tokens = self._reading.tokens
-        return Received(
+        return ImportedFile(
             path=self._stored.path,
             name=name,
             format=self._rows.format or "",

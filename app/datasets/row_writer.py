@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from app.api.errors import clean
+from app.api.errors import printable
 from app.contracts.errors import FieldError
 from app.datasets import formats
 from app.datasets.formats import BadRow
@@ -22,7 +22,7 @@ class TooManyBadRows(Exception):
     """Raised to stop reading: the maximum number of bad rows was reached, or no row can be read."""
 
 
-class Rows:
+class RowWriter:
     """Accepts rows from a reader and passes the valid ones to `write` as lines of JSON.
 
     `sources` maps Anneal's column names to those of the file. Keeps three shortened rows for the preview and the
@@ -100,7 +100,7 @@ class Rows:
     def refuse(self, place: str, code: str, message: str) -> None:
         """Record an error; an empty `place` refers to the file as a whole."""
         place = f"{self.file} {place}" if self.file and place else place
-        self.errors.append(FieldError(field=clean(place, 200), code=code, message=clean(message, 300)))
+        self.errors.append(FieldError(field=printable(place, 200), code=code, message=printable(message, 300)))
         if len(self.errors) >= MOST_BAD_ROWS:
             raise TooManyBadRows
 
@@ -182,6 +182,6 @@ def shortened(row: Any) -> Any:
         if isinstance(value, dict):
             return {key[:MOST_KEY_CHARACTERS]: short(item) for key, item in list(value.items())[:50] if left[0] > 0}
         # An integer of thousands of digits is valid JSON but useless in a preview.
-        return value if not isinstance(value, int) or abs(value) < 10**18 else clean(str(value), 40)
+        return value if not isinstance(value, int) or abs(value) < 10**18 else printable(str(value), 40)
 
     return short(row)

@@ -27,14 +27,14 @@ class ChildFailed(Exception):
     """Failure of a sandbox process, with the reason."""
 
 
-class NoTurn(Exception):
+class SandboxBusy(Exception):
     """Maximum number of processes of this program reached; try again later."""
 
 
-class Child:
+class SandboxProcess:
     """Sandbox process that runs a module; killed when it is closed or garbage-collected.
 
-    Raises `NoTurn` if the maximum number of processes is running. A single wait may take `silent` seconds, and all
+    Raises `SandboxBusy` if the maximum number of processes is running. A single wait may take `silent` seconds, and all
     waits together `most_seconds`; otherwise methods raise `ChildFailed`.
     """
 
@@ -108,7 +108,7 @@ class Child:
             raise ChildFailed("the process that read it crashed")
 
 
-def confined(work: Callable[[], None], most_memory: int = MOST_MEMORY) -> int:
+def run_confined(work: Callable[[], None], most_memory: int = MOST_MEMORY) -> int:
     """Run `work` in the child with limited memory; print the reason of a failure and return the exit status."""
     resource.setrlimit(resource.RLIMIT_AS, (most_memory, most_memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -141,7 +141,7 @@ def _acquire_slot(program: str) -> threading.BoundedSemaphore:
     with _slots_lock:
         slots = _slots.setdefault(program, threading.BoundedSemaphore(MOST_AT_A_TIME))
     if not slots.acquire(blocking=False):
-        raise NoTurn
+        raise SandboxBusy
     return slots
 
 

@@ -12,8 +12,8 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from app.api.errors import ApiError, as_api_error, conflict, not_found
 from app.api.idempotency import Idempotency
 from app.api.pagination import Paging, fetch
-from app.audit.log import Call
-from app.datasets.importer import Received
+from app.audit.log import AuditedCall
+from app.datasets.importer import ImportedFile
 from app.infra.db import is_database_away
 from app.infra.ids import new_id
 from app.infra.storage import Storage
@@ -39,10 +39,10 @@ class _CreatedConcurrently(Exception):
 async def keep(
     sessions: async_sessionmaker[AsyncSession],
     storage: Storage,
-    received: Received,
+    received: ImportedFile,
     created_by: str,
     idempotency: Idempotency | None = None,
-    call: Call | None = None,
+    call: AuditedCall | None = None,
 ) -> Dataset:
     """Move a received file to its final path, then commit its row, so that a row always has its file.
 
@@ -76,10 +76,10 @@ async def keep(
 async def _commit(
     sessions: async_sessionmaker[AsyncSession],
     id: str,
-    received: Received,
+    received: ImportedFile,
     created_by: str,
     idempotency: Idempotency | None,
-    call: Call | None,
+    call: AuditedCall | None,
 ) -> Dataset:
     dataset = Dataset(
         id=id,

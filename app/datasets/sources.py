@@ -17,7 +17,7 @@ from app.config import Settings
 from app.contracts.errors import FieldError
 from app.contracts.schemas.datasets import HubImport
 from app.datasets import upload
-from app.datasets.importer import Reading, Received, Receiving, in_thread, in_turn
+from app.datasets.importer import DatasetImporter, ImportedFile, ImportOptions, in_thread, in_turn
 from app.datasets.token_counter import MOST_TOKENIZER_BYTES, TokenCounter
 from app.infra.storage import Storage
 from app.infra.strict_json import BadJson, parse
@@ -27,7 +27,7 @@ from app.tables.runs import Run
 
 
 @dataclass(frozen=True)
-class Around:
+class ImportContext:
     """Context of a dataset import."""
 
     sessions: async_sessionmaker[AsyncSession]
@@ -37,7 +37,7 @@ class Around:
     """Folder for temporary files until the dataset is stored."""
 
 
-async def receive(around: Around, content_type: str, body: AsyncIterator[bytes]) -> Received:
+async def receive(around: ImportContext, content_type: str, body: AsyncIterator[bytes]) -> ImportedFile:
     """Import the dataset that a request uploads or names; raises `ApiError` if it is invalid."""
     if content_type.partition(";")[0].strip().lower() == "application/json":
         return await _from_hub(around, await _request(around.settings, body))
@@ -58,7 +58,7 @@ async def _request(settings: Settings, body: AsyncIterator[bytes]) -> HubImport:
         raise invalid(from_validation(error.errors())) from None
 
 
-async def _from_hub(around: Around, request: HubImport) -> Received:
+async def _from_hub(around: ImportContext, request: HubImport) -> ImportedFile:
     if not around.settings.allow_hub:
         message = (
             "this server does not load from the hub; upload the file, or ask the operator to set ANNEAL_ALLOW_HUB=true"
@@ -68,8 +68,8 @@ async def _from_hub(around: Around, request: HubImport) -> Received:
 
     columns = upload.as_columns(request.columns) if request.columns is not None else None
     tokens = await _tokenizer(around, request.tokenizer) if request.tokenizer else None
-    reading = Reading(request.format, None, columns, tokens)
-    receiving = await asyncio.to_thread(Receiving, around.folder, around.settings, reading)
+    reading = ImportOptions(request.format, None, columns, tokens)
+    receiving = await asyncio.to_thread(DatasetImporter, around.folder, around.settings, reading)
     try:
         async with hub.client(await _token(around)) as client:
             files = await hub.files_of_split(client, request)
@@ -89,12 +89,12 @@ async def _from_hub(around: Around, request: HubImport) -> Received:
             tokens.close()
 
 
-async def _token(around: Around) -> str | None:
+async def _token(around: ImportContext) -> str | None:
     async with around.sessions() as session:
         return await secrets.find(session, around.settings, HF_TOKEN)
 
 
-async def _tokenizer(around: Around, name: str) -> TokenCounter:
+async def _tokenizer(around: ImportContext, name: str) -> TokenCounter:
     """Load the tokenizer of a local model, a run's output or a hub model; raises a 422 error with the reason."""
     try:
         file = await _tokenizer_file(around, name)
@@ -103,7 +103,7 @@ async def _tokenizer(around: Around, name: str) -> TokenCounter:
         raise _no_tokenizer(error.code, error.message) from None
 
 
-async def _tokenizer_file(around: Around, name: str) -> Path:
+async def _tokenizer_file(around: ImportContext, name: str) -> Path:
     attempt = None
     if resolver.is_run(name):
         async with around.sessions() as session:

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from app.api.errors import ApiError, clean, invalid
+from app.api.errors import ApiError, invalid, printable
 from app.config import Settings
 from app.contracts.errors import FieldError
-from app.datasets.sandbox import Child, ChildFailed
+from app.datasets.sandbox import ChildFailed, SandboxProcess
 
 MOST_TOKENIZER_BYTES = 64 * 1024**2
 _PROGRAM = "app.datasets.token_counter_process"
@@ -30,7 +30,7 @@ class TokenCounter:
 
     def __init__(self, name: str, file: Path, settings: Settings) -> None:
         self._name = name
-        self._child = Child(
+        self._child = SandboxProcess(
             _PROGRAM,
             [str(file), str(MOST_TOKENIZER_BYTES)],
             settings,
@@ -126,7 +126,7 @@ class TokenCounter:
         return bytes(self._answer)
 
     def _tokenizer_error(self, error: ChildFailed) -> ApiError:
-        message = clean(f"the tokenizer of {self._name!r} cannot be used: {error}", 450)
+        message = printable(f"the tokenizer of {self._name!r} cannot be used: {error}", 450)
         return invalid([FieldError(field="tokenizer", code="bad_tokenizer", message=message)], code="bad_tokenizer")
 
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from app.datasets.sandbox import confined
+from app.datasets.sandbox import run_confined
 
 MOST_MEMORY = 3 * 1024**3 // 2
 """Memory limit in bytes; loading a vocabulary of half a million tokens, larger than most, takes about 550 MB."""
@@ -43,4 +43,4 @@ def _load(path: str, most_bytes: int) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(confined(lambda: _count(sys.argv[1], int(sys.argv[2])), MOST_MEMORY))
+    sys.exit(run_confined(lambda: _count(sys.argv[1], int(sys.argv[2])), MOST_MEMORY))

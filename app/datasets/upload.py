@@ -9,12 +9,12 @@ from typing import Any
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from app.api.errors import ApiError, clean, invalid
+from app.api.errors import ApiError, invalid, printable
 from app.config import Settings
 from app.contracts.errors import FieldError
 from app.datasets.formats import FORMATS
-from app.datasets.importer import Reading, Received, Receiving, in_thread, in_turn
-from app.datasets.readers.file_type import KINDS, Kind
+from app.datasets.importer import DatasetImporter, ImportedFile, ImportOptions, in_thread, in_turn
+from app.datasets.readers.file_type import KINDS, FileType
 from app.datasets.row_writer import MOST_KEY_CHARACTERS
 from app.datasets.token_counter import TokenCounter
 from app.infra.strict_json import BadJson, parse
@@ -37,7 +37,7 @@ async def receive(
     folder: Path,
     settings: Settings,
     load_tokenizer: LoadTokenizer,
-) -> Received:
+) -> ImportedFile:
     """Read a multipart upload into `folder`; raises `ApiError` if it is invalid.
 
     Buffers one megabyte of the body and at most one row. Parsing, validation and writing happen in a thread, so
@@ -98,7 +98,7 @@ class _Upload:
             raise _broken(str(error)) from None
         self._folder = folder
         self._settings = settings
-        self._receiving: Receiving | None = None
+        self._receiving: DatasetImporter | None = None
         self.tokens: TokenCounter | None = None
         self._wanted_tokenizer: str | None = None
         self._deferred: list[Callable[[], None]] = []
@@ -140,7 +140,7 @@ class _Upload:
     def more(self) -> bool:
         return self._file.more()
 
-    def finish(self) -> Received:
+    def finish(self) -> ImportedFile:
         self._check_format()
         return self._file.finish(self._name(), self._digest(self._file.sha256_as_it_came))
 
@@ -171,7 +171,7 @@ class _Upload:
         self._part = options.get(b"name", b"").decode(errors="replace")
         if self._part != "file" and self._part not in _FIELDS:
             names = ", ".join(f"`{name}`" for name in _FIELDS)
-            raise _wrong(clean(self._part, 60), "unknown_field", f"the supported parts are `file`, {names}")
+            raise _wrong(printable(self._part, 60), "unknown_field", f"the supported parts are `file`, {names}")
         if self._part in self._fields or (self._part == "file" and self._file_name is not None):
             raise _wrong(self._part, "given_twice", f"there are two parts `{self._part}`; send one")
         if self._part == "file":
@@ -207,7 +207,7 @@ class _Upload:
         self._ended = True
 
     @property
-    def _file(self) -> Receiving:
+    def _file(self) -> DatasetImporter:
         if self._receiving is None:
             raise _wrong(
                 "file", "missing", "the part `file` is missing; send it, for example with curl -F file=@data.jsonl"
@@ -215,7 +215,7 @@ class _Upload:
         return self._receiving
 
     def _begin_file(self) -> None:
-        self._receiving = Receiving(self._folder, self._settings, self._reading())
+        self._receiving = DatasetImporter(self._folder, self._settings, self._reading())
         self._receiving.begin(self._file_name or "")
 
     def _expect_format(self) -> None:
@@ -223,12 +223,12 @@ class _Upload:
         if self._receiving is not None:
             self._receiving.expect(self._field("format") or "")
 
-    def _reading(self) -> Reading:
+    def _reading(self) -> ImportOptions:
         wanted = self._field("file_format")
-        kind: Kind | None = next((kind for kind in KINDS if kind == wanted), None)
+        kind: FileType | None = next((kind for kind in KINDS if kind == wanted), None)
         if wanted is not None and kind is None:
             raise _wrong("file_format", "unknown_file_format", f"must be one of {', '.join(KINDS)}")
-        return Reading(self._field("format"), kind, self._columns(), self.tokens)
+        return ImportOptions(self._field("format"), kind, self._columns(), self.tokens)
 
     def _columns(self) -> dict[str, str] | None:
         raw = self._fields.get("columns")
@@ -258,7 +258,7 @@ class _Upload:
     def _name(self) -> str:
         given = self._field("name")
         name = given if given is not None else Path((self._file_name or "").replace("\\", "/")).name
-        name = clean(name.strip(), 200)
+        name = printable(name.strip(), 200)
         if given is not None and not name:
             raise _wrong("name", "empty", "must not be empty; leave it out to use the name of the file")
         return name or "data"
@@ -291,4 +291,4 @@ def _wrong(field: str, code: str, message: str) -> ApiError:
 
 
 def _broken(why: str) -> ApiError:
-    return _wrong("", "broken_multipart", f"the multipart body cannot be read ({clean(why, 200)})")
+    return _wrong("", "broken_multipart", f"the multipart body cannot be read ({printable(why, 200)})")

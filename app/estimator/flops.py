@@ -11,7 +11,7 @@ from app.estimator.steps import Plan, attention_of
 
 
 @dataclass(frozen=True)
-class Work:
+class RunFlops:
     """Tokens and operations of all steps."""
 
     tokens: int
@@ -25,7 +25,7 @@ class Work:
 
 def work(
     model: Architecture, config: TrainingConfig, precision: Precision, planned: Plan, checkpointing: Checkpointing
-) -> Work | None:
+) -> RunFlops | None:
     """Return the operations of a run under an effective configuration; None if the number of tokens is not known.
 
     Attention grows with the square of the length, so it is computed for the mean length, not the longest.
@@ -43,7 +43,7 @@ def work(
         # The forward pass of the base without its adapter equals that of a fully trained model.
         of_token += walked(config.model_copy(update={"lora_r": None})).forward / shape.tokens
     written = own.forward / shape.tokens if config.method is TrainingMethod.rlhf else 0.0
-    return Work(planned.tokens, of_token * planned.tokens, written * planned.tokens, shape.length)
+    return RunFlops(planned.tokens, of_token * planned.tokens, written * planned.tokens, shape.length)
 
 
 def left_out(config: TrainingConfig, planned: Plan) -> list[str]:

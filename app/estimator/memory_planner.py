@@ -95,7 +95,7 @@ def first_that_fits(needs: Needs, room: int | None, choices: tuple[Checkpointing
     return Choice(one, found, fits, reason)
 
 
-class Advice:
+class MemoryAdvice:
     """Changes that make a run fit on devices of one kind; the memory of each change is computed once.
 
     No change alters the training objective.

@@ -28,7 +28,7 @@ class Data:
 
 
 @dataclass(kw_only=True)
-class Course:
+class StepPlan:
     """Steps and tokens of a run, independent of its model; tokens are counted without padding."""
 
     steps: int | None
@@ -47,7 +47,7 @@ class Course:
 
 
 @dataclass(kw_only=True)
-class Plan(Course):
+class Plan(StepPlan):
     """Steps, tokens and largest micro-batch of a run."""
 
     batch: Batch
@@ -93,7 +93,7 @@ def plan(model: Architecture, config: TrainingConfig, data: Data) -> Plan:
     return Plan(**vars(course), batch=batch)
 
 
-def course_of(config: TrainingConfig, data: Data, most: int) -> Course:
+def course_of(config: TrainingConfig, data: Data, most: int) -> StepPlan:
     """Return steps and tokens of an effective configuration on a data set; sequences are cut to `most` tokens."""
     if config.trainer_options.data_source is not None:
         return _data_source_course(config, most)
@@ -108,13 +108,13 @@ def course_of(config: TrainingConfig, data: Data, most: int) -> Course:
     return _in_steps(config, _rows(config, data), mean, max(min(largest, most), 2), most, assumed)
 
 
-def _data_source_course(config: TrainingConfig, most: int) -> Course:
+def _data_source_course(config: TrainingConfig, most: int) -> StepPlan:
     """Return the steps of a run with a data source, whose number of rows is not known."""
     allowed = f"The longest row is assumed to have `max_seq_length` ({most}) tokens: a data source produces the rows."
     steps = None if config.max_steps is None else max(config.max_steps, config.min_steps or 0)
     if steps is not None and config.stop_at_step is not None:
         steps = min(steps, config.stop_at_step)
-    return Course(steps=steps, tokens=None, attended=float(most), largest=max(most, 2), assumptions=[allowed])
+    return StepPlan(steps=steps, tokens=None, attended=float(most), largest=max(most, 2), assumptions=[allowed])
 
 
 def _lengths(config: TrainingConfig, data: Data, most: int, assumed: list[str]) -> tuple[float, int]:
@@ -156,7 +156,7 @@ def _rows(config: TrainingConfig, data: Data) -> int:
     return max(data.rows - held, 1)
 
 
-def _in_steps(config: TrainingConfig, rows: int, mean: float, largest: int, most: int, assumed: list[str]) -> Course:
+def _in_steps(config: TrainingConfig, rows: int, mean: float, largest: int, most: int, assumed: list[str]) -> StepPlan:
     each = config.batch_size * config.gradient_accumulation_steps
     sequences = math.ceil(rows * mean / most) if config.packing else rows
     if config.method is TrainingMethod.rlhf:
@@ -175,7 +175,7 @@ def _in_steps(config: TrainingConfig, rows: int, mean: float, largest: int, most
         tokens = full_epochs * epoch_tokens + min(more * each * (most if config.packing else mean), epoch_tokens)
         tokens *= 2 if config.method in PREFERENCE else 1
     one_stream = config.packing and config.trainer_options.packing_strategy == "wrapped"
-    return Course(
+    return StepPlan(
         steps=steps,
         tokens=round(tokens),
         attended=float(most) if one_stream else mean,

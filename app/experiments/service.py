@@ -76,7 +76,7 @@ async def remove(session: AsyncSession, experiment_id: str) -> None:
         raise conflict(
             "run_is_pinned", f"Experiment {experiment_id} has pinned runs: {pinned}. Unpin them, or keep it."
         )
-    if needing := await _some(session, deletion.needing(runs)):
+    if needing := await _some(session, deletion.dependents(runs)):
         raise conflict(
             "run_is_needed",
             f"Runs of other experiments were resumed from runs of {experiment_id}, or use their output: {needing}. "

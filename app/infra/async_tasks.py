@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 
-async def end(task: asyncio.Task[Any]) -> None:
+async def cancel_and_wait(task: asyncio.Task[Any]) -> None:
     """Cancel a task repeatedly until it is done.
 
     One cancellation is not enough: a library that handles its own timeout at that moment may mistake the

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 QUEUE = "anneal"
 TASK = "anneal.run_next"
-MOST_HINTS = 1000
+MAX_NOTIFICATIONS = 1000
 _COUNT_SECONDS = 1.0
 _SEND_SECONDS = 5.0
 CONTROL_CHANNEL = "anneal:control"
@@ -74,7 +74,7 @@ def broker_url(redis_url: str) -> str:
     return redis_url.replace("unix://", "redis+socket://", 1) if redis_url.startswith("unix://") else redis_url
 
 
-class Queue:
+class Broker:
     """Redis client of the API. No method raises or blocks for long; without Redis, work starts later."""
 
     def __init__(self, settings: Settings) -> None:
@@ -102,7 +102,7 @@ class Queue:
         """Stop listening and close every connection."""
         self._closing = True  # the client's own timeout around a read may swallow the cancellation
         if self._listening:
-            await async_tasks.end(self._listening)
+            await async_tasks.cancel_and_wait(self._listening)
         await self._redis.aclose()
         await asyncio.to_thread(self._sender.shutdown, cancel_futures=True)
         await asyncio.to_thread(self._celery.close)
@@ -114,7 +114,7 @@ class Queue:
             # would discard every hint. Instead, the number of waiting hints is limited here.
             now = time.monotonic()
             if now - self._counted_at >= _COUNT_SECONDS:
-                self._has_room = await self._redis.llen(QUEUE) < MOST_HINTS
+                self._has_room = await self._redis.llen(QUEUE) < MAX_NOTIFICATIONS
                 self._counted_at, self._is_unreachable = now, False
             if self._has_room:
                 await asyncio.get_running_loop().run_in_executor(self._sender, self._send, count)

@@ -1,9 +1,9 @@
 """Errors that a user or operator can fix."""
 
 
-class HomeError(Exception):
+class SetupError(Exception):
     """Problem with the home folder or the machine that the user can fix; the message says how."""
 
 
-class PortTaken(HomeError):
+class PortTaken(SetupError):
     """Port of an embedded server that was free when chosen but that another program took."""

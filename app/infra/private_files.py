@@ -5,15 +5,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-from app.infra.errors import HomeError
+from app.infra.errors import SetupError
 
 
 def make_private_folder(folder: Path) -> Path:
-    """Create `folder` with mode 0700 if it does not exist; raises `HomeError` if that fails."""
+    """Create `folder` with mode 0700 if it does not exist; raises `SetupError` if that fails."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise HomeError(
+        raise SetupError(
             f"Cannot create {folder} ({error.strerror}); set ANNEAL_HOME to a folder that you can write to."
         ) from None
     return folder

@@ -53,7 +53,7 @@ def process_started(pid: int) -> int | None:
 
 
 @dataclass(frozen=True)
-class Identity:
+class ProcessIdentity:
     """Permanent identity of a process: ids are reused, an id with its start time, boot and pid namespace is not."""
 
     pid: int
@@ -63,7 +63,7 @@ class Identity:
     namespace: str
 
     @classmethod
-    def of(cls, pid: int, start_time: int) -> "Identity":
+    def of(cls, pid: int, start_time: int) -> "ProcessIdentity":
         """Return the identity of a process of this boot and namespace."""
         return cls(pid, start_time, boot_id(), pid_namespace())
 

@@ -71,7 +71,7 @@ def stop_child(child: subprocess.Popen[bytes], grace: float, stop_signal: signal
         return False
 
 
-def end_leftovers(folder: Path, program: str) -> int:
+def kill_leftovers(folder: Path, program: str) -> int:
     """Kill every `program` that still runs in `folder` after a killed start; return their number.
 
     The caller must hold the lock on the folder. Process ids in files are unreliable because they are reused; the

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from app.api.middleware.request_metrics import RequestMetrics
 from app.contracts.run_status import LIVE, TERMINAL
-from app.infra.broker import Queue
+from app.infra.broker import Broker
 from app.prometheus.snapshot import Snapshot
 from app.runs.events.stream import Streams
 from app.runs.scheduler.dispatcher import Dispatcher
@@ -22,7 +22,7 @@ _OUTCOMES = ("lost", "retried", "handed_back", "repaired", *TERMINAL)
 class Metrics:
     """All metrics that an API process exports, on a separate registry."""
 
-    def __init__(self, requests: RequestMetrics, streams: Streams, queue: Queue, dispatcher: Dispatcher) -> None:
+    def __init__(self, requests: RequestMetrics, streams: Streams, queue: Broker, dispatcher: Dispatcher) -> None:
         # They would add a `_created` series with the start time for each counter.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
@@ -39,7 +39,7 @@ class Metrics:
 class ServiceCollector(Collector):
     """Gauges that are computed at scrape time, so that they cost nothing in between."""
 
-    def __init__(self, streams: Streams, queue: Queue) -> None:
+    def __init__(self, streams: Streams, queue: Broker) -> None:
         self._streams = streams
         self._queue = queue
         self.snapshot: Snapshot | None = None

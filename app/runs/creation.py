@@ -10,14 +10,14 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.api.idempotency import Idempotency, key_reused
 from app.config import Settings
-from app.contracts.backends import Rules
+from app.contracts.backends import BackendRules
 from app.contracts.schemas.runs import RunCheck, RunCreate
 from app.infra.ids import new_id
 from app.infra.storage import Storage
 from app.runs.service import get
 from app.runs.state import machine
-from app.runs.validation.request import examine, requirements
-from app.runs.validation.result import Examined, refusal
+from app.runs.validation.request import requirements, validate_request
+from app.runs.validation.result import ValidationResult, validation_failed
 from app.tables.experiments import Experiment
 from app.tables.runs import Run, RunRewardModel
 
@@ -36,18 +36,18 @@ async def default_experiment(session: AsyncSession, created_by: str | None) -> E
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class RunContext:
     """Context of decisions about a run, apart from the database."""
 
     settings: Settings
     storage: Storage
-    rules: Mapping[str, Rules]
+    rules: Mapping[str, BackendRules]
     """Rules of every backend, by name."""
 
 
 async def create(
     session: AsyncSession,
-    around: Surroundings,
+    around: RunContext,
     request: RunCreate,
     created_by: str | None,
     idempotency: Idempotency | None = None,
@@ -56,9 +56,9 @@ async def create(
     """Create a run, or raise 422 with all errors; the same idempotency key returns the same run."""
     if earlier := await replayed(session, created_by, idempotency):
         return earlier
-    found = await examine(session, around.settings, around.storage, around.rules, request)
+    found = await validate_request(session, around.settings, around.storage, around.rules, request)
     if found.errors or found.config is None:
-        raise refusal(found.errors)
+        raise validation_failed(found.errors)
     if request.experiment_id is None:
         experiment_id = (await default_experiment(session, created_by)).id
     else:
@@ -81,9 +81,9 @@ async def create(
     return await insert(session, values, created_by, idempotency, reward_run_ids=found.reward_run_ids)
 
 
-async def check(session: AsyncSession, around: Surroundings, request: RunCreate) -> RunCheck:
+async def check(session: AsyncSession, around: RunContext, request: RunCreate) -> RunCheck:
     """Validate a request as `create` does, without creating anything."""
-    found: Examined = await examine(session, around.settings, around.storage, around.rules, request)
+    found: ValidationResult = await validate_request(session, around.settings, around.storage, around.rules, request)
     return RunCheck(
         valid=not found.errors,
         errors=found.errors,

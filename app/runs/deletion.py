@@ -13,7 +13,7 @@ from app.contracts.run_status import TERMINAL
 from app.infra.storage import Storage
 from app.runs.checkpoints import replicas
 from app.tables.events import RunEvent
-from app.tables.runs import MetricRollup, Removal, Run, RunRewardModel
+from app.tables.runs import MetricRollup, Run, RunDeletion, RunRewardModel
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ async def remove(session: AsyncSession, run_id: str) -> None:
         raise conflict(
             "run_is_pinned", f'Run {run_id} is {run.status} and pinned; PATCH it with {{"pinned": false}} first.'
         )
-    needed_by = (await session.scalars(needing(select(Run.id).where(Run.id == run_id)).limit(_NAMED))).all()
+    needed_by = (await session.scalars(dependents(select(Run.id).where(Run.id == run_id)).limit(_NAMED))).all()
     if needed_by:
         raise conflict(
             "run_is_needed",
@@ -44,7 +44,7 @@ async def remove(session: AsyncSession, run_id: str) -> None:
     await drop(session, select(Run.id).where(Run.id == run_id))
 
 
-def needing(runs: Select[str]) -> Select[str]:
+def dependents(runs: Select[str]) -> Select[str]:
     """Select ids of other runs that resumed one of `runs`, or use its output as base model or reward model."""
     other = aliased(Run)
     judged = select(RunRewardModel.run_id).where(RunRewardModel.reward_run_id.in_(runs))
@@ -56,9 +56,9 @@ def needing(runs: Select[str]) -> Select[str]:
 
 async def drop(session: AsyncSession, runs: Select[str]) -> None:
     """Delete the rows of `runs`, and record that the rest must follow. The caller has checked and locked them."""
-    noted = insert(Removal).from_select(["run_id"], runs).on_conflict_do_nothing()
+    noted = insert(RunDeletion).from_select(["run_id"], runs).on_conflict_do_nothing()
     await session.execute(noted)
-    await session.execute(replicas.leave(runs))
+    await session.execute(replicas.schedule_replica_deletion(runs))
     # Before the runs: of two that are deleted together, one may be the reward model of the other.
     await session.execute(delete(RunRewardModel).where(RunRewardModel.run_id.in_(runs)))
     await session.execute(delete(Run).where(Run.id.in_(runs)))
@@ -73,7 +73,7 @@ async def finish(sessions: async_sessionmaker[AsyncSession], storage: Storage) -
         if not await holding.scalar(text("SELECT pg_try_advisory_xact_lock(:key)"), {"key": _LOCK}):
             return 0
         last = ""
-        while run_id := await holding.scalar(select(func.min(Removal.run_id)).where(Removal.run_id > last)):
+        while run_id := await holding.scalar(select(func.min(RunDeletion.run_id)).where(RunDeletion.run_id > last)):
             last = run_id
             try:
                 await asyncio.to_thread(storage.remove_run, run_id)
@@ -84,7 +84,7 @@ async def finish(sessions: async_sessionmaker[AsyncSession], storage: Storage) -
                 pass
             async with sessions() as session, session.begin():
                 await session.execute(delete(MetricRollup).where(MetricRollup.run_id == run_id))
-                await session.execute(delete(Removal).where(Removal.run_id == run_id))
+                await session.execute(delete(RunDeletion).where(RunDeletion.run_id == run_id))
             log.info("removed the remaining data of deleted run %s", run_id)
             done += 1
     return done

@@ -11,18 +11,18 @@ from app.api.authorization import CurrentCaller
 from app.api.dependencies import CurrentSettings, CurrentStorage, IdempotencyKey, Session
 from app.api.idempotency import Idempotency
 from app.contracts.backends import BACKEND_RULES
-from app.runs.creation import Surroundings
+from app.runs.creation import RunContext
 from app.tables.runs import Run
 
 
 @dataclass(frozen=True)
-class Making:
+class NewRunRequest:
     """A request that creates a run."""
 
     request: Request
     response: Response
     session: AsyncSession
-    around: Surroundings
+    around: RunContext
     caller_id: str | None
     after_commit: BackgroundTasks
     _key: str | None
@@ -47,12 +47,12 @@ async def _making(
     caller: CurrentCaller,
     after_commit: BackgroundTasks,
     idempotency_key: IdempotencyKey = None,
-) -> Making:
-    around = Surroundings(settings, storage, BACKEND_RULES)
-    return Making(request, response, session, around, caller.key_id, after_commit, idempotency_key)
+) -> NewRunRequest:
+    around = RunContext(settings, storage, BACKEND_RULES)
+    return NewRunRequest(request, response, session, around, caller.key_id, after_commit, idempotency_key)
 
 
-NewRun = Annotated[Making, Depends(_making, scope="function")]
+NewRun = Annotated[NewRunRequest, Depends(_making, scope="function")]
 
 
 async def curve_read_slot(request: Request) -> AsyncIterator[None]:

@@ -28,18 +28,18 @@ from app.contracts.schemas.runs import (
     RunSummary,
     RunToEstimate,
 )
-from app.infra.broker import Queue
+from app.infra.broker import Broker
 from app.runs import comparison, deletion, queries, serializers, service, stop_outlook
 from app.runs.checkpoints.service import best_good
-from app.runs.creation import Surroundings, check, create, replayed
+from app.runs.creation import RunContext, check, create, replayed
 from app.runs.dependencies import NewRun, curve_read_slot
 from app.runs.estimates import probe, store
 from app.runs.estimates import service as estimates
-from app.runs.estimates.store import keep
+from app.runs.estimates.store import estimate_and_store
 from app.runs.resume import resume
-from app.runs.scheduler.eta import Forecasts
-from app.runs.validation.request import examine
-from app.runs.validation.result import refusal
+from app.runs.scheduler.eta import EtaService
+from app.runs.validation.request import validate_request
+from app.runs.validation.result import validation_failed
 
 router = APIRouter(prefix="/runs", tags=["runs"])
 
@@ -58,12 +58,12 @@ async def estimate_run(body: RunToEstimate, new: NewRun) -> Estimated:
     if body.probe:
         idempotency = await new.idempotency("/v1/runs/estimate")
     else:
-        audit.forget(new.request)
+        audit.skip_audit(new.request)
     sessions, expected = new.request.app.state.sessions, None
     # Separate short sessions, so that no row stays locked and no connection in use during the computation.
     async with sessions() as reading:
         if earlier := await replayed(reading, new.caller_id, idempotency):
-            expected = await store.of(reading, earlier.id)
+            expected = await store.get(reading, earlier.id)
     if expected is None:
         async with sessions() as reading:
             subject = await _subject(reading, new.around, body)
@@ -75,15 +75,17 @@ async def estimate_run(body: RunToEstimate, new: NewRun) -> Estimated:
     run = await create(new.session, new.around, probe.request_of(body), new.caller_id, idempotency)
     await store.store(new.session, run.id, expected)
     new.accept(run)
-    shown = await serializers.one(new.session, new.around.storage, run)
+    shown = await serializers.run_read(new.session, new.around.storage, run)
     return Estimated(**dict(expected), probe_run_id=run.id, measured=shown.measured, probe=shown.probe)
 
 
-async def _subject(session: AsyncSession, around: Surroundings, body: RunToEstimate) -> estimates.Subject:
+async def _subject(session: AsyncSession, around: RunContext, body: RunToEstimate) -> estimates.Subject:
     # An estimate must work before the weights are downloaded; a probe loads them.
-    found = await examine(session, around.settings, around.storage, around.rules, body, needs_weights=body.probe)
+    found = await validate_request(
+        session, around.settings, around.storage, around.rules, body, needs_weights=body.probe
+    )
     if found.errors or found.config is None:
-        raise refusal(found.errors)
+        raise validation_failed(found.errors)
     rules = around.rules[body.backend]
     if body.probe and not rules.loads_model:
         message = f"backend `{body.backend}` loads no model, so there is nothing to measure; omit `probe`"
@@ -99,8 +101,10 @@ async def create_run(body: RunCreate, new: NewRun) -> RunRead:
     run = await create(new.session, new.around, body, new.caller_id, idempotency)
     new.accept(run)
     if BACKEND_RULES[run.backend].loads_model:
-        new.after_commit.add_task(keep, new.request.app.state.sessions, new.around.settings, new.around.storage, run)
-    return await serializers.one(new.session, new.around.storage, run)
+        new.after_commit.add_task(
+            estimate_and_store, new.request.app.state.sessions, new.around.settings, new.around.storage, run
+        )
+    return await serializers.run_read(new.session, new.around.storage, run)
 
 
 @router.post("/validate")
@@ -108,7 +112,7 @@ async def validate_run(
     body: RunCreate, session: Session, settings: CurrentSettings, storage: CurrentStorage
 ) -> RunCheck:
     """Validate a run without creating it: return its errors and the effective configuration."""
-    return await check(session, Surroundings(settings, storage, BACKEND_RULES), body)
+    return await check(session, RunContext(settings, storage, BACKEND_RULES), body)
 
 
 @router.get("", response_model=Page[RunSummary])
@@ -134,7 +138,7 @@ async def list_runs(
     filters = queries.Filters(experiment_id, tuple(status or ()), tag, parent_run_id, base_model)
     rows, has_more = await queries.page(session, filters, paging, sort)
     predictions = await _forecasts(request).of({row.id: row.status for row in rows})
-    return Response(serializers.page(storage, rows, has_more, predictions), media_type="application/json")
+    return Response(serializers.run_page(storage, rows, has_more, predictions), media_type="application/json")
 
 
 @router.get(
@@ -160,7 +164,7 @@ async def get_run(run_id: str, request: Request, session: Session, storage: Curr
     """Get a run with its newest metrics."""
     run = await service.get(session, run_id)
     predictions = await _forecasts(request).of({run.id: run.status})
-    return await serializers.one(session, storage, run, predictions.get(run.id))
+    return await serializers.run_read(session, storage, run, predictions.get(run.id))
 
 
 @router.patch("/{run_id}")
@@ -169,7 +173,7 @@ async def edit_run(run_id: str, body: RunEdit, request: Request, session: Sessio
     await _forecasts(request).renew()  # before the row is locked, because its worker would wait for the lock
     run = await service.edit(session, run_id, body)
     predictions = _forecasts(request).newest({run.id: run.status})
-    return await serializers.one(session, storage, run, predictions.get(run.id))
+    return await serializers.run_read(session, storage, run, predictions.get(run.id))
 
 
 @router.delete(
@@ -206,7 +210,7 @@ async def stop_run(
     outlook = await stop_outlook.outlook(session, run, mode, settings.save_grace_seconds, found_no_best=found_no_best)
     after_commit.add_task(_queue(request).call_worker, run_id)
     after_commit.add_task(_queue(request).wake, run_id)
-    return await serializers.stopped(session, storage, run, outlook)
+    return await serializers.run_stopped(session, storage, run, outlook)
 
 
 @router.post(
@@ -219,14 +223,14 @@ async def resume_run(run_id: str, new: NewRun, body: RunResume | None = None) ->
     idempotency = await new.idempotency(f"/v1/runs/{run_id}/resume")
     run = await resume(new.session, new.around, run_id, body or RunResume(), new.caller_id, idempotency)
     new.accept(run)
-    return await serializers.one(new.session, new.around.storage, run)
+    return await serializers.run_read(new.session, new.around.storage, run)
 
 
-def _forecasts(request: Request) -> Forecasts:
-    forecasts: Forecasts = request.app.state.forecasts
+def _forecasts(request: Request) -> EtaService:
+    forecasts: EtaService = request.app.state.forecasts
     return forecasts
 
 
-def _queue(request: Request) -> Queue:
-    queue: Queue = request.app.state.queue
+def _queue(request: Request) -> Broker:
+    queue: Broker = request.app.state.queue
     return queue

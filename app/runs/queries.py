@@ -13,7 +13,7 @@ from app.contracts.errors import FieldError
 from app.contracts.run_status import TERMINAL, TrainingStatus
 from app.runs.checkpoints.service import preferred_place
 from app.runs.serializers import DOCUMENTS, MOMENTS, NUMBERS, PLAIN
-from app.tables.runs import IS_NO_PROBE, Run
+from app.tables.runs import IS_NOT_PROBE, Run
 
 Sort = Literal["created_at", "best_loss"]
 
@@ -131,7 +131,7 @@ def _chosen(filters: Filters, paging: Paging) -> Select[*tuple[Any, ...]]:
 
 
 async def _best_first(session: AsyncSession, filters: Filters, paging: Paging) -> tuple[list[Listed], bool]:
-    conditions = [*filters.conditions(), *filters.on_status(), IS_NO_PROBE]
+    conditions = [*filters.conditions(), *filters.on_status(), IS_NOT_PROBE]
     after = None if paging.after is None else await _place(session, paging.after)
     runs: list[Listed] = []
     if after is None or after[0] is not None:
@@ -173,5 +173,5 @@ def _with_loss(
 async def best_of(session: AsyncSession, experiment_id: str) -> Any | None:
     """Return id, name and loss of an experiment's run with the lowest loss; of two equal ones, the older."""
     named = select(Run.id, Run.name, Run.best_loss)
-    conditions = [Run.experiment_id == experiment_id, IS_NO_PROBE]
+    conditions = [Run.experiment_id == experiment_id, IS_NOT_PROBE]
     return (await session.execute(_with_loss(named, conditions, None, 1))).one_or_none()

@@ -13,17 +13,17 @@ from app.contracts.errors import FieldError
 from app.contracts.run_status import TERMINAL
 from app.contracts.schemas.runs import RunResume
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.raw_config import given_fields, understood
+from app.contracts.training_config.raw_config import drop_unknown_fields, given_fields
 from app.contracts.training_config.validation import resume_problems
 from app.infra.ids import new_id
 from app.runs import service
 from app.runs.actions.service import changes
 from app.runs.checkpoints.service import furthest_good, preferred
-from app.runs.creation import Surroundings, insert, replayed
+from app.runs.creation import RunContext, insert, replayed
 from app.runs.validation.config import config_problems
 from app.runs.validation.destinations import destination_problems
 from app.runs.validation.request import requirements
-from app.runs.validation.result import refusal
+from app.runs.validation.result import validation_failed
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
 
@@ -32,7 +32,7 @@ _GROUPS = ("dpo", "rlhf", "extra")
 
 async def resume(
     session: AsyncSession,
-    around: Surroundings,
+    around: RunContext,
     run_id: str,
     request: RunResume,
     created_by: str | None,
@@ -85,7 +85,7 @@ async def resume(
 
 async def _ended(session: AsyncSession, run_id: str) -> Run:
     # Locked, so that this and the deletion of the run or its checkpoints wait for each other.
-    run = await service.locked(session, run_id, for_child=True)
+    run = await service.lock(session, run_id, for_child=True)
     if run.status not in TERMINAL:
         raise conflict(
             "run_is_live",
@@ -95,7 +95,7 @@ async def _ended(session: AsyncSession, run_id: str) -> Run:
 
 
 def _configuration(
-    around: Surroundings, parent: Run, changed: dict[str, Any], request: RunResume, sent: list[FieldError]
+    around: RunContext, parent: Run, changed: dict[str, Any], request: RunResume, sent: list[FieldError]
 ) -> tuple[TrainingConfig, list[str]]:
     """Return the parent's configuration with the overrides, and the names of all fields that a user set.
 
@@ -109,13 +109,13 @@ def _configuration(
     reported = {problem.field for problem in refused}
     problems = refused + [problem for problem in wrong if problem.field.split(".")[0] not in reported]
     if problems:
-        raise refusal(
+        raise validation_failed(
             [
                 FieldError(field=f"config.{problem.field}", code=problem.code, message=problem.message)
                 for problem in problems
             ]
         )
-    return TrainingConfig.model_validate(understood(merged, given)), sorted(given)
+    return TrainingConfig.model_validate(drop_unknown_fields(merged, given)), sorted(given)
 
 
 def as_asked(config: dict[str, Any], given: set[str]) -> dict[str, Any]:

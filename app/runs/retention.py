@@ -59,7 +59,7 @@ class Policy:
 
 
 @dataclass
-class Pruned:
+class PruneResult:
     """Result of a pass: what was deleted, or would be."""
 
     runs: int = 0
@@ -87,16 +87,16 @@ class Pruning:
         self._storage = storage
         self._policy = policy
         self._dry_run = dry_run
-        self._found = Pruned()
+        self._found = PruneResult()
         self._now = datetime.max.replace(tzinfo=UTC)
         """Time of the database: if the clock of this machine is ahead, that must not make anything look old."""
 
-    async def all(self) -> Pruned:
+    async def all(self) -> PruneResult:
         """Apply the policy; return what was deleted."""
         async with self._engine.connect() as turn:
             await turn.execute(text("SET LOCAL idle_in_transaction_session_timeout = 0"))
             if not await turn.scalar(text("SELECT pg_try_advisory_xact_lock(:key)"), {"key": _LOCK}):
-                return Pruned(is_busy=True)
+                return PruneResult(is_busy=True)
             self._now = (await turn.execute(select(func.clock_timestamp()))).scalar_one()
             if self._policy.runs_days is not None:
                 await self._runs(self._before(self._policy.runs_days))
@@ -276,10 +276,10 @@ def _ended(before: datetime) -> list[ColumnElement[bool]]:
     return [Run.status.in_(TERMINAL), Run.finished_at < before, started_before]
 
 
-def prune(settings: Settings, policy: Policy, dry_run: bool) -> Pruned:
+def prune(settings: Settings, policy: Policy, dry_run: bool) -> PruneResult:
     """Run one pass, for a command."""
 
-    async def once() -> Pruned:
+    async def once() -> PruneResult:
         engine = async_engine(settings.database_url or "", pool_size=2)
         try:
             return await Pruning(engine, Storage(settings), policy, dry_run).all()
@@ -298,7 +298,7 @@ def in_background(engine: AsyncEngine, storage: Storage, settings: Settings) -> 
             try:
                 await deletion.finish(sessions, storage)
                 found = await Pruning(engine, storage, Policy.of(settings)).all()
-                if found != Pruned() and not found.is_busy:
+                if found != PruneResult() and not found.is_busy:
                     log.info("pruned: %s", found)
             except Exception as error:
                 if as_api_error(error) is None:

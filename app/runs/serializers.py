@@ -27,12 +27,12 @@ _SAME = (*PLAIN, *NUMBERS, *MOMENTS, *DOCUMENTS)
 _HISTORY = 100
 
 
-async def one(session: AsyncSession, storage: Storage, run: Run, prediction: Prediction | None = None) -> RunRead:
+async def run_read(session: AsyncSession, storage: Storage, run: Run, prediction: Prediction | None = None) -> RunRead:
     """Return a run with its newest metrics."""
     return RunRead(**await _fields(session, storage, run), prediction=prediction)
 
 
-async def stopped(session: AsyncSession, storage: Storage, run: Run, outlook: StopOutlook) -> RunStopped:
+async def run_stopped(session: AsyncSession, storage: Storage, run: Run, outlook: StopOutlook) -> RunStopped:
     """Return a run with the expected result of its stop."""
     return RunStopped(**await _fields(session, storage, run), stop=outlook)
 
@@ -45,12 +45,14 @@ async def _fields(session: AsyncSession, storage: Storage, run: Run) -> dict[str
     derived = _derived(storage, run, [saved.step, saved.attempt] if saved else None)
     reward_runs = await service.reward_run_ids(session, run)
     expected, real = await compared(session, run, probe.seconds_of_step(history))
-    result = await probe.told(session, run, expected, real)
+    result = await probe.probe_result(session, run, expected, real)
     taken = {"estimate": expected, "measured": real, "probe": result}
     return {**same, **derived, **taken, "reward_run_ids": list(reward_runs), "metrics_history": history}
 
 
-def page(storage: Storage, rows: Sequence[Any], has_more: bool, predictions: Mapping[str, Prediction | None]) -> bytes:
+def run_page(
+    storage: Storage, rows: Sequence[Any], has_more: bool, predictions: Mapping[str, Prediction | None]
+) -> bytes:
     """Return a `Page[RunSummary]` as JSON, from the rows of `app.runs.queries`."""
     items = []
     for row in rows:

@@ -32,14 +32,14 @@ async def reward_run_ids(session: AsyncSession, run: Run) -> Sequence[str]:
 
 async def edit(session: AsyncSession, run_id: str, body: RunEdit) -> Run:
     """Change the name, tags or pin of a run; fields that were not given stay unchanged."""
-    run = await locked(session, run_id)
+    run = await lock(session, run_id)
     for name, value in body.model_dump(exclude_none=True).items():
         setattr(run, name, value)
     await session.flush()
     return run
 
 
-async def locked(session: AsyncSession, run_id: str, *, for_child: bool = False) -> Run:
+async def lock(session: AsyncSession, run_id: str, *, for_child: bool = False) -> Run:
     """Return the run, locked until the commit; `for_child`: it may change, but not be deleted."""
     query = select(Run).where(Run.id == run_id).execution_options(populate_existing=True)
     run = await session.scalar(query.with_for_update(read=for_child, key_share=for_child))

@@ -7,7 +7,7 @@ from app.contracts.run_status import TERMINAL
 from app.contracts.schemas.runs import StopOutlook
 from app.contracts.stop import StopMode
 from app.runs.checkpoints.service import best_good, furthest_good, slowest_save
-from app.tables.runs import Pace, Run
+from app.tables.runs import AttemptTimings, Run
 
 
 async def outlook(
@@ -52,7 +52,9 @@ def _in_force(run: Run) -> StopMode:
 
 async def _needed(session: AsyncSession, run: Run, save_seconds: float) -> float:
     """Return the seconds that a stop may take: the current step, a checkpoint in progress, and the last one."""
-    timings = await session.scalar(select(Pace.timings).where(Pace.run_id == run.id, Pace.attempt == run.attempt))
+    timings = await session.scalar(
+        select(AttemptTimings.timings).where(AttemptTimings.run_id == run.id, AttemptTimings.attempt == run.attempt)
+    )
     step_seconds = (timings or {}).get("step_seconds") or 0.0
     return float(step_seconds) + 2 * save_seconds
 

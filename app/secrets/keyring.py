@@ -8,7 +8,7 @@ import secrets
 from pathlib import Path
 
 from app.config import Settings
-from app.infra.errors import HomeError
+from app.infra.errors import SetupError
 from app.infra.private_files import make_private_folder
 
 _KEY_BYTES = 32
@@ -46,7 +46,7 @@ class Keyring:
                 f"There is no key file {path}: copy the key file that encrypted the secrets to this path, or set "
                 "ANNEAL_SECRET_KEY_FILE to its path."
             ) from None
-        except (OSError, HomeError) as error:
+        except (OSError, SetupError) as error:
             raise KeyringError(f"The key file {path} cannot be used: {error}.") from None
 
     def seal(self, name: str, value: str) -> bytes:

@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.table import Table
 
 from app.config import Settings
-from app.workers.status_files import END_SOON, TAKE_NO_MORE, Note, notes
+from app.workers.status_files import DRAIN_SIGNAL, SHUTDOWN_SIGNAL, WorkerStatus, read_statuses
 
 _LOOK_SECONDS = 0.2
 _MORE_SECONDS = 15.0
@@ -23,8 +23,8 @@ def drain(settings: Settings, timeout: float | None = None, console: Console | N
     database nor broker, and can be repeated at any time.
     """
     view = View(console or Console())
-    found = notes(settings.home)
-    workers = [note for note in found if note.signal(TAKE_NO_MORE)]
+    found = read_statuses(settings.home)
+    workers = [note for note in found if note.signal(DRAIN_SIGNAL)]
     for note in found:
         if not note.is_near and not note.draining:
             view.say(f"Worker {note.id} belongs to another machine or container; drain it there.")
@@ -40,13 +40,13 @@ def drain(settings: Settings, timeout: float | None = None, console: Console | N
         return 130
 
 
-def _wait(settings: Settings, workers: dict[str, Note], timeout: float | None, view: "View") -> int:
+def _wait(settings: Settings, workers: dict[str, WorkerStatus], timeout: float | None, view: "View") -> int:
     began = time.monotonic()
     save_requested = False
     gone = 0
     with view.live():
         while workers:
-            latest = {note.id: note for note in notes(settings.home)}
+            latest = {note.id: note for note in read_statuses(settings.home)}
             workers = {worker_id: latest.get(worker_id, note) for worker_id, note in workers.items()}
             for note in [note for note in workers.values() if not note.is_alive]:
                 view.say(_ended(note))
@@ -58,7 +58,7 @@ def _wait(settings: Settings, workers: dict[str, Note], timeout: float | None, v
                 save_requested = True
                 view.say(f"Timeout of {timeout:g} s reached: the remaining runs are saved and released.")
                 for note in workers.values():
-                    note.signal(END_SOON)
+                    note.signal(SHUTDOWN_SIGNAL)
             if save_requested and workers and waited > settings.save_grace_seconds + _MORE_SECONDS:
                 for note in workers.values():
                     view.say(f"Worker {note.id} (process {note.pid}) does not exit. Check its log, or kill it.")
@@ -69,7 +69,7 @@ def _wait(settings: Settings, workers: dict[str, Note], timeout: float | None, v
     return 0
 
 
-def _ended(note: Note) -> str:
+def _ended(note: WorkerStatus) -> str:
     if note.runs:
         return f"Worker {note.id} was killed; other workers will resume {', '.join(note.runs)}."
     return f"Worker {note.id} has ended."
@@ -97,7 +97,7 @@ class View:
             yield
         self._live = None
 
-    def show(self, workers: list[Note], seconds: float) -> None:
+    def show(self, workers: list[WorkerStatus], seconds: float) -> None:
         """Show the runs in progress."""
         if self._live is not None:
             table = Table(box=None, pad_edge=False)

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from types import TracebackType
 
-from app.infra.errors import HomeError
+from app.infra.errors import SetupError
 from app.infra.private_files import make_private_folder
 
 
@@ -24,7 +24,7 @@ class HomeLock:
         except BlockingIOError:
             holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
             os.close(descriptor)
-            raise HomeError(
+            raise SetupError(
                 f"`anneal up` is already running on {self.path.parent} (process {holder}): use it, stop it, "
                 "or set ANNEAL_HOME to another folder."
             ) from None

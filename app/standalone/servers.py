@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
-from app.infra.errors import HomeError, PortTaken
+from app.infra.errors import PortTaken, SetupError
 from app.infra.private_files import make_private_folder, read_json, write_private_json
 from app.standalone.postgres import Postgres
 from app.standalone.valkey import Valkey
@@ -120,7 +120,7 @@ def _load_passwords(home: Path) -> dict[str, str]:
     if found is not None and all(isinstance(found.get(name), str) for name in names):
         return {name: str(found[name]) for name in names}
     if (home / "postgres" / "data").exists():
-        raise HomeError(
+        raise SetupError(
             f"{path} with the passwords of the database in {home / 'postgres'} is missing or unreadable: restore it, "
             "or set ANNEAL_HOME to a new folder."
         )

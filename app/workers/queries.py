@@ -6,8 +6,8 @@ from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.config import Settings
-from app.contracts.backends import Rules
-from app.contracts.training_config.rules import Machine
+from app.contracts.backends import BackendRules
+from app.contracts.training_config.rules import DeviceCapabilities
 from app.infra.db import seconds
 from app.tables.workers import Device, Worker
 
@@ -16,8 +16,8 @@ FRESH_LEASES = 3
 
 
 async def online_machines(
-    session: AsyncSession, settings: Settings, backend: str, rules: Rules | None
-) -> list[Machine]:
+    session: AsyncSession, settings: Settings, backend: str, rules: BackendRules | None
+) -> list[DeviceCapabilities]:
     """Return the kinds of devices of a backend's online workers, best first; none if devices do not matter."""
     if rules is None or not rules.machine_matters:
         return []
@@ -25,9 +25,9 @@ async def online_machines(
     kinds = (await session.scalars(query.where(*_online(settings, backend)))).all()
     # The features of a GPU are known only on its worker; here all are assumed to be present.
     return [
-        Machine(kind="cuda", bf16=True, flash_attention=True, flash_attention_3=True)
+        DeviceCapabilities(kind="cuda", bf16=True, flash_attention=True, flash_attention_3=True)
         if kind == "cuda"
-        else Machine(kind="cpu")
+        else DeviceCapabilities(kind="cpu")
         for kind in sorted(kinds, reverse=True)
     ]
 

@@ -17,12 +17,12 @@ def register(values: dict[str, Any]) -> Executable:
     )
 
 
-def offer(devices: list[dict[str, Any]]) -> Executable:
+def register_devices(devices: list[dict[str, Any]]) -> Executable:
     """Insert the devices of a worker; existing rows keep their run."""
     return insert(Device).values(devices).on_conflict_do_nothing()
 
 
-def beat(worker_id: str, state: str, launch_mode: str, launch_reason: str) -> Executable:
+def heartbeat(worker_id: str, state: str, launch_mode: str, launch_reason: str) -> Executable:
     """Record a heartbeat; returns no row if the worker is not (or no longer) registered."""
     return (
         update(Worker)
@@ -39,12 +39,12 @@ def on_host(host: str) -> Executable:
     )
 
 
-def gone(worker_ids: list[str]) -> Executable:
+def mark_offline(worker_ids: list[str]) -> Executable:
     """Mark workers as offline."""
     return update(Worker).where(Worker.id.in_(worker_ids)).values(state="offline")
 
 
-def forget(older_than_days: int) -> Executable:
+def delete_old(older_than_days: int) -> Executable:
     """Delete workers that ended long ago; their runs keep the worker id."""
     old = func.clock_timestamp() - func.make_interval(0, 0, 0, older_than_days)
     return delete(Worker).where(Worker.state == "offline", Worker.heartbeat_at < old)

@@ -12,17 +12,17 @@ from typing import Any
 
 from app.infra.process_identity import boot_id, pid_namespace, process_started
 
-TAKE_NO_MORE = signal.SIGUSR1
+DRAIN_SIGNAL = signal.SIGUSR1
 """Signal to a worker to claim no more runs and to exit when its current runs have finished."""
 
-END_SOON = signal.SIGTERM
+SHUTDOWN_SIGNAL = signal.SIGTERM
 """Signal to a worker to save and release its runs now, and to exit."""
 
 _KEPT_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
-class Note:
+class WorkerStatus:
     """Status file of a worker; `process_started`, boot id and namespace make its process id unique."""
 
     id: str
@@ -64,14 +64,14 @@ class Note:
         return True
 
 
-class Notebook:
+class WorkerStatusFile:
     """Writer of a worker's status file, updated on changes; a full disk loses the file but does not stop the worker."""
 
     def __init__(self, home: Path, worker_id: str) -> None:
         self._folder = _folder(home)
         self._lock = threading.Lock()
         pid = os.getpid()
-        self._note = Note(worker_id, pid, process_started(pid) or 0, boot_id(), pid_namespace())
+        self._note = WorkerStatus(worker_id, pid, process_started(pid) or 0, boot_id(), pid_namespace())
 
     def open(self) -> None:
         """Write the first status, and delete status files of workers that ended long ago."""
@@ -109,7 +109,7 @@ class Notebook:
     def _path(self) -> Path:
         return self._folder / f"{self._note.id}.json"
 
-    def _write(self, note: Note) -> None:
+    def _write(self, note: WorkerStatus) -> None:
         fresh = self._path.with_suffix(".new")
         with suppress(OSError):
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ class Notebook:
             fresh.replace(self._path)
 
 
-def notes(home: Path) -> list[Note]:
+def read_statuses(home: Path) -> list[WorkerStatus]:
     """Read all status files of this home, including those of ended workers and of other machines."""
     found = [_read(path) for path in sorted(_folder(home).glob("*.json"))]
     return [note for note in found if note is not None]
@@ -125,16 +125,16 @@ def notes(home: Path) -> list[Note]:
 
 def was_drained(home: Path, pid: int) -> bool:
     """Return True if the ended worker with this process id had been requested to drain."""
-    return any(note.pid == pid and note.draining and note.is_near and not note.is_alive for note in notes(home))
+    return any(note.pid == pid and note.draining and note.is_near and not note.is_alive for note in read_statuses(home))
 
 
 def _folder(home: Path) -> Path:
     return home / "run" / "workers"
 
 
-def _read(path: Path) -> Note | None:
+def _read(path: Path) -> WorkerStatus | None:
     try:
         found: Any = json.loads(path.read_text())
-        return Note(**found)
+        return WorkerStatus(**found)
     except (OSError, ValueError, TypeError):
         return None

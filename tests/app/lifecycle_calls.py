@@ -9,7 +9,7 @@ from sqlalchemy.exc import IntegrityError
 
 from app.contracts.run_status import LIVE
 from app.infra.ids import new_id
-from app.runs.events.log import Fenced, NewEvent, Progress, append
+from app.runs.events.log import LeaseFenced, NewEvent, Progress, append
 from app.runs.state import machine
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
@@ -57,7 +57,7 @@ class Call:
         """Do it on this connection, without a commit; answers what the caller learns, in the model's terms."""
         try:
             return _MAKE[self.verb](self, connection, fixed)
-        except Fenced:
+        except LeaseFenced:
             return "fenced"
         except RuntimeError:
             return "gap"
@@ -101,7 +101,7 @@ def _renew(call: Call, connection: Connection, _: dict[str, Any]) -> Any:
 
 
 def _hint(call: Call, connection: Connection, _: dict[str, Any]) -> Any:
-    return sorted(connection.execute(machine.hint_due(call.limit)).scalars())
+    return sorted(connection.execute(machine.mark_notified(call.limit)).scalars())
 
 
 def _append(call: Call, connection: Connection, _: dict[str, Any]) -> Any:
@@ -134,12 +134,12 @@ _MAKE: dict[str, Callable[[Call, Connection, dict[str, Any]], Any]] = {
     "append": _append,
     "checkpoint": _checkpoint,
     "begin": _lifecycle(lambda it: machine.begin(it.run, it.epoch, START_STEP, 0.5, 100, None)),
-    "saving": _lifecycle(lambda it: machine.saving(it.run, it.epoch)),
-    "saved": _lifecycle(lambda it: machine.saved(it.run, it.epoch)),
+    "saving": _lifecycle(lambda it: machine.begin_save(it.run, it.epoch)),
+    "saved": _lifecycle(lambda it: machine.end_save(it.run, it.epoch)),
     "complete": _lifecycle(lambda it: machine.complete(it.run, it.epoch, 1, "all steps done")),
     "fail": _lifecycle(lambda it: machine.fail(it.run, it.epoch, "bad_data", "row 3 is empty")),
     "cancel": _lifecycle(lambda it: machine.cancel(it.run, it.epoch)),
-    "hand_back": _lifecycle(lambda it: machine.hand_back(it.run, it.epoch, "drain")),
+    "hand_back": _lifecycle(lambda it: machine.release(it.run, it.epoch, "drain")),
     "retry": _lifecycle(lambda it: machine.retry(it.run, it.epoch, "trainer lost", it.delay)),
     "reap": _lifecycle(lambda _: machine.reap(REAP_LEASE)),
     "reap_dead": _lifecycle(lambda it: machine.reap_dead([it.worker.id if it.worker else ""])),

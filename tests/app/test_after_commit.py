@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import Engine
 
 from app.config import Settings
-from app.infra.broker import Queue
+from app.infra.broker import Broker
 from tests.factories import Trainer, count_runs, make_dataset, make_run
 from tests.rows import run_row
 from tests.server import ApiServer
@@ -36,10 +36,10 @@ def told(monkeypatch: pytest.MonkeyPatch, name: str, look: Any) -> list[Any]:
     """What `look` sees in the database at each call of this method of the queue."""
     seen: list[Any] = []
 
-    async def call(self: Queue, *arguments: Any) -> None:
+    async def call(self: Broker, *arguments: Any) -> None:
         seen.append(look(*arguments))
 
-    monkeypatch.setattr(Queue, name, call)
+    monkeypatch.setattr(Broker, name, call)
     return seen
 
 

@@ -16,7 +16,7 @@ from app.api.authorization import PUBLIC
 from app.api_keys import middleware as auth_module
 from app.api_keys.failure_limit import FailureLimit
 from app.api_keys.service import create_key_sync, list_keys_sync, revoke_key_sync
-from app.api_keys.verifier import CACHE_SECONDS, Auth
+from app.api_keys.verifier import CACHE_SECONDS, KeyVerifier
 from app.config import Settings
 from app.contracts.schemas.api_keys import KeyView
 from app.infra.db import async_engine, session_maker
@@ -156,7 +156,7 @@ async def test_a_remembered_key_ends_with_its_verdict(settings: Settings, monkey
     key = create_key_sync(settings, "x", ["read"])
     key_id = _only_key(settings, "x").id
     engine = async_engine(settings.database_url or "")
-    auth = Auth(session_maker(engine))
+    auth = KeyVerifier(session_maker(engine))
     try:
         caller = await auth.verify(key)
         assert caller is not None and caller.key_id == key_id
@@ -176,7 +176,7 @@ async def test_a_remembered_key_ends_with_its_verdict(settings: Settings, monkey
 async def test_a_key_that_expires_is_not_remembered_beyond_that(settings: Settings) -> None:
     key = create_key_sync(settings, "x", ["read"], expires_in=timedelta(seconds=0.6))
     engine = async_engine(settings.database_url or "")
-    auth = Auth(session_maker(engine))
+    auth = KeyVerifier(session_maker(engine))
     try:
         if await auth.verify(key):
             deadline = time.monotonic() + 5

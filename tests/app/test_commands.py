@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from app.api.errors import RETRY_SECONDS
 from app.cli.main import cli
 from app.cli.runs.postmortem import typed
-from app.cli.runs.watch import Seen
+from app.cli.runs.watch import WatchState
 from app.client import client
 from app.client.transport import SyncTransport
 from app.contracts.events import EvalEvent
@@ -294,7 +294,7 @@ class TestFollowing:
                                            (True, "loss 0.5000  held-out reward 0.7500")],
     )  # fmt: skip
     def test_of_an_evaluation_what_the_method_goes_by_is_shown(self, learns_from_rewards: bool, shown: str) -> None:
-        seen = Seen("run_1", "counting", "running", 0, 10, learns_from_rewards, loss=0.5)
+        seen = WatchState("run_1", "counting", "running", 0, 10, learns_from_rewards, loss=0.5)
         measured = {"eval_loss": 2.0, "eval_reward": 0.75}
         seen.take(EvalEvent(type="eval", run_id="run_1", seq=1, step=5, metrics=measured))
         assert seen.figures == shown

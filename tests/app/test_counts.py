@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.raw_config import in_numbers
-from app.contracts.training_config.validation import problems
+from app.contracts.training_config.raw_config import normalize_numbers
+from app.contracts.training_config.validation import config_errors
 from app.infra.strict_json import BadJson, parse
 
 COUNTS = (
@@ -21,7 +21,7 @@ SCHEMA = TrainingConfig.model_json_schema()["properties"]
 
 
 def sentences(**fields: Any) -> list[tuple[str, str, str]]:
-    found = problems({"base_model": "tiny", **fields}, has_eval_dataset=True)
+    found = config_errors({"base_model": "tiny", **fields}, has_eval_dataset=True)
     return [(problem.field, problem.code, problem.message) for problem in found if problem.field in fields]
 
 
@@ -42,7 +42,7 @@ def form(name: str) -> str:
 def test_a_count_is_stored_as_the_number_that_it_says(text: Any, number: int) -> None:
     config = TrainingConfig(base_model="tiny", max_steps=text).model_dump(mode="json")
     assert (config["max_steps"], type(config["max_steps"])) == (number, int)
-    assert in_numbers({"max_steps": text, "seed": "10k"}) == {"max_steps": number, "seed": "10k"}
+    assert normalize_numbers({"max_steps": text, "seed": "10k"}) == {"max_steps": number, "seed": "10k"}
 
 
 @pytest.mark.parametrize(

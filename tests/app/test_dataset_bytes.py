@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from app.api.errors import ApiError
 from app.config import Settings
 from app.datasets.formats import FORMATS
-from app.datasets.importer import Received
+from app.datasets.importer import ImportedFile
 from app.datasets.readers.jsonl import LineReader
-from app.datasets.row_writer import MOST_BAD_ROWS, Rows, TooManyBadRows
+from app.datasets.row_writer import MOST_BAD_ROWS, RowWriter, TooManyBadRows
 from app.datasets.token_counter import TokenCounter
 from app.datasets.upload import receive
 from app.infra.strict_json import parse
@@ -100,7 +100,7 @@ def cut(whole: bytes, borders: list[int]) -> list[bytes]:
 def validate(pieces: list[bytes], format: str | None = None) -> tuple[Any, ...]:
     """All that is said of a JSONL file."""
     kept: list[bytes] = []
-    rows = Rows(format, kept.append)
+    rows = RowWriter(format, kept.append)
     reader = LineReader(rows, _MOST_LINE)
     try:
         for piece in pieces:
@@ -181,7 +181,7 @@ async def test_any_upload_is_kept_byte_for_byte_or_refused_the_same_however_it_a
     assert await upload(tmp_path, [sent[at : at + 1] for at in range(len(sent))]) == told
     if b"\r\n--=x" in whole:
         return
-    if isinstance(told, Received):
+    if isinstance(told, ImportedFile):
         stored = canonical(whole)
         assert (tmp_path / "data").read_bytes() == stored
         assert (told.bytes, told.sha256) == (len(stored), hashlib.sha256(stored).hexdigest())
@@ -217,7 +217,7 @@ async def test_any_body_at_all_is_taken_or_refused(tmp_path: Path, body: bytes, 
     again = await upload(tmp_path, cut(body, borders))
     # What a broken frame is told about depends on where the parser was.
     assert type(told) is type(again)
-    assert isinstance(told, Received) or told[0] in (413, 422)
+    assert isinstance(told, ImportedFile) or told[0] in (413, 422)
 
 
 _HEADER = st.text(st.characters(max_codepoint=255), max_size=20)  # as a server decodes headers
@@ -251,7 +251,7 @@ async def upload(folder: Path, pieces: list[bytes], content_type: str = "multipa
 
 @pytest.mark.parametrize("row", [b"x" * 100, b'{"text": "' + b"a" * 60 + b'"}\n', b"\n", b'{"text": "a", "k%d": 1}\n'])
 def test_a_file_of_any_size_costs_bounded_memory(row: bytes) -> None:
-    reader = LineReader(Rows(None, len), 64 * 1024)
+    reader = LineReader(RowWriter(None, len), 64 * 1024)
     chunks = [b"".join(row.replace(b"%d", b"%d" % (n * 50 + k)) for k in range(50)) for n in range(60)]
     reader.feed(chunks[0])
     tracemalloc.start()
@@ -268,7 +268,7 @@ def test_a_file_of_any_size_costs_bounded_memory(row: bytes) -> None:
 
 def test_a_key_that_is_there_twice_is_found_in_a_row_of_a_hundred_thousand() -> None:
     raw = b'{"text": "a", ' + b", ".join(b'"%d": 1' % n for n in range(100_000)) + b', "99999": 2}\n'
-    rows = Rows("text", len)
+    rows = RowWriter("text", len)
     reader = LineReader(rows, 16 * 1024**2)
     began = time.process_time()
     reader.feed(raw)

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from app.api.errors import ApiError
 from app.config import Settings
-from app.datasets.importer import Reading, Receiving
+from app.datasets.importer import DatasetImporter, ImportOptions
 from app.datasets.readers.csv_table import TableReader
-from app.datasets.readers.file_type import Kind
+from app.datasets.readers.file_type import FileType
 from app.datasets.readers.json_array import ArrayReader
-from app.datasets.row_writer import Rows, TooManyBadRows
+from app.datasets.row_writer import RowWriter, TooManyBadRows
 from app.infra.strict_json import BadJson, parse
 from tests.app.uploads import parquet
 from tests.properties import examples
@@ -53,7 +53,7 @@ _DOCUMENT = st.builds(
 def read(kind: type[ArrayReader] | type[TableReader], pieces: list[bytes]) -> Any:
     """What is kept of a file that comes in these pieces, or what is wrong with it."""
     kept: list[bytes] = []
-    rows = Rows("text", kept.append)
+    rows = RowWriter("text", kept.append)
     reader = kind(rows, _MOST_ROW)
     try:
         for piece in pieces:
@@ -141,7 +141,7 @@ def test_any_table_is_taken_or_refused(header: bytes, body: bytes, borders: list
     ],
 )
 def test_a_row_of_a_million_cells_is_refused_before_they_are_taken_apart(table: bytes, code: str) -> None:
-    rows = Rows("text", len)
+    rows = RowWriter("text", len)
     reader = TableReader(rows, 16 * 1024**2)
     tracemalloc.start()
     began = time.process_time()
@@ -194,13 +194,13 @@ def test_a_spoilt_parquet_file_is_taken_or_refused_in_few_steps(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
-def test_noise_is_refused_as_any_kind(tmp_path: Path, kind: Kind) -> None:
+def test_noise_is_refused_as_any_kind(tmp_path: Path, kind: FileType) -> None:
     assert receive(tmp_path, bytes(range(256)) * 2000, kind) != "taken"
 
 
-def receive(folder: Path, whole: bytes, kind: Kind) -> str:
+def receive(folder: Path, whole: bytes, kind: FileType) -> str:
     """`taken`, or the code of the refusal, which must be one of the caller's doing."""
-    receiving = Receiving(folder, Settings(home=folder), Reading(file_format=kind))
+    receiving = DatasetImporter(folder, Settings(home=folder), ImportOptions(file_format=kind))
     try:
         receiving.begin("x")
         receiving.feed(whole)
@@ -225,7 +225,7 @@ def receive(folder: Path, whole: bytes, kind: Kind) -> str:
 def test_a_file_of_any_size_costs_bounded_memory_and_time(
     kind: type[ArrayReader] | type[TableReader], piece: bytes
 ) -> None:
-    rows = Rows("text", len)
+    rows = RowWriter("text", len)
     reader = kind(rows, 64 * 1024)
     reader.feed(b"[" + b" " * 5000 if kind is ArrayReader else b"text\n")
     began = time.process_time()

@@ -13,7 +13,7 @@ import pytest
 
 from app.api.errors import ApiError
 from app.config import Settings
-from app.datasets.importer import Reading, Receiving
+from app.datasets.importer import DatasetImporter, ImportOptions
 from tests.app.uploads import CHAT, errors, kept, lines, parquet, upload
 from tests.server import ApiServer, ThreadServer
 
@@ -208,7 +208,7 @@ def test_a_flood_of_empty_cells_in_a_small_parquet_file_is_not_read(settings: Se
     names = [f"c{number}".ljust(150, "x") for number in range(200)]
     rows = [{"text": "t", **dict.fromkeys(names[::2], ""), **dict.fromkeys(names[1::2])} for _ in range(1000)]
     small = settings.model_copy(update={"max_upload_bytes": 300_000, "home": tmp_path})
-    receiving = Receiving(tmp_path, small, Reading())
+    receiving = DatasetImporter(tmp_path, small, ImportOptions())
     receiving.begin("x.parquet")
     receiving.feed(parquet(rows, compression="zstd"))
     receiving.end()
@@ -220,7 +220,7 @@ def test_a_flood_of_empty_cells_in_a_small_parquet_file_is_not_read(settings: Se
 
 def test_what_is_read_of_a_parquet_file_is_bounded_as_an_upload_is(settings: Settings, tmp_path: Path) -> None:
     rows = [{"text": "t", "c": "x" * 1000}] * 1000
-    receiving = Receiving(tmp_path, settings.model_copy(update={"max_upload_bytes": 300_000}), Reading())
+    receiving = DatasetImporter(tmp_path, settings.model_copy(update={"max_upload_bytes": 300_000}), ImportOptions())
     receiving.begin("x.parquet")
     receiving.feed(parquet(rows))
     receiving.end()

@@ -12,7 +12,7 @@ from sqlalchemy import Engine, event, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from app.config import Settings
-from app.infra.broker import Queue
+from app.infra.broker import Broker
 from app.infra.db import async_engine
 from app.infra.ids import id_at
 from app.runs.scheduler.dispatcher import Dispatcher
@@ -29,7 +29,7 @@ async def own(settings: Settings) -> AsyncIterator[AsyncEngine]:
 
 @pytest.fixture
 def dispatcher(own: AsyncEngine, settings: Settings) -> Dispatcher:
-    return Dispatcher(own, Queue(settings), settings)
+    return Dispatcher(own, Broker(settings), settings)
 
 
 @pytest.fixture(autouse=True)
@@ -168,7 +168,7 @@ async def test_a_hint_that_the_broker_could_not_take_is_sent_once_it_can(
 ) -> None:
     """Marked as sent in the database, it would else come again only half a minute later."""
 
-    class Away(Queue):
+    class Away(Broker):
         told: list[int]
 
         async def hint(self, count: int = 1) -> bool:

@@ -19,7 +19,7 @@ from redis.retry import Retry
 from sqlalchemy.engine import make_url
 
 from app.config import Settings
-from app.infra.errors import HomeError
+from app.infra.errors import SetupError
 from app.infra.server_urls import resolve_urls
 from app.standalone import postgres, valkey
 from app.standalone.home_lock import HomeLock
@@ -244,7 +244,7 @@ class TestAccounts:
         without_unshare(tmp_path / "bin", monkeypatch, ["sh", "id"])
         servers = make()
         if os.geteuid() == 0:
-            with pytest.raises(HomeError, match="run as a regular user, or set ANNEAL_DATABASE_URL"):
+            with pytest.raises(SetupError, match="run as a regular user, or set ANNEAL_DATABASE_URL"):
                 servers.start()
         else:
             servers.start()
@@ -252,7 +252,7 @@ class TestAccounts:
 
 class TestSentences:
     def test_a_home_in_use_names_the_process_that_uses_it(self, home: Path) -> None:
-        with HomeLock(home), pytest.raises(HomeError, match=rf"already running on .* \(process {os.getpid()}\)"):
+        with HomeLock(home), pytest.raises(SetupError, match=rf"already running on .* \(process {os.getpid()}\)"):
             HomeLock(home).__enter__()
         with HomeLock(home):
             pass
@@ -262,7 +262,7 @@ class TestSentences:
         first.start()
         first.stop()
         (home / "secrets.json").unlink()
-        with pytest.raises(HomeError, match=r"secrets\.json .* restore it"):
+        with pytest.raises(SetupError, match=r"secrets\.json .* restore it"):
             make()
 
     def test_wrong_passwords_are_told(self, make: Make, home: Path) -> None:
@@ -270,7 +270,7 @@ class TestSentences:
         first.start()
         first.stop()
         (home / "secrets.json").write_text('{"postgres_admin": "a", "postgres": "b", "valkey": "c"}')
-        with pytest.raises(HomeError, match=r"rejects the password in secrets\.json"):
+        with pytest.raises(SetupError, match=r"rejects the password in secrets\.json"):
             make().start()
 
     def test_data_of_another_version_are_told(self, make: Make, home: Path) -> None:
@@ -278,18 +278,18 @@ class TestSentences:
         servers = make()
         data.mkdir(parents=True)
         (data / "PG_VERSION").write_text("17\n")
-        with pytest.raises(HomeError, match="was written by PostgreSQL 17"):
+        with pytest.raises(SetupError, match="was written by PostgreSQL 17"):
             servers.start()
 
     def test_a_folder_that_cannot_be_made_is_told(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
-        with pytest.raises(HomeError, match="set ANNEAL_HOME"):
+        with pytest.raises(SetupError, match="set ANNEAL_HOME"):
             EmbeddedServers(tmp_path / "file" / "home")
 
 
 class TestResolvingUrls:
     def test_without_servers_the_next_step_is_told(self, home: Path) -> None:
-        with pytest.raises(HomeError, match="start `anneal up` first or set ANNEAL_DATABASE_URL"):
+        with pytest.raises(SetupError, match="start `anneal up` first or set ANNEAL_DATABASE_URL"):
             resolve_urls(Settings(home=home))
 
     def test_urls_of_the_user_win(self, make: Make, home: Path) -> None:

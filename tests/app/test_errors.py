@@ -228,7 +228,7 @@ def test_other_failures_are_not_mistaken_for_those(error: Exception) -> None:
 
 def test_what_comes_from_outside_is_cleaned_before_it_is_sent_back() -> None:
     error = ApiError(422, "x", "a\x1b[31mb\ud800", [FieldError(field="f\n" * 500, code="c", message="m" * 5000)])
-    body = json.loads(bytes(errors.problem({"type": "http"}, error).body))
+    body = json.loads(bytes(errors.problem_response({"type": "http"}, error).body))
     assert body["detail"] == "a�[31mb�"
     assert len(body["errors"][0]["field"]) <= 200
     assert len(body["errors"][0]["message"]) <= 500

@@ -12,8 +12,8 @@ from app.contracts.schemas import estimates
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import given_fields
 from app.contracts.training_config.resolution import resolve
-from app.contracts.training_config.rules import Machine
-from app.contracts.training_config.validation import problems
+from app.contracts.training_config.rules import DeviceCapabilities
+from app.contracts.training_config.validation import config_errors
 from app.estimator import architecture, memory_planner
 from app.estimator.activations import Precision, activations
 from app.estimator.architecture import Architecture, UnknownArchitecture
@@ -39,7 +39,7 @@ CHECKS = [{"type": "length", "max": 100}]
 def effective(**asked: Any) -> TrainingConfig:
     """A configuration as a GPU would take it."""
     config = TrainingConfig.model_validate({"base_model": "any", **asked})
-    return resolve(config, sorted(given_fields(asked)), Machine(kind="cuda", bf16=True)).config
+    return resolve(config, sorted(given_fields(asked)), DeviceCapabilities(kind="cuda", bf16=True)).config
 
 
 def counted(rows: int = 100, mean: float = 100.0, largest: int = 100) -> Data:
@@ -205,18 +205,20 @@ class TestAdvice:
     )
     def test_never_changes_what_a_run_learns_towards(self, asked: dict[str, Any], gigabytes: int) -> None:
         model, config = architecture.read(LLAMA), effective(**asked)
-        (said,) = memory_planner.Advice(model, config, Precision.of(config, "cuda"), 1024, None).within(gigabytes * GIB)
+        (said,) = memory_planner.MemoryAdvice(model, config, Precision.of(config, "cuda"), 1024, None).within(
+            gigabytes * GIB
+        )
         if asked["method"] not in ("full", "lora"):
             assert "method:" not in said
         changed = {"base_model": "any", **asked, **_named(said)}
         if "lora_r: 16" in said or "load_in_4bit: true" in said:
             changed.pop("load_in_8bit", None)
-        assert problems(changed, has_eval_dataset=False) == [], said
+        assert config_errors(changed, has_eval_dataset=False) == [], said
 
     def test_names_an_adapter_where_every_weight_of_a_preference_run_trains(self) -> None:
         model, config = architecture.read(LLAMA), effective(method="dpo", lora_r=None, batch_size=1)
         precision = Precision.of(config, "cuda")
-        advice = memory_planner.Advice(model, config, precision, 512, None)
+        advice = memory_planner.MemoryAdvice(model, config, precision, 512, None)
         said = [advice.within(gigabytes * GIB)[0] for gigabytes in (40, 14)]
         assert "`lora_r: 16` with `load_in_4bit: false`" in said[0]
         assert "`lora_r: 16` with `load_in_4bit: true`" in said[1]
@@ -225,10 +227,10 @@ class TestAdvice:
     def test_stays_within_what_a_field_may_be(self, steps: int) -> None:
         model = architecture.read(LLAMA)
         config = effective(batch_size=4096, gradient_accumulation_steps=steps)
-        advice = memory_planner.Advice(model, config, Precision.of(config, "cuda"), 2048, None)
+        advice = memory_planner.MemoryAdvice(model, config, Precision.of(config, "cuda"), 2048, None)
         for gigabytes in (1000, 80, 24, 12):
             (said,) = advice.within(gigabytes * GIB)
-            assert problems({"base_model": "any", **_named(said)}, has_eval_dataset=False) == [], said
+            assert config_errors({"base_model": "any", **_named(said)}, has_eval_dataset=False) == [], said
 
     @pytest.mark.parametrize("gigabytes", [1, 79])
     def test_comes_with_a_reason_that_stands_by_itself(self, gigabytes: int) -> None:
@@ -296,7 +298,7 @@ class TestAConfigJson:
         todo = work(model, config, precision, planned, choice.checkpointing)
         assert todo is not None and todo.training >= 0
         if not choice.fits:
-            memory_planner.Advice(model, config, precision, planned.batch.length, planned.rows).within(GIB)
+            memory_planner.MemoryAdvice(model, config, precision, planned.batch.length, planned.rows).within(GIB)
 
 
 _ODD = st.one_of(
@@ -357,7 +359,7 @@ def test_advice_for_several_devices_walks_through_each_change_once(monkeypatch: 
 
     monkeypatch.setattr(memory_planner, "memory", counting)
     model, config = architecture.read(LLAMA), effective(method="full")
-    advice = memory_planner.Advice(model, config, Precision.of(config, "cuda"), 512, None)
+    advice = memory_planner.MemoryAdvice(model, config, Precision.of(config, "cuda"), 512, None)
     said = [advice.within(gigabytes * GIB)[0] for gigabytes in (40, 24, 1)]
     most = len(walked)
     assert said == [advice.within(gigabytes * GIB)[0] for gigabytes in (40, 24, 1)] and len(walked) == most

@@ -12,8 +12,8 @@ from app.client.client import Anneal
 from app.config import Settings
 from app.infra.db import sync_engine
 from app.runs.estimates import history, service
-from app.runs.scheduler.durations import likeness
-from app.tables.runs import Pace, StoredEstimate
+from app.runs.scheduler.durations import similarity_key
+from app.tables.runs import AttemptTimings, StoredEstimate
 from app.tables.workers import Device
 from tests.factories import Trainer, make_dataset, make_model, make_run
 from tests.rows import add_worker
@@ -93,9 +93,9 @@ def trained(engine: Engine, run: dict[str, Any], device: str, rate: float, lengt
     facts = {"device": device, "flops_per_token_hardware": 1e9, "flops_sequence_length": length}
     trainer.events("config", {"facts": facts, "effective": run["config"]})
     trainer.metric(1, loss=1.0, extra={"tokens_per_second": rate})
-    pace = {"likeness": likeness("celery", run["config"]), "measured_at": datetime.now(UTC), "timings": {}}
+    pace = {"likeness": similarity_key("celery", run["config"]), "measured_at": datetime.now(UTC), "timings": {}}
     with engine.begin() as connection:
-        connection.execute(insert(Pace).values(run_id=run["id"], attempt=trainer.attempt, **pace))
+        connection.execute(insert(AttemptTimings).values(run_id=run["id"], attempt=trainer.attempt, **pace))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from sqlalchemy import Engine
 from app.config import Settings
 from app.infra.db import sync_engine
 from app.runs.events import log
-from app.runs.events.log import Fenced, NewEvent, Progress, append
+from app.runs.events.log import LeaseFenced, NewEvent, Progress, append
 from app.runs.state import machine
 from tests.rows import add_run, add_worker, claim, events_of, run_row, waiting_for_locks
 from tests.waiting import eventually
@@ -89,23 +89,23 @@ class TestAppend:
     def test_a_stale_worker_writes_nothing(self, engine: Engine, run: str) -> None:
         store(engine, run, 1, 1, 2)
         with engine.begin() as connection:
-            connection.execute(machine.hand_back(run, 1, "drain"))
+            connection.execute(machine.release(run, 1, "drain"))
         before = events_of(engine, run)
-        with pytest.raises(Fenced):
+        with pytest.raises(LeaseFenced):
             store(engine, run, 1, 3, 1)
         assert events_of(engine, run) == before
 
     def test_an_ended_run_takes_no_more(self, engine: Engine, run: str) -> None:
         with engine.begin() as connection:
             connection.execute(machine.complete(run, 1, None, "done"))
-        with pytest.raises(Fenced):
+        with pytest.raises(LeaseFenced):
             store(engine, run, 1, 1, 1)
         assert events_of(engine, run)[-1].type == "end"
 
     def test_a_new_attempt_counts_from_one_while_seq_goes_on(self, engine: Engine, run: str) -> None:
         store(engine, run, 1, 1, 2)
         with engine.begin() as connection:
-            connection.execute(machine.hand_back(run, 1, "drain"))
+            connection.execute(machine.release(run, 1, "drain"))
         worker = add_worker(engine)
         assert claim(engine, worker).attempt == 2
         store(engine, run, 3, 1, 1)
@@ -131,9 +131,9 @@ class TestAppend:
         def others(run_id: str) -> None:
             for statement in (
                 machine.begin(run_id, 1, 0, 0.0, 10, None),
-                machine.saving(run_id, 1),
+                machine.begin_save(run_id, 1),
                 machine.request_stop(run_id, True),
-                machine.saved(run_id, 1),
+                machine.end_save(run_id, 1),
             ):
                 with engine.begin() as connection:
                     connection.execute(statement)

@@ -4,7 +4,7 @@ import pytest
 from sqlalchemy import Engine, text
 from sqlalchemy.exc import OperationalError
 
-from app.runs.events.log import Fenced, NewEvent, append
+from app.runs.events.log import LeaseFenced, NewEvent, append
 from app.runs.state import machine
 from tests.rows import add_run, add_worker, claim, events_of, run_row
 
@@ -22,10 +22,10 @@ def run(engine: Engine) -> str:
 def test_a_stale_worker_writes_nothing_into_the_attempt_that_followed(engine: Engine, run: str) -> None:
     """The next attempt is live and has stored as much as the stale worker believes: only the epoch tells them apart."""
     with engine.begin() as connection:
-        connection.execute(machine.hand_back(run, 1, "drain"))
+        connection.execute(machine.release(run, 1, "drain"))
     assert claim(engine, add_worker(engine)).epoch == 3
     before = events_of(engine, run)
-    with pytest.raises(Fenced), engine.begin() as connection:
+    with pytest.raises(LeaseFenced), engine.begin() as connection:
         append(connection, run, 1, 1, LINES)
     assert events_of(engine, run) == before
     assert run_row(engine, run).src_hwm == 0

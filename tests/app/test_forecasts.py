@@ -16,9 +16,9 @@ from app.config import Settings
 from app.contracts.schemas.runs import Prediction
 from app.infra.db import async_engine, session_maker
 from app.runs.scheduler.durations import Timings, task
-from app.runs.scheduler.eta import Forecasts
+from app.runs.scheduler.eta import EtaService
 from app.runs.state import machine
-from app.tables.runs import Pace, Run
+from app.tables.runs import AttemptTimings, Run
 from tests.factories import mark_run
 from tests.rows import add_run, add_worker, claim, waiting_for_locks
 from tests.server import ApiServer
@@ -34,7 +34,9 @@ def timed(engine: Engine, run: Any, attempt: int = 1, **values: Any) -> None:
     timings = Timings(twin=twin, training=float(values["step"]), step_seconds=1.0, **values)
     row = {"run_id": run.id, "attempt": attempt, "likeness": "fake sft none", "device": "cpu"}
     with engine.begin() as connection:
-        connection.execute(insert(Pace).values(**row, timings=asdict(timings), measured_at=func.clock_timestamp()))
+        connection.execute(
+            insert(AttemptTimings).values(**row, timings=asdict(timings), measured_at=func.clock_timestamp())
+        )
 
 
 def past(engine: Engine) -> Any:
@@ -52,7 +54,7 @@ def ask(settings: Settings, times: int = 1) -> list[dict[str, Prediction | None]
     async def made() -> list[dict[str, Prediction | None]]:
         engine = async_engine(settings.database_url or "")
         sessions = session_maker(engine)
-        forecasts, found = Forecasts(settings, ["fake"], sessions), []
+        forecasts, found = EtaService(settings, ["fake"], sessions), []
         for _ in range(times):
             async with sessions() as session:
                 runs = (await session.execute(select(Run.id, Run.status))).all()
@@ -208,7 +210,7 @@ async def test_nobody_waits_for_a_forecast_and_there_is_at_most_one_a_second(
             made.append(time.monotonic())
 
     event.listen(database.sync_engine, "before_cursor_execute", note)
-    forecasts = Forecasts(settings, ["fake"], session_maker(database))
+    forecasts = EtaService(settings, ["fake"], session_maker(database))
 
     async def told(*run_ids: str) -> dict[str, Prediction | None]:
         return await forecasts.of(dict.fromkeys(run_ids, "pending"))

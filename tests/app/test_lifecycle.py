@@ -134,8 +134,8 @@ class TestTheWholeLife:
         claim(engine, worker)
         for statement in (
             machine.begin(run.id, 1, 0, 0.0, 10, None),
-            machine.saving(run.id, 1),
-            machine.saved(run.id, 1),
+            machine.begin_save(run.id, 1),
+            machine.end_save(run.id, 1),
             machine.complete(run.id, 1, 1, "training is complete"),
         ):
             assert len(move(engine, statement)) == 1
@@ -164,13 +164,13 @@ class TestTheWholeLife:
     def test_a_stale_worker_moves_nothing(self, engine: Engine, verb: str) -> None:
         run, worker = add_run(engine), add_worker(engine)
         claim(engine, worker)
-        move(engine, machine.hand_back(run.id, 1, "drain"))
+        move(engine, machine.release(run.id, 1, "drain"))
         claim(engine, worker)
         statement = {
             "begin": machine.begin(run.id, 1, 0, 0.0, 10, None),
             "complete": machine.complete(run.id, 1, 1, "done"),
             "fail": machine.fail(run.id, 1, "internal", "x"),
-            "hand_back": machine.hand_back(run.id, 1, "x"),
+            "hand_back": machine.release(run.id, 1, "x"),
             "retry": machine.retry(run.id, 1, "x", 0),
         }[verb]
         before = events_of(engine, run.id)
@@ -181,7 +181,7 @@ class TestTheWholeLife:
     def test_a_stale_worker_renews_nothing_and_hears_no_stop(self, engine: Engine) -> None:
         run, worker = add_run(engine), add_worker(engine)
         claim(engine, worker)
-        move(engine, machine.hand_back(run.id, 1, "drain"))
+        move(engine, machine.release(run.id, 1, "drain"))
         claim(engine, worker)
         before = run_row(engine, run.id).lease_expires_at
         assert move(engine, machine.renew(run.id, 1, 3600)) == []
@@ -218,7 +218,7 @@ class TestStop:
         claim(engine, worker)
         move(engine, machine.request_stop(run.id, True))
         statement = {
-            "hand_back": machine.hand_back(run.id, 1, "drain"),
+            "hand_back": machine.release(run.id, 1, "drain"),
             "retry": machine.retry(run.id, 1, "lost", 0),
             "reap_dead": machine.reap_dead([worker]),
         }[verb]
@@ -283,7 +283,7 @@ class TestLoss:
         run, worker = add_run(engine, max_restarts=0), add_worker(engine)
         for _ in range(3):
             claim(engine, worker)
-            move(engine, machine.hand_back(run.id, run_row(engine, run.id).epoch, "drain"))
+            move(engine, machine.release(run.id, run_row(engine, run.id).epoch, "drain"))
         row = run_row(engine, run.id)
         assert (row.status, row.lost_count, row.attempt) == ("pending", 0, 3)
 
@@ -316,8 +316,8 @@ class TestLoss:
 class TestHints:
     def test_are_due_once_and_again_after_a_while(self, engine: Engine) -> None:
         run = add_run(engine)
-        assert [row["id"] for row in move(engine, machine.hint_due(10))] == [run.id]
-        assert move(engine, machine.hint_due(10)) == []
+        assert [row["id"] for row in move(engine, machine.mark_notified(10))] == [run.id]
+        assert move(engine, machine.mark_notified(10)) == []
         with engine.begin() as connection:
             connection.execute(text("UPDATE runs SET hinted_at = now() - interval '31 s'"))
-        assert len(move(engine, machine.hint_due(10))) == 1
+        assert len(move(engine, machine.mark_notified(10))) == 1

@@ -15,9 +15,9 @@ from starlette.types import Scope
 from app.api.middleware.request_metrics import route_template
 from app.api_keys import middleware
 from app.api_keys.service import create_key_sync, list_keys_sync, revoke_key_sync
-from app.api_keys.verifier import Auth
+from app.api_keys.verifier import KeyVerifier
 from app.config import Settings
-from app.infra.broker import Queue
+from app.infra.broker import Broker
 from app.infra.db import async_engine, session_maker
 from app.infra.ids import id_at, new_id
 from app.prometheus import snapshot
@@ -173,7 +173,7 @@ class TestWithoutADatabase:
         key = create_key_sync(settings, "x", ["read"], expires_in=timedelta(minutes=5))
         lasting = create_key_sync(settings, "y", ["read"])
         reading = async_engine(settings.database_url or "")
-        verifying = Auth(session_maker(reading))
+        verifying = KeyVerifier(session_maker(reading))
         try:
             for one in (key, lasting):
                 assert await verifying.verify(one) and verifying.known(one)
@@ -253,7 +253,7 @@ class TestStreams:
     ) -> None:
         run_id = add_run(engine).id
         claimed = claim(engine, add_worker(engine))
-        reading, queue = async_engine(settings.database_url or ""), Queue(settings)
+        reading, queue = async_engine(settings.database_url or ""), Broker(settings)
         streams = Streams(reading, queue)
 
         async def write(first: int, ts: float) -> None:
@@ -307,7 +307,7 @@ class TestStreams:
     async def test_what_a_slow_reader_has_yet_to_take_is_the_backlog(self, settings: Settings, engine: Engine) -> None:
         run_id = add_run(engine).id
         claimed = claim(engine, add_worker(engine))
-        reading, queue = async_engine(settings.database_url or ""), Queue(settings)
+        reading, queue = async_engine(settings.database_url or ""), Broker(settings)
         streams = Streams(reading, queue)
         slow, fast = streams.batches(run_id, 0), streams.batches(run_id, 0)
         try:
@@ -342,7 +342,7 @@ class TestStreams:
 async def test_a_run_that_is_taken_back_from_a_silent_worker_counts(settings: Settings, engine: Engine) -> None:
     add_run(engine)
     claim(engine, add_worker(engine), lease=0.05)
-    looping, queue = async_engine(settings.database_url or ""), Queue(settings)
+    looping, queue = async_engine(settings.database_url or ""), Broker(settings)
     dispatcher = Dispatcher(looping, queue, settings)
     try:
 

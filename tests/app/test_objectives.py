@@ -15,15 +15,15 @@ from app.contracts.rewards import Reward, names
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import given_fields
 from app.contracts.training_config.resolution import resolve
-from app.contracts.training_config.rules import Machine
-from app.contracts.training_config.validation import problems
+from app.contracts.training_config.rules import DeviceCapabilities
+from app.contracts.training_config.validation import config_errors
 
 ANSWER = {"type": "exact_match"}
 
 
 def found(config: dict[str, Any], has_eval_dataset: bool = False) -> dict[str, tuple[str, str]]:
     """Code and sentence of each problem, by field."""
-    told = problems({"base_model": "tiny", **config}, has_eval_dataset=has_eval_dataset)
+    told = config_errors({"base_model": "tiny", **config}, has_eval_dataset=has_eval_dataset)
     assert len({problem.field for problem in told}) == len(told)
     return {problem.field: (problem.code, problem.message) for problem in told}
 
@@ -52,7 +52,7 @@ class TestEveryMethod:
         self, method: str, fields: dict[str, Any], four_bit: bool, rank: int | None
     ) -> None:
         config = {"base_model": "tiny", **CONFIGS[method], **fields}
-        made = resolve(TrainingConfig.model_validate(config), given_fields(config), Machine())
+        made = resolve(TrainingConfig.model_validate(config), given_fields(config), DeviceCapabilities())
         assert (made.config.load_in_4bit, made.config.lora_r, made.problems) == (four_bit, rank, [])
 
     @pytest.mark.parametrize(
@@ -285,5 +285,5 @@ class TestRewards:
     @given(st.lists(st.builds(lambda kind, rest: {**rest, "type": kind}, KINDS, st.dictionaries(FIELDS, VALUES))))
     @settings(deadline=None, max_examples=300)
     def test_no_reward_however_odd_raises_and_what_is_said_of_it_is_json(self, rewards: list[dict[str, Any]]) -> None:
-        told = problems({"base_model": "tiny", **rlhf(*rewards)}, has_eval_dataset=False)
+        told = config_errors({"base_model": "tiny", **rlhf(*rewards)}, has_eval_dataset=False)
         json.dumps([problem.model_dump() for problem in told], ensure_ascii=False).encode()

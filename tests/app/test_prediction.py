@@ -6,12 +6,12 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from app.cli.runs.watch import Seen, until_asked_again
+from app.cli.runs.watch import WatchState, until_asked_again
 from app.contracts.schemas.runs import Prediction
 from app.runs.scheduler import durations
-from app.runs.scheduler.durations import Past, Task, Timings
+from app.runs.scheduler.durations import PastAttempt, Timings, Workload
 
-TASK = Task(twin="same", work=16.0, total_steps=1000, evaluate_every=100, save_every=200)
+TASK = Workload(twin="same", work=16.0, total_steps=1000, evaluate_every=100, save_every=200)
 DONE = Timings(
     twin="same", work=16.0, total_steps=1000, step=1000, loading=20.0, training=2000.0, step_seconds=2.0,
     evaluations=9, evaluating=90.0, saves=4, saving=12.0, finishing=30.0,
@@ -19,8 +19,8 @@ DONE = Timings(
 HALFWAY = replace(DONE, step=500, training=1500.0, step_seconds=3.0, evaluations=4, evaluating=40.0, finishing=None)
 
 
-def like(*timings: Timings, device: str = "H100") -> list[Past]:
-    return [Past(one, device) for one in timings]
+def like(*timings: Timings, device: str = "H100") -> list[PastAttempt]:
+    return [PastAttempt(one, device) for one in timings]
 
 
 class TestTimeOfAStep:
@@ -49,7 +49,7 @@ class TestTimeOfAStep:
 
 class TestRemaining:
     def test_a_run_on_its_way_goes_by_its_own_speed_and_ends_as_like_runs_do(self) -> None:
-        told = durations.remaining(TASK, HALFWAY, durations.habit(like(*[DONE] * 3), TASK, "H100"))
+        told = durations.estimate_remaining(TASK, HALFWAY, durations.typical_durations(like(*[DONE] * 3), TASK, "H100"))
         # 500 steps of 3 s, evaluations at 600, 700, 800, 900, saves at 600 and 800, then the end.
         assert told is not None and told.seconds == pytest.approx(500 * 3 + 4 * 10 + 2 * 3 + 30)
         assert (
@@ -60,23 +60,23 @@ class TestRemaining:
     def test_like_runs_count_less_and_less_until_a_tenth_is_done(self, step: int, seconds_a_step: float) -> None:
         plain = replace(TASK, evaluate_every=None, save_every=None)
         so_far = Timings(total_steps=1000, step=step, training=step * 3.0, step_seconds=3.0 if step else None)
-        told = durations.remaining(plain, so_far, durations.habit(like(DONE), plain))
+        told = durations.estimate_remaining(plain, so_far, durations.typical_durations(like(DONE), plain))
         assert told is not None and told.seconds == pytest.approx((1000 - step) * seconds_a_step + 30)
         assert told.confidence == ("high" if step >= 100 else "medium")
 
     def test_like_runs_with_other_steps_count_only_at_the_very_first(self) -> None:
         plain = replace(TASK, evaluate_every=None, save_every=None)
-        others = durations.habit(like(replace(DONE, twin="other", training=90_000.0, finishing=0.0)), plain)
+        others = durations.typical_durations(like(replace(DONE, twin="other", training=90_000.0, finishing=0.0)), plain)
         for step, seconds_a_step in ((0, 90.0), (10, 46.5), (20, 3.0)):
             so_far = Timings(total_steps=1000, step=step, training=step * 3.0, step_seconds=3.0 if step else None)
-            told = durations.remaining(plain, so_far, others)
+            told = durations.estimate_remaining(plain, so_far, others)
             assert told is not None and told.seconds == pytest.approx((1000 - step) * seconds_a_step)
             assert told.confidence == "low"
 
     def test_without_any_like_run_its_own_speed_has_to_do(self) -> None:
-        told = durations.remaining(TASK, HALFWAY, None)
+        told = durations.estimate_remaining(TASK, HALFWAY, None)
         assert told is not None and told.confidence == "medium"
-        assert durations.remaining(TASK, Timings(total_steps=1000), None) is None
+        assert durations.estimate_remaining(TASK, Timings(total_steps=1000), None) is None
 
     @pytest.mark.parametrize(
         ("change", "seconds"),
@@ -85,65 +85,74 @@ class TestRemaining:
     def test_limits_end_it_sooner(self, change: dict[str, float], seconds: float) -> None:
         plain = replace(TASK, evaluate_every=None, save_every=None)
         wanted = replace(plain, **change)  # type: ignore[arg-type]
-        told = durations.remaining(wanted, replace(HALFWAY, saves=0, saving=0.0), None)
+        told = durations.estimate_remaining(wanted, replace(HALFWAY, saves=0, saving=0.0), None)
         assert told is not None and told.seconds == pytest.approx(seconds)
 
     def test_a_repaired_attempt_that_goes_back_has_the_rest_to_do(self) -> None:
         plain = replace(TASK, evaluate_every=None, save_every=None, next_step=600)
         again = Timings(total_steps=1000, start_step=200, step=250, training=50.0, step_seconds=1.0)
-        told = durations.remaining(plain, again, None)
+        told = durations.estimate_remaining(plain, again, None)
         assert told is not None and told.seconds == pytest.approx(750)
 
     def test_what_may_stop_early_is_told_with_less_confidence(self) -> None:
-        told = durations.remaining(replace(TASK, may_end_early=True), HALFWAY, None)
+        told = durations.estimate_remaining(replace(TASK, may_end_early=True), HALFWAY, None)
         assert told is not None and told.confidence == "low" and "early stopping" in told.basis
 
 
 class TestWhole:
     def test_twins_are_believed_when_there_are_three_that_agree(self) -> None:
         seconds = 20 + 2000 + 9 * 10 + 4 * 3 + 30
-        sure = durations.whole(TASK, durations.habit(like(DONE, DONE, replace(DONE, training=2100.0)), TASK))
+        sure = durations.estimate_total(
+            TASK, durations.typical_durations(like(DONE, DONE, replace(DONE, training=2100.0)), TASK)
+        )
         assert sure is not None and (sure.seconds, sure.confidence) == (pytest.approx(seconds), "medium")
-        one = durations.whole(TASK, durations.habit(like(DONE), TASK))
+        one = durations.estimate_total(TASK, durations.typical_durations(like(DONE), TASK))
         assert one is not None and (one.seconds, one.confidence) == (pytest.approx(seconds), "low")
         wild = [replace(DONE, training=training) for training in (200.0, 2000.0, 8000.0)]
-        assert getattr(durations.whole(TASK, durations.habit(like(*wild), TASK)), "confidence", "") == "low"
+        assert (
+            getattr(durations.estimate_total(TASK, durations.typical_durations(like(*wild), TASK)), "confidence", "")
+            == "low"
+        )
 
     def test_runs_with_other_steps_are_scaled_by_the_size_of_a_step(self) -> None:
         other = like(replace(DONE, twin="other", work=32.0))
-        told = durations.habit(other, TASK)
+        told = durations.typical_durations(other, TASK)
         assert told is not None and (told.step_seconds, told.are_twins) == (1.0, False)
 
     def test_a_twin_on_this_device_says_more_than_others_elsewhere(self) -> None:
         past = [*like(replace(DONE, training=9000.0), device="T4"), *like(DONE), *like(replace(DONE, twin="other"))]
-        found = durations.habit(past, TASK, "H100")
+        found = durations.typical_durations(past, TASK, "H100")
         assert found is not None and (found.runs, found.step_seconds) == (1, 2.0)
-        elsewhere = durations.habit(past, TASK, "A100")
+        elsewhere = durations.typical_durations(past, TASK, "A100")
         assert elsewhere is not None and (elsewhere.runs, elsewhere.step_seconds) == (2, 5.5)
 
     def test_a_resumed_run_has_only_the_rest_to_do(self) -> None:
         plain = replace(TASK, evaluate_every=None, save_every=None)
         whole, rest = (
-            durations.whole(replace(plain, next_step=first), durations.habit(like(DONE), plain)) for first in (0, 900)
+            durations.estimate_total(replace(plain, next_step=first), durations.typical_durations(like(DONE), plain))
+            for first in (0, 900)
         )
         assert whole is not None and rest is not None and whole.seconds - rest.seconds == pytest.approx(1800)
 
     def test_a_run_that_goes_on_has_used_up_a_part_of_its_time(self) -> None:
         limited = replace(TASK, time_limit=1000.0, next_step=400, evaluate_every=None, save_every=None)
-        habit = durations.habit(like(DONE), limited)
-        told = durations.whole(limited, habit)
+        habit = durations.typical_durations(like(DONE), limited)
+        told = durations.estimate_total(limited, habit)
         assert told is not None and told.seconds == pytest.approx(20 + (1000 - 400 * 2.0) + 30)
         # What it trained as another run counts for that one.
-        told = durations.whole(replace(limited, first_step=400), habit)
+        told = durations.estimate_total(replace(limited, first_step=400), habit)
         assert told is not None and told.seconds == pytest.approx(20 + 1000 + 30)
 
     def test_nothing_is_made_up(self) -> None:
-        assert durations.whole(TASK, None) is None
-        assert durations.habit([Past(Timings(twin="same"), None)], TASK) is None
+        assert durations.estimate_total(TASK, None) is None
+        assert durations.typical_durations([PastAttempt(Timings(twin="same"), None)], TASK) is None
         unknown = replace(TASK, total_steps=None)
-        assert durations.whole(unknown, durations.habit(like(replace(DONE, twin="other")), unknown)) is None
+        assert (
+            durations.estimate_total(unknown, durations.typical_durations(like(replace(DONE, twin="other")), unknown))
+            is None
+        )
         # Twins tell how many steps came out of the same data.
-        assert durations.whole(unknown, durations.habit(like(DONE), unknown)) is not None
+        assert durations.estimate_total(unknown, durations.typical_durations(like(DONE), unknown)) is not None
 
 
 class TestTask:
@@ -209,7 +218,7 @@ class TestWords:
         seconds = {"in about 40 s": 40.4, "any moment": -20.0}
         for words, left in seconds.items():
             told = Prediction(start_at=None, finish_at=now + timedelta(seconds=left), confidence="high", basis="")
-            seen = Seen("run_1", "counting", "running", 0, 10, prediction=told)
+            seen = WatchState("run_1", "counting", "running", 0, 10, prediction=told)
             assert seen.outlook == f"finishes {words}"
             assert until_asked_again(told) < 15 < until_asked_again(None)
         seen.status = "completed"

@@ -15,7 +15,7 @@ from app.cli.main import cli
 from app.client.client import Anneal
 from app.config import Settings
 from app.contracts.events import EndEvent, TruncatedEvent
-from app.infra.broker import Queue
+from app.infra.broker import Broker
 from app.infra.db import async_engine, sync_engine
 from app.infra.ids import id_at
 from app.infra.storage import Storage
@@ -23,7 +23,7 @@ from app.runs import retention
 from app.runs.events import stream
 from app.runs.events.frames import Frame
 from app.runs.events.stream import Streams
-from app.runs.retention import Policy, Pruned, prune
+from app.runs.retention import Policy, PruneResult, prune
 from app.tables.checkpoints import Checkpoint
 from app.tables.events import RunEvent, ensure_partitions
 from app.tables.runs import Run
@@ -99,7 +99,7 @@ class TestEvents:
     ) -> None:
         old, older = made.run(FEBRUARY), made.run(JANUARY)
         found = prune(settings, Policy(events_days=30), dry_run=False)
-        assert found == Pruned(months=["2025-01", "2025-02"])
+        assert found == PruneResult(months=["2025-01", "2025-02"])
         assert partitions(engine) == {"run_events_2025_03"}
         with ThreadServer(settings) as api:
             for trainer in (old, older):
@@ -108,13 +108,13 @@ class TestEvents:
                 assert row.first_seq == row.event_seq + 1
                 loss = api.client.get(f"/v1/runs/{trainer.run_id}/metrics").json()["series"]["loss"]
                 assert (loss["min"], loss["max"], loss["steps"][0], loss["steps"][-1]) == (0.0, 6.0, 0, 49)
-        assert prune(settings, Policy(events_days=30), dry_run=False) == Pruned()
+        assert prune(settings, Policy(events_days=30), dry_run=False) == PruneResult()
 
     def test_not_while_a_run_of_the_month_goes_on(self, engine: Engine, made: Made, settings: Settings) -> None:
         live, ended = made.run(JANUARY, ended=False), made.run(JANUARY)
         young = made.run(FEBRUARY)
         mark_run(engine, young.run_id, finished_at=datetime.now(UTC))
-        assert prune(settings, Policy(events_days=30), dry_run=False) == Pruned()
+        assert prune(settings, Policy(events_days=30), dry_run=False) == PruneResult()
         assert all(events(engine, trainer.run_id) > 50 for trainer in (live, ended, young))
 
     def test_events_of_pinned_runs_stay_when_their_month_goes(
@@ -126,7 +126,7 @@ class TestEvents:
         assert (events(engine, pinned.run_id), events(engine, other.run_id)) == (before, 0)
         assert run_row(engine, pinned.run_id).first_seq == 1
         assert "run_events_2025_01" in partitions(engine)
-        assert prune(settings, Policy(events_days=30), dry_run=False) == Pruned()
+        assert prune(settings, Policy(events_days=30), dry_run=False) == PruneResult()
 
     def test_a_stream_says_what_is_gone_and_how_the_run_has_ended(self, made: Made, settings: Settings) -> None:
         trainer = made.run(JANUARY)
@@ -172,7 +172,7 @@ class TestReaders:
     @pytest.fixture
     async def streams(self, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Streams]:
         monkeypatch.setattr(stream, "_BATCH", 20)
-        engine, queue = async_engine(settings.database_url or ""), Queue(settings)
+        engine, queue = async_engine(settings.database_url or ""), Broker(settings)
         await queue.start()
         streams = Streams(engine, queue)
         yield streams
@@ -222,7 +222,7 @@ class TestCheckpoints:
         assert (would.checkpoints, would.checkpoint_bytes) == (2, 20) and all(folder.is_dir() for folder in folders)
         assert prune(settings, Policy(checkpoints_days=30), dry_run=False) == would
         assert [folder.is_dir() for folder in folders] == [False, True, True, True, False, True]
-        assert prune(settings, Policy(checkpoints_days=30), dry_run=False) == Pruned()
+        assert prune(settings, Policy(checkpoints_days=30), dry_run=False) == PruneResult()
         assert child.run_id in runs(engine)
 
     def test_runs_that_are_live_young_or_pinned_keep_all(self, made: Made, settings: Settings) -> None:
@@ -230,7 +230,7 @@ class TestCheckpoints:
         young, pinned = made.run(JANUARY), made.run(JANUARY, pinned=True)
         mark_run(made.engine, young.run_id, finished_at=datetime.now(UTC))
         folders = [made.checkpoint(trainer, step) for trainer in (live, young, pinned) for step in (1, 2, 3)]
-        assert prune(settings, Policy(checkpoints_days=30), dry_run=False) == Pruned()
+        assert prune(settings, Policy(checkpoints_days=30), dry_run=False) == PruneResult()
         assert all(folder.is_dir() for folder in folders)
 
     def test_a_run_whose_checkpoints_cannot_be_judged_keeps_nobody_elses(
@@ -259,8 +259,8 @@ class TestRuns:
         made.run(JANUARY, points=1, parent_run_id=second.run_id)
         for _ in range(4):
             made.run(JANUARY, points=1)
-        assert prune(settings, Policy(runs_days=30), dry_run=True) == Pruned(runs=7)
-        assert prune(settings, Policy(runs_days=30), dry_run=False) == Pruned(runs=7)
+        assert prune(settings, Policy(runs_days=30), dry_run=True) == PruneResult(runs=7)
+        assert prune(settings, Policy(runs_days=30), dry_run=False) == PruneResult(runs=7)
         assert runs(engine) == set()
 
     def test_old_runs_go_with_those_that_only_they_needed(self, engine: Engine, made: Made, settings: Settings) -> None:
@@ -275,8 +275,8 @@ class TestRuns:
         pinned = made.run(JANUARY, pinned=True)
         young = made.run(datetime.now(UTC) - timedelta(days=1))
         would = prune(settings, Policy(runs_days=30), dry_run=True)
-        assert would == Pruned(runs=3) and base.run_id in runs(engine)
-        assert prune(settings, Policy(runs_days=30), dry_run=False) == Pruned(runs=3)
+        assert would == PruneResult(runs=3) and base.run_id in runs(engine)
+        assert prune(settings, Policy(runs_days=30), dry_run=False) == PruneResult(runs=3)
         assert runs(engine) == {needed.run_id, judge.run_id, waiting, pinned.run_id, young.run_id}
         assert events(engine, child.run_id) == 0
 

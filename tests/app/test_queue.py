@@ -5,7 +5,7 @@ import asyncio
 import redis
 
 from app.config import Settings
-from app.infra.broker import Queue
+from app.infra.broker import Broker
 
 
 def commands_of_listeners(settings: Settings) -> list[int]:
@@ -20,7 +20,7 @@ def commands_of_listeners(settings: Settings) -> list[int]:
 
 
 async def test_a_listener_hears_each_wake_up_and_asks_redis_for_nothing_in_between(settings: Settings) -> None:
-    queue = Queue(settings)
+    queue = Broker(settings)
     heard = asyncio.Event()
     await queue.start()
     try:

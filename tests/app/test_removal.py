@@ -10,7 +10,7 @@ from app.infra.db import sync_engine
 from app.infra.ids import new_id
 from app.infra.storage import Storage
 from app.tables.events import RunEvent
-from app.tables.runs import MetricRollup, Removal
+from app.tables.runs import MetricRollup, RunDeletion
 from tests.factories import Trainer, make_dataset, make_experiment, make_run, mark_run
 from tests.rows import add_run, learn_from, waiting_for_locks
 from tests.server import ApiServer
@@ -36,7 +36,7 @@ def trained(api: ApiServer, engine: Engine, **body: object) -> str:
 
 def left_of(engine: Engine, run_id: str) -> dict[str, int]:
     """How many rows there are of it, where."""
-    tables = {"events": RunEvent, "curves": MetricRollup, "removals": Removal}
+    tables = {"events": RunEvent, "curves": MetricRollup, "removals": RunDeletion}
     with engine.connect() as connection:
         found = {
             name: connection.scalar(select(func.count()).select_from(table).where(table.run_id == run_id)) or 0

@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import Engine, update
 
 from app.config import Settings
-from app.contracts.training_config.validation import problems
+from app.contracts.training_config.validation import config_errors
 from app.infra.db import sync_engine
 from app.infra.ids import new_id
 from app.infra.storage import Storage
@@ -352,7 +352,7 @@ class TestValidate:
 
 def test_while_a_configuration_is_judged_others_are_served(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     inline = []
-    judge = problems
+    judge = config_errors
 
     def judged(*given: Any, **more: Any) -> Any:
         try:

@@ -9,7 +9,7 @@ import pytest
 from starlette.requests import Request
 
 from app.runs.events import responses, stream
-from app.runs.events.responses import LiveResponse
+from app.runs.events.responses import StreamResponse
 
 FORMS = ["text/event-stream", "application/x-ndjson", "text/plain; charset=utf-8"]
 
@@ -26,7 +26,7 @@ class Client:
         self._allowed = allowed
 
     async def serve(self, media_type: str) -> None:
-        response = LiveResponse(Request(self.scope), self._body(), media_type)
+        response = StreamResponse(Request(self.scope), self._body(), media_type)
         await asyncio.wait_for(response(self.scope, self._receive, self._send), 10)
 
     async def _body(self) -> AsyncIterator[bytes]:

@@ -8,7 +8,7 @@ from sqlalchemy import Engine
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from app.config import Settings
-from app.infra.broker import Queue
+from app.infra.broker import Broker
 from app.infra.db import async_engine, sync_engine
 from app.runs.events import stream
 from app.runs.events.frames import Batch, Frame
@@ -22,7 +22,7 @@ from tests.waiting import eventually_async
 class Lab:
     """A live run, something that writes to it, and the streams of one API process."""
 
-    def __init__(self, settings: Settings, engine: Engine, reading: AsyncEngine, queue: Queue) -> None:
+    def __init__(self, settings: Settings, engine: Engine, reading: AsyncEngine, queue: Broker) -> None:
         self.engine = engine
         self.queue = queue
         self.streams = Streams(reading, queue)
@@ -71,7 +71,7 @@ class Lab:
 async def lab(settings: Settings) -> AsyncIterator[Lab]:
     engine = sync_engine(settings.database_url or "")
     reading = async_engine(settings.database_url or "")
-    queue = Queue(settings)
+    queue = Broker(settings)
     await queue.start()
     lab = Lab(settings, engine, reading, queue)
     yield lab

@@ -14,14 +14,14 @@ from app.contracts.methods import TrainingMethod
 from app.contracts.run_status import TrainingStatus
 from app.contracts.training_config.field_traits import CHANGEABLE_ON_RESUME
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.raw_config import given_fields, understood
+from app.contracts.training_config.raw_config import drop_unknown_fields, given_fields
 from app.contracts.training_config.resolution import resolve
-from app.contracts.training_config.rules import Machine
-from app.contracts.training_config.validation import problems, resume_problems
+from app.contracts.training_config.rules import DeviceCapabilities
+from app.contracts.training_config.validation import config_errors, resume_problems
 
-CPU = Machine(kind="cpu", bf16=True)
-GPU = Machine(kind="cuda", bf16=True, flash_attention=False)
-OLD_GPU = Machine(kind="cuda", bf16=False)
+CPU = DeviceCapabilities(kind="cpu", bf16=True)
+GPU = DeviceCapabilities(kind="cuda", bf16=True, flash_attention=False)
+OLD_GPU = DeviceCapabilities(kind="cuda", bf16=False)
 
 FIELDS = st.sampled_from([*TrainingConfig.model_fields, "beta", "rewards", "type", "max_grad_norm", "a.b", ""])
 NAMES = FIELDS | st.text(st.characters(exclude_categories=[]), max_size=20)
@@ -38,10 +38,10 @@ def codes(config: Any, **data: Any) -> set[tuple[str, str]]:
     facts = {"has_eval_dataset": False, "dataset_format": None, "machine": None} | data
     if isinstance(config, dict):
         config = {"base_model": "tiny", **config}
-    return {(problem.field, problem.code) for problem in problems(config, **facts)}
+    return {(problem.field, problem.code) for problem in config_errors(config, **facts)}
 
 
-def effective(machine: Machine | None = CPU, **fields: Any) -> Any:
+def effective(machine: DeviceCapabilities | None = CPU, **fields: Any) -> Any:
     given = {"base_model": "tiny", **fields}
     return resolve(TrainingConfig.model_validate(given), given_fields(given), machine)
 
@@ -153,7 +153,7 @@ class TestEachFieldIsChecked:
         assert codes({"base_model": name}) == set()
 
     def test_a_missing_base_model_is_said(self) -> None:
-        assert ("base_model", "missing") in {(p.field, p.code) for p in problems({}, has_eval_dataset=False)}
+        assert ("base_model", "missing") in {(p.field, p.code) for p in config_errors({}, has_eval_dataset=False)}
 
     @pytest.mark.parametrize("config", [None, [], "x", 3])
     def test_something_that_is_no_object_is_refused(self, config: Any) -> None:
@@ -165,7 +165,7 @@ class TestEachFieldIsChecked:
     @given(CONFIGS)
     @settings(deadline=None, max_examples=300)
     def test_no_json_object_however_odd_raises_and_what_is_said_of_it_is_json(self, config: dict[str, Any]) -> None:
-        found = problems(config, has_eval_dataset=False, dataset_format="chat", machine=CPU)
+        found = config_errors(config, has_eval_dataset=False, dataset_format="chat", machine=CPU)
         json.dumps([problem.model_dump() for problem in found], ensure_ascii=False).encode()
         assert {problem.field.split(".")[0] for problem in found} or TrainingConfig.model_validate(config)
 
@@ -175,7 +175,7 @@ class TestEachFieldIsChecked:
         assert codes({**fields, "extra": {"metrics": ["brier"]}}) == set()
 
     def test_a_near_miss_names_the_field_that_was_meant(self) -> None:
-        (problem,) = problems({"base_model": "m", "learning_rat": 1}, has_eval_dataset=False)
+        (problem,) = config_errors({"base_model": "m", "learning_rat": 1}, has_eval_dataset=False)
         assert "`learning_rate`" in problem.message
 
     def test_all_problems_come_at_once_conflicts_included(self) -> None:
@@ -267,7 +267,7 @@ class TestConflicts:
         refused = ("not_on_this_machine",)
         assert codes({"optim": "paged_adamw_8bit"}, machine=CPU) == {("optim", *refused)}
         assert codes({"attn_implementation": "flash_attention_2"}, machine=GPU) == {("attn_implementation", *refused)}
-        second = Machine(kind="cuda", bf16=True, flash_attention=True)
+        second = DeviceCapabilities(kind="cuda", bf16=True, flash_attention=True)
         assert codes({"attn_implementation": "flash_attention_2"}, machine=second) == set()
         assert codes({"attn_implementation": "flash_attention_3"}, machine=second) == {
             ("attn_implementation", *refused)
@@ -352,7 +352,7 @@ def test_a_worker_of_the_version_before_passes_over_defaults_that_it_does_not_kn
     """While a service is updated, the API that writes configurations is newer than some of the workers."""
     stored = TrainingConfig(base_model="tiny").model_dump(mode="json") | {"of_tomorrow": "repair"}
     stored["rlhf"]["of_tomorrow"] = 1
-    TrainingConfig.model_validate(understood(stored, {"base_model"}))
+    TrainingConfig.model_validate(drop_unknown_fields(stored, {"base_model"}))
     for asked in ("of_tomorrow", "rlhf.of_tomorrow"):
         with pytest.raises(ValidationError, match="of_tomorrow"):
-            TrainingConfig.model_validate(understood(stored, {"base_model", asked}))
+            TrainingConfig.model_validate(drop_unknown_fields(stored, {"base_model", asked}))

@@ -5,20 +5,20 @@ from dataclasses import replace
 
 import pytest
 
-from app.runs.scheduler.simulation import Seat, Waiting, turns
+from app.runs.scheduler.simulation import PendingRun, WorkerSlots, simulate_queue
 
 
-def waiting(run_id: str = "a", **change: object) -> Waiting:
-    return replace(Waiting(run_id, "celery", None, 0, 1, 0.0), **change)  # type: ignore[arg-type]
+def waiting(run_id: str = "a", **change: object) -> PendingRun:
+    return replace(PendingRun(run_id, "celery", None, 0, 1, 0.0), **change)  # type: ignore[arg-type]
 
 
-def seat(*free: float, **change: object) -> Seat:
-    return replace(Seat("w", frozenset({"celery"}), "cuda", "H100", 80_000, free), **change)  # type: ignore[arg-type]
+def seat(*free: float, **change: object) -> WorkerSlots:
+    return replace(WorkerSlots("w", frozenset({"celery"}), "cuda", "H100", 80_000, free), **change)  # type: ignore[arg-type]
 
 
-def starts(seats: list[Seat], queue: list[Waiting], **seconds: float) -> dict[str, float]:
+def starts(seats: list[WorkerSlots], queue: list[PendingRun], **seconds: float) -> dict[str, float]:
     """When each starts, those taking so long that are named and 10 s the others."""
-    found = turns(seats, queue, lambda one, _: seconds.get(one.run_id, 10.0))
+    found = simulate_queue(seats, queue, lambda one, _: seconds.get(one.run_id, 10.0))
     assert found.keys() == {one.run_id for one in queue}
     return {id: turn.start for id, turn in found.items()}
 
@@ -31,7 +31,7 @@ def test_each_takes_the_first_device_that_comes_free_after_those_before_it() -> 
 def test_several_devices_have_to_be_free_on_one_worker() -> None:
     seats = [seat(0.0, worker_id="v"), seat(30.0, 70.0)]
     assert starts(seats, [waiting(devices=2)]) == {"a": 70.0}
-    assert turns(seats, [waiting(devices=3)], lambda *_: 1.0)["a"].seat is None
+    assert simulate_queue(seats, [waiting(devices=3)], lambda *_: 1.0)["a"].seat is None
 
 
 def test_who_needs_more_than_is_free_is_overtaken_as_a_claim_does_it() -> None:
@@ -49,7 +49,7 @@ def test_a_worker_passes_over_what_does_not_fit_it() -> None:
     "change", [{"kind": "cpu"}, {"backend": "fake"}, {"memory_mb": 90_000}, {"devices": 2}], ids=str
 )
 def test_what_no_worker_could_take_has_no_seat_and_is_in_nobodys_way(change: dict[str, object]) -> None:
-    found = turns([seat(0.0)], [waiting("never", **change), waiting("b")], lambda *_: 1.0)
+    found = simulate_queue([seat(0.0)], [waiting("never", **change), waiting("b")], lambda *_: 1.0)
     assert found["never"].seat is None and found["b"].start == 0.0
 
 
@@ -59,17 +59,17 @@ def test_before_a_run_are_those_that_start_earlier_where_it_could_itself() -> No
         waiting("never", memory_mb=90_000), waiting("wide", kind="cuda", devices=2), waiting("a", kind="cuda"),
         waiting("b", kind="cuda"), waiting("cpu", kind="cpu"), waiting("c", kind="cuda"), waiting("any"),
     ]  # fmt: skip
-    found = turns(seats, queue, lambda *_: 20.0)
+    found = simulate_queue(seats, queue, lambda *_: 20.0)
     assert {id: turn.before for id, turn in found.items()} == {
         "never": 0, "wide": 0, "a": 0, "b": 1, "cpu": 0, "c": 2, "any": 3,
     }  # fmt: skip
     assert found["wide"].start > found["b"].start, "overtaken by those that come later in the queue"
-    unknown = turns([seat(math.inf)], [waiting("a"), waiting("b", kind="cuda")], lambda *_: 20.0)
+    unknown = simulate_queue([seat(math.inf)], [waiting("a"), waiting("b", kind="cuda")], lambda *_: 20.0)
     assert [unknown[id].before for id in "ab"] == [0, 1]
 
 
 def test_a_pause_is_waited_out_by_who_has_it_alone_and_what_nobody_knows_is_not_guessed() -> None:
     assert starts([seat(0.0)], [waiting("a", not_before=20.0), waiting("b")]) == {"a": 20.0, "b": 0.0}
-    found = turns([seat(math.inf)], [waiting()], lambda *_: 1.0)["a"]
+    found = simulate_queue([seat(math.inf)], [waiting()], lambda *_: 1.0)["a"]
     assert found.seat is not None and math.isinf(found.start)
     assert starts([seat(0.0)], [waiting("a"), waiting("b")], a=math.inf) == {"a": 0.0, "b": math.inf}

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from app.config import Settings
-from app.standalone.supervisor import Supervised, Up
+from app.standalone.supervisor import SupervisedProcess, Up
 from tests.waiting import eventually
 
 READY_SECONDS = 90.0
@@ -238,7 +238,7 @@ class TestBackOff:
         said: list[str] = []
         broken = Broken()
         broken.start()
-        supervised = Supervised(broken, said.append)
+        supervised = SupervisedProcess(broken, said.append)
 
         def starts() -> bool:
             supervised.tend()

@@ -28,7 +28,7 @@ class TestWorkers:
     def test_one_that_ended_or_fell_silent_is_offline(self, api: ApiServer, engine: Engine) -> None:
         ended, silent, alive = (add_worker(engine) for _ in range(3))
         with engine.begin() as connection:
-            connection.execute(registry.gone([ended]))
+            connection.execute(registry.mark_offline([ended]))
             connection.exec_driver_sql(
                 "UPDATE workers SET heartbeat_at = now() - interval '1 hour' WHERE id = %s", (silent,)
             )

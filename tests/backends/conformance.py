@@ -14,7 +14,7 @@ from app.backends.celery import CeleryBackend
 from app.config import Settings
 from app.contracts.methods import TrainingMethod
 from app.contracts.schemas.runs import TrainingRun
-from app.infra.broker import Queue
+from app.infra.broker import Broker
 from app.infra.db import async_engine, session_maker, sync_engine
 from app.infra.ids import new_id
 from app.infra.storage import Storage
@@ -44,7 +44,7 @@ class Conformance:
     @pytest.fixture
     async def backend(self, settings: Settings, storage: Storage) -> AsyncIterator[CeleryBackend]:
         database = async_engine(settings.database_url or "")
-        queue = Queue(settings)
+        queue = Broker(settings)
         streams = Streams(database, queue)
         await queue.start()
         yield self.kind(session_maker(database), settings, storage, queue, streams)

@@ -15,7 +15,7 @@ from sqlalchemy import text
 
 import migrations
 from app.config import Settings
-from app.infra.errors import HomeError
+from app.infra.errors import SetupError
 from app.tables import migrate
 from tests.conftest import Services
 from tests.reliability.migration_rules import breaking, reason
@@ -171,7 +171,7 @@ class TestLocks:
         monkeypatch.setattr(migrate, "LOCK_SECONDS", 0.1)
         database.execute("SET application_name = 'a careless report'")
         database.execute("SELECT count(*) FROM runs")
-        with pytest.raises(HomeError, match=r"a careless report, process .* run `anneal migrate` again"):
+        with pytest.raises(SetupError, match=r"a careless report, process .* run `anneal migrate` again"):
             migrate.upgrade(settings)
         database.rollback()
         assert migrate.upgrade(settings)[1] == NEWER[-1]

@@ -303,29 +303,29 @@ class TestNotes:
         folder = tmp_path / "run" / "workers"
         folder.mkdir(parents=True)
         for n, other in enumerate(others):
-            note = status_files.Note(id=f"wrk_{n}", pid=stranger.pid, **other)
+            note = status_files.WorkerStatus(id=f"wrk_{n}", pid=stranger.pid, **other)
             assert not note.signal(signal.SIGTERM)
             (folder / f"{note.id}.json").write_text(json.dumps(note.__dict__))
         said, _ = cli(tmp_path, "--drain").communicate(timeout=30)
         assert re.search(r"wrk_1 belongs to another machine", said) and "nothing to drain" in said
         assert stranger.poll() is None
-        right = status_files.Note(id="wrk", pid=stranger.pid, process_started=started, **here)
+        right = status_files.WorkerStatus(id="wrk", pid=stranger.pid, process_started=started, **here)
         assert right.signal(signal.SIGTERM)
         assert stranger.wait(10) == -signal.SIGTERM
 
     def test_a_new_worker_clears_away_the_notes_of_dead_ones(self, settings: Settings) -> None:
         folder = settings.home / "run" / "workers"
         folder.mkdir(parents=True)
-        dead = status_files.Note("wrk_dead", 2**22 + 1, 1, boot_id(), pid_namespace())
+        dead = status_files.WorkerStatus("wrk_dead", 2**22 + 1, 1, boot_id(), pid_namespace())
         (folder / "wrk_dead.json").write_text(json.dumps(dead.__dict__))
         (folder / "wrk_torn.json").write_text("{")
-        drained = status_files.Note("wrk_drained", 2**22 + 2, 1, boot_id(), pid_namespace(), draining=True)
+        drained = status_files.WorkerStatus("wrk_drained", 2**22 + 2, 1, boot_id(), pid_namespace(), draining=True)
         (folder / "wrk_drained.json").write_text(json.dumps(drained.__dict__))
-        notebook = status_files.Notebook(settings.home, "wrk_new")
+        notebook = status_files.WorkerStatusFile(settings.home, "wrk_new")
         notebook.open()
-        assert sorted(note.id for note in status_files.notes(settings.home)) == ["wrk_drained", "wrk_new"]
+        assert sorted(note.id for note in status_files.read_statuses(settings.home)) == ["wrk_drained", "wrk_new"]
         assert status_files.was_drained(settings.home, drained.pid) and not status_files.was_drained(
             settings.home, os.getpid()
         )
         notebook.close()
-        assert [note.id for note in status_files.notes(settings.home)] == ["wrk_drained"]
+        assert [note.id for note in status_files.read_statuses(settings.home)] == ["wrk_drained"]

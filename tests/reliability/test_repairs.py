@@ -181,13 +181,13 @@ class TestPostmortem:
             "gradient_checkpointing": False,
         }  # fmt: skip
         seen = []
-        while repair := auto_repair.repair_for(config, "training", "out_of_memory", None):
+        while repair := auto_repair.propose_repair(config, "training", "out_of_memory", None):
             config, _ = auto_repair.apply(config, [repair.stored()])
             seen.append(config["batch_size"])
             assert config["batch_size"] * config["gradient_accumulation_steps"] == 24
         assert all(later <= before for before, later in pairwise(seen)) and seen[-2:] == [1, 1]
         assert config["gradient_checkpointing"] is True
-        assert auto_repair.repair_for(config, "loading", "out_of_memory", None) is None
+        assert auto_repair.propose_repair(config, "loading", "out_of_memory", None) is None
 
     @pytest.mark.parametrize(("message", "says"), [
         ("worker lost: its lease ran out (4 times …)", "The worker was lost"),

@@ -10,7 +10,7 @@ from app.config import Settings
 from tests.worker.trainers import write_job
 from worker.process.launcher import Launcher
 from worker.process.training_process import Exit, TrainingProcess
-from worker.wire.heartbeat import ALIVE
+from worker.wire.heartbeat import HEARTBEAT
 
 CPU = {"kind": "cpu", "index": 0, "id": "cpu-0"}
 Launch = Callable[..., TrainingProcess]
@@ -54,7 +54,7 @@ class Said:
         return self.process.close()
 
     def _hear(self, pieces: Sequence[tuple[str, bytes]]) -> None:
-        self.pieces += [piece for piece in pieces if piece != ("report", ALIVE)]
+        self.pieces += [piece for piece in pieces if piece != ("report", HEARTBEAT)]
 
     @property
     def records(self) -> list[dict[str, Any]]:

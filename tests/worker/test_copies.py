@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import async_sessionmaker
 
 from app.config import Settings
 from app.infra.db import async_engine
-from app.infra.errors import HomeError
+from app.infra.errors import SetupError
 from app.infra.ids import new_id
 from app.infra.storage import Storage
 from app.runs import deletion
@@ -31,8 +31,15 @@ from tests.worker.test_job import CPU, WAITS, Lab, flip
 from worker.attempts.job_builder import JobError, prepare
 from worker.checkpoint_files import manifest
 from worker.checkpoint_store import restore
-from worker.checkpoint_store.remote_store import MARK, BadCopy, NotAsWritten, NotThere, Remote, Unreachable
-from worker.checkpoint_store.replicator import Copies
+from worker.checkpoint_store.remote_store import (
+    MARK,
+    LocalCheckpointCorrupt,
+    RemoteStore,
+    ReplicaCorrupt,
+    ReplicaMissing,
+    StoreUnavailable,
+)
+from worker.checkpoint_store.replicator import Replicator
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +73,7 @@ class Worker:
     def __init__(self, settings: Settings, engine: Engine, url: str) -> None:
         self.lab = Lab(settings, engine)
         self.engine = engine
-        self.copies = self.lab.host.copies = Copies(Remote(url, self.lab.storage), self.lab.storage, engine)
+        self.copies = self.lab.host.copies = Replicator(RemoteStore(url, self.lab.storage), self.lab.storage, engine)
 
     def save(self, step: int) -> Path:
         folder = self.lab.save(step)
@@ -101,11 +108,11 @@ def files_below(folder: Path) -> list[str]:
 
 class TestAStore:
     @pytest.fixture(params=["file", "memory", "s3"])
-    def remote(self, request: pytest.FixtureRequest, settings: Settings, shared: str, s3: str) -> Remote:
+    def remote(self, request: pytest.FixtureRequest, settings: Settings, shared: str, s3: str) -> RemoteStore:
         url = {"file": shared, "memory": f"memory://{new_id('run')}", "s3": s3}[request.param]
-        return Remote(url, Storage(settings))
+        return RemoteStore(url, Storage(settings))
 
-    def test_gives_back_every_byte_and_forgets_what_is_removed(self, remote: Remote, settings: Settings) -> None:
+    def test_gives_back_every_byte_and_forgets_what_is_removed(self, remote: RemoteStore, settings: Settings) -> None:
         folder, digest = whole(settings)
         written = {name: (folder / name).read_bytes() for name in files_below(folder)}
         assert "deeper/weights" in written
@@ -115,12 +122,12 @@ class TestAStore:
         assert {name: (folder / name).read_bytes() for name in files_below(folder)} == written
         assert sorted(path.name for path in folder.parent.iterdir()) == ["checkpoint-5", "elsewhere"]
         remote.remove(folder)
-        with pytest.raises(NotThere):
+        with pytest.raises(ReplicaMissing):
             remote.fetch(folder, digest, "wrk_test", lambda: None)
         remote.remove(folder)
 
     def test_a_kill_between_any_two_files_leaves_nothing_that_is_taken_for_a_copy(
-        self, remote: Remote, settings: Settings
+        self, remote: RemoteStore, settings: Settings
     ) -> None:
         folder, digest = whole(settings)
         pieces: list[int] = []
@@ -129,7 +136,7 @@ class TestAStore:
         for last in range(len(pieces)):
             with pytest.raises(KeyboardInterrupt):
                 remote.send(folder, digest, killed_after(last))
-            with pytest.raises(NotThere):
+            with pytest.raises(ReplicaMissing):
                 remote.fetch(folder, digest, "wrk_test", lambda: None)
             assert manifest.verify(folder, digest) == [], "what is here stays as it is"
 
@@ -165,12 +172,12 @@ class TestWhatATrainerMayWrite:
         folder, digest = whole(settings)
         (folder / "state.json").unlink()
         (folder / "state.json").symlink_to("/etc/passwd")
-        with pytest.raises(NotAsWritten):
-            Remote(shared, Storage(settings)).send(folder, digest, lambda: None)
+        with pytest.raises(LocalCheckpointCorrupt):
+            RemoteStore(shared, Storage(settings)).send(folder, digest, lambda: None)
         folder, digest = whole(settings)
         (folder / "state.json").write_text("[]")
-        with pytest.raises(NotAsWritten, match="other contents"):
-            Remote(shared, Storage(settings)).send(folder, digest, lambda: None)
+        with pytest.raises(LocalCheckpointCorrupt, match="other contents"):
+            RemoteStore(shared, Storage(settings)).send(folder, digest, lambda: None)
 
     @pytest.mark.parametrize("name", ["../../outside", "/outside", "a/../../../outside"])
     def test_no_name_in_a_manifest_leaves_the_folder(
@@ -181,13 +188,13 @@ class TestWhatATrainerMayWrite:
         said = json.dumps(listed).encode()
         (folder / manifest.MANIFEST).write_bytes(said)
         digest = hashlib.sha256(said).hexdigest()
-        remote = Remote(shared, Storage(settings))
-        with pytest.raises(NotAsWritten):
+        remote = RemoteStore(shared, Storage(settings))
+        with pytest.raises(LocalCheckpointCorrupt):
             remote.send(folder, digest, lambda: None)
         place = tmp_path / "shared" / Storage(settings).key_of(folder)
         place.mkdir(parents=True)
         (place / manifest.MANIFEST).write_bytes(said)
-        with pytest.raises(BadCopy):
+        with pytest.raises(ReplicaCorrupt):
             remote.fetch(folder, digest, "wrk_test", lambda: None)
         assert files_below(tmp_path / "shared") == [f"{place.relative_to(tmp_path / 'shared')}/{manifest.MANIFEST}"]
 
@@ -367,8 +374,8 @@ class TestTheSetting:
             Settings(checkpoint_url=url)
 
     def test_of_an_unknown_kind_keeps_a_worker_from_starting(self, settings: Settings) -> None:
-        with pytest.raises(HomeError, match="ANNEAL_CHECKPOINT_URL=nosuch://there cannot be used"):
-            Remote("nosuch://there", Storage(settings))
+        with pytest.raises(SetupError, match="ANNEAL_CHECKPOINT_URL=nosuch://there cannot be used"):
+            RemoteStore("nosuch://there", Storage(settings))
 
     def test_no_training_process_is_told_of_it_nor_of_its_credentials(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "ANNEAL_CHECKPOINT_URL"):
@@ -377,6 +384,6 @@ class TestTheSetting:
 
     def test_a_share_that_is_not_mounted_is_not_made(self, settings: Settings, tmp_path: Path) -> None:
         folder, digest = whole(settings)
-        with pytest.raises(Unreachable, match="mount it"):
-            Remote(f"file://{tmp_path}/unmounted", Storage(settings)).send(folder, digest, lambda: None)
+        with pytest.raises(StoreUnavailable, match="mount it"):
+            RemoteStore(f"file://{tmp_path}/unmounted", Storage(settings)).send(folder, digest, lambda: None)
         assert not (tmp_path / "unmounted").exists()

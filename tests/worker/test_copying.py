@@ -21,16 +21,16 @@ from tests.waiting import eventually
 from tests.worker.test_copies import Worker, files_below, shared, worker  # noqa: F401
 from tests.worker.test_job import flip
 from worker.checkpoint_store import replicator as copying
-from worker.checkpoint_store.remote_store import MARK, Remote, Unreachable
-from worker.checkpoint_store.replicator import Copies
+from worker.checkpoint_store.remote_store import MARK, RemoteStore, StoreUnavailable
+from worker.checkpoint_store.replicator import Replicator
 
 # ruff: noqa: F811
 
 
 @pytest.fixture
-def another(worker: Worker, shared: str) -> Copies:
+def another(worker: Worker, shared: str) -> Replicator:
     """Another worker of the same storage."""
-    return Copies(Remote(shared, worker.lab.storage), worker.lab.storage, worker.engine)
+    return Replicator(RemoteStore(shared, worker.lab.storage), worker.lab.storage, worker.engine)
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def while_it_is_sent(worker: Worker, monkeypatch: pytest.MonkeyPatch, happens: C
 
 class TestOnItsWay:
     def test_one_that_is_let_go_is_sent_no_further_and_nobody_removes_it_under_the_sender(
-        self, worker: Worker, another: Copies, place: Path, monkeypatch: pytest.MonkeyPatch
+        self, worker: Worker, another: Replicator, place: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         seen: list[Any] = []
 
@@ -90,7 +90,7 @@ class TestOnItsWay:
         assert files_below(place) == [] and worker.rows()[0].copy_begun_at is None
 
     def test_nothing_is_left_of_a_run_that_is_deleted_meanwhile(
-        self, worker: Worker, another: Copies, place: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
+        self, worker: Worker, another: Replicator, place: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         async def delete() -> None:
             database = async_engine(settings.database_url or "")
@@ -116,7 +116,7 @@ class TestOnItsWay:
         assert left() == 0
 
     def test_what_another_worker_has_gone_on_with_is_left_to_it(
-        self, worker: Worker, another: Copies, place: Path, monkeypatch: pytest.MonkeyPatch
+        self, worker: Worker, another: Replicator, place: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def stands_still() -> None:
             change(worker, "UPDATE checkpoints SET copy_begun_at = now() - interval '1 h'")
@@ -197,7 +197,7 @@ class TestRounds:
 
         def refuses(folder: Path) -> None:
             if folder.name == "checkpoint-10":
-                raise Unreachable("it refuses this worker")
+                raise StoreUnavailable("it refuses this worker")
             remove(folder)
 
         monkeypatch.setattr(worker.copies.remote, "remove", refuses)

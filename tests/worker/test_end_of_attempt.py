@@ -17,10 +17,10 @@ from app.runs.state import machine
 from tests.rows import add_run, add_worker, claim, events_of
 from tests.waiting import eventually
 from worker.attempts import supervisor
-from worker.attempts.outcome import conclude, out_of_reach
-from worker.context import Host
-from worker.ingest.event_writer import Writer
-from worker.ingest.record_handler import Pump
+from worker.attempts.outcome import conclude, lease_lost
+from worker.context import WorkerContext
+from worker.ingest.event_writer import EventWriter
+from worker.ingest.record_handler import RecordHandler
 from worker.lease import Lease
 from worker.process.training_process import Exit
 
@@ -45,10 +45,10 @@ def test_the_last_status_waits_for_the_last_line_of_the_log(
         connection.execute(text(_SLOW))
     add_run(engine)
     run = claim(engine, add_worker(engine), lease=60.0)
-    host = Host(settings.model_copy(update={"lease_seconds": 60.0}))
+    host = WorkerContext(settings.model_copy(update={"lease_seconds": 60.0}))
 
-    def attempt(host: Host, run: Any, lease: Any, writer: Any) -> Any:
-        pump = Pump(host, run, writer)
+    def attempt(host: WorkerContext, run: Any, lease: Any, writer: Any) -> Any:
+        pump = RecordHandler(host, run, writer)
         pump.take([("stdout", b"first\n")])
         eventually(lambda: is_storing_the_first_line(engine))
         record = {"type": "phase", "ts": time.time(), "name": "training", "total_steps": 1}
@@ -68,12 +68,12 @@ def test_readers_are_woken_when_there_is_something_to_read(
 ) -> None:
     add_run(engine)
     run = claim(engine, add_worker(engine), lease=60.0)
-    host = Host(settings)
+    host = WorkerContext(settings)
     seen: list[int] = []
     monkeypatch.setattr(host, "wake", lambda run_id: seen.append(len(events_of(engine, run_id))))
     lease: Any = SimpleNamespace(fenced=False, expired=False, run_id=run.id)
-    with Writer(host, run, lease) as writer:
-        Pump(host, run, writer).take([("stdout", b"a line\n")])
+    with EventWriter(host, run, lease) as writer:
+        RecordHandler(host, run, writer).take([("stdout", b"a line\n")])
         eventually(lambda: seen, what="a wake-up")
     host.engine.dispose()
     host.lease_engine.dispose()
@@ -111,7 +111,7 @@ def test_a_trainer_that_ended_by_its_timer_is_blamed_on_the_database_only_where_
     host: Any = SimpleNamespace(settings=settings.model_copy(update={"lease_seconds": 60.0}))
     lease = Lease(host, run.id, run.epoch, time.monotonic() - silence)
     with engine.begin() as connection:
-        connection.execute(out_of_reach(run, lease))
+        connection.execute(lease_lost(run, lease))
     told_last = [event.data for event in events_of(engine, run.id) if event.type == "status"][-1]
     assert told_last["reason"].startswith(says) and told_last["reason"].endswith("continues from its last checkpoint")
 

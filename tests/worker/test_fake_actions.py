@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.worker.launching import CPU
-from worker.fake.trainer import Training
+from worker.fake.trainer import FakeTrainer
 from worker.wire.control import Control
 from worker.wire.journal import Journal
-from worker.wire.reporter import Report
+from worker.wire.reporter import Reporter
 
 
 class Drained(Journal):
@@ -38,7 +38,7 @@ class Attempts:
 
     def run(
         self, actions: list[dict[str, Any]], drain_at: int | None = None, ends_with_epoch: bool = False
-    ) -> tuple[Training, dict[str, Any]]:
+    ) -> tuple[FakeTrainer, dict[str, Any]]:
         self.number += 1
         folder, control = self._folder / f"a{self.number}", Control()
         control.ends_with_epoch = ends_with_epoch
@@ -48,11 +48,11 @@ class Attempts:
         journal = Drained(self._folder / "journal.jsonl", self.number, control, drain_at)
         report = Kept()
         self.records = report.records
-        training = Training(self._job | about, report, control, journal)
+        training = FakeTrainer(self._job | about, report, control, journal)
         return training, training.run()
 
 
-class Kept(Report):
+class Kept(Reporter):
     """What is told, as a list."""
 
     def __init__(self) -> None:

@@ -20,8 +20,8 @@ from tests.worker.test_job import CPU, WAITS, flip
 from worker.attempts import job_builder
 from worker.attempts.job_builder import JobError, prepare
 from worker.checkpoint_store import restore
-from worker.checkpoint_store.remote_store import Stopped
-from worker.checkpoint_store.restore import Patience
+from worker.checkpoint_store.remote_store import TransferCancelled
+from worker.checkpoint_store.restore import RestoreControl
 
 
 @pytest.fixture
@@ -78,14 +78,14 @@ class TestABadCopy:
 class TestOnTheWay:
     def test_a_stop_ends_the_fetching_at_once_and_judges_nothing(self, moved: Worker) -> None:
         told: list[NewEvent] = []
-        with pytest.raises(Stopped):
-            moved.lab.next_attempt(Patience(lambda: bool(told), told.append))
+        with pytest.raises(TransferCancelled):
+            moved.lab.next_attempt(RestoreControl(lambda: bool(told), told.append))
         assert moved.lab.bad_reasons() == {10: None, 20: None}
         assert not list(moved.lab.storage.run_dir(moved.lab.trainer.run_id).rglob("*checkpoint*"))
 
     def test_how_far_it_is_is_told_but_not_for_each_piece(self, moved: Worker) -> None:
         told: list[NewEvent] = []
-        moved.lab.next_attempt(Patience(lambda: False, told.append))
+        moved.lab.next_attempt(RestoreControl(lambda: False, told.append))
         (said,) = [json.loads(event.data) for event in told]
         assert (said["phase"], said["total"]) == ("fetching", 10) and 0 <= said["done"] <= 10
         assert "checkpoint-20" in said["message"]
@@ -138,5 +138,5 @@ def test_the_row_of_a_copy_that_has_been_sent_again_meanwhile_stays(moved: Worke
     (row, _) = moved.rows()
     with moved.engine.begin() as connection:
         connection.execute(update(Checkpoint).where(Checkpoint.id == row.id).values(remote_at=row.created_at))
-        connection.execute(replicas.spoilt(row.id, row.remote_at))
+        connection.execute(replicas.mark_replica_corrupt(row.id, row.remote_at))
     assert moved.rows()[0].remote_at == row.created_at

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from worker import health
-from worker.health import Fitness
+from worker.health import WorkerHealth
 
 
 @pytest.fixture
@@ -18,32 +18,32 @@ def storage(tmp_path: Path) -> Path:
 
 
 def test_all_is_well_with_a_storage_that_has_room(storage: Path) -> None:
-    assert Fitness(storage).trouble() is None
+    assert WorkerHealth(storage).trouble() is None
 
 
 def test_a_full_storage_takes_no_run_until_there_is_room(storage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         full = SimpleNamespace(f_blocks=10**6, f_bavail=health.ROOM_BYTES // 4096 - 1, f_frsize=4096)
         patched.setattr(os, "statvfs", lambda _: full)
-        assert "full: free some space" in (Fitness(storage).trouble() or "")
-    assert Fitness(storage).trouble() is None
+        assert "full: free some space" in (WorkerHealth(storage).trouble() or "")
+    assert WorkerHealth(storage).trouble() is None
 
 
 def test_a_file_system_that_counts_no_blocks_is_not_full(storage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uncounted = SimpleNamespace(f_blocks=0, f_bavail=0, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda _: uncounted)
-    assert Fitness(storage).trouble() is None
+    assert WorkerHealth(storage).trouble() is None
 
 
 def test_a_storage_that_is_not_there_or_not_mounted_is_named(tmp_path: Path) -> None:
-    assert f"{tmp_path / 'elsewhere'} is not available" in (Fitness(tmp_path / "elsewhere").trouble() or "")
-    assert f"{tmp_path} holds no datasets" in (Fitness(tmp_path).trouble() or "")
+    assert f"{tmp_path / 'elsewhere'} is not available" in (WorkerHealth(tmp_path / "elsewhere").trouble() or "")
+    assert f"{tmp_path} holds no datasets" in (WorkerHealth(tmp_path).trouble() or "")
 
 
 def test_it_pauses_for_longer_each_time_a_run_cannot_be_started(storage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    worker = Fitness(storage)
+    worker = WorkerHealth(storage)
 
     def pause() -> float:
         nonlocal now

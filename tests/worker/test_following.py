@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.contracts.stop import StopAsked
-from worker.attempts.monitor import Following
+from worker.attempts.monitor import Monitor
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def test_a_discard_late_in_a_stop_that_saves_has_its_own_seconds_and_no_more(now
     pump: Any = SimpleNamespace(heard_at=now[0], has_begun=True, say=lambda *_: None)
     process: Any = SimpleNamespace(send=lambda message: sent.append(message) or True)
     nothing: Any = None
-    following = Following(host, lease, nothing, pump, process, nothing)
+    following = Monitor(host, lease, nothing, pump, process, nothing)
 
     def killed_at(second: float) -> bool:
         now[0] = 1000.0 + second
@@ -47,7 +47,7 @@ def test_to_ask_for_the_same_once_more_gives_no_more_time(now: list[float]) -> N
     pump: Any = SimpleNamespace(heard_at=now[0], has_begun=True, say=lambda *_: None)
     process: Any = SimpleNamespace(send=lambda _: True)
     nothing: Any = None
-    following = Following(host, lease, nothing, pump, process, nothing)
+    following = Monitor(host, lease, nothing, pump, process, nothing)
     assert following._reason_to_kill() is None
     now[0], lease.stop = 1100.0, StopAsked(save=True)
     assert following._reason_to_kill() is None

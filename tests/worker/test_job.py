@@ -22,10 +22,10 @@ from tests.factories import Trainer, make_model
 from tests.rows import add_run, run_row
 from worker.attempts.job_builder import Job, JobError, prepare
 from worker.checkpoint_files import manifest
-from worker.checkpoint_store.restore import Patience
+from worker.checkpoint_store.restore import RestoreControl
 
 CPU = {"kind": "cpu", "index": 0, "id": "cpu-0"}
-WAITS = Patience(lambda: False, lambda _: None)
+WAITS = RestoreControl(lambda: False, lambda _: None)
 """A run that nobody wants to end."""
 
 
@@ -66,7 +66,7 @@ class Lab:
         self.ids[step] = self.trainer.checkpoint(step, manifest_sha256=digest, metrics={"best_loss": float(step)})
         return attempt / f"checkpoint-{step}"
 
-    def next_attempt(self, patience: Patience = WAITS) -> tuple[Job, dict[str, Any]]:
+    def next_attempt(self, patience: RestoreControl = WAITS) -> tuple[Job, dict[str, Any]]:
         """Prepare it; answers the job and what its file says."""
         self.trainer = self.trainer.retry()
         job = prepare(self.host, run_row(self.engine, self.trainer.run_id), CPU, patience)

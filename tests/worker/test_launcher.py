@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from app.config import Settings
-from app.infra.process_identity import Identity, start_time
+from app.infra.process_identity import ProcessIdentity, start_time
 from tests.waiting import eventually
 from tests.worker.launching import CPU, Said, is_alive, launch, session_members, start_launcher
 from tests.worker.trainers import write_job
@@ -274,8 +274,8 @@ class TestWorkerDeath:
     def test_a_reused_process_id_is_never_hit(self, tmp_path: Path) -> None:
         bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
         started = start_time(bystander.pid)
-        earlier = Identity.of(bystander.pid, started - 1000)
-        gone = Identity.of(2**22 - 7, 1)
+        earlier = ProcessIdentity.of(bystander.pid, started - 1000)
+        gone = ProcessIdentity.of(2**22 - 7, 1)
         (tmp_path / "x.json").write_text(json.dumps({"trainer": vars(earlier), "worker": vars(gone)}))
         assert process_group.sweep(tmp_path) == []
         assert not list(tmp_path.iterdir())
@@ -288,8 +288,8 @@ class TestWorkerDeath:
     ) -> None:
         """A process in an uninterruptible sleep holds its own device; the machine may have others."""
         stuck = subprocess.Popen(["sleep", "60"], start_new_session=True)
-        noted = vars(Identity.of(stuck.pid, start_time(stuck.pid)))
-        gone = vars(Identity.of(2**22 - 7, 1))
+        noted = vars(ProcessIdentity.of(stuck.pid, start_time(stuck.pid)))
+        gone = vars(ProcessIdentity.of(2**22 - 7, 1))
         folder = tmp_path / "run" / "trainers"
         folder.mkdir(parents=True)
         (folder / "stuck.json").write_text(json.dumps({"trainer": noted, "worker": gone}))
@@ -304,7 +304,7 @@ class TestWorkerDeath:
         stuck.wait()
 
     def test_records_of_another_boot_or_namespace_or_torn_ones_do_no_harm(self, tmp_path: Path) -> None:
-        own = vars(Identity.of(os.getpid(), start_time(os.getpid())))
+        own = vars(ProcessIdentity.of(os.getpid(), start_time(os.getpid())))
         gone = {**own, "pid": 2**22 - 7}
         (tmp_path / "boot.json").write_text(json.dumps({"trainer": {**own, "boot_id": "x"}, "worker": gone}))
         foreign = {**own, "namespace": "pid:[1]"}

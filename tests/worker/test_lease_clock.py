@@ -83,7 +83,7 @@ async def test_a_wall_clock_that_jumps_an_hour_changes_nothing(
     settings: Settings, engine: Engine, monkeypatch: pytest.MonkeyPatch, jump: float
 ) -> None:
     """On the worker's machine, on the API's, or both: leases are counted by Postgres, waits by the monotonic clock."""
-    from app.infra.broker import Queue
+    from app.infra.broker import Broker
     from app.infra.db import async_engine
 
     wall, today = time.time, app.infra.clock.utc_now
@@ -97,7 +97,7 @@ async def test_a_wall_clock_that_jumps_an_hour_changes_nothing(
     assert mine._renew(), "renewing goes on"
     assert until <= mine.kill_at < until + 60
     waiting = async_engine(settings.database_url or "", pool_size=1)
-    queue = Queue(settings)
+    queue = Broker(settings)
     _, moved = await Dispatcher(waiting, queue, settings).round()
     await queue.close()
     await waiting.dispose()

@@ -16,8 +16,8 @@ import pytest
 from tests.waiting import eventually
 from worker.checkpoint_files import manifest
 from worker.wire import heartbeat
-from worker.wire.heartbeat import ALIVE, Pulse, while_growing
-from worker.wire.reporter import Report
+from worker.wire.heartbeat import HEARTBEAT, Heartbeat, heartbeat_while_growing
+from worker.wire.reporter import Reporter
 
 
 @pytest.fixture
@@ -45,14 +45,14 @@ class TestPulse:
         ours, theirs = ends
         now = 1000.0
         monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now)
-        beat = Pulse(theirs.fileno()).beat
+        beat = Heartbeat(theirs.fileno()).beat
         for hundredth in range(250):
             now = 1000.0 + hundredth / 100
             beat()
-        assert heard(ours) == [ALIVE] * 3
+        assert heard(ours) == [HEARTBEAT] * 3
 
     def test_it_costs_a_step_next_to_nothing(self, ends: tuple[socket.socket, socket.socket]) -> None:
-        beat = Pulse(ends[1].fileno()).beat
+        beat = Heartbeat(ends[1].fileno()).beat
         best = float("inf")
         for _ in range(20):  # the best of many: this machine may be busy
             began = time.perf_counter()
@@ -66,7 +66,7 @@ class TestPulse:
     ) -> None:
         ours, theirs = ends
         monkeypatch.setattr(heartbeat, "_SECONDS_BETWEEN", 0.0)
-        beat = Pulse(theirs.fileno()).beat
+        beat = Heartbeat(theirs.fileno()).beat
         beating = threading.Thread(target=lambda: [beat() for _ in range(10_000)], daemon=True)
         beating.start()
         beating.join(10)
@@ -74,24 +74,24 @@ class TestPulse:
         said = set(heard(ours))
         eventually(lambda: heard(ours) is not None and not beating.is_alive())
         assert not waits, "until somebody reads"
-        assert said == {ALIVE}
+        assert said == {HEARTBEAT}
         beat()
-        assert heard(ours) == [ALIVE], "and what follows is heard again"
+        assert heard(ours) == [HEARTBEAT], "and what follows is heard again"
 
     def test_it_leaves_the_socket_of_the_records_open_and_as_it_is(
         self, ends: tuple[socket.socket, socket.socket]
     ) -> None:
         ours, theirs = ends
-        report = Report(theirs.fileno())
+        report = Reporter(theirs.fileno())
         report.alive()
         assert os.get_blocking(theirs.fileno())
         del report
-        Report(theirs.fileno()).message("still open")
+        Reporter(theirs.fileno()).message("still open")
         sign, message = heard(ours)
-        assert (sign, json.loads(message)["line"]) == (ALIVE, "still open")
+        assert (sign, json.loads(message)["line"]) == (HEARTBEAT, "still open")
 
     def test_by_hand_nothing_is_printed(self, capfd: pytest.CaptureFixture[str]) -> None:
-        Report(None).alive()
+        Reporter(None).alive()
         assert capfd.readouterr() == ("", "")
 
     def test_a_process_whose_supervisor_is_gone_ends_at_its_next_sign(self) -> None:
@@ -133,7 +133,7 @@ class TestWhileGrowing:
             eventually(lambda: len(looks) >= until, timeout=30)
 
         monkeypatch.setattr(heartbeat, "_held", look)
-        with while_growing(lambda: signs.append(1), tmp_path, tmp_path / "comes later", every=0.01):
+        with heartbeat_while_growing(lambda: signs.append(1), tmp_path, tmp_path / "comes later", every=0.01):
             further_looks(5)
             assert signs == []
             (tmp_path / "comes later").mkdir()
@@ -155,7 +155,7 @@ class TestWhileGrowing:
         signs: list[int] = []
         with (tmp_path / "weights").open("wb") as file:
             file.truncate(1 << 22)
-            with while_growing(lambda: signs.append(1), tmp_path, every=0.01):
+            with heartbeat_while_growing(lambda: signs.append(1), tmp_path, every=0.01):
                 eventually(lambda: [t for t in threading.enumerate() if t.name == "growth"])
                 place = 0
 

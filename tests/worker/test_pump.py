@@ -15,17 +15,17 @@ from sqlalchemy.exc import OperationalError, ProgrammingError
 from app.config import Settings
 from app.infra.db import sync_engine
 from app.infra.storage import Storage
-from app.runs.events.log import Fenced, NewEvent
+from app.runs.events.log import LeaseFenced, NewEvent
 from app.runs.state import machine
 from app.tables.actions import RunAction
 from app.tables.checkpoints import Checkpoint
-from app.tables.runs import Pace
+from app.tables.runs import AttemptTimings
 from tests.rows import add_run, add_worker, claim, events_of, run_row
-from worker.ingest.event_writer import Writer
-from worker.ingest.record_handler import Pump
-from worker.ingest.spool import Step
+from worker.ingest.event_writer import EventWriter
+from worker.ingest.record_handler import RecordHandler
+from worker.ingest.spool import RunUpdate
 from worker.lease import LeaseLost
-from worker.wire.heartbeat import ALIVE
+from worker.wire.heartbeat import HEARTBEAT
 
 
 class Lab:
@@ -46,8 +46,8 @@ class Lab:
             draining=self.draining,
             copies=None,
         )
-        self.writer = Writer(host, self.run, self.lease)
-        self.pump = Pump(host, self.run, self.writer)
+        self.writer = EventWriter(host, self.run, self.lease)
+        self.pump = RecordHandler(host, self.run, self.writer)
 
     def says(self, type: str, **fields: Any) -> None:
         record = {"type": type, "ts": time.time(), **fields}
@@ -129,7 +129,7 @@ def test_a_commit_whose_answer_got_lost_is_not_stored_twice(lab: Lab, nth: int) 
 def test_a_sign_of_life_is_heard_and_stored_nowhere(lab: Lab) -> None:
     lab.prints("before\n")
     lab.pump.heard_at = 0.0
-    lab.pump.take([("report", ALIVE)])
+    lab.pump.take([("report", HEARTBEAT)])
     assert lab.pump.heard_at > 0
     lab.prints("after\n")
     lab.writer.drain()
@@ -147,14 +147,14 @@ def test_how_long_the_end_of_an_extended_run_took_is_kept_for_predictions(
     lab.says("result", outcome=outcome, step=3)
     lab.writer.drain()
     with lab.engine.connect() as connection:
-        timings = connection.execute(select(Pace.timings)).scalar_one()
+        timings = connection.execute(select(AttemptTimings.timings)).scalar_one()
     assert (timings["step"], timings["total_steps"]) == (3, 3)
     assert (timings["finishing"] is not None) is is_kept
 
 
 def test_what_cannot_be_read_is_not_measured_and_training_goes_on(lab: Lab) -> None:
     lab.run = SimpleNamespace(**{**lab.run._mapping, "config": {**lab.run.config, "extra": {"steps": "many"}}})
-    lab.pump = Pump(lab.pump._host, lab.run, lab.writer)
+    lab.pump = RecordHandler(lab.pump._host, lab.run, lab.writer)
     lab.says("phase", name="training", start_step=0, total_steps=1)
     lab.says("metric", step=1, epoch=1.0, loss=2.0, total_steps=1)
     lab.says("result", outcome="completed", step=1)
@@ -162,7 +162,7 @@ def test_what_cannot_be_read_is_not_measured_and_training_goes_on(lab: Lab) -> N
     row = run_row(lab.engine, lab.run.id)
     assert (row.status, row.current_step) == ("running", 1)
     with lab.engine.connect() as connection:
-        assert connection.scalar(select(func.count()).select_from(Pace)) == 0
+        assert connection.scalar(select(func.count()).select_from(AttemptTimings)) == 0
 
 
 def test_what_postgres_refuses_is_told_and_the_rest_is_stored(lab: Lab) -> None:
@@ -254,7 +254,7 @@ def test_an_error_that_trying_again_does_not_cure_is_raised_at_once(lab: Lab) ->
     def forbidden(_: Any) -> None:
         raise ProgrammingError("SELECT", {}, Exception("permission denied"))
 
-    lab.writer.put(Step(forbidden))
+    lab.writer.put(RunUpdate(forbidden))
     with pytest.raises(ProgrammingError):
         lab.writer.drain()
     with pytest.raises(ProgrammingError):
@@ -263,10 +263,10 @@ def test_an_error_that_trying_again_does_not_cure_is_raised_at_once(lab: Lab) ->
 
 def test_a_fenced_pump_writes_nothing(lab: Lab) -> None:
     with lab.engine.begin() as connection:
-        connection.execute(machine.hand_back(lab.run.id, lab.run.epoch, "drain"))
+        connection.execute(machine.release(lab.run.id, lab.run.epoch, "drain"))
     before = lab.events()
     lab.prints("too late\n")
-    with pytest.raises(Fenced):
+    with pytest.raises(LeaseFenced):
         lab.writer.drain()
     assert lab.events() == before
 

@@ -16,7 +16,14 @@ from app.config import Settings
 from app.infra.storage import Storage
 from tests.worker.test_copies import files_below, killed_after, s3, whole  # noqa: F401
 from worker.checkpoint_store import remote_store as remotes
-from worker.checkpoint_store.remote_store import MARK, Gone, NotAsWritten, Remote, Unreachable, meaning
+from worker.checkpoint_store.remote_store import (
+    MARK,
+    LocalCheckpointCorrupt,
+    LocalCheckpointMissing,
+    RemoteStore,
+    StoreUnavailable,
+    describe_store_error,
+)
 
 SECRET = 'connection to server at "10.1.2.3" failed for user "anneal" key AKIA123'
 
@@ -29,8 +36,8 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def share(root: Path, settings: Settings) -> Remote:
-    return Remote(f"file://{root}", Storage(settings))
+def share(root: Path, settings: Settings) -> RemoteStore:
+    return RemoteStore(f"file://{root}", Storage(settings))
 
 
 class TestWhatIsTold:
@@ -51,7 +58,7 @@ class TestWhatIsTold:
         self,
         error: Exception,
         clause: str,
-        share: Remote,
+        share: RemoteStore,
         settings: Settings,
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
@@ -62,7 +69,7 @@ class TestWhatIsTold:
             raise error
 
         monkeypatch.setattr(remotes.os, "fsync", fails)
-        with caplog.at_level(logging.WARNING), pytest.raises(Unreachable, match=clause) as told:
+        with caplog.at_level(logging.WARNING), pytest.raises(StoreUnavailable, match=clause) as told:
             share.send(folder, digest, lambda: None)
         assert "10.1.2.3" not in str(told.value) and "AKIA123" not in str(told.value)
         assert "10.1.2.3" in caplog.text
@@ -70,14 +77,17 @@ class TestWhatIsTold:
     def test_of_missing_credentials_names_them(self) -> None:
         from botocore.exceptions import EndpointConnectionError, NoCredentialsError
 
-        assert "no credentials" in meaning(NoCredentialsError())[0]
-        assert meaning(EndpointConnectionError(endpoint_url="http://10.1.2.3")) == ("it does not answer", True)
+        assert "no credentials" in describe_store_error(NoCredentialsError())[0]
+        assert describe_store_error(EndpointConnectionError(endpoint_url="http://10.1.2.3")) == (
+            "it does not answer",
+            True,
+        )
 
     @pytest.mark.parametrize("kind", ["file", "s3"])
     def test_is_nothing_of_what_the_caller_raises(
-        self, kind: str, share: Remote, settings: Settings, request: pytest.FixtureRequest
+        self, kind: str, share: RemoteStore, settings: Settings, request: pytest.FixtureRequest
     ) -> None:
-        remote = share if kind == "file" else Remote(request.getfixturevalue("s3"), Storage(settings))
+        remote = share if kind == "file" else RemoteStore(request.getfixturevalue("s3"), Storage(settings))
         folder, digest = whole(settings)
 
         def on_piece() -> None:
@@ -89,7 +99,7 @@ class TestWhatIsTold:
 
 class TestAFileOnItsWay:
     def test_does_not_arrive_at_a_share_when_its_sending_ends(
-        self, share: Remote, root: Path, settings: Settings
+        self, share: RemoteStore, root: Path, settings: Settings
     ) -> None:
         folder, digest = whole(settings)
         with pytest.raises(KeyboardInterrupt):
@@ -98,7 +108,7 @@ class TestAFileOnItsWay:
 
     def test_does_not_arrive_at_an_object_store_either(self, settings: Settings, s3: str) -> None:  # noqa: F811
         folder, digest = whole(settings)
-        remote = Remote(s3, Storage(settings))
+        remote = RemoteStore(s3, Storage(settings))
         remote._files.default_block_size = 5 * 2**20  # so that it is sent in parts
         with pytest.raises(KeyboardInterrupt):
             remote.send(folder, digest, killed_after(2))
@@ -108,7 +118,7 @@ class TestAFileOnItsWay:
         assert "Contents" not in there
 
     def test_is_on_the_disk_before_it_has_its_name_and_the_name_before_the_next(
-        self, share: Remote, root: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
+        self, share: RemoteStore, root: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         folder, digest = whole(settings)
         done: list[str] = []
@@ -131,7 +141,9 @@ class TestAFileOnItsWay:
             assert done[at + 1] == f"sync {'deeper' if name == 'weights' else 'checkpoint-5'}"
         assert done[-1] == f"sync {root.name}"
 
-    def test_of_one_that_was_killed_goes_with_the_next_try(self, share: Remote, root: Path, settings: Settings) -> None:
+    def test_of_one_that_was_killed_goes_with_the_next_try(
+        self, share: RemoteStore, root: Path, settings: Settings
+    ) -> None:
         folder, digest = whole(settings)
         left = root / Storage(settings).key_of(folder) / ".state.json.0123.part"
         left.parent.mkdir(parents=True)
@@ -141,7 +153,7 @@ class TestAFileOnItsWay:
 
 
 class TestAShareThatIsNotMounted:
-    def test_is_told_from_one_that_is(self, share: Remote, root: Path, settings: Settings) -> None:
+    def test_is_told_from_one_that_is(self, share: RemoteStore, root: Path, settings: Settings) -> None:
         folder, digest = whole(settings)
         share.send(folder, digest, lambda: None)
         root.rename(root.with_name("away"))
@@ -152,30 +164,30 @@ class TestAShareThatIsNotMounted:
             lambda: share.remove(folder),
             lambda: share.settle_in(lambda: False),
         ):
-            with pytest.raises(Unreachable, match=f"no file {MARK}: mount"):
+            with pytest.raises(StoreUnavailable, match=f"no file {MARK}: mount"):
                 use()
         assert list(root.iterdir()) == []
 
-    def test_is_marked_before_the_first_copy_of_all(self, share: Remote, root: Path) -> None:
+    def test_is_marked_before_the_first_copy_of_all(self, share: RemoteStore, root: Path) -> None:
         (root / MARK).unlink()
         share.settle_in(lambda: True)
         assert (root / MARK).exists()
         root.rename(root.with_name("away"))
-        with pytest.raises(Unreachable, match="mount it"):
+        with pytest.raises(StoreUnavailable, match="mount it"):
             share.settle_in(lambda: True)
         assert not root.exists()
 
 
 class TestWhatIsHere:
     def test_is_gone_or_different_or_cannot_be_read(
-        self, share: Remote, settings: Settings, monkeypatch: pytest.MonkeyPatch
+        self, share: RemoteStore, settings: Settings, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         folder, digest = whole(settings)
         (folder / "state.json").unlink()
-        with pytest.raises(NotAsWritten):
+        with pytest.raises(LocalCheckpointCorrupt):
             share.send(folder, digest, lambda: None)
         folder.rename(folder.with_name("elsewhere"))
-        with pytest.raises(Gone):
+        with pytest.raises(LocalCheckpointMissing):
             share.send(folder, digest, lambda: None)
 
         def fails(*_: Any) -> int:
@@ -226,7 +238,7 @@ def test_a_silent_store_is_soon_given_up(
         lambda remote: remote.fetch(folder, digest, "wrk_test", lambda: None),
     ):
         silent.clear()
-        with pytest.raises(Unreachable, match="does not answer") as told:
-            use(Remote("s3://silent/prefix", Storage(settings)))
+        with pytest.raises(StoreUnavailable, match="does not answer") as told:
+            use(RemoteStore("s3://silent/prefix", Storage(settings)))
         # Each of two tries of ours; the library below begins a cut upload once more by itself.
         assert told.value.is_silent and len(silent) <= 4

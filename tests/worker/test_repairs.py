@@ -34,8 +34,8 @@ class Lab:
         run = run_row(self.engine, self.trainer.run_id)
         found = Repair("loss_spike", f"the loss spiked at step {step}", step, [7, 8], singled_out)
         with self.engine.begin() as connection:
-            told = auto_repair.planned(connection, run, found)
-            failure_report.kept(run, {"repair": told.stored()}, 0.0).apply(connection)
+            told = auto_repair.resolve_repair(connection, run, found)
+            failure_report.store_failure_report(run, {"repair": told.stored()}, 0.0).apply(connection)
             connection.execute(machine.repair(run.id, run.epoch, told.reason)).one()
         self.trainer = Trainer(self.engine, run.id)
         return told

@@ -19,7 +19,7 @@ from app.contracts.stop import StopRequest
 from app.infra.process_identity import boot_id
 from worker.wire.control import Control
 from worker.wire.journal import Journal, read_journal
-from worker.wire.reporter import MAX_RECORD_BYTES, Report, parse_args
+from worker.wire.reporter import MAX_RECORD_BYTES, Reporter, parse_args
 
 
 class Number:
@@ -33,7 +33,7 @@ class Number:
 def pair() -> Any:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     with ours, theirs:
-        yield Report(theirs.fileno()), lambda: json.loads(ours.recv(1 << 20))
+        yield Reporter(theirs.fileno()), lambda: json.loads(ours.recv(1 << 20))
 
 
 class TestReport:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sqlalchemy import Connection
 
 from app.runs.events.log import NewEvent
-from worker.ingest.spool import Limits, Spool, Step
+from worker.ingest.spool import Limits, RunUpdate, Spool
 
 SMALL = Limits(memory_events=3, memory_bytes=200, disk_bytes=2000, steps=5, segment_bytes=300)
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -26,8 +26,8 @@ def line(text: str, ts: datetime = NOON) -> NewEvent:
 def nothing(_: Connection) -> None: ...
 
 
-def everything(spool: Spool, at_once: int = 2) -> list[NewEvent | Step]:
-    taken: list[NewEvent | Step] = []
+def everything(spool: Spool, at_once: int = 2) -> list[NewEvent | RunUpdate]:
+    taken: list[NewEvent | RunUpdate] = []
     while head := spool.head(at_once):
         taken += head
         spool.drop(len(head))
@@ -48,7 +48,7 @@ events = st.builds(
     st.datetimes(timezones=st.just(UTC)),
     st.text(st.characters(exclude_categories=()), max_size=120),
 )
-items = st.one_of(events, st.builds(Step, st.just(nothing), st.none() | events))
+items = st.one_of(events, st.builds(RunUpdate, st.just(nothing), st.none() | events))
 actions = st.lists(st.one_of(items, st.integers(1, 6)), max_size=80)
 
 
@@ -64,7 +64,7 @@ actions = st.lists(st.one_of(items, st.integers(1, 6)), max_size=80)
     refused_writes=set(),
 )
 def test_order_and_content_are_kept_whatever_waits_where(
-    actions: list[NewEvent | Step | int], limits: Limits, refused_writes: set[int]
+    actions: list[NewEvent | RunUpdate | int], limits: Limits, refused_writes: set[int]
 ) -> None:
     """Puts and takes in any order, with any limits, and a disk that refuses some writes or takes them in part."""
     spool, put, taken, writes = Spool("run", Path(tempfile.gettempdir()), limits), [], [], 0
@@ -132,7 +132,7 @@ def test_the_disk_is_free_again_when_all_is_taken(spool: Spool) -> None:
 def test_changes_of_the_run_are_bounded_too(spool: Spool) -> None:
     for _ in range(8):
         assert not spool.is_full
-        spool.put(Step(nothing))
+        spool.put(RunUpdate(nothing))
     assert spool.is_full
     everything(spool)
 

@@ -114,7 +114,7 @@ class TestWant:
         monkeypatch.setattr(os, call, no_room)
         status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         fds = [theirs.detach(), *(os.open(os.devnull, os.O_RDWR) for _ in range(4))]
-        assert zygote._fork(child.Start("x:y", [], "/", CPU), fds) is None
+        assert zygote._fork(child.LaunchSpec("x:y", [], "/", CPU), fds) is None
         assert json.loads(status.recv(1024)) == {"failed": "[Errno 12] Cannot allocate memory"}
         assert status.recv(1024) == b""
         status.close()

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from worker.wire.control import Control
-from worker.wire.reporter import Report, parse_args
+from worker.wire.reporter import Reporter, parse_args
 
 libc = ctypes.CDLL(None)
 
 
-def start(arguments: list[str]) -> tuple[dict[str, Any], Report, Control]:
+def start(arguments: list[str]) -> tuple[dict[str, Any], Reporter, Control]:
     job, report_fd, control_fd = parse_args(arguments)
-    return job, Report(report_fd), Control.start(control_fd)
+    return job, Reporter(report_fd), Control.start(control_fd)
 
 
 def quick(arguments: list[str]) -> int:

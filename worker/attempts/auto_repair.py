@@ -46,7 +46,7 @@ class Repair:
         return asdict(self)
 
 
-def planned(connection: Connection, run: Any, repair: Repair) -> Repair:
+def resolve_repair(connection: Connection, run: Any, repair: Repair) -> Repair:
     """Complete a repair before it is stored and reported: one that rewinds also names the checkpoint, `back_to`.
 
     If an attempt that went back to a checkpoint meets another anomaly before it has saved the next one, it goes back
@@ -73,7 +73,7 @@ def planned(connection: Connection, run: Any, repair: Repair) -> Repair:
 def _checkpoints_before(run: Any, step: int) -> Executable:
     """Select the two latest checkpoints before this step: the attempt's own, or those that it may have started from."""
     columns = (Checkpoint.id, Checkpoint.step, Checkpoint.pinned)
-    found: Executable = retention.good(run.id, below_step=step).with_only_columns(*columns).limit(2)  # type: ignore[attr-defined]
+    found: Executable = retention.restorable(run.id, below_step=step).with_only_columns(*columns).limit(2)  # type: ignore[attr-defined]
     return found
 
 
@@ -96,13 +96,13 @@ def _reason(repair: Repair, where: str) -> str:
 
 
 def remember(connection: Connection, run: Any, repair: Mapping[str, Any]) -> None:
-    """Mark the checkpoint that a repair (as `planned`) names as corrupt, so that no run resumes from it."""
+    """Mark the checkpoint that a repair (as `resolve_repair`) names as corrupt, so that no run resumes from it."""
     if repair["spoilt"]:
         why = "anomalies occurred twice after it, without another checkpoint in between, and no row was singled out"
-        connection.execute(retention.mark_bad(repair["spoilt"], why, run.id, run.epoch))
+        connection.execute(retention.mark_corrupt(repair["spoilt"], why, run.id, run.epoch))
 
 
-def repair_for(config: Mapping[str, Any], phase: str, code: str, found: Mapping[str, Any] | None) -> Repair | None:
+def propose_repair(config: Mapping[str, Any], phase: str, code: str, found: Mapping[str, Any] | None) -> Repair | None:
     """Return a repair for a run that failed with `code`; None if there is none, or repairs are disabled.
 
     `config` is what the attempt actually used, `found` what the trainer itself proposes.
@@ -127,7 +127,7 @@ def repair_for(config: Mapping[str, Any], phase: str, code: str, found: Mapping[
     return Repair(OUT_OF_MEMORY, f"out of memory while {phase}: {changed}", changes=changes, instead_of=instead_of)
 
 
-def earlier(connection: Connection, run_id: str) -> list[dict[str, Any]]:
+def previous_repairs(connection: Connection, run_id: str) -> list[dict[str, Any]]:
     """Return the repairs of a run so far, in order."""
     rows = connection.execute(
         select(Attempt.report)

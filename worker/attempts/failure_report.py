@@ -8,15 +8,17 @@ from app.runs.events.log import NewEvent
 from app.tables.runs import Attempt, Run
 from worker.attempts import auto_repair
 from worker.attempts.auto_repair import Repair
-from worker.attempts.memory_watch import Vitals
-from worker.ingest.record_handler import Pump
-from worker.ingest.spool import Step
+from worker.attempts.memory_watch import MemoryWatch
+from worker.ingest.record_handler import RecordHandler
+from worker.ingest.spool import RunUpdate
 from worker.process.training_process import Exit
 
 _LONGEST_LINE = 2000
 
 
-def report(pump: Pump, vitals: Vitals, end: Exit, killed_for: str | None, repair: Repair | None) -> dict[str, Any]:
+def build_failure_report(
+    pump: RecordHandler, vitals: MemoryWatch, end: Exit, killed_for: str | None, repair: Repair | None
+) -> dict[str, Any]:
     """Build the failure report of an attempt as a JSON object.
 
     Keys: `exit_code`, `exit_signal`, `killed_by_kernel`, `killed_for`, `phase`, `step`, `error`, `peaks`, `memory` (a
@@ -37,7 +39,7 @@ def report(pump: Pump, vitals: Vitals, end: Exit, killed_for: str | None, repair
     }
 
 
-def kept(run: Any, report: dict[str, Any], at: float) -> Step:
+def store_failure_report(run: Any, report: dict[str, Any], at: float) -> RunUpdate:
     """Return an update that stores the report with the attempt and, if there is a repair, its event."""
     repair = report["repair"]
 
@@ -50,4 +52,4 @@ def kept(run: Any, report: dict[str, Any], at: float) -> Step:
         ours = exists().where(Run.id == run.id, Run.epoch == run.epoch)
         connection.execute(update(Attempt).where(*this, ours).values(report=report))
 
-    return Step(keep, NewEvent.of("repair", at, repair) if repair else None)
+    return RunUpdate(keep, NewEvent.of("repair", at, repair) if repair else None)

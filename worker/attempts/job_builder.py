@@ -24,8 +24,8 @@ from app.tables.runs import Attempt, Run
 from worker.attempts import auto_repair
 from worker.checkpoint_files import manifest
 from worker.checkpoint_store import cleanup, restore
-from worker.checkpoint_store.restore import Outcome, Patience
-from worker.context import Host
+from worker.checkpoint_store.restore import RestoreControl, RestoreOutcome
+from worker.context import WorkerContext
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Job:
     """Environment variables for the training process alone; they are written to no file."""
 
 
-def prepare(host: Host, run: Any, device: dict[str, Any], patience: Patience) -> Job:
+def prepare(host: WorkerContext, run: Any, device: dict[str, Any], patience: RestoreControl) -> Job:
     """Resolve dataset, base model and checkpoint of a claimed run and write its job file.
 
     Raises:
@@ -88,7 +88,7 @@ def prepare(host: Host, run: Any, device: dict[str, Any], patience: Patience) ->
     cleanup.before_attempt(host, run)
     remarks: list[str] = []
     with host.engine.connect() as connection:
-        repaired = auto_repair.earlier(connection, run.id)
+        repaired = auto_repair.previous_repairs(connection, run.id)
     checkpoint = _newest_good(host, run, remarks, patience)
     config, changed = auto_repair.apply(run.config, repaired)
     with host.engine.connect() as connection:
@@ -129,7 +129,7 @@ def prepare(host: Host, run: Any, device: dict[str, Any], patience: Patience) ->
     )
 
 
-def _write(host: Host, run_id: str, folder: Path, job: dict[str, Any]) -> Path:
+def _write(host: WorkerContext, run_id: str, folder: Path, job: dict[str, Any]) -> Path:
     """Create the attempt's folder and its job file.
 
     The worker keeps ownership of the run's folder, so that a trainer that runs as another user cannot interfere with
@@ -152,7 +152,7 @@ def _write(host: Host, run_id: str, folder: Path, job: dict[str, Any]) -> Path:
     return path
 
 
-def _token_cache(host: Host) -> dict[str, Any] | None:
+def _token_cache(host: WorkerContext) -> dict[str, Any] | None:
     """Return the folder in which trainers share tokenized data; None if it is disabled or cannot be created.
 
     It belongs to the user that trains, and no other user may read or write it, because one trainer trains on what
@@ -174,7 +174,7 @@ def _token_cache(host: Host) -> dict[str, Any] | None:
     return {"folder": str(folder), "limit_bytes": limit}
 
 
-def _dataset(host: Host, connection: Connection, dataset_id: str) -> dict[str, Any]:
+def _dataset(host: WorkerContext, connection: Connection, dataset_id: str) -> dict[str, Any]:
     row = connection.execute(select(Dataset.__table__).where(Dataset.id == dataset_id)).one()
     path = host.storage.dataset_file(row.id, row.extension)
     if not path.is_file():
@@ -187,11 +187,11 @@ def _dataset(host: Host, connection: Connection, dataset_id: str) -> dict[str, A
     return {"id": row.id, "path": str(path), "format": row.format, "rows": row.rows, "sha256": row.sha256}
 
 
-def _base_model(host: Host, connection: Connection, run: Any) -> dict[str, Any]:
+def _base_model(host: WorkerContext, connection: Connection, run: Any) -> dict[str, Any]:
     return _locate_model(host, connection, run, run.config["base_model"], run.config.get("revision"))
 
 
-def _reward_models(host: Host, connection: Connection, run: Any) -> list[dict[str, Any]]:
+def _reward_models(host: WorkerContext, connection: Connection, run: Any) -> list[dict[str, Any]]:
     """Return the models of the rewards of type `model`, in the order of these rewards."""
     if run.config.get("method") != TrainingMethod.rlhf:
         return []
@@ -200,7 +200,7 @@ def _reward_models(host: Host, connection: Connection, run: Any) -> list[dict[st
 
 
 def _locate_model(
-    host: Host, connection: Connection, run: Any, name: str, revision: str | None = None
+    host: WorkerContext, connection: Connection, run: Any, name: str, revision: str | None = None
 ) -> dict[str, Any]:
     if run.backend == "fake":
         return {"name": name, "path": None, "hub": name if resolver.is_hub_name(name) else None, "revision": None}
@@ -214,7 +214,7 @@ def _locate_model(
         raise JobError(code, error.message) from error
 
 
-def _secrets(host: Host, connection: Connection, run: Any, models: list[dict[str, Any]]) -> dict[str, str]:
+def _secrets(host: WorkerContext, connection: Connection, run: Any, models: list[dict[str, Any]]) -> dict[str, str]:
     """Return the secrets that this run needs and that are set, by the environment variable that libraries read."""
     wanted: dict[str, str] = {}
     needs_hub = run.config.get("push_to_hub") or any(_may_need_hub(model) for model in models)
@@ -235,7 +235,7 @@ def _may_need_hub(model: dict[str, Any]) -> bool:
     return bool(model["hub"] or (model["path"] and (Path(model["path"]) / "adapter_config.json").is_file()))
 
 
-def _resume(host: Host, checkpoint: Any) -> dict[str, Any] | None:
+def _resume(host: WorkerContext, checkpoint: Any) -> dict[str, Any] | None:
     if checkpoint is None:
         return None
     return {
@@ -245,7 +245,7 @@ def _resume(host: Host, checkpoint: Any) -> dict[str, Any] | None:
     }
 
 
-def _newest_good(host: Host, run: Any, remarks: list[str], patience: Patience) -> Any:
+def _newest_good(host: WorkerContext, run: Any, remarks: list[str], patience: RestoreControl) -> Any:
     """Return the furthest checkpoint whose files all match its manifest; None means start from the beginning.
 
     `retention.retire` keeps every checkpoint that this may return: the furthest one, and those saved by an attempt that
@@ -261,19 +261,19 @@ def _newest_good(host: Host, run: Any, remarks: list[str], patience: Patience) -
         wrong = manifest.verify(place, checkpoint.manifest_sha256, patience.check)
         if not wrong:
             return checkpoint
-        fetched = restore.instead(host, run, checkpoint, place, wrong, patience)
+        fetched = restore.restore_checkpoint(host, run, checkpoint, place, wrong, patience)
         about = f"checkpoint {checkpoint.id} (step {checkpoint.step})"
-        if fetched.outcome is Outcome.WHOLE:
+        if fetched.outcome is RestoreOutcome.WHOLE:
             remarks.append(f"{about} was missing or corrupt here: {fetched.why}")
             return checkpoint
         reason = f"{about} cannot be resumed from: {fetched.why}"
         log.warning("%s: %s", run.id, reason)
         remarks.append(reason + "; using the one before it")
-        if fetched.outcome is Outcome.AWAY:
+        if fetched.outcome is RestoreOutcome.AWAY:
             out_of_reach = out_of_reach or reason
-        if fetched.outcome is Outcome.BAD:
+        if fetched.outcome is RestoreOutcome.BAD:
             with host.engine.begin() as connection:
-                connection.execute(retention.mark_bad(checkpoint.id, fetched.why, run.id, run.epoch))
+                connection.execute(retention.mark_corrupt(checkpoint.id, fetched.why, run.id, run.epoch))
     if elsewhere is not None:
         return elsewhere
     if out_of_reach is not None:
@@ -305,7 +305,7 @@ def _candidates(engine: Engine, run: Any) -> Iterator[Any]:
     Each query ends before its rows are verified: reading gigabytes must not keep a transaction open.
     """
     table = Checkpoint.__table__
-    yield from _rows(engine, retention.good(run.id).with_only_columns(*table.c))  # type: ignore[attr-defined]
+    yield from _rows(engine, retention.restorable(run.id).with_only_columns(*table.c))  # type: ignore[attr-defined]
     resumes = run.resume_checkpoint_id
     while resumes:
         chosen = next(iter(_rows(engine, select(table).where(table.c.id == resumes))), None)
@@ -313,7 +313,7 @@ def _candidates(engine: Engine, run: Any) -> Iterator[Any]:
             return
         if chosen.deleted_at is None and chosen.bad_reason is None:
             yield chosen
-        earlier = retention.good(chosen.run_id, below_step=chosen.step).with_only_columns(*table.c)  # type: ignore[attr-defined]
+        earlier = retention.restorable(chosen.run_id, below_step=chosen.step).with_only_columns(*table.c)  # type: ignore[attr-defined]
         yield from _rows(engine, earlier)
         parent = _rows(engine, select(Run.resume_checkpoint_id).where(Run.id == chosen.run_id))
         resumes = parent[0].resume_checkpoint_id if parent else None

@@ -6,7 +6,7 @@ from typing import Any
 
 import psutil
 
-from app.infra.process_identity import Identity
+from app.infra.process_identity import ProcessIdentity
 from worker import devices
 from worker.devices import Device
 from worker.process import process_group
@@ -15,10 +15,10 @@ _SECONDS_BETWEEN = 2.0
 _LATEST, _MOST = 60, 200
 
 
-class Vitals:
+class MemoryWatch:
     """Memory timeline of an attempt: its last two minutes, and before that evenly spaced samples, bounded in length."""
 
-    def __init__(self, trainer: Identity, device: Device) -> None:
+    def __init__(self, trainer: ProcessIdentity, device: Device) -> None:
         self.peaks: dict[str, int] = {}
         """Highest values seen: `host_mb`, and on a GPU `device_mb`."""
         self._latest: deque[dict[str, Any]] = deque(maxlen=_LATEST)

@@ -4,25 +4,31 @@ import signal
 import time
 from typing import Literal
 
-from app.runs.events.log import Fenced
-from worker.attempts.memory_watch import Vitals
-from worker.context import Host
-from worker.ingest.event_writer import Writer
-from worker.ingest.record_handler import Pump
+from app.runs.events.log import LeaseFenced
+from worker.attempts.memory_watch import MemoryWatch
+from worker.context import WorkerContext
+from worker.ingest.event_writer import EventWriter
+from worker.ingest.record_handler import RecordHandler
 from worker.lease import Lease
 from worker.process.training_process import Exit, TrainingProcess
 
 _NO_SAVE_GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 
-KilledFor = Literal["stop", "drain", "lease", "hang"]
+KillReason = Literal["stop", "drain", "lease", "hang"]
 
 
-class Following:
+class Monitor:
     """Monitor of one training process."""
 
     def __init__(
-        self, host: Host, lease: Lease, writer: Writer, pump: Pump, process: TrainingProcess, vitals: Vitals
+        self,
+        host: WorkerContext,
+        lease: Lease,
+        writer: EventWriter,
+        pump: RecordHandler,
+        process: TrainingProcess,
+        vitals: MemoryWatch,
     ) -> None:
         self._host = host
         self._lease = lease
@@ -39,7 +45,7 @@ class Following:
         """Ids of the actions already sent to the process."""
         self._backpressure_at = time.monotonic()
 
-    def until_the_end(self) -> tuple[Exit, KilledFor | None]:
+    def until_the_end(self) -> tuple[Exit, KillReason | None]:
         """Handle output until the process has ended; return its exit, and the reason if this worker killed it.
 
         Raises:
@@ -51,7 +57,7 @@ class Following:
             self._vitals.look(self._pump.phase)
             if self._lease.fenced:
                 self._process.kill()
-                raise Fenced(self._lease.run_id)
+                raise LeaseFenced(self._lease.run_id)
             self._writer.check()
             killed_for = self._reason_to_kill()
         self._process.kill()  # also what it left behind in its session
@@ -67,7 +73,7 @@ class Following:
             self._process.wait(_POLL_SECONDS)
             self._pump.take(self._process.channel.receive(0.0))
 
-    def _reason_to_kill(self) -> KilledFor | None:
+    def _reason_to_kill(self) -> KillReason | None:
         if self._lease.expired:
             return "lease"
         silent = time.monotonic() - max(self._pump.heard_at, self._backpressure_at)
@@ -79,10 +85,10 @@ class Following:
         self._send_requests()
         return None
 
-    def _enforce_stop(self) -> KilledFor | None:
+    def _enforce_stop(self) -> KillReason | None:
         """Send a stop request (or the worker's own shutdown) and enforce it at the end of the grace period."""
         stop = self._lease.stop
-        why: KilledFor = "stop" if stop else "drain"
+        why: KillReason = "stop" if stop else "drain"
         save, finish = (stop.save, stop.finish) if stop else (True, False)
         grace = self._host.settings.save_grace_seconds if save or finish else _NO_SAVE_GRACE_SECONDS
         now = time.monotonic()

@@ -6,9 +6,9 @@ from typing import Any
 from sqlalchemy import Executable
 
 from app.runs.state import machine
-from worker.attempts.monitor import KilledFor
-from worker.context import Host
-from worker.ingest.record_handler import Pump
+from worker.attempts.monitor import KillReason
+from worker.context import WorkerContext
+from worker.ingest.record_handler import RecordHandler
 from worker.lease import Lease, LeaseLost
 from worker.process.training_process import Exit
 
@@ -19,13 +19,15 @@ _SHUTDOWN_NOTICE_SECONDS = 1.0
 _TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-def went_wrong(pump: Pump, killed_for: KilledFor | None) -> bool:
+def needs_failure_report(pump: RecordHandler, killed_for: KillReason | None) -> bool:
     """Return True if the end of the attempt needs a failure report."""
     outcome = (pump.result or {}).get("outcome")
     return outcome == "failed" or (outcome is None and killed_for not in ("stop", "drain"))
 
 
-def conclude(host: Host, run: Any, lease: Lease, pump: Pump, end: Exit, killed_for: KilledFor | None) -> Executable:
+def conclude(
+    host: WorkerContext, run: Any, lease: Lease, pump: RecordHandler, end: Exit, killed_for: KillReason | None
+) -> Executable:
     """Return the transition that follows from the trainer's result and the exit of its process.
 
     Raises:
@@ -55,11 +57,11 @@ def conclude(host: Host, run: Any, lease: Lease, pump: Pump, end: Exit, killed_f
     if killed_for == "hang":
         return hung(host, run, pump)
     if outcome == "stopped" or killed_for or end.signal in _TERMINATION_SIGNALS:
-        return given_up(host, run, lease)
+        return ended_on_request(host, run, lease)
     return crashed(run, pump, end)
 
 
-def given_up(host: Host, run: Any, lease: Lease) -> Executable:
+def ended_on_request(host: WorkerContext, run: Any, lease: Lease) -> Executable:
     """Return the transition of a run whose trainer ended on request."""
     # A service manager signals worker and trainer at once: the trainer may be gone before the worker handles the
     # signal.
@@ -68,10 +70,10 @@ def given_up(host: Host, run: Any, lease: Lease) -> Executable:
         return machine.retry(run.id, run.epoch, reason, _RETRY_SECONDS)
     if lease.stop:
         return machine.cancel(run.id, run.epoch)
-    return machine.hand_back(run.id, run.epoch, "released: the worker is shutting down")
+    return machine.release(run.id, run.epoch, "released: the worker is shutting down")
 
 
-def not_here(host: Host, run: Any, why: str) -> Executable:
+def could_not_start(host: WorkerContext, run: Any, why: str) -> Executable:
     """Return the transition of a run that could not be started, where the run or this worker may be the cause.
 
     So it is tried again a limited number of times, for a while preferably by another worker.
@@ -80,7 +82,7 @@ def not_here(host: Host, run: Any, why: str) -> Executable:
     return machine.retry(run.id, run.epoch, why, _RETRY_SECONDS)
 
 
-def out_of_reach(run: Any, lease: Lease) -> Executable:
+def lease_lost(run: Any, lease: Lease) -> Executable:
     """Return the transition of a run whose lease expired; it counts as a loss, which any newer checkpoint clears."""
     if lease.stop:
         return machine.cancel(run.id, run.epoch)
@@ -94,7 +96,7 @@ def out_of_reach(run: Any, lease: Lease) -> Executable:
     return machine.retry(run.id, run.epoch, f"{what}; the run continues from its last checkpoint", _RETRY_SECONDS)
 
 
-def hung(host: Host, run: Any, pump: Pump) -> Executable:
+def hung(host: WorkerContext, run: Any, pump: RecordHandler) -> Executable:
     """Return the transition of a run whose trainer was killed because it was silent for too long."""
     silence = f"it had neither reported nor printed anything for {host.settings.hang_seconds:.0f} s"
     reason = f"the training process hung during {pump.phase} and was killed: {silence}"
@@ -106,7 +108,7 @@ def output(run: Any, result: dict[str, Any]) -> int | None:
     return run.attempt if result.get("output") else None
 
 
-def crashed(run: Any, pump: Pump, end: Exit) -> Executable:
+def crashed(run: Any, pump: RecordHandler, end: Exit) -> Executable:
     """Return the transition of a run whose trainer ended without a result, by its exit and with its last lines."""
     if end.launcher_lost:
         reason = "the process that training processes are forked from was lost"

@@ -12,21 +12,21 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from app.infra.db import is_away
 from app.infra.lean_structlog import bound_contextvars
-from app.runs.events.log import Fenced
+from app.runs.events.log import LeaseFenced
 from app.runs.state import machine
 from worker.attempts import auto_repair, failure_report
 from worker.attempts.auto_repair import Repair
 from worker.attempts.job_builder import Job, JobError, prepare
-from worker.attempts.memory_watch import Vitals
-from worker.attempts.monitor import Following, KilledFor
-from worker.attempts.outcome import conclude, given_up, not_here, out_of_reach, went_wrong
+from worker.attempts.memory_watch import MemoryWatch
+from worker.attempts.monitor import KillReason, Monitor
+from worker.attempts.outcome import conclude, could_not_start, ended_on_request, lease_lost, needs_failure_report
 from worker.checkpoint_store import cleanup
-from worker.checkpoint_store.remote_store import Stopped
-from worker.checkpoint_store.restore import Patience
-from worker.context import Host
+from worker.checkpoint_store.remote_store import TransferCancelled
+from worker.checkpoint_store.restore import RestoreControl
+from worker.context import WorkerContext
 from worker.devices import Device
-from worker.ingest.event_writer import Writer
-from worker.ingest.record_handler import Pump, StartPoint
+from worker.ingest.event_writer import EventWriter
+from worker.ingest.record_handler import RecordHandler, StartPoint
 from worker.lease import Lease, LeaseLost
 from worker.process.spawn import LaunchAbandoned, LaunchError
 from worker.process.training_process import Exit, TrainingProcess
@@ -41,7 +41,7 @@ Ending = Callable[[], Executable]
 """Transition that ends an attempt, created when it is stored."""
 
 
-def work(host: Host) -> None:
+def work(host: WorkerContext) -> None:
     """Train pending runs that fit, the most urgent first, until none is left."""
     while not host.closing.is_set():
         if host.fitness.trouble():
@@ -59,7 +59,7 @@ def _claim(worker_id: str, backends: tuple[str, ...], lease_seconds: float, kind
     return machine.claim(worker_id, list(backends), lease_seconds, kind, memory_mb)
 
 
-def claim(host: Host) -> Any:
+def claim(host: WorkerContext) -> Any:
     """Claim a run and its devices; None if there is none or the database is unavailable."""
     memory = max(device.memory_bytes // 2**20 for device in host.machine.devices)
     statement = _claim(host.id, tuple(host.backends), host.settings.lease_seconds, host.kind, memory)
@@ -77,25 +77,25 @@ def claim(host: Host) -> Any:
     return run
 
 
-def supervise(host: Host, run: Any, claimed_at: float) -> None:
+def supervise(host: WorkerContext, run: Any, claimed_at: float) -> None:
     """Run a claimed run to its end, or release it; in every case no process of it is left."""
     with (
         bound_contextvars(run_id=run.id, attempt=run.attempt),
         Lease(host, run.id, run.epoch, claimed_at) as lease,
-        Writer(host, run, lease) as writer,
+        EventWriter(host, run, lease) as writer,
         host.copies.telling(run.id, writer.put) if host.copies else nullcontext(),
     ):
         try:
-            ending = see_through(host, run, lease, writer)
+            ending = run_attempt_to_outcome(host, run, lease, writer)
             finish(host, writer, ending)
-        except Fenced:
+        except LeaseFenced:
             log.warning("%s: fenced, its trainer has ended, nothing more is written", run.id)
         except LeaseLost:
             log.warning("%s: no answer from the database; the run will be reaped and continue", run.id)
     host.wake(run.id)
 
 
-def see_through(host: Host, run: Any, lease: Lease, writer: Writer) -> Ending:
+def run_attempt_to_outcome(host: WorkerContext, run: Any, lease: Lease, writer: EventWriter) -> Ending:
     """Run one attempt and store everything it reported; return the transition that ends it.
 
     The lease binds only the trainer. Once the trainer has ended, it is safe to wait for the database: either this
@@ -112,11 +112,11 @@ def see_through(host: Host, run: Any, lease: Lease, writer: Writer) -> Ending:
             ending: Ending = lambda: transition  # noqa: E731
         except LeaseLost:
             log.warning("%s: its lease ran out and its trainer has ended; waiting for the database", run.id)
-            ending = partial(out_of_reach, run, lease)
+            ending = partial(lease_lost, run, lease)
         writer.outlive_lease()
         writer.drain()
         return ending
-    except (Fenced, LeaseLost):
+    except (LeaseFenced, LeaseLost):
         raise
     except Exception as error:
         # A bug in the worker must neither look like a lost worker nor be repeated attempt after attempt.
@@ -125,7 +125,7 @@ def see_through(host: Host, run: Any, lease: Lease, writer: Writer) -> Ending:
         return partial(machine.fail, run.id, run.epoch, "internal", f"{error!r}; see the worker's log")
 
 
-def attempt(host: Host, run: Any, lease: Lease, writer: Writer) -> Executable:
+def attempt(host: WorkerContext, run: Any, lease: Lease, writer: EventWriter) -> Executable:
     """Prepare, launch and monitor one training process; return the transition that ends the attempt.
 
     Raises:
@@ -133,30 +133,30 @@ def attempt(host: Host, run: Any, lease: Lease, writer: Writer) -> Executable:
         Fenced: This worker no longer owns the run; there is no trainer, or it has ended.
     """
     device = next(one for one in host.machine.devices if one.index == run.device_indexes[0])
-    pump = Pump(host, run, writer)
+    pump = RecordHandler(host, run, writer)
     try:
-        patience = Patience(lambda: is_unwanted(host, lease), writer.put)
+        patience = RestoreControl(lambda: is_unwanted(host, lease), writer.put)
         job = writer.persist(lambda: prepare(host, run, device.for_job(), patience))
         start = StartPoint(job.start_step, job.start_epoch, job.best_loss)
         pump.start_from(start, job.secrets.values(), job.remarks)
         process = launch(host, run, lease, job, device)
-    except (Stopped, LaunchAbandoned):
-        return given_up(host, run, lease)
+    except (TransferCancelled, LaunchAbandoned):
+        return ended_on_request(host, run, lease)
     except JobError as error:
         if error.pause_seconds is not None:
-            return machine.hand_back(run.id, run.epoch, f"released: {error.message}", error.pause_seconds)
+            return machine.release(run.id, run.epoch, f"released: {error.message}", error.pause_seconds)
         if error.is_passing:
-            return not_here(host, run, error.message)
+            return could_not_start(host, run, error.message)
         return machine.fail(run.id, run.epoch, error.code, error.message)
     except LaunchError as error:
-        return not_here(host, run, f"no training process could be started: {error}")
+        return could_not_start(host, run, f"no training process could be started: {error}")
     except OSError as error:
         log.exception("%s: attempt %d", run.id, run.attempt)
-        return not_here(host, run, f"the attempt could not be prepared: {error}")
+        return could_not_start(host, run, f"the attempt could not be prepared: {error}")
     host.fitness.started()
-    vitals = Vitals(process.identity, device)
+    vitals = MemoryWatch(process.identity, device)
     try:
-        end, killed_for = Following(host, lease, writer, pump, process, vitals).until_the_end()
+        end, killed_for = Monitor(host, lease, writer, pump, process, vitals).until_the_end()
     finally:
         process.close()
     cleanup.after_attempt(host, run.id, run.attempt)
@@ -165,9 +165,9 @@ def attempt(host: Host, run: Any, lease: Lease, writer: Writer) -> Executable:
         writer.outlive_lease()
         writer.drain()  # its last checkpoint may not be stored yet
         repair = writer.persist(partial(plan, host, run, repair))
-    if repair or went_wrong(pump, killed_for):
-        report = failure_report.report(pump, vitals, end, killed_for, repair)
-        writer.put(failure_report.kept(run, report, time.time()))
+    if repair or needs_failure_report(pump, killed_for):
+        report = failure_report.build_failure_report(pump, vitals, end, killed_for, repair)
+        writer.put(failure_report.store_failure_report(run, report, time.time()))
     if repair:
         return machine.repair(run.id, run.epoch, repair.reason)
     transition = conclude(host, run, lease, pump, end, killed_for)
@@ -175,7 +175,7 @@ def attempt(host: Host, run: Any, lease: Lease, writer: Writer) -> Executable:
     return transition
 
 
-def settle(host: Host, lease: Lease, writer: Writer) -> None:
+def settle(host: WorkerContext, lease: Lease, writer: EventWriter) -> None:
     """Wait for the replicas of the checkpoints that the attempt has saved, unless none of them is wanted.
 
     After a repair nothing waits: the device would be idle each time, and the run most probably continues on this
@@ -188,7 +188,7 @@ def settle(host: Host, lease: Lease, writer: Writer) -> None:
         host.copies.settle(lease.run_id, lambda: lease.fenced or lease.expired, writer.put, until)
 
 
-def launch(host: Host, run: Any, lease: Lease, job: Job, device: Device) -> TrainingProcess:
+def launch(host: WorkerContext, run: Any, lease: Lease, job: Job, device: Device) -> TrainingProcess:
     """Start the training process, with its deadline in force before it does anything.
 
     Raises:
@@ -215,30 +215,30 @@ def launch(host: Host, run: Any, lease: Lease, job: Job, device: Device) -> Trai
     return process
 
 
-def is_unwanted(host: Host, lease: Lease) -> bool:
+def is_unwanted(host: WorkerContext, lease: Lease) -> bool:
     """Return True if no trainer may start any more: the run is to end, to be released, or has another owner."""
     return bool(lease.stop) or lease.fenced or host.draining.is_set()
 
 
-def repair_of(job: Job, device: Device, pump: Pump, end: Exit, killed_for: KilledFor | None) -> Repair | None:
+def repair_of(job: Job, device: Device, pump: RecordHandler, end: Exit, killed_for: KillReason | None) -> Repair | None:
     """Return a repair with which another attempt continues the run; None if none is known or wanted."""
     result, config = pump.result or {}, pump.effective or job.config
     if result.get("outcome") == "failed":
         code = (result.get("error") or {}).get("code", "internal")
-        return auto_repair.repair_for(config, pump.phase, code, result.get("repair"))
+        return auto_repair.propose_repair(config, pump.phase, code, result.get("repair"))
     # On a GPU it was the machine's memory that ran out, and a smaller batch does not need less of it.
     if not result and end.out_of_memory and not killed_for and device.kind == "cpu":
-        return auto_repair.repair_for(config, pump.phase, auto_repair.OUT_OF_MEMORY, None)
+        return auto_repair.propose_repair(config, pump.phase, auto_repair.OUT_OF_MEMORY, None)
     return None
 
 
-def plan(host: Host, run: Any, repair: Repair) -> Repair:
+def plan(host: WorkerContext, run: Any, repair: Repair) -> Repair:
     """Return the repair, completed with the checkpoint that it goes back to."""
     with host.engine.connect() as connection:
-        return auto_repair.planned(connection, run, repair)
+        return auto_repair.resolve_repair(connection, run, repair)
 
 
-def finish(host: Host, writer: Writer, ending: Ending) -> None:
+def finish(host: WorkerContext, writer: EventWriter, ending: Ending) -> None:
     """Store the end of the attempt, which is its last write."""
 
     def write() -> None:

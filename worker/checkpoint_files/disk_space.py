@@ -9,7 +9,7 @@ _OVERHEAD_DIVISOR = 50
 """Allowance for data around the tensors: headers, the optimizer's structure, the manifest."""
 
 
-class Room:
+class DiskSpace:
     """Free disk space of one folder."""
 
     def __init__(self, folder: Path, reserve: int) -> None:

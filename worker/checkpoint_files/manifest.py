@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from worker.wire.heartbeat import Alive, nobody
+from worker.wire.heartbeat import HeartbeatCallback, no_heartbeat
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
 _PIECE = 1 << 20
 
 
-def write_manifest(folder: Path, step: int, facts: Mapping[str, Any], alive: Alive = nobody) -> str:
+def write_manifest(folder: Path, step: int, facts: Mapping[str, Any], alive: HeartbeatCallback = no_heartbeat) -> str:
     """Sync every file of `folder` to the disk and describe it; return the SHA-256 of the manifest itself.
 
     `alive` is called after each file is on the disk, and for each piece of it that is read.
@@ -39,7 +39,7 @@ def write_manifest(folder: Path, step: int, facts: Mapping[str, Any], alive: Ali
     return hashlib.sha256(text).hexdigest()
 
 
-def commit(staging: Path, final: Path, alive: Alive = nobody) -> None:
+def commit(staging: Path, final: Path, alive: HeartbeatCallback = no_heartbeat) -> None:
     """Rename the folder `staging` to `final` durably; an existing `final` is moved away first, then deleted.
 
     `alive` is called after each file.
@@ -62,7 +62,7 @@ def commit(staging: Path, final: Path, alive: Alive = nobody) -> None:
     _sync(final.parent)
 
 
-def verify(folder: Path, manifest_sha256: str, alive: Alive = nobody) -> list[str]:
+def verify(folder: Path, manifest_sha256: str, alive: HeartbeatCallback = no_heartbeat) -> list[str]:
     """Return what is wrong with a checkpoint, in sentences; empty if every byte is as it was written.
 
     `alive` is called after each file and each piece of one.
@@ -99,7 +99,7 @@ def _files(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink())
 
 
-def _digest(path: Path, alive: Alive = nobody) -> str:
+def _digest(path: Path, alive: HeartbeatCallback = no_heartbeat) -> str:
     digest, piece = hashlib.sha256(), memoryview(bytearray(_PIECE))
     with path.open("rb", buffering=0) as file:
         while size := file.readinto(piece):

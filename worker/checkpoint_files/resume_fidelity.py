@@ -16,7 +16,7 @@ FINGERPRINT = "fingerprint"
 """Key of the fingerprint in the manifest of a checkpoint."""
 BATCH_SIZE = "batch_size"
 """Key of the micro-batch size in the fingerprint: it affects a step's sums, and an out-of-memory repair changes it."""
-PROBE = "probe"
+FIDELITY_CHECK = "probe"
 """Key of the fidelity check's result in the manifest of a checkpoint; the value is a `float.hex`."""
 
 _MESSAGES = {
@@ -28,7 +28,7 @@ _MESSAGES = {
 ON_A_GPU = "A GPU does not always add numbers in the same order."
 
 
-def identity(folder: Path, config_name: str = "config.json") -> str:
+def model_fingerprint(folder: Path, config_name: str = "config.json") -> str:
     """Return a digest of a model folder without reading its weights: sizes of its files, and its configuration."""
     sizes = sorted((path.relative_to(folder).as_posix(), path.stat().st_size) for path in _files(folder))
     digest = hashlib.sha256(json.dumps(sizes).encode())
@@ -36,7 +36,7 @@ def identity(folder: Path, config_name: str = "config.json") -> str:
     return f"sha256:{digest.hexdigest()}"
 
 
-def reasons(checkpoint: Path, present: Mapping[str, Any]) -> list[str]:
+def fingerprint_differences(checkpoint: Path, present: Mapping[str, Any]) -> list[str]:
     """Return why training may continue differently than before the checkpoint, in sentences; empty if it is exact."""
     saved = json.loads((checkpoint / MANIFEST).read_text()).get(FINGERPRINT)
     if saved is None:
@@ -51,9 +51,9 @@ def reasons(checkpoint: Path, present: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def probed(checkpoint: Path) -> float | None:
+def stored_fidelity_check(checkpoint: Path) -> float | None:
     """Return the result of the fidelity check when the checkpoint was written, if it was run."""
-    stored = json.loads((checkpoint / MANIFEST).read_text()).get(PROBE)
+    stored = json.loads((checkpoint / MANIFEST).read_text()).get(FIDELITY_CHECK)
     return None if stored is None else float.fromhex(stored)
 
 

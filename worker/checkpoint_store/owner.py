@@ -7,7 +7,7 @@ from sqlalchemy import Engine
 
 from app.config import Settings
 from app.infra.storage import Storage
-from worker.checkpoint_store.replicator import Copies
+from worker.checkpoint_store.replicator import Replicator
 
 
 class StoreOwner(Protocol):
@@ -18,4 +18,4 @@ class StoreOwner(Protocol):
     storage: Storage
     engine: Engine
     draining: threading.Event
-    copies: Copies | None
+    copies: Replicator | None

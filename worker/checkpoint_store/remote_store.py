@@ -19,7 +19,7 @@ from uuid import uuid4
 import fsspec
 from fsspec.spec import AbstractBufferedFile
 
-from app.infra.errors import HomeError
+from app.infra.errors import SetupError
 from app.infra.storage import Storage, fsync
 from worker.checkpoint_files import manifest
 
@@ -68,11 +68,11 @@ def _options(protocol: str) -> dict[str, Any]:
     return {"use_listings_cache": False, "config_kwargs": config, "session": session}
 
 
-class Stopped(Exception):
+class TransferCancelled(Exception):
     """The sender or fetcher was asked to end."""
 
 
-class Unreachable(Exception):
+class StoreUnavailable(Exception):
     """The remote store does not answer, or refuses this worker; its contents may be intact.
 
     The text is a clause that is safe to show to any user.
@@ -84,23 +84,23 @@ class Unreachable(Exception):
         """True if nothing answers at all, so that the next request need not be tried."""
 
 
-class NotThere(Exception):
+class ReplicaMissing(Exception):
     """The remote store has no such checkpoint."""
 
 
-class BadCopy(Exception):
+class ReplicaCorrupt(Exception):
     """The replica in the remote store differs from what was written."""
 
 
-class Gone(Exception):
+class LocalCheckpointMissing(Exception):
     """The checkpoint to send no longer exists here."""
 
 
-class NotAsWritten(Exception):
+class LocalCheckpointCorrupt(Exception):
     """The checkpoint to send differs from what was written, so a replica of it would be useless."""
 
 
-class Remote:
+class RemoteStore:
     """Remote store; its paths are those below the storage root, made from ids by `Storage` alone."""
 
     def __init__(self, url: str, storage: Storage) -> None:
@@ -115,7 +115,7 @@ class Remote:
             self._files, root = fsspec.url_to_fs(url, **_options(protocol))
         except (ImportError, ValueError) as error:
             more = " (for S3: pip install 'anneal[s3]')" if protocol.startswith("s3") else ""
-            raise HomeError(f"ANNEAL_CHECKPOINT_URL={url} cannot be used: {error}{more}") from error
+            raise SetupError(f"ANNEAL_CHECKPOINT_URL={url} cannot be used: {error}{more}") from error
         if protocol == "s3":
             self._files.retries = 1  # its own retries, each of which includes all tries of the library below it
         self._root = str(root).rstrip("/")
@@ -149,7 +149,7 @@ class Remote:
         """
         text = b"".join(_local_pieces(folder, manifest.MANIFEST))
         if hashlib.sha256(text).hexdigest() != sha256:
-            raise NotAsWritten(f"{folder.name}: {manifest.MANIFEST} is not the one that was written with it")
+            raise LocalCheckpointCorrupt(f"{folder.name}: {manifest.MANIFEST} is not the one that was written with it")
         target = self._place(folder)
         self._check_root()
         with _local_errors(folder):
@@ -174,7 +174,9 @@ class Remote:
         source = self._place(folder)
         text = b"".join(self._get(f"{source}/{manifest.MANIFEST}", _MAX_MANIFEST_BYTES))
         if hashlib.sha256(text).hexdigest() != sha256:
-            raise BadCopy(f"{manifest.MANIFEST} of the replica is not the one that was written with the checkpoint")
+            raise ReplicaCorrupt(
+                f"{manifest.MANIFEST} of the replica is not the one that was written with the checkpoint"
+            )
         staging = folder.with_name(f".{folder.name}.{own_name}")
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
@@ -188,12 +190,12 @@ class Remote:
             (staging / manifest.MANIFEST).write_bytes(text)
             wrong = manifest.verify(staging, sha256, on_piece)
             if wrong:
-                raise BadCopy(f"the replica is corrupt: {'; '.join(wrong[:3])}")
+                raise ReplicaCorrupt(f"the replica is corrupt: {'; '.join(wrong[:3])}")
             manifest.commit(staging, folder, on_piece)
-        except NotThere as error:
-            raise BadCopy(f"the replica is corrupt: {error} is missing") from error
+        except ReplicaMissing as error:
+            raise ReplicaCorrupt(f"the replica is corrupt: {error} is missing") from error
         except ValueError as error:
-            raise BadCopy(f"the replica is corrupt: {error}") from error
+            raise ReplicaCorrupt(f"the replica is corrupt: {error}") from error
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
@@ -257,7 +259,7 @@ class Remote:
             try:
                 file = self._files.open(path, "rb", block_size=_PIECE_BYTES)
             except FileNotFoundError as error:
-                raise NotThere(path.rpartition("/")[2]) from error
+                raise ReplicaMissing(path.rpartition("/")[2]) from error
         with file:
             taken = 0
             while taken <= most:
@@ -265,7 +267,7 @@ class Remote:
                     try:
                         piece: bytes = file.read(_PIECE_BYTES)
                     except FileNotFoundError as error:
-                        raise NotThere(path.rpartition("/")[2]) from error
+                        raise ReplicaMissing(path.rpartition("/")[2]) from error
                 if not piece:
                     return
                 taken += len(piece)
@@ -276,9 +278,9 @@ class Remote:
         if not self._is_local:
             return
         if not Path(self._root).is_dir():
-            raise Unreachable(f"the folder {self._root} does not exist: mount it or create it", is_silent=True)
+            raise StoreUnavailable(f"the folder {self._root} does not exist: mount it or create it", is_silent=True)
         if not Path(self._root, MARK).exists():
-            raise Unreachable(
+            raise StoreUnavailable(
                 f"the folder {self._root} has no file {MARK}: mount the share that belongs there, or create that file "
                 "if replicas are to be stored there",
                 is_silent=True,
@@ -290,14 +292,14 @@ class Remote:
 
     @contextmanager
     def _store_errors(self) -> Iterator[None]:
-        """Convert any exception into `Unreachable`: the store cannot be used now. For calls of libraries only."""
+        """Convert any exception into `StoreUnavailable`: the store cannot be used now. For calls of libraries only."""
         try:
             yield
-        except NotThere:
+        except ReplicaMissing:
             raise
         except Exception as error:
             log.warning("%s: %s", self.url, f"{type(error).__name__}: {error}"[:_MAX_LOGGED])
-            raise Unreachable(*meaning(error)) from error
+            raise StoreUnavailable(*describe_store_error(error)) from error
 
 
 def _listed(text: bytes, folder: Path) -> list[tuple[str, int, str]]:
@@ -324,7 +326,7 @@ def _hashed(folder: Path, name: str, wanted: tuple[int, str], on_piece: Callable
         on_piece()
         yield piece
     if (size, digest.hexdigest()) != wanted:
-        raise NotAsWritten(f"{folder.name}: {name} has other contents than were written")
+        raise LocalCheckpointCorrupt(f"{folder.name}: {name} has other contents than were written")
 
 
 def _local_pieces(folder: Path, name: str) -> Iterator[bytes]:
@@ -341,12 +343,12 @@ def _local_errors(folder: Path) -> Iterator[None]:
         yield
     except (FileNotFoundError, NotADirectoryError, ValueError) as error:  # `OutsideStorage` is a ValueError
         if not folder.exists():
-            raise Gone(folder.name) from error
-        raise NotAsWritten(f"{folder.name}: {error}") from error
+            raise LocalCheckpointMissing(folder.name) from error
+        raise LocalCheckpointCorrupt(f"{folder.name}: {error}") from error
     except OSError as error:
         if error.errno != errno.ELOOP:  # ELOOP: it is a link
             raise
-        raise NotAsWritten(f"{folder.name}: {error}") from error
+        raise LocalCheckpointCorrupt(f"{folder.name}: {error}") from error
 
 
 def _discard(file: Any) -> None:
@@ -372,7 +374,7 @@ def _fsync_folder(folder: Path) -> None:
 _SILENT_TYPES = {"HTTPClientError", "ConnectionError", "ClientConnectionError", "gaierror"}
 
 
-def meaning(error: Exception) -> tuple[str, bool]:
+def describe_store_error(error: Exception) -> tuple[str, bool]:
     """Describe an error of the remote store in a clause, and return True with it if nothing answers there at all."""
     names = {kind.__name__ for kind in type(error).__mro__}
     number = error.errno if isinstance(error, OSError) else None

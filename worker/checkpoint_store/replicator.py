@@ -17,7 +17,13 @@ from app.infra.storage import Storage
 from app.runs.checkpoints import replicas, retention
 from app.runs.events.log import NewEvent
 from worker.checkpoint_files import manifest
-from worker.checkpoint_store.remote_store import Gone, NotAsWritten, Remote, Stopped, Unreachable
+from worker.checkpoint_store.remote_store import (
+    LocalCheckpointCorrupt,
+    LocalCheckpointMissing,
+    RemoteStore,
+    StoreUnavailable,
+    TransferCancelled,
+)
 
 log = logging.getLogger(__name__)
 
@@ -36,14 +42,14 @@ class _NotWanted(Exception):
     """The replica being sent is no longer wanted, or another worker is sending it."""
 
 
-class Copies:
+class Replicator:
     """Queue of checkpoints to replicate, newest first, and the thread that sends them one at a time.
 
     Nothing depends on the queue: checkpoints without a replica, and replicas to remove, are found again in the database
     by this worker or by another one with the same storage.
     """
 
-    def __init__(self, remote: Remote, storage: Storage, engine: Engine) -> None:
+    def __init__(self, remote: RemoteStore, storage: Storage, engine: Engine) -> None:
         self.remote = remote
         self._storage = storage
         self._engine = engine
@@ -132,12 +138,12 @@ class Copies:
                 now = self._newest()
                 if now is not None and self._send(now):
                     self._store_available()
-            except Stopped:
+            except TransferCancelled:
                 return
             except SQLAlchemyError as error:
                 log.info("checkpoint replication waits for the database: %s", error)
                 self._ended.wait(_FIRST_PAUSE_SECONDS)
-            except Unreachable as error:
+            except StoreUnavailable as error:
                 self._store_unavailable(error)
             except OSError as error:
                 log.warning("%s cannot be read now and is replicated later: %s", now, error)
@@ -173,7 +179,7 @@ class Copies:
                 if self._remove(partial(self._storage.run_dir, one.id), one.id, kept):
                     self._do(replicas.run_removed(one.id))
                     log.info("removed the replicas of %s, which was deleted", one.id)
-        except Unreachable as error:
+        except StoreUnavailable as error:
             kept.insert(0, f"all others ({error})")
         if kept:
             log.warning(
@@ -181,11 +187,11 @@ class Copies:
             )
 
     def _remove(self, folder: Callable[[], Path], run_id: str, kept: list[str]) -> bool:
-        """Return True if it was removed; raise `Unreachable` if there is no point in trying others."""
+        """Return True if it was removed; raise `StoreUnavailable` if there is no point in trying others."""
         try:
             self.remote.remove(folder())
-        except (Unreachable, ValueError) as error:  # `OutsideStorage` is a ValueError
-            if isinstance(error, Unreachable) and error.is_silent:
+        except (StoreUnavailable, ValueError) as error:  # `OutsideStorage` is a ValueError
+            if isinstance(error, StoreUnavailable) and error.is_silent:
                 raise
             kept.append(f"{run_id} ({error})")
             return False
@@ -214,7 +220,7 @@ class Copies:
         Raises:
             Unreachable, SQLAlchemyError, OSError: It cannot be sent now.
         """
-        self.remote.settle_in(lambda: not self._rows(replicas.made()))
+        self.remote.settle_in(lambda: not self._rows(replicas.any_replica()))
         began = noted = time.monotonic()
         epoch = 0
 
@@ -227,7 +233,7 @@ class Copies:
 
         def on_piece() -> None:
             if self._ended.is_set():
-                raise Stopped
+                raise TransferCancelled
             if time.monotonic() - noted > _NOTE_SECONDS:
                 note()
 
@@ -238,10 +244,10 @@ class Copies:
                 raise _NotWanted
         except _NotWanted:
             self._discard_unwanted(one)
-        except Gone:
+        except LocalCheckpointMissing:
             log.info("%s: %s no longer exists and is not replicated", one.run_id, one.name)
             self._discard_unwanted(one)
-        except NotAsWritten as error:
+        except LocalCheckpointCorrupt as error:
             log.warning("%s: a corrupt checkpoint is not replicated: %s", one.run_id, error)
             with suppress(_NotWanted):
                 note()  # it may be incomplete because it was released and is being removed
@@ -267,7 +273,7 @@ class Copies:
             if is_ours is None:
                 return
             self._started[one.id] = is_ours.copy_begun_at
-            is_marked = connection.execute(retention.mark_bad(one.id, why, one.run_id, epoch)).rowcount == 1
+            is_marked = connection.execute(retention.mark_corrupt(one.id, why, one.run_id, epoch)).rowcount == 1
         reason = f"checkpoint {one.id} (step {one.step}) cannot be resumed from and is not replicated: {why}"
         log.warning("%s: %s", one.run_id, reason)
         with self._changed:
@@ -278,7 +284,7 @@ class Copies:
     def _discard_unwanted(self, one: Any) -> None:
         """Remove what this worker has sent of an unwanted replica, unless another worker has continued it."""
         noted = self._started.get(one.id)
-        if noted is not None and self._do(replicas.left_to_others(one.id, noted)) is None:
+        if noted is not None and self._do(replicas.owned_by_other_worker(one.id, noted)) is None:
             self.remote.remove(self._folder(one))
             self._do(replicas.removed(one.id, noted))
         self._drop(one)
@@ -289,7 +295,7 @@ class Copies:
             self._started.pop(one.id, None)
             self._changed.notify_all()
 
-    def _store_unavailable(self, error: Unreachable) -> None:
+    def _store_unavailable(self, error: StoreUnavailable) -> None:
         log.warning("checkpoints cannot be replicated to %s: %s", self.remote.url, error)
         self._pause = min(max(self._pause * 2, _FIRST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS)
         line = (

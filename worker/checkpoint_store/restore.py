@@ -12,9 +12,15 @@ from typing import Any
 
 from app.runs.checkpoints import replicas
 from app.runs.events.log import NewEvent
-from worker.checkpoint_files.disk_space import Room
+from worker.checkpoint_files.disk_space import DiskSpace
 from worker.checkpoint_store.owner import StoreOwner
-from worker.checkpoint_store.remote_store import BadCopy, NotThere, Remote, Stopped, Unreachable
+from worker.checkpoint_store.remote_store import (
+    RemoteStore,
+    ReplicaCorrupt,
+    ReplicaMissing,
+    StoreUnavailable,
+    TransferCancelled,
+)
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +29,7 @@ _PAUSE_SECONDS = 1.0
 _PROGRESS_SECONDS = 5.0
 
 
-class Outcome(Enum):
+class RestoreOutcome(Enum):
     """Result of the attempt to restore a checkpoint that was missing or corrupt here."""
 
     WHOLE = "whole"
@@ -38,16 +44,16 @@ class Outcome(Enum):
 
 
 @dataclass(frozen=True)
-class Fetched:
+class RestoreResult:
     """Result of a restore and its explanation."""
 
-    outcome: Outcome
+    outcome: RestoreOutcome
     why: str
     """Clause that says what was wrong here and what happened with the replica."""
 
 
 @dataclass(frozen=True)
-class Patience:
+class RestoreControl:
     """Control of a run that is being prepared: when to stop, and where to report progress."""
 
     should_end: Callable[[], bool]
@@ -55,12 +61,14 @@ class Patience:
     tell: Callable[[NewEvent], None]
 
     def check(self) -> None:
-        """Raise `Stopped` if the preparation is to end."""
+        """Raise `TransferCancelled` if the preparation is to end."""
         if self.should_end():
-            raise Stopped("the run is to end or to be released")
+            raise TransferCancelled("the run is to end or to be released")
 
 
-def instead(host: StoreOwner, run: Any, checkpoint: Any, place: Path, wrong: list[str], patience: Patience) -> Fetched:
+def restore_checkpoint(
+    host: StoreOwner, run: Any, checkpoint: Any, place: Path, wrong: list[str], patience: RestoreControl
+) -> RestoreResult:
     """Replace what is `wrong` at `place` with the replica of `checkpoint`, for an attempt of `run`.
 
     Raises:
@@ -69,31 +77,37 @@ def instead(host: StoreOwner, run: Any, checkpoint: Any, place: Path, wrong: lis
     """
     is_missing = not place.exists()
     here = "it is not in this worker's storage" if is_missing else "; ".join(wrong[:3])
-    unusable = Outcome.ELSEWHERE if is_missing else Outcome.BAD
+    unusable = RestoreOutcome.ELSEWHERE if is_missing else RestoreOutcome.BAD
     if checkpoint.remote_at is None:
         # Written by a worker with another storage that had no time to replicate it. Without replication all workers
         # share one storage.
-        return Fetched(unusable if host.copies else Outcome.BAD, here)
+        return RestoreResult(unusable if host.copies else RestoreOutcome.BAD, here)
     if host.copies is None:
-        return Fetched(Outcome.AWAY, f"{here}, and this worker has no ANNEAL_CHECKPOINT_URL to fetch its replica")
+        return RestoreResult(
+            RestoreOutcome.AWAY, f"{here}, and this worker has no ANNEAL_CHECKPOINT_URL to fetch its replica"
+        )
     remote = host.copies.remote
     try:
         _fetch(host, remote, run, checkpoint, place, patience)
-    except BadCopy as error:
+    except ReplicaCorrupt as error:
         # A worker that still has an intact copy must send it again.
         with host.engine.begin() as connection:
-            connection.execute(replicas.spoilt(checkpoint.id, checkpoint.remote_at))
-        return Fetched(unusable, f"{here}, and {error}")
-    except NotThere:
-        outcome = Outcome.AWAY if is_missing else Outcome.BAD
-        return Fetched(outcome, f"{here}, and {remote.url} has no replica of it")
-    except Unreachable as error:
-        return Fetched(Outcome.AWAY, f"{here}, and its replica at {remote.url} cannot be fetched now: {error}")
-    return Fetched(Outcome.WHOLE, f"{here}; its replica at {remote.url} was fetched")
+            connection.execute(replicas.mark_replica_corrupt(checkpoint.id, checkpoint.remote_at))
+        return RestoreResult(unusable, f"{here}, and {error}")
+    except ReplicaMissing:
+        outcome = RestoreOutcome.AWAY if is_missing else RestoreOutcome.BAD
+        return RestoreResult(outcome, f"{here}, and {remote.url} has no replica of it")
+    except StoreUnavailable as error:
+        return RestoreResult(
+            RestoreOutcome.AWAY, f"{here}, and its replica at {remote.url} cannot be fetched now: {error}"
+        )
+    return RestoreResult(RestoreOutcome.WHOLE, f"{here}; its replica at {remote.url} was fetched")
 
 
-def _fetch(host: StoreOwner, remote: Remote, run: Any, checkpoint: Any, place: Path, patience: Patience) -> None:
-    lacking = Room(host.storage.root, host.settings.disk_reserve_bytes).lacking(checkpoint.bytes)
+def _fetch(
+    host: StoreOwner, remote: RemoteStore, run: Any, checkpoint: Any, place: Path, patience: RestoreControl
+) -> None:
+    lacking = DiskSpace(host.storage.root, host.settings.disk_reserve_bytes).lacking(checkpoint.bytes)
     if lacking:
         raise OSError(errno.ENOSPC, f"{checkpoint.name} does not fit on the disk: {lacking}")
     # Two runs that resume from one checkpoint may fetch it at the same time.
@@ -116,7 +130,7 @@ def _fetch(host: StoreOwner, remote: Remote, run: Any, checkpoint: Any, place: P
         patience.check()
         try:
             remote.fetch(place, checkpoint.manifest_sha256, own_name, on_piece)
-        except Unreachable as error:
+        except StoreUnavailable as error:
             log.warning("%s: %s, try %d: %s", checkpoint.run_id, checkpoint.name, tries, error)
             if tries == _TRIES:
                 raise

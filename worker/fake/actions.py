@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from app.contracts.training_config.fields import TrainingConfig
 from worker.wire.control import Control
-from worker.wire.reporter import Report
+from worker.wire.reporter import Reporter
 
 _WORDS = ("it", "learns", "what", "the", "rows", "say", "and", "writes", "some", "of", "this", "again")
 
@@ -18,7 +18,7 @@ class ActionTarget(Protocol):
     job: dict[str, Any]
     config: TrainingConfig
     control: Control
-    report: Report
+    report: Reporter
     state: Any
     total: int
     rows: int

@@ -22,13 +22,13 @@ from typing import Any
 
 from app.contracts.fake_options import FakeOptions
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.raw_config import understood
+from app.contracts.training_config.raw_config import drop_unknown_fields
 from worker.checkpoint_files import manifest, resume_fidelity
 from worker.fake.actions import Actions
 from worker.fake.faults import Failure, classify, crash
 from worker.wire.control import Control
 from worker.wire.journal import Journal
-from worker.wire.reporter import Report, parse_args
+from worker.wire.reporter import Reporter, parse_args
 
 _ROWS_WITHOUT_DATASET = 1000
 
@@ -60,7 +60,7 @@ class _State:
 def main(argv: list[str]) -> int:
     """Run one job; return the exit code: 0 if completed or stopped, 1 if failed."""
     job, report_fd, control_fd = parse_args(argv)
-    report = Report(report_fd)
+    report = Reporter(report_fd)
     control = Control.start(control_fd)
     control.stop_on_sigterm()
     journal: Journal | None = None
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
     try:
         journal = Journal(job["journal"], job["attempt"])
         journal.start()
-        training = Training(job, report, control, journal)
+        training = FakeTrainer(job, report, control, journal)
         try:
             result = training.run()
         finally:
@@ -85,16 +85,16 @@ def main(argv: list[str]) -> int:
     return 1 if result["outcome"] == "failed" else 0
 
 
-class Training:
+class FakeTrainer:
     """Simulated training of one run, from its first to its last step."""
 
-    def __init__(self, job: dict[str, Any], report: Report, control: Control, journal: Journal) -> None:
+    def __init__(self, job: dict[str, Any], report: Reporter, control: Control, journal: Journal) -> None:
         self.job = job
         self.report = report
         self.control = control
         self.journal = journal
         self.folder = Path(job["output_dir"])
-        self.config = TrainingConfig.model_validate(understood(job["config"], job.get("given", ())))
+        self.config = TrainingConfig.model_validate(drop_unknown_fields(job["config"], job.get("given", ())))
         self.options = FakeOptions.stored(self.config.extra)
         self.rows = int((job.get("dataset") or {}).get("rows") or _ROWS_WITHOUT_DATASET)
         self.per_step = self.config.batch_size * self.config.gradient_accumulation_steps
@@ -365,7 +365,7 @@ class Training:
 
     def _differences(self) -> list[str]:
         source = self.job.get("resume_from")
-        return resume_fidelity.reasons(Path(source["path"]), self.fingerprint) if source else []
+        return resume_fidelity.fingerprint_differences(Path(source["path"]), self.fingerprint) if source else []
 
     def _export(self) -> None:
         self.report.phase("exporting")

@@ -12,14 +12,14 @@ _OUTCOMES = ("done", "refused", "failed")
 
 
 @dataclass(frozen=True)
-class Answer:
+class ActionResult:
     """Row update and event of one action result, stored in one transaction that appending the event fences."""
 
     change: Executable
     event: NewEvent
 
 
-def answer(run: Any, record: dict[str, Any], ts: float) -> Answer:
+def action_result(run: Any, record: dict[str, Any], ts: float) -> ActionResult:
     """Build the row update and the event from a trainer's record `{id, action, step, status, result, message}`.
 
     An attempt that resumes from an earlier step repeats actions. A repeated action is reported again and stays `done`,
@@ -44,4 +44,4 @@ def answer(run: Any, record: dict[str, Any], ts: float) -> Answer:
     before = ("waiting", "done") if status == "done" else ("waiting",)
     asked = (RunAction.id == action_id, RunAction.run_id == run.id, RunAction.status.in_(before))
     change = update(RunAction).where(*asked).values(outcome)
-    return Answer(change, NewEvent.of("action", ts, {"action_id": action_id, **reported}))
+    return ActionResult(change, NewEvent.of("action", ts, {"action_id": action_id, **reported}))

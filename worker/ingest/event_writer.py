@@ -12,10 +12,10 @@ from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from app.infra.db import is_away
 from app.infra.log_setup import in_this_context
 from app.runs.events import log as event_log
-from app.runs.events.log import Fenced, NewEvent, Progress
+from app.runs.events.log import LeaseFenced, NewEvent, Progress
 from app.runs.metrics.rollups import Rollups
-from worker.context import Host
-from worker.ingest.spool import Spool, Step
+from worker.context import WorkerContext
+from worker.ingest.spool import RunUpdate, Spool
 from worker.lease import Lease, LeaseLost
 
 log = logging.getLogger(__name__)
@@ -33,10 +33,10 @@ _JOIN_SECONDS = 1.0
 T = TypeVar("T")
 
 
-class Writer:
+class EventWriter:
     """Queue of events and changes of one attempt, stored in this order in transactions of up to 100 ms each."""
 
-    def __init__(self, host: Host, run: Any, lease: Lease) -> None:
+    def __init__(self, host: WorkerContext, run: Any, lease: Lease) -> None:
         self.progress: Progress | None = None
         """Progress of the trainer; stored with the next events."""
         self._host = host
@@ -53,7 +53,7 @@ class Writer:
         self._waits_past_lease = False
         self._thread = threading.Thread(target=in_this_context(self._write), name=f"writer {run.id}", daemon=True)
 
-    def __enter__(self) -> "Writer":
+    def __enter__(self) -> "EventWriter":
         self._thread.start()
         return self
 
@@ -77,14 +77,14 @@ class Writer:
         """
         self._waits_past_lease = True
 
-    def put(self, item: NewEvent | Step) -> None:
+    def put(self, item: NewEvent | RunUpdate) -> None:
         """Append an item, stored after everything that was put before it."""
         with self._changed:
             self._waiting.put(item)
             self._changed.notify_all()
 
     def check(self) -> None:
-        """Raise an error that the thread cannot recover from: `Fenced`, or one that a retry does not fix."""
+        """Raise an error that the thread cannot recover from: `LeaseFenced`, or one that a retry does not fix."""
         if self._failure is not None:
             raise self._failure
 
@@ -116,7 +116,7 @@ class Writer:
 
     def _check_lease(self) -> None:
         if self._lease.fenced:
-            raise Fenced(self._run.id)
+            raise LeaseFenced(self._run.id)
         if self._lease.expired and (not self._waits_past_lease or self._host.draining.is_set()):
             raise LeaseLost(self._run.id)
 
@@ -151,7 +151,7 @@ class Writer:
         """Store what waits: events in batches, each change of the run in its own transaction."""
         while batch := self._next():
             first = batch[0]
-            if isinstance(first, Step):
+            if isinstance(first, RunUpdate):
                 self._apply(first)
                 self._drop(1)
                 first.stored()
@@ -166,12 +166,12 @@ class Writer:
             self._changed.notify_all()
         self._host.wake(self._run.id)
 
-    def _next(self) -> list[NewEvent | Step]:
+    def _next(self) -> list[NewEvent | RunUpdate]:
         """Return the first events that wait, up to the next change; or one change; or nothing."""
         with self._changed:
             # A failed batch is retried unchanged: if its commit only seemed to fail, its rollups are stored with it.
             head = self._waiting.head(self._tried or _MAX_BATCH)
-        changes = [place for place, item in enumerate(head) if isinstance(item, Step)]
+        changes = [place for place, item in enumerate(head) if isinstance(item, RunUpdate)]
         return head[: max(changes[0], 1)] if changes else head
 
     def _append_or_bisect(self, batch: list[NewEvent]) -> None:
@@ -190,7 +190,7 @@ class Writer:
         self._append_or_bisect(batch[:middle])
         self._append_or_bisect(batch[middle:])
 
-    def _apply(self, step: Step) -> None:
+    def _apply(self, step: RunUpdate) -> None:
         if step.event is None:
             with self._host.engine.begin() as connection:
                 step.apply(connection)

@@ -12,7 +12,7 @@ from sqlalchemy.dialects.postgresql import JSONB, insert
 
 from app.runs.scheduler import durations
 from app.runs.scheduler.durations import Timings
-from app.tables.runs import Pace, Run
+from app.tables.runs import AttemptTimings, Run
 from app.tables.workers import Device
 
 log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ _SECONDS_BETWEEN_WRITES = 0.5
 _MAX_WINDOWS = 64
 
 
-class Stopwatch:
+class AttemptTimer:
     """Timer that receives each phase and metric of one attempt; `is_due` says when there is something to store."""
 
     def __init__(self, run: Any) -> None:
@@ -114,11 +114,13 @@ class Stopwatch:
 def _statement(run: Any, timings: dict[str, Any], behind: float) -> Executable:
     device = select(func.min(Device.name)).where(Device.run_id == run.id).scalar_subquery()
     measured_at = func.clock_timestamp() - func.make_interval(0, 0, 0, 0, 0, 0, behind)
-    like = literal(durations.likeness(run.backend, run.config))
+    like = literal(durations.similarity_key(run.backend, run.config))
     mine = select(Run.id, literal(run.attempt), like, device, measured_at, literal(timings, JSONB)).where(
         Run.id == run.id, Run.epoch == run.epoch
     )
-    new = insert(Pace).from_select(["run_id", "attempt", "likeness", "device", "measured_at", "timings"], mine)
+    new = insert(AttemptTimings).from_select(
+        ["run_id", "attempt", "likeness", "device", "measured_at", "timings"], mine
+    )
     return new.on_conflict_do_update(
         index_elements=["run_id", "attempt"],
         set_={"measured_at": new.excluded.measured_at, "timings": new.excluded.timings},

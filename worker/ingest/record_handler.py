@@ -13,21 +13,21 @@ from app.contracts.run_status import LIVE
 from app.infra.ids import new_id
 from app.infra.storage import checkpoint_name
 from app.runs.checkpoints import retention
-from app.runs.events.log import Fenced, NewEvent, Progress
+from app.runs.events.log import LeaseFenced, NewEvent, Progress
 from app.runs.state import machine
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
 from worker.checkpoint_store.cleanup import remove_folders
-from worker.context import Host
-from worker.ingest.action_results import answer
-from worker.ingest.event_writer import Writer
+from worker.context import WorkerContext
+from worker.ingest.action_results import action_result
+from worker.ingest.event_writer import EventWriter
 from worker.ingest.log_lines import LogLines
-from worker.ingest.pace import Stopwatch
+from worker.ingest.pace import AttemptTimer
 from worker.ingest.record_parser import parse_record
 from worker.ingest.redaction import Redactor
-from worker.ingest.spool import Step
+from worker.ingest.spool import RunUpdate
 from worker.process.channel import Source
-from worker.wire.heartbeat import ALIVE
+from worker.wire.heartbeat import HEARTBEAT
 
 _TAIL_LINES = 50
 _MAX_STEPS = 2**31 - 1
@@ -43,10 +43,10 @@ class StartPoint:
     best_loss: float | None
 
 
-class Pump:
+class RecordHandler:
     """Handler of a trainer's output, which it passes to the writer; it stores nothing itself and never waits."""
 
-    def __init__(self, host: Host, run: Any, writer: Writer) -> None:
+    def __init__(self, host: WorkerContext, run: Any, writer: EventWriter) -> None:
         self.result: dict[str, Any] | None = None
         """Result record of the trainer: outcome, error, output."""
         self.effective: dict[str, Any] | None = None
@@ -70,7 +70,7 @@ class Pump:
         self._redact = Redactor()
         self._lines = LogLines(redact=self._redact)
         self._status = "initializing"
-        self._stopwatch = Stopwatch(run)
+        self._stopwatch = AttemptTimer(run)
 
     def start_from(self, start: StartPoint, secrets: Iterable[str], remarks: Iterable[str]) -> None:
         """Start from the job's checkpoint; metrics beyond its step are rolled back."""
@@ -104,7 +104,7 @@ class Pump:
             self._writer.put(NewEvent.of("log", now, line))
 
     def _handle_record(self, data: bytes, now: float) -> None:
-        if data == ALIVE:
+        if data == HEARTBEAT:
             return  # a heartbeat: receiving it was enough
         record = parse_record(data, self._redact)
         try:
@@ -147,7 +147,7 @@ class Pump:
                 .values(effective_config=effective)
             )
 
-        self._writer.put(Step(keep, NewEvent.of("config", ts, record)))
+        self._writer.put(RunUpdate(keep, NewEvent.of("config", ts, record)))
 
     def _handle_metric(self, record: dict[str, Any], ts: float) -> None:
         loss, best = record.get("loss"), self._bests[-1][1]
@@ -183,7 +183,7 @@ class Pump:
 
     def _store_timings(self, is_due: bool) -> None:
         if is_due:
-            self._writer.put(Step(self._stopwatch.note()))
+            self._writer.put(RunUpdate(self._stopwatch.note()))
 
     def _handle_phase(self, record: dict[str, Any], ts: float) -> None:
         self.phase = str(record["name"])
@@ -200,9 +200,9 @@ class Pump:
             )
             self._store_timings(self._stopwatch.is_due)
         elif self.phase == "saving" and self._status == "running":
-            self._transition(machine.saving(run_id, epoch), "checkpointing")
+            self._transition(machine.begin_save(run_id, epoch), "checkpointing")
         elif self.phase != "saving" and self._status == "checkpointing":
-            self._transition(machine.saved(run_id, epoch), "running")
+            self._transition(machine.end_save(run_id, epoch), "running")
 
     def _transition(self, statement: Executable, target: str) -> None:
         def apply(connection: Connection) -> None:
@@ -210,10 +210,10 @@ class Pump:
                 now = connection.execute(select(Run.epoch, Run.status).where(Run.id == self._run.id)).one_or_none()
                 # An earlier try may have been committed although its response was lost.
                 if now is None or now.epoch != self._run.epoch or now.status != target:
-                    raise Fenced(self._run.id)
+                    raise LeaseFenced(self._run.id)
 
         self._status = target
-        self._writer.put(Step(apply))
+        self._writer.put(RunUpdate(apply))
 
     def _handle_checkpoint(self, record: dict[str, Any], ts: float) -> None:
         checkpoint_id = new_id("ckpt")
@@ -267,7 +267,7 @@ class Pump:
         # One transaction: an action is done when its checkpoint exists, and the checkpoint does not exist without it.
         found = {"checkpoint_id": checkpoint_id, "pinned": row["pinned"]}
         answered = [
-            answer(run, {**asked, "step": step, "status": "done", "result": found}, ts)
+            action_result(run, {**asked, "step": step, "status": "done", "result": found}, ts)
             for asked in record.get("actions", ())
         ]
         more = tuple(one.event for one in answered)
@@ -278,10 +278,10 @@ class Pump:
                 self._host.copies.add(SimpleNamespace(**row))
                 self._host.copies.tidy()
 
-        self._writer.put(Step(keep, event, stored, more))
+        self._writer.put(RunUpdate(keep, event, stored, more))
 
     def _handle_action(self, record: dict[str, Any], ts: float) -> None:
-        answered = answer(self._run, record, ts)
+        answered = action_result(self._run, record, ts)
         if record.get("total_steps"):
             self._set_total(record["total_steps"])
             self._set_progress(_count(record["step"], "step"), float(record.get("epoch") or 0))
@@ -289,7 +289,7 @@ class Pump:
         def keep(connection: Connection) -> None:
             connection.execute(answered.change)
 
-        self._writer.put(Step(keep, answered.event))
+        self._writer.put(RunUpdate(keep, answered.event))
 
 
 def _count(value: Any, name: str) -> int:

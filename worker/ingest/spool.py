@@ -18,7 +18,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection
 
-from app.infra.errors import HomeError
+from app.infra.errors import SetupError
 from app.infra.private_files import make_private_folder
 from app.runs.events.log import NewEvent
 
@@ -30,7 +30,7 @@ _HEADER = struct.Struct("<qBI")
 
 
 @dataclass(frozen=True)
-class Step:
+class RunUpdate:
     """Change of the run with its place among the events: everything put before it is stored before it."""
 
     apply: Callable[[Connection], None]
@@ -68,9 +68,9 @@ class Spool:
         self._name = name
         self._folder = folder
         self._limits = limits or Limits()
-        self._head: deque[NewEvent | Step] = deque()
+        self._head: deque[NewEvent | RunUpdate] = deque()
         self._head_bytes = 0
-        self._rest: deque[NewEvent | Step | _OnDisk] = deque()
+        self._rest: deque[NewEvent | RunUpdate | _OnDisk] = deque()
         """Items after the head. Events among them are in memory because the disk did not accept them."""
         self._segments: deque[_Segment] = deque()
         self._disk_bytes = 0
@@ -87,12 +87,12 @@ class Spool:
         """True if callers of `put` have to wait, because no more can be queued within the limits."""
         return self._refused > 0 or self._changes_in_rest >= self._limits.steps
 
-    def put(self, item: NewEvent | Step) -> None:
+    def put(self, item: NewEvent | RunUpdate) -> None:
         """Append an item; never fails, because no output may get lost."""
         self._count += 1
         if not self._rest and self._head_has_room:
             self._push(item)
-        elif isinstance(item, Step):
+        elif isinstance(item, RunUpdate):
             self._rest.append(item)
             self._changes_in_rest += 1
         elif self._refused or not self._write(item):
@@ -103,7 +103,7 @@ class Spool:
         else:
             self._rest.append(_OnDisk(1))
 
-    def head(self, most: int) -> list[NewEvent | Step]:
+    def head(self, most: int) -> list[NewEvent | RunUpdate]:
         """Return the first items, at most `most`; at least one if there is any."""
         while self._rest and self._head_has_room:
             self._push(self._next_of_rest())
@@ -128,11 +128,11 @@ class Spool:
     def _head_has_room(self) -> bool:
         return len(self._head) < self._limits.memory_events and self._head_bytes < self._limits.memory_bytes
 
-    def _push(self, item: NewEvent | Step) -> None:
+    def _push(self, item: NewEvent | RunUpdate) -> None:
         self._head.append(item)
         self._head_bytes += _size(item)
 
-    def _next_of_rest(self) -> NewEvent | Step:
+    def _next_of_rest(self) -> NewEvent | RunUpdate:
         first = self._rest[0]
         if isinstance(first, _OnDisk):
             event = self._read()
@@ -141,7 +141,7 @@ class Spool:
                 self._rest.popleft()
             return event
         self._rest.popleft()
-        if isinstance(first, Step):
+        if isinstance(first, RunUpdate):
             self._changes_in_rest -= 1
         else:
             self._refused -= 1
@@ -156,7 +156,7 @@ class Spool:
             if not self._segments or self._segments[-1].written >= self._limits.segment_bytes:
                 self._segments.append(_Segment(make_private_folder(self._folder)))
             self._segments[-1].append(record)
-        except (OSError, HomeError) as error:
+        except (OSError, SetupError) as error:
             self._refuse(f"nothing more can be written to {self._folder} ({error})")
             return False
         self._disk_bytes += len(record)
@@ -229,7 +229,7 @@ def _packed(event: NewEvent) -> bytes:
     return _HEADER.pack((event.ts - _EPOCH) // _MICROSECOND, len(kind), len(data)) + kind + data
 
 
-def _size(item: NewEvent | Step) -> int:
-    events = (item.event, *item.more) if isinstance(item, Step) else (item,)
+def _size(item: NewEvent | RunUpdate) -> int:
+    events = (item.event, *item.more) if isinstance(item, RunUpdate) else (item,)
     # A payload that is kept along with its text takes several times as much memory as the text.
     return sum(len(event.data) * (1 if event.measured is None else 6) for event in events if event is not None)

@@ -32,7 +32,7 @@ _LOCK_SECONDS = 0.1
 _LOG_SECONDS = 60.0
 _LARGEST_WRITE = 64 * 1024
 _LARGEST_SECRETS = 64 * 1024
-ENDINGS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+TERMINATION_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 """Signals that a service manager sends to every process of a service. The launcher blocks them before it starts a
 training process, so that they stay pending during its startup and are then handled as requests to stop."""
 _OOM_SCORE_ADJ = "500"
@@ -41,7 +41,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
-class Start:
+class LaunchSpec:
     """Launch parameters of a training process; sent as JSON alongside its descriptors."""
 
     entry: str
@@ -63,7 +63,7 @@ class Start:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> "Start":
+    def from_json(cls, text: str | bytes) -> "LaunchSpec":
         return cls(**json.loads(text))
 
 
@@ -75,7 +75,7 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def run(start: Start, fds: Sequence[int], parent: int) -> None:
+def run(start: LaunchSpec, fds: Sequence[int], parent: int) -> None:
     """Become the training process that `start` describes and exit with its exit code; never returns.
 
     `fds` are report, stdout, stderr and control; `parent` is the id of the process that must still be the parent.
@@ -114,7 +114,7 @@ def _receive_secrets(control: int) -> dict[str, str]:
     return secrets
 
 
-def _prepare(start: Start, fds: Sequence[int], parent: int) -> None:
+def _prepare(start: LaunchSpec, fds: Sequence[int], parent: int) -> None:
     """Set up the process before its first deadline takes effect.
 
     Nothing here writes data, and a process that is delayed here finds its deadline already passed.
@@ -158,7 +158,7 @@ def _close_all_but(kept: set[int]) -> None:
 
 def _reset_signals() -> None:
     signal.set_wakeup_fd(-1)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ENDINGS)
+    signal.pthread_sigmask(signal.SIG_SETMASK, TERMINATION_SIGNALS)
     for number in (signal.SIGALRM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
 
@@ -166,9 +166,9 @@ def _reset_signals() -> None:
 def _handle_termination_signals(control: Control) -> None:
     """Treat termination signals as stop requests from now on; those already pending are delivered now."""
     control.stop_on_sigterm()
-    for number in ENDINGS - {signal.SIGTERM}:
+    for number in TERMINATION_SIGNALS - {signal.SIGTERM}:
         signal.signal(number, lambda _number, _frame: control.request_stop(save=True, why="drain"))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, TERMINATION_SIGNALS)
 
 
 class _Output(io.RawIOBase):
@@ -245,7 +245,7 @@ def main(arguments: Sequence[str]) -> None:
     *fds, parent = (int(number) for number in numbers)
     for descriptor in fds:
         os.set_inheritable(descriptor, False)
-    run(Start.from_json(start), fds, parent)
+    run(LaunchSpec.from_json(start), fds, parent)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from app.config import Settings
 from worker.process import process_group
-from worker.process.child import ENDINGS, Start
+from worker.process.child import TERMINATION_SIGNALS, LaunchSpec
 from worker.process.spawn import (
     CODE_ROOT,
     FORK_SECONDS,
@@ -32,9 +32,9 @@ from worker.process.spawn import (
     ColdStart,
     LaunchAbandoned,
     LaunchError,
-    Wanted,
-    cold,
-    forked,
+    LaunchRequest,
+    spawn_cold,
+    spawn_forked,
 )
 from worker.process.training_process import TrainingProcess
 
@@ -93,7 +93,7 @@ class Launcher:
 
     @property
     def reason(self) -> str:
-        """Reason why the mode is `cold`; empty for `zygote`."""
+        """Reason why the mode is `spawn_cold`; empty for `zygote`."""
         return self._cold_because
 
     @property
@@ -131,7 +131,7 @@ class Launcher:
             LaunchAbandoned: `should_end` returned True.
             LaunchError: No process could be started.
         """
-        start = Start(
+        start = LaunchSpec(
             entry=entry,
             arguments=[str(job_path)],
             folder=str(job_path.parent),
@@ -140,7 +140,7 @@ class Launcher:
             user=self._settings.trainer_user,
             has_secrets=bool(secrets),
         )
-        wanted = Wanted(start, renew_until, should_end, secrets)
+        wanted = LaunchRequest(start, renew_until, should_end, secrets)
         process = self._fork(wanted)
         if process is None:
             if self._settings.launch == "zygote":
@@ -164,7 +164,7 @@ class Launcher:
 
     # Launching, in the caller's thread
 
-    def _fork(self, wanted: Wanted) -> TrainingProcess | None:
+    def _fork(self, wanted: LaunchRequest) -> TrainingProcess | None:
         """Have the zygote fork, or its successor if it dies meanwhile; None if a cold start is better."""
         for _ in range(_MAX_FORKS):
             self._await(
@@ -182,7 +182,7 @@ class Launcher:
                     raise LaunchError(f"the zygote cannot be reached: {problem}") from problem
             with copy:
                 try:
-                    return forked(wanted, copy)
+                    return spawn_forked(wanted, copy)
                 except TimeoutError:
                     return None
                 except ConnectionError:
@@ -196,7 +196,7 @@ class Launcher:
     def _has_replaced(self, zygote: socket.socket) -> bool:
         return self._socket is not zygote
 
-    def _start_cold(self, wanted: Wanted) -> TrainingProcess:
+    def _start_cold(self, wanted: LaunchRequest) -> TrainingProcess:
         request = ColdStart(wanted)
         self._work.put(request)
         self._wake()
@@ -217,7 +217,7 @@ class Launcher:
             request.awaited = False
             return request.outcome
 
-    def _await(self, done: Callable[[], bool], seconds: float, wanted: Wanted) -> None:
+    def _await(self, done: Callable[[], bool], seconds: float, wanted: LaunchRequest) -> None:
         """Wait until `done` or for `seconds`; raise LaunchAbandoned once the caller no longer wants the process."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
@@ -232,7 +232,7 @@ class Launcher:
         """Start the zygote, restart it after each death, and start cold processes on request."""
         # Blocked in this thread only; the processes it starts inherit the mask and unblock the signals when they can
         # handle them.
-        signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, TERMINATION_SIGNALS)
         start_at, started, backoff = 0.0, 0.0, 0.1
         while not self._stopping:
             now = time.monotonic()
@@ -332,7 +332,7 @@ class Launcher:
             return
         outcome: TrainingProcess | OSError
         try:
-            outcome = cold(request.wanted, self._environment)
+            outcome = spawn_cold(request.wanted, self._environment)
         except OSError as problem:
             outcome = problem
         with self._changed:

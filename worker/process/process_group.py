@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from app.infra.process_identity import Identity, ProcessStat, boot_id, pid_namespace, process_stat, start_time
+from app.infra.process_identity import ProcessIdentity, ProcessStat, boot_id, pid_namespace, process_stat, start_time
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ class StillAliveError(TimeoutError):
     """A killed process does not die, as in uninterruptible sleep; it may still hold its device."""
 
 
-def kill_session(leader: Identity, pidfd: int | None = None) -> list[int]:
+def kill_session(leader: ProcessIdentity, pidfd: int | None = None) -> list[int]:
     """Send SIGKILL to every process of the session that `leader` leads or led, until none is left.
 
     `pidfd` reaches the leader even before it has become the leader. Returns the ids of the processes killed.
@@ -45,10 +45,10 @@ def kill_session(leader: Identity, pidfd: int | None = None) -> list[int]:
     return sorted(hit)
 
 
-def record(folder: Path, trainer: Identity) -> Path:
+def record(folder: Path, trainer: ProcessIdentity) -> Path:
     """Record that this process has started `trainer`, for `sweep` after a crash; return the file."""
     folder.mkdir(parents=True, exist_ok=True)
-    worker = Identity.of(os.getpid(), start_time(os.getpid()))
+    worker = ProcessIdentity.of(os.getpid(), start_time(os.getpid()))
     path = folder / f"{trainer.pid}-{trainer.start_time}.json"
     text = json.dumps({"trainer": asdict(trainer), "worker": asdict(worker)})
     temporary = path.with_suffix(".tmp")
@@ -66,7 +66,7 @@ def sweep(folder: Path) -> list[int]:
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
         try:
             noted = json.loads(path.read_text())
-            trainer, worker = Identity(**noted["trainer"]), Identity(**noted["worker"])
+            trainer, worker = ProcessIdentity(**noted["trainer"]), ProcessIdentity(**noted["worker"])
         except (ValueError, KeyError, TypeError):
             path.unlink(missing_ok=True)
             continue
@@ -86,7 +86,7 @@ def sweep(folder: Path) -> list[int]:
     return hit
 
 
-def resident_bytes(leader: Identity) -> int:
+def resident_bytes(leader: ProcessIdentity) -> int:
     """Return the memory of the processes of the leader's session in bytes; shared memory counts for each of them."""
     held = 0
     for pid in _members(leader):
@@ -97,7 +97,7 @@ def resident_bytes(leader: Identity) -> int:
     return held * os.sysconf("SC_PAGE_SIZE")
 
 
-def _members(leader: Identity) -> Iterator[int]:
+def _members(leader: ProcessIdentity) -> Iterator[int]:
     """Yield the living processes of the leader's session; none once its id belongs to another process."""
     if leader.boot_id != boot_id():
         return
@@ -111,11 +111,11 @@ def _members(leader: Identity) -> Iterator[int]:
                 yield int(entry.name)
 
 
-def _belongs(stat: ProcessStat, leader: Identity) -> bool:
+def _belongs(stat: ProcessStat, leader: ProcessIdentity) -> bool:
     return stat.session == leader.pid and stat.start_time >= leader.start_time and stat.state not in "ZX"
 
 
-def _kill_member(pid: int, leader: Identity) -> bool:
+def _kill_member(pid: int, leader: ProcessIdentity) -> bool:
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -12,10 +12,10 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from app.infra.process_identity import Identity, start_time
+from app.infra.process_identity import ProcessIdentity, start_time
 from worker.process.channel import Channel
-from worker.process.child import Start
-from worker.process.training_process import ColdFate, TrainingProcess, ZygoteFate
+from worker.process.child import LaunchSpec
+from worker.process.training_process import ColdExitWatcher, TrainingProcess, ZygoteExitWatcher
 
 FORK_SECONDS = 20.0
 LOOK_SECONDS = 0.1
@@ -31,12 +31,12 @@ class LaunchAbandoned(LaunchError):
     """`should_end` returned True before there was a process; none is left behind."""
 
 
-class Wanted:
+class LaunchRequest:
     """Request for a training process that a caller waits for."""
 
     def __init__(
         self,
-        start: Start,
+        start: LaunchSpec,
         renew_until: Callable[[], float] | None,
         should_end: Callable[[], bool] | None,
         secrets: Mapping[str, str],
@@ -46,7 +46,7 @@ class Wanted:
         self._renew_until = renew_until
         self._should_end = should_end
 
-    def start(self) -> Start:
+    def start(self) -> LaunchSpec:
         """Return the launch parameters, with the deadline as of now."""
         return self._start if self._renew_until is None else replace(self._start, deadline=self._renew_until())
 
@@ -67,13 +67,13 @@ class Wanted:
 class ColdStart:
     """Cold start requested from the launcher's keeper thread, and its outcome."""
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, wanted: LaunchRequest) -> None:
         self.wanted = wanted
         self.awaited = True
         self.outcome: TrainingProcess | OSError | None = None
 
 
-def forked(wanted: Wanted, zygote: socket.socket) -> TrainingProcess:
+def spawn_forked(wanted: LaunchRequest, zygote: socket.socket) -> TrainingProcess:
     """Have the zygote fork a process.
 
     A child that exists in spite of one of these errors, or that starts late, ends by itself: its parent or its control
@@ -106,13 +106,13 @@ def forked(wanted: Wanted, zygote: socket.socket) -> TrainingProcess:
         if not pidfds:
             raise LaunchError("no descriptor is left for a new process")
         undo.callback(os.close, pidfds[0])
-        identity = Identity.of(answer["pid"], answer["start_time"])
-        process = TrainingProcess(identity, pidfds[0], channel, ZygoteFate(status, pidfds[0]))
+        identity = ProcessIdentity.of(answer["pid"], answer["start_time"])
+        process = TrainingProcess(identity, pidfds[0], channel, ZygoteExitWatcher(status, pidfds[0]))
         undo.pop_all()
     return process
 
 
-def _await_answer(status: socket.socket, wanted: Wanted) -> None:
+def _await_answer(status: socket.socket, wanted: LaunchRequest) -> None:
     waiting = select.poll()
     waiting.register(status, select.POLLIN)
     deadline = time.monotonic() + FORK_SECONDS
@@ -122,7 +122,7 @@ def _await_answer(status: socket.socket, wanted: Wanted) -> None:
             raise TimeoutError("the zygote does not answer")
 
 
-def cold(wanted: Wanted, environment: Mapping[str, str]) -> TrainingProcess:
+def spawn_cold(wanted: LaunchRequest, environment: Mapping[str, str]) -> TrainingProcess:
     """Start a new interpreter as a child of the calling thread; raise OSError if the system has no resources for it."""
     with ExitStack() as undo:
         channel = wanted.open_channel()
@@ -141,9 +141,9 @@ def cold(wanted: Wanted, environment: Mapping[str, str]) -> TrainingProcess:
         undo.callback(process.wait)
         undo.callback(process.kill)
         channel.release()
-        identity = Identity.of(process.pid, start_time(process.pid))
+        identity = ProcessIdentity.of(process.pid, start_time(process.pid))
         pidfd = os.pidfd_open(process.pid)
         undo.callback(os.close, pidfd)
-        started = TrainingProcess(identity, pidfd, channel, ColdFate(process, pidfd))
+        started = TrainingProcess(identity, pidfd, channel, ColdExitWatcher(process, pidfd))
         undo.pop_all()
     return started

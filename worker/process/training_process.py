@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from app.infra.process_identity import Identity
+from app.infra.process_identity import ProcessIdentity
 from worker.process import process_group
 from worker.process.channel import Channel
 
@@ -30,7 +30,7 @@ class Exit:
     memory."""
 
 
-class Fate(Protocol):
+class ExitWatcher(Protocol):
     """Source of a process's exit status."""
 
     launched: Literal["zygote", "cold"]
@@ -44,7 +44,7 @@ class Fate(Protocol):
     def close(self) -> None: ...
 
 
-class ZygoteFate:
+class ZygoteExitWatcher:
     """Exit status of a process that the zygote forked and reaps, which it reports on a status socket."""
 
     launched: Literal["zygote", "cold"] = "zygote"
@@ -78,7 +78,7 @@ class ZygoteFate:
         self._status.close()
 
 
-class ColdFate:
+class ColdExitWatcher:
     """Exit status of a process that this one started itself."""
 
     launched: Literal["zygote", "cold"] = "cold"
@@ -108,7 +108,7 @@ class ColdFate:
 class TrainingProcess:
     """Training process; used by one supervisor thread at a time."""
 
-    def __init__(self, identity: Identity, pidfd: int, channel: Channel, fate: Fate) -> None:
+    def __init__(self, identity: ProcessIdentity, pidfd: int, channel: Channel, fate: ExitWatcher) -> None:
         self.identity = identity
         self.channel = channel
         self.launched = fate.launched

@@ -6,8 +6,8 @@ that child's own status socket, so that the threads waiting for them share nothi
 children end with it.
 
 Protocol: over a SOCK_SEQPACKET pair it sends `{"ready": true}` or `{"failed": reason}` once, then receives one
-`worker.process.child.Start` per packet with five descriptors (status, report, stdout, stderr, control). On the status
-socket it sends `{"pid", "start_time"}` with a pidfd and later the exit, or `{"failed": reason}` once.
+`worker.process.child.LaunchSpec` per packet with five descriptors (status, report, stdout, stderr, control). On the
+status socket it sends `{"pid", "start_time"}` with a pidfd and later the exit, or `{"failed": reason}` once.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> None:
     # A service manager signals every process of the service: the trainers then save, and must not lose their parent
     # meanwhile. The zygote ends when its worker does. The signals are blocked and not ignored, since a child inherits
     # the mask, and signals to a child must stay pending until the child can handle them.
-    signal.pthread_sigmask(signal.SIG_BLOCK, child.ENDINGS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, child.TERMINATION_SIGNALS)
     worker = socket.socket(fileno=given.fd)
     try:
         preload(given.modules)
@@ -152,7 +152,7 @@ def serve(worker: socket.socket) -> None:
                 packet, fds, _flags, _address = socket.recv_fds(worker, _LARGEST_REQUEST, _FDS_PER_REQUEST)
                 if not packet:
                     return
-                started = _fork(child.Start.from_json(packet), fds)
+                started = _fork(child.LaunchSpec.from_json(packet), fds)
                 if started is not None:
                     pidfd, pid, status = started
                     children[pidfd] = (pid, status)
@@ -162,7 +162,7 @@ def serve(worker: socket.socket) -> None:
                 _report_exit(descriptor, *children.pop(descriptor))
 
 
-def _fork(start: child.Start, fds: list[int]) -> tuple[int, int, socket.socket] | None:
+def _fork(start: child.LaunchSpec, fds: list[int]) -> tuple[int, int, socket.socket] | None:
     """Fork a child; return its pidfd, process id and status socket, or None after reporting a lack of resources.
 
     A failure must not end this process: every run of the machine would end with it.

@@ -19,10 +19,10 @@ from pydantic import ValidationError
 
 from app.contracts.methods import SUPERVISED, TrainingMethod
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.raw_config import understood
+from app.contracts.training_config.raw_config import drop_unknown_fields
 from app.contracts.training_config.resolution import Replacement, resolve
-from app.contracts.training_config.validation import problems
-from worker.training.context import Run
+from app.contracts.training_config.validation import config_errors
+from worker.training.context import TrainingContext
 from worker.training.failures import Stopped, TrainingFailure, classify
 from worker.training.methods import dpo, reward_model, rlhf, sft
 from worker.training.model.loader import machine_of
@@ -31,9 +31,9 @@ from worker.training.plugins import hooks
 from worker.training.tracking import trackers
 from worker.wire.control import Control
 from worker.wire.journal import Journal
-from worker.wire.reporter import Report, parse_args
+from worker.wire.reporter import Reporter, parse_args
 
-_RECIPES: dict[TrainingMethod, Callable[[Run, list[Replacement]], dict[str, Any]]] = {
+_RECIPES: dict[TrainingMethod, Callable[[TrainingContext, list[Replacement]], dict[str, Any]]] = {
     **dict.fromkeys(SUPERVISED, sft.train),
     TrainingMethod.dpo: dpo.train,
     TrainingMethod.reward: reward_model.train,
@@ -44,7 +44,7 @@ _RECIPES: dict[TrainingMethod, Callable[[Run, list[Replacement]], dict[str, Any]
 def main(argv: list[str]) -> int:
     """Run one job and return the exit code: 0 if it completed or stopped, 1 if it failed."""
     job, report_fd, control_fd = parse_args(argv)
-    report = Report(report_fd)
+    report = Reporter(report_fd)
     control = Control.start(control_fd)
     control.stop_on_sigterm()
     journal: Journal | None = None
@@ -66,24 +66,24 @@ def main(argv: list[str]) -> int:
     return 1 if result["outcome"] == "failed" else 0
 
 
-def _train(job: dict[str, Any], report: Report, control: Control, journal: Journal) -> dict[str, Any]:
+def _train(job: dict[str, Any], report: Reporter, control: Control, journal: Journal) -> dict[str, Any]:
     machine = machine_of(job.get("device"))
     given = set(job.get("given", ()))
-    config = understood(job["config"], given)
+    config = drop_unknown_fields(job["config"], given)
     try:
         asked = TrainingConfig.model_validate(config)
     except ValidationError as error:
-        found = problems(config, has_eval_dataset=job.get("eval_dataset") is not None)
+        found = config_errors(config, has_eval_dataset=job.get("eval_dataset") is not None)
         text = " ".join(problem.message for problem in found) or str(error)
         raise TrainingFailure("config_error", text) from error
     effective = resolve(asked, given, machine)
     if effective.problems:
         raise TrainingFailure("config_error", " ".join(problem.message for problem in effective.problems))
-    run = Run(job, effective.config, given, machine, report, control, journal)
+    run = TrainingContext(job, effective.config, given, machine, report, control, journal)
     run.state.run_id = str(job["run_id"])
     hooks.check(run.config)
     hub_push.check(run)
-    run.trackers = trackers.opened(job, run.config, report)
+    run.trackers = trackers.open_trackers(job, run.config, report)
     try:
         recipe = run.config.trainer_options.recipe
         if recipe is None:

@@ -8,27 +8,27 @@ from typing import Any
 
 from app.contracts.stop import StopRequest
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.rules import Machine
+from app.contracts.training_config.rules import DeviceCapabilities
 from worker.training.failures import Stopped
 from worker.training.run_state import DISTRIBUTIONS, MEMORY, History, RunState
 from worker.training.tracking.trackers import Trackers
 from worker.wire.control import Control
 from worker.wire.journal import Journal
-from worker.wire.reporter import Report
+from worker.wire.reporter import Reporter
 
 _SECONDS_BETWEEN_PROGRESS = 0.5
 
 
 @dataclass
-class Run:
+class TrainingContext:
     """Context that all parts of a training process share."""
 
     job: dict[str, Any]
     config: TrainingConfig
     """Configuration in effect, with every default resolved for this machine, model and data."""
     given: set[str]
-    machine: Machine
-    report: Report
+    machine: DeviceCapabilities
+    report: Reporter
     control: Control
     journal: Journal
     trackers: Trackers = field(default_factory=Trackers)
@@ -80,7 +80,7 @@ class Run:
         return self.control.stop_requested
 
     def heed_stop(self) -> None:
-        """Raise `Stopped` if a stop was requested.
+        """Raise `TransferCancelled` if a stop was requested.
 
         For phases where there is nothing to save: loading, tokenizing, exporting.
         """

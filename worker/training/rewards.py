@@ -107,7 +107,7 @@ class RewardFunction:
             return 0.0
 
 
-def functions(
+def build_reward_functions(
     rewards: Sequence[Reward],
     tokenizer: Any,
     alive: Callable[[], None] = _ignore,
@@ -125,7 +125,7 @@ def functions(
     ]
 
 
-def bad_answer(rewards: Sequence[Reward], answer: str | None) -> str | None:
+def answer_problem(rewards: Sequence[Reward], answer: str | None) -> str | None:
     """Return why completions cannot be compared with the `answer` of a row; None if they can or need not be."""
     if not needs_answer(rewards):
         return None

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from app.contracts.training_config.resolution import Replacement
-from worker.training.context import Run
+from worker.training.context import TrainingContext
 
 
 class ServiceTrainer(Protocol):
@@ -14,7 +14,7 @@ class ServiceTrainer(Protocol):
     """Evaluation metric by which checkpoints are compared."""
     HIGHER_IS_BETTER: ClassVar[bool]
 
-    run: Run
+    run: TrainingContext
     facts: dict[str, Any]
     replaced: list[Replacement]
     step_rows: list[int]

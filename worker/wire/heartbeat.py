@@ -15,20 +15,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-ALIVE = b'{"type": "alive"}'
+HEARTBEAT = b'{"type": "alive"}'
 """Heartbeat record, which is recognized by its bytes."""
 
 _SECONDS_BETWEEN = 1.0
 
-Alive = Callable[[], None]
+HeartbeatCallback = Callable[[], None]
 """Function that sends a heartbeat; call it after each piece of work, as often as that is."""
 
 
-def nobody() -> None:
+def no_heartbeat() -> None:
     """Send no heartbeat, for callers that are not monitored."""
 
 
-class Pulse:
+class Heartbeat:
     """Sends heartbeats through the socket of the records, at most one per second."""
 
     def __init__(self, descriptor: int | None) -> None:
@@ -51,14 +51,14 @@ class Pulse:
             # A duplicate: closing this object must not close the descriptor of the records.
             self._socket = socket.socket(fileno=os.dup(self._descriptor))
         try:
-            self._socket.send(ALIVE, socket.MSG_DONTWAIT)
+            self._socket.send(HEARTBEAT, socket.MSG_DONTWAIT)
         except BlockingIOError:
             pass  # the queue is full of unread records, which show progress too
         except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError):
             os._exit(1)
 
 
-def each(things: Iterable[Any], alive: Alive) -> Iterator[Any]:
+def with_heartbeat(things: Iterable[Any], alive: HeartbeatCallback) -> Iterator[Any]:
     """Yield `things`, with a heartbeat whenever the next one is requested."""
     for thing in things:
         alive()
@@ -66,7 +66,9 @@ def each(things: Iterable[Any], alive: Alive) -> Iterator[Any]:
 
 
 @contextmanager
-def while_growing(alive: Alive, *folders: Path, every: float = _SECONDS_BETWEEN) -> Iterator[None]:
+def heartbeat_while_growing(
+    alive: HeartbeatCallback, *folders: Path, every: float = _SECONDS_BETWEEN
+) -> Iterator[None]:
     """During the block, send a heartbeat whenever `folders` have grown since the last check.
 
     For a call that writes much and returns late: a download, the weights of a checkpoint. One that hangs sends none.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from worker.wire.heartbeat import Pulse
+from worker.wire.heartbeat import Heartbeat
 
 MAX_RECORD_BYTES = 128 * 1024
 """A record is one datagram, and a datagram must fit into the socket's send buffer."""
@@ -36,12 +36,12 @@ def parse_args(argv: Sequence[str]) -> tuple[dict[str, Any], int | None, int | N
     if not isinstance(job, dict):
         why = job if isinstance(job, Exception) else "it must hold a JSON object"
         error = {"code": "internal", "message": f"The job file {given.job.name} cannot be read: {why}"}
-        Report(given.report_fd).result("failed", error=error)
+        Reporter(given.report_fd).result("failed", error=error)
         sys.exit(1)
     return job, given.report_fd, given.control_fd
 
 
-class Report:
+class Reporter:
     """Sends records to the supervisor, each a JSON object in one datagram; any thread may send.
 
     `alive()` sends a heartbeat: it reports only progress, may be called often, and is not stored.
@@ -50,7 +50,7 @@ class Report:
 
     def __init__(self, descriptor: int | None) -> None:
         """Send to `descriptor`, a connected datagram socket or None."""
-        self._descriptor, self.alive = descriptor, Pulse(descriptor).beat
+        self._descriptor, self.alive = descriptor, Heartbeat(descriptor).beat
 
     def send(self, type: str, **fields: Any) -> None:
         """Send one record; `ts` (Unix seconds) is added, and long strings of an oversized record are cut.

@@ -6,7 +6,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.authorization import is_public
-from app.api.errors import ApiError, invalid, problem, too_large
+from app.api.errors import ApiError, invalid, problem_response, too_large
 from app.config import Settings
 from app.contracts.errors import FieldError
 from app.infra import strict_json
@@ -18,7 +18,7 @@ _PARSE_IN_THREAD = 64 * 1024
 _IDLE_SECONDS = 60.0
 
 
-class Intake:
+class BodyLimitMiddleware:
     """Middleware after authentication: limits bodies with and without a length, and rejects invalid text."""
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
@@ -32,7 +32,7 @@ class Intake:
         try:
             checked = await self._check(scope, receive)
         except ApiError as error:
-            await problem(scope, error)(scope, receive, send)
+            await problem_response(scope, error)(scope, receive, send)
             return
         if checked is not None:
             await self.app(scope, checked, send)

@@ -1,4 +1,4 @@
-"""Checks of `Host` and `Origin` headers, against DNS rebinding and CSRF."""
+"""Checks of `WorkerContext` and `Origin` headers, against DNS rebinding and CSRF."""
 
 import ipaddress
 import re
@@ -6,7 +6,7 @@ import re
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.api.errors import ApiError, clean, problem
+from app.api.errors import ApiError, printable, problem_response
 from app.config import Settings
 
 _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
@@ -14,8 +14,8 @@ _HOST = re.compile(r"(?:\[(?P<six>[0-9a-f:.]+)\]|(?P<name>[a-z0-9._-]+))(?::[0-9
 _SAFE = {"GET", "HEAD", "OPTIONS"}
 
 
-class Hosts:
-    """Middleware that rejects unknown `Host` headers and write requests from other origins."""
+class HostGuardMiddleware:
+    """Middleware that rejects unknown `WorkerContext` headers and write requests from other origins."""
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self.app = app
@@ -28,7 +28,7 @@ class Hosts:
         if scope["type"] == "http" and scope["path"] != "/healthz":
             refused = self._check(scope)
             if refused is not None:
-                await problem(scope, refused)(scope, receive, send)
+                await problem_response(scope, refused)(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
@@ -36,7 +36,7 @@ class Hosts:
         headers = Headers(scope=scope)
         hosts = headers.getlist("host")
         if len(hosts) != 1 or not self._is_allowed(_host_name(hosts[0])):
-            shown = clean(hosts[0], 80) if hosts else "(none)"
+            shown = printable(hosts[0], 80) if hosts else "(none)"
             return ApiError(
                 400,
                 "host_not_allowed",
@@ -52,7 +52,7 @@ class Hosts:
         return ApiError(
             403,
             "origin_not_allowed",
-            f"Write requests from pages of {clean(origin, 80)} are not allowed; open the page from this server.",
+            f"Write requests from pages of {printable(origin, 80)} are not allowed; open the page from this server.",
         )
 
     def _is_allowed(self, name: str) -> bool:

@@ -3,7 +3,7 @@
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.api.errors import ApiError, _status_error, as_api_error, clean, log, problem, request_id
+from app.api.errors import ApiError, _status_error, as_api_error, log, printable, problem_response, request_id
 
 
 def _is_plain(headers: list[tuple[bytes, bytes]]) -> bool:
@@ -17,10 +17,10 @@ def _plain_problem(scope: Scope, status: int, headers: list[tuple[bytes, bytes]]
     decoded = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
     kept = {name: value for name, value in decoded.items() if not name.lower().startswith("content-l")}
     kept.pop("content-type", None)
-    return problem(scope, _status_error(status, "The request cannot be processed; see /docs.", kept))
+    return problem_response(scope, _status_error(status, "The request cannot be processed; see /docs.", kept))
 
 
-class RequestIds:
+class RequestIdMiddleware:
     """Outermost middleware: sets a request id on every response; answers and logs unhandled exceptions."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -50,7 +50,7 @@ class RequestIds:
         except Exception as error:
             answer = as_api_error(error)
             if answer is None:
-                log.exception("%s %s %s failed", id, scope["method"], clean(scope["path"], 200))
+                log.exception("%s %s %s failed", id, scope["method"], printable(scope["path"], 200))
                 answer = ApiError(
                     500,
                     "internal",
@@ -58,4 +58,4 @@ class RequestIds:
                 )
             if started:
                 raise  # the headers are already sent: aborting the connection is the only way to signal the error
-            await problem(scope, answer)(scope, receive, send_with_id)
+            await problem_response(scope, answer)(scope, receive, send_with_id)

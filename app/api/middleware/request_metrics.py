@@ -33,7 +33,7 @@ class RequestMetrics:
         )
 
 
-class Requests:
+class RequestMetricsMiddleware:
     """Outermost middleware; adds the request id and the run id to everything logged during a request."""
 
     def __init__(self, app: ASGIApp, metrics: RequestMetrics) -> None:

@@ -15,7 +15,7 @@ UNLESS_SAID = {
 """Defaults for responses without these headers; a page sets its own, with exactly what it needs."""
 
 
-class ResponseHeaders:
+class SecurityHeadersMiddleware:
     """Middleware that adds these headers to every response."""
 
     def __init__(self, app: ASGIApp) -> None:

@@ -27,7 +27,7 @@ from app.contracts.events import (
     MetricEvent,
     ProgressEvent,
 )
-from app.infra.errors import HomeError
+from app.infra.errors import SetupError
 
 _SMALL_MODEL = "stdlib-llama"
 _SAMPLES = 3
@@ -69,7 +69,7 @@ def main(model: str | None, keep: bool) -> int:
             finally:
                 if keep or not one.is_ours:
                     demo.tell_what_goes_on()
-    except (DemoError, AnnealError, HomeError) as error:
+    except (DemoError, AnnealError, SetupError) as error:
         hint = " Without MODEL, the demo trains its own model and needs no network." if model else ""
         terminal.fail(f"{error}{hint}\nLogs: {settings.home / 'logs'}")
         return 1

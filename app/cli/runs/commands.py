@@ -26,7 +26,7 @@ from app.cli.console import (
     transfer,
 )
 from app.cli.runs.compare import compare
-from app.cli.runs.eta_text import in_words
+from app.cli.runs.eta_text import eta_text
 from app.cli.runs.postmortem import why
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def list_runs(
         found, has_more = page(runs, limit)
         rows = [
             (it.id, it.status, f"{it.current_step}/{it.total_steps or '?'}", it.best_loss, it.name, it.created_at,
-             in_words(it.prediction) or None)
+             eta_text(it.prediction) or None)
             for it in found
         ]  # fmt: skip
         listing(found, has_more, as_json, ("id", "status", "step", "best loss", "name", "created", "eta"), rows)
@@ -191,7 +191,7 @@ def _outlook(run: "RunRead") -> str | None:
     prediction = run.prediction
     if prediction is None:
         return None
-    return f"{in_words(prediction) or 'unknown'} ({prediction.confidence} confidence: {prediction.basis})"
+    return f"{eta_text(prediction) or 'unknown'} ({prediction.confidence} confidence: {prediction.basis})"
 
 
 @commands.command()

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from app.contracts.schemas.runs import Prediction
 
 
-def in_words(prediction: "Prediction | None") -> str:
+def eta_text(prediction: "Prediction | None") -> str:
     """Format the predicted start, if it is in the future, and finish; empty without a prediction."""
     if prediction is None:
         return ""

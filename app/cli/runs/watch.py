@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import typer
 
 from app.cli.console import json_line, note
-from app.cli.runs.eta_text import in_words
+from app.cli.runs.eta_text import eta_text
 from app.contracts.events import (
     ActionEvent,
     CheckpointEvent,
@@ -50,7 +50,7 @@ def watch_run(client: "Anneal", run: "RunRead", as_json: bool) -> int:
             for event in client.runs.events(run.id):
                 json_line(event)
         else:
-            seen = Seen.of(run)
+            seen = WatchState.of(run)
             screen: _Screen = _Terminal(client, seen) if sys.stdout.isatty() else _Lines(seen)
             with screen:
                 asked, pause = time.monotonic(), _SECONDS_BETWEEN_LINES
@@ -103,7 +103,7 @@ def _loss(value: float | None, name: str = "loss") -> str:
 
 
 @dataclass
-class Seen:
+class WatchState:
     """State of the watched run, built from its events."""
 
     run_id: str
@@ -120,7 +120,7 @@ class Seen:
     curve: dict[int, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, run: "RunRead") -> "Seen":
+    def of(cls, run: "RunRead") -> "WatchState":
         """Create the state from the run at the start of watching."""
         last = run.metrics_history[-1].loss if run.metrics_history else None
         rewarded = run.config.get("method") == "rlhf"
@@ -164,7 +164,7 @@ class Seen:
     @property
     def outlook(self) -> str:
         """Predicted finish, relative to now; empty once the run has ended."""
-        return "" if self.status in _ENDED else in_words(self.prediction)
+        return "" if self.status in _ENDED else eta_text(self.prediction)
 
     @property
     def figures(self) -> str:
@@ -188,7 +188,7 @@ class _Screen(Protocol):
 class _Lines:
     """Output without a terminal: every change, and a step line every few seconds."""
 
-    def __init__(self, seen: Seen) -> None:
+    def __init__(self, seen: WatchState) -> None:
         self._seen = seen
         self._last_step_line = 0.0
         self._is_step_pending = False
@@ -225,7 +225,7 @@ class _Lines:
 class _Terminal:
     """Output on a terminal: a progress bar below a loss plot; other lines scroll above both."""
 
-    def __init__(self, client: "Anneal", seen: Seen) -> None:
+    def __init__(self, client: "Anneal", seen: WatchState) -> None:
         from rich.console import Console
         from rich.live import Live
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, RootModel, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
-from app.contracts.field_types import Moment
+from app.contracts.field_types import Timestamp
 from app.contracts.training_config.fields import Steps
 
 MOST_CHARACTERS = 8_000
@@ -130,5 +130,5 @@ class ActionRead(BaseModel):
     result: dict[str, Any] | None
     message: str | None
     created_by: str | None
-    created_at: Moment
-    finished_at: Moment | None
+    created_at: Timestamp
+    finished_at: Timestamp | None

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from app.contracts.field_types import Moment
+from app.contracts.field_types import Timestamp
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,7 @@ class KeyView:
     name: str
     prefix: str
     scopes: list[str]
-    created_at: Moment
-    expires_at: Moment | None
-    last_used_at: Moment | None
-    revoked_at: Moment | None
+    created_at: Timestamp
+    expires_at: Timestamp | None
+    last_used_at: Timestamp | None
+    revoked_at: Timestamp | None

@@ -2,7 +2,7 @@
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from app.contracts.field_types import Moment
+from app.contracts.field_types import Timestamp
 
 
 class AuditView(BaseModel):
@@ -27,7 +27,7 @@ class AuditView(BaseModel):
     )
 
     id: str
-    ts: Moment
+    ts: Timestamp
     method: str = Field(description="HTTP method; `CLI` for a command on the server.")
     route: str = Field(description="Path template of the route, or the command.")
     resource: str | None = Field(description="Id or name of the created or changed resource.")

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from app.contracts.field_types import Moment
+from app.contracts.field_types import Timestamp
 
 
 class CheckpointEdit(BaseModel):
@@ -68,4 +68,4 @@ class CheckpointRead(BaseModel):
         description="Locations. `local`: storage of the worker that wrote it. `remote`: complete replica at "
         "`ANNEAL_CHECKPOINT_URL`, from which a worker with other storage can resume."
     )
-    created_at: Moment
+    created_at: Timestamp

@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.config import JsonDict
 
-from app.contracts.field_types import Moment
+from app.contracts.field_types import Timestamp
 
 _SUMMARY: JsonDict = {
     "id": "ds_01k3x9m6q2v8s4t0w7y5z1a3b7",
@@ -72,7 +72,7 @@ class DatasetSummary(BaseModel):
     bytes: int
     sha256: str
     columns: list[str]
-    created_at: Moment
+    created_at: Timestamp
     created_by: str | None
 
 

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from app.contracts.field_types import Moment
+from app.contracts.field_types import Timestamp
 from app.contracts.run_status import TrainingStatus
 from app.contracts.schemas.runs import Label
 
@@ -63,7 +63,7 @@ class ExperimentSummary(BaseModel):
     name: str
     description: str
     tags: list[str]
-    created_at: Moment
+    created_at: Timestamp
     created_by: str | None
 
 

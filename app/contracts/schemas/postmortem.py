@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from app.contracts.field_types import Moment
+from app.contracts.field_types import Timestamp
 from app.contracts.run_status import TrainingStatus
 from app.contracts.schemas.runs import RUN_ID
 
@@ -25,8 +25,8 @@ class AttemptEnd(BaseModel):
 
     attempt: int
     worker_id: str
-    started_at: Moment
-    ended_at: Moment | None
+    started_at: Timestamp
+    ended_at: Timestamp | None
     outcome: str | None = Field(description="completed, failed, cancelled, lost, handed_back, retried or repaired.")
     phase: str | None = Field(description="Phase in which it ended; null if not observed.")
     step: int | None

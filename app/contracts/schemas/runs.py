@@ -8,7 +8,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from app.contracts.errors import FieldError
-from app.contracts.field_types import Moment
+from app.contracts.field_types import Timestamp
 from app.contracts.run_status import TrainingStatus
 from app.contracts.schemas.estimates import EXAMPLE, Measured, ProbeResult, RunEstimate
 from app.contracts.stop import StopMode
@@ -20,10 +20,10 @@ Confidence = Literal["low", "medium", "high"]
 class Prediction(BaseModel):
     """Predicted start and finish of a run, based on the history of this installation."""
 
-    start_at: Moment | None = Field(
+    start_at: Timestamp | None = Field(
         description="Predicted or actual start; null if no worker could take it, or if it is unknown when one is free."
     )
-    finish_at: Moment | None = Field(description="Predicted finish; null if there is no basis for it yet.")
+    finish_at: Timestamp | None = Field(description="Predicted finish; null if there is no basis for it yet.")
     confidence: Confidence = Field(
         description="`high`: based on its own speed over at least a tenth of its steps, and on similar runs for the "
         "rest; `medium`: on its own speed, or on runs with the same configuration; `low`: a rough estimate."
@@ -258,10 +258,10 @@ class RunSummary(TrainingRun):
     )
     last_seq: int = Field(description="`seq` of the newest event of the run.")
     created_by: str | None
-    created_at: Moment
-    started_at: Moment | None
-    finished_at: Moment | None
-    stop_requested_at: Moment | None
+    created_at: Timestamp
+    started_at: Timestamp | None
+    finished_at: Timestamp | None
+    stop_requested_at: Timestamp | None
     stop_mode: StopMode | None = Field(
         description="Requested stop mode; `epoch_end` with `stop_requested_at` null: it stops at the end of the epoch."
     )

@@ -2,7 +2,7 @@
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, SecretStr
 
-from app.contracts.field_types import Moment
+from app.contracts.field_types import Timestamp
 
 VALUE = r"[\x21-\x7e]{8,4096}"
 """Tokens are visible ASCII; shorter ones could be guessed, and redacting them would redact much of a log."""
@@ -34,8 +34,8 @@ class SecretView(BaseModel):
     model_config = ConfigDict(from_attributes=True, json_schema_extra={"example": _VIEW})
 
     name: str
-    created_at: Moment
-    updated_at: Moment
+    created_at: Timestamp
+    updated_at: Timestamp
 
 
 class SecretList(BaseModel):

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from app.contracts.field_types import Moment
+from app.contracts.field_types import Timestamp
 from app.contracts.schemas.runs import RUN_ID
 
 
@@ -71,7 +71,7 @@ class WorkerRead(BaseModel):
     plugins: dict[str, list[str]] | None = Field(
         description="Names of installed plugins, by kind; null if the worker's version does not report them."
     )
-    started_at: Moment
-    heartbeat_at: Moment
+    started_at: Timestamp
+    heartbeat_at: Timestamp
     devices: list[DeviceRead]
     runs: list[str] = Field(description="Ids of its current runs.")

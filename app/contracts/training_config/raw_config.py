@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
-from app.contracts.human_numbers import Friendly
+from app.contracts.human_numbers import HumanNumber
 from app.contracts.methods import DpoOptions, RlhfOptions
 from app.contracts.training_config.fields import TrainingConfig
 
@@ -25,7 +25,7 @@ def given_fields(config_input: Mapping[str, Any]) -> set[str]:
     return names
 
 
-def understood(stored: Mapping[str, Any], given: Iterable[str]) -> dict[str, Any]:
+def drop_unknown_fields(stored: Mapping[str, Any], given: Iterable[str]) -> dict[str, Any]:
     """Drop the defaults of fields that this version does not have from a stored configuration.
 
     During an upgrade, a newer API writes for older workers. Fields that the user set stay, and are rejected.
@@ -39,16 +39,16 @@ def understood(stored: Mapping[str, Any], given: Iterable[str]) -> dict[str, Any
     return kept
 
 
-def in_numbers(config_input: Mapping[str, Any]) -> dict[str, Any]:
+def normalize_numbers(config_input: Mapping[str, Any]) -> dict[str, Any]:
     """Convert text such as `"10k"` to numbers where a field accepts it; what cannot be parsed stays unchanged."""
     return {name: _FRIENDLY[name].number(value) if name in _FRIENDLY else value for name, value in config_input.items()}
 
 
-def _friendly(annotations: Iterable[Any]) -> Friendly | None:
-    return next((one for one in annotations if isinstance(one, Friendly)), None)
+def _friendly(annotations: Iterable[Any]) -> HumanNumber | None:
+    return next((one for one in annotations if isinstance(one, HumanNumber)), None)
 
 
-_FRIENDLY: dict[str, Friendly] = {
+_FRIENDLY: dict[str, HumanNumber] = {
     name: friendly
     for name, field in TrainingConfig.model_fields.items()
     # A nullable field has its annotations one level down.

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from app.contracts.errors import FieldError
 from app.contracts.methods import TrainingMethod
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.rules import Machine, machine_conflicts, method_conflicts, wants_adapter
+from app.contracts.training_config.rules import DeviceCapabilities, machine_conflicts, method_conflicts, wants_adapter
 
 
 class Replacement(BaseModel):
@@ -30,7 +30,7 @@ class Effective:
     problems: list[FieldError]
 
 
-def resolve(config: TrainingConfig, given: Iterable[str], machine: Machine | None) -> Effective:
+def resolve(config: TrainingConfig, given: Iterable[str], machine: DeviceCapabilities | None) -> Effective:
     """Resolve all defaults; a value that was *given* and is not supported is an error.
 
     Defaults that follow from the method are resolved silently, as documented with the fields. A default that
@@ -57,7 +57,9 @@ def resolve(config: TrainingConfig, given: Iterable[str], machine: Machine | Non
     return Effective(config.model_copy(update=update), replaced, found)
 
 
-def _replacements(config: TrainingConfig, given: set[str], machine: Machine, four_bit: bool) -> list[Replacement]:
+def _replacements(
+    config: TrainingConfig, given: set[str], machine: DeviceCapabilities, four_bit: bool
+) -> list[Replacement]:
     replaced = []
 
     def replace(field: str, used: Any, reason: str) -> None:

@@ -21,7 +21,7 @@ _SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")
 """Losses of `dpo` that allow for reversed pairs."""
 
 
-class Machine(BaseModel):
+class DeviceCapabilities(BaseModel):
     """Capabilities of a run's device."""
 
     kind: Literal["cpu", "cuda"] = "cpu"
@@ -30,7 +30,7 @@ class Machine(BaseModel):
     flash_attention_3: bool = Field(default=False, description="True if `flash_attention_3` is available.")
 
 
-def problem(field: str, code: str, message: str) -> FieldError:
+def field_error(field: str, code: str, message: str) -> FieldError:
     """Create an error for a field; the message follows the field's name and has no final period."""
     return FieldError(field=field, code=code, message=f"`{field}` {message}.")
 
@@ -45,73 +45,85 @@ def method_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldError
     found = []
     method = config.method
     if config.load_in_8bit and config.load_in_4bit and "load_in_4bit" in given:
-        found.append(problem("load_in_8bit", "conflict", "and `load_in_4bit` cannot both be true; choose one"))
+        found.append(field_error("load_in_8bit", "conflict", "and `load_in_4bit` cannot both be true; choose one"))
     for name in ("load_in_4bit", "load_in_8bit"):
         if not (getattr(config, name) and name in given):
             continue
         if method is TrainingMethod.full:
             found.append(
-                problem(name, "conflict", "cannot be used with method `full`, which trains all weights; leave it out")
+                field_error(
+                    name, "conflict", "cannot be used with method `full`, which trains all weights; leave it out"
+                )
             )
         elif method is TrainingMethod.lora:
-            found.append(problem(name, "conflict", "cannot be used with method `lora`; use method `qlora`"))
+            found.append(field_error(name, "conflict", "cannot be used with method `lora`; use method `qlora`"))
         elif config.lora_r is None:
             found.append(
-                problem(name, "conflict", "needs an adapter, because quantized weights cannot be trained; set `lora_r`")
+                field_error(
+                    name, "conflict", "needs an adapter, because quantized weights cannot be trained; set `lora_r`"
+                )
             )
     if method in (TrainingMethod.lora, TrainingMethod.qlora) and config.lora_r is None:
         found.append(
-            problem("lora_r", "conflict", f"cannot be null with method `{method}`; use method `full` or `sft`")
+            field_error("lora_r", "conflict", f"cannot be null with method `{method}`; use method `full` or `sft`")
         )
     unquantized = "load_in_4bit" in given and not config.load_in_4bit and not config.load_in_8bit
     if method is TrainingMethod.qlora and unquantized:
         found.append(
-            problem(
+            field_error(
                 "load_in_4bit", "conflict", "is false, but method `qlora` needs a 4-bit or 8-bit base model; use `lora`"
             )
         )
     if not wants_adapter(config):
         found += [
-            problem(name, "conflict", "applies only to adapters, and this run trains all weights; leave it out")
+            field_error(name, "conflict", "applies only to adapters, and this run trains all weights; leave it out")
             for name in _ADAPTER_FIELDS
             if name in given and getattr(config, name) is not None
         ]
     elif config.target_modules and "lm_head" in config.target_modules:
         found.append(
-            problem("target_modules", "conflict", "cannot contain `lm_head`; add it to `modules_to_save` to train it")
+            field_error(
+                "target_modules", "conflict", "cannot contain `lm_head`; add it to `modules_to_save` to train it"
+            )
         )
     four_bit = config.load_in_4bit and not config.load_in_8bit and wants_adapter(config)
     if not four_bit or method in (TrainingMethod.full, TrainingMethod.lora):
         found += [
-            problem(name, "conflict", "applies only to a 4-bit base model, and this run has none; leave it out")
+            field_error(name, "conflict", "applies only to a 4-bit base model, and this run has none; leave it out")
             for name in ("bnb_4bit_compute_dtype", "bnb_4bit_quant_type", "extra.double_quant")
             if name in given
         ]
     found += _objective_conflicts(config, given)
     for group in ("dpo", "rlhf"):
         if method != group and any(name.split(".")[0] == group for name in given):
-            found.append(problem(group, "conflict", f"applies only to method `{group}`, and the method is `{method}`"))
+            found.append(
+                field_error(group, "conflict", f"applies only to method `{group}`, and the method is `{method}`")
+            )
     if config.lr_scheduler_type == "constant" and "warmup_ratio" in given and config.warmup_ratio > 0:
-        found.append(problem("warmup_ratio", "conflict", "has no effect with `constant`; use `constant_with_warmup`"))
+        found.append(
+            field_error("warmup_ratio", "conflict", "has no effect with `constant`; use `constant_with_warmup`")
+        )
     # The polynomial schedule decays to 1e-7, so it must start above that.
     if config.lr_scheduler_type == "polynomial" and config.learning_rate <= 1e-7:
-        found.append(problem("learning_rate", "conflict", "must be above 1e-7 with `polynomial`, which decays to that"))
+        found.append(
+            field_error("learning_rate", "conflict", "must be above 1e-7 with `polynomial`, which decays to that")
+        )
     # Lion has betas but no epsilon; the other optimizers have neither.
     known = {"adamw": ("adam_beta1", "adam_beta2", "adam_epsilon"), "lion": ("adam_beta1", "adam_beta2")}
     used = next((names for family, names in known.items() if family in config.optim), ())
     found += [
-        problem(f"extra.{name}", "conflict", f"has no effect with `{config.optim}`; leave it out")
+        field_error(f"extra.{name}", "conflict", f"has no effect with `{config.optim}`; leave it out")
         for name in known["adamw"]
         if f"extra.{name}" in given and name not in used
     ]
     if config.max_steps is not None and config.min_steps is not None and config.min_steps > config.max_steps:
-        found.append(problem("min_steps", "conflict", "cannot be above `max_steps`"))
+        found.append(field_error("min_steps", "conflict", "cannot be above `max_steps`"))
     if config.extra.get("probe") is True and config.extra.get("recipe") is not None:
         message = "cannot be measured by a probe: a recipe controls its own training and may not end after two steps"
-        found.append(problem("extra.recipe", "conflict", message))
+        found.append(field_error("extra.recipe", "conflict", message))
     if config.revision is not None and config.base_model.startswith("run_"):
         found.append(
-            problem("revision", "conflict", "applies only to hub models, and `base_model` is a run; leave it out")
+            field_error("revision", "conflict", "applies only to hub models, and `base_model` is a run; leave it out")
         )
     return found
 
@@ -129,14 +141,16 @@ def _objective_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldE
             "extra.metrics": "extra.metrics" in given,
         }
         found += [
-            problem(name, "conflict", f"applies only to supervised methods, and the method is `{method}`; leave it out")
+            field_error(
+                name, "conflict", f"applies only to supervised methods, and the method is `{method}`; leave it out"
+            )
             for name, is_asked in asked.items()
             if is_asked
         ]
     left_out = {TrainingMethod.reward: "pairs", TrainingMethod.rlhf: "prompts"}.get(method)
     if left_out and "truncation_mode" in given:
         message = f"has no effect with method `{method}`, which skips {left_out} that are too long; leave it out"
-        found.append(problem("truncation_mode", "conflict", message))
+        found.append(field_error("truncation_mode", "conflict", message))
     if method is TrainingMethod.dpo:
         found += _dpo_conflicts(config.dpo, given)
     if method is TrainingMethod.rlhf:
@@ -145,19 +159,21 @@ def _objective_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldE
             message = (
                 "cannot be used with method `rlhf`, whose loss does not measure how well a step went; leave it out"
             )
-            found.append(problem("on_spike", "conflict", message))
+            found.append(field_error("on_spike", "conflict", message))
     if "extra.spike_threshold" in given and config.on_spike == "ignore":
-        found.append(problem("extra.spike_threshold", "conflict", "has no effect while `on_spike` is `ignore`"))
+        found.append(field_error("extra.spike_threshold", "conflict", "has no effect while `on_spike` is `ignore`"))
     return found
 
 
 def _dpo_conflicts(dpo: DpoOptions, given: set[str]) -> list[FieldError]:
     if dpo.loss_type == "exo_pair" and dpo.label_smoothing == 0:
         message = "is `exo_pair`, which takes the logarithm of `dpo.label_smoothing`; set that above 0"
-        return [problem("dpo.loss_type", "conflict", message)]
+        return [field_error("dpo.loss_type", "conflict", message)]
     if "dpo.label_smoothing" in given and dpo.loss_type not in _SMOOTHED:
         losses = ", ".join(f"`{loss}`" for loss in _SMOOTHED)
-        return [problem("dpo.label_smoothing", "conflict", f"has no effect with `{dpo.loss_type}`, only with {losses}")]
+        return [
+            field_error("dpo.label_smoothing", "conflict", f"has no effect with `{dpo.loss_type}`, only with {losses}")
+        ]
     return []
 
 
@@ -166,24 +182,24 @@ def _rlhf_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldError]
     rlhf = config.rlhf
     if all(reward.weight == 0 for reward in rlhf.rewards):
         message = "needs at least one reward with a non-zero weight: without one there is nothing to learn"
-        found.append(problem("rlhf.rewards", "needs_rewards", message))
+        found.append(field_error("rlhf.rewards", "needs_rewards", message))
     if config.max_seq_length is not None and rlhf.max_completion_length >= config.max_seq_length:
         message = (
             f"must be below `max_seq_length` ({config.max_seq_length}), which includes the prompt; lower the one or "
             "raise the other"
         )
-        found.append(problem("rlhf.max_completion_length", "conflict", message))
+        found.append(field_error("rlhf.max_completion_length", "conflict", message))
     together = config.batch_size * config.gradient_accumulation_steps
     if together % rlhf.num_generations:
         message = (
             f"is {rlhf.num_generations}, which does not divide `batch_size` x `gradient_accumulation_steps` = "
             f"{together} completions per step; set {_fitting(config)}"
         )
-        found.append(problem("rlhf.num_generations", "conflict", message))
+        found.append(field_error("rlhf.num_generations", "conflict", message))
     evaluated = config.extra.get("eval_batch_size")
     if isinstance(evaluated, int) and "extra.eval_batch_size" in given and evaluated % rlhf.num_generations:
         message = f"must be a multiple of `rlhf.num_generations` ({rlhf.num_generations})"
-        found.append(problem("extra.eval_batch_size", "conflict", message))
+        found.append(field_error("extra.eval_batch_size", "conflict", message))
     return found
 
 
@@ -204,12 +220,16 @@ def eval_conflicts(config: TrainingConfig, given: set[str], has_eval_dataset: bo
     found = []
     has_data = has_eval_dataset or config.eval_split > 0
     if has_eval_dataset and config.eval_split > 0:
-        found.append(problem("eval_split", "conflict", "and an evaluation dataset cannot both be given; choose one"))
+        found.append(
+            field_error("eval_split", "conflict", "and an evaluation dataset cannot both be given; choose one")
+        )
     if config.eval_steps is not None and not has_data:
-        found.append(problem("eval_steps", "needs_eval_data", "needs an evaluation dataset, or `eval_split` above 0"))
+        found.append(
+            field_error("eval_steps", "needs_eval_data", "needs an evaluation dataset, or `eval_split` above 0")
+        )
     if has_data and config.eval_steps is None:
         found.append(
-            problem(
+            field_error(
                 "eval_steps",
                 "needs_eval_steps",
                 "must be set if there is evaluation data: the steps between two evaluations",
@@ -217,14 +237,14 @@ def eval_conflicts(config: TrainingConfig, given: set[str], has_eval_dataset: bo
         )
     if config.early_stopping_patience is not None and config.eval_steps is None:
         found.append(
-            problem(
+            field_error(
                 "early_stopping_patience",
                 "needs_eval_steps",
                 "counts evaluations, and there are none; set `eval_steps`",
             )
         )
     found += [
-        problem(f"extra.{name}", "needs_eval_data", "needs evaluation data; set `eval_dataset_id` or `eval_split`")
+        field_error(f"extra.{name}", "needs_eval_data", "needs evaluation data; set `eval_dataset_id` or `eval_split`")
         for name in ("eval_batch_size", "eval_on_start", "metrics")
         if f"extra.{name}" in given and config.extra.get(name) and not has_data
     ]
@@ -238,44 +258,48 @@ def data_conflicts(config: TrainingConfig, given: set[str], dataset_format: str 
     found = []
     if dataset_format is not None and config.loss_on == "assistant" and dataset_format != "chat":
         found.append(
-            problem(
+            field_error(
                 "loss_on", "conflict", f"is `assistant`, which needs a dataset of format `chat`, not `{dataset_format}`"
             )
         )
     if dataset_format == "text" and config.loss_on == "completion":
         found.append(
-            problem("loss_on", "conflict", "is `completion`, which a dataset of format `text` does not have; use `all`")
+            field_error(
+                "loss_on", "conflict", "is `completion`, which a dataset of format `text` does not have; use `all`"
+            )
         )
     if config.packing and config.max_seq_length is None:
-        found.append(problem("packing", "conflict", "needs `max_seq_length`, the length of a packed sequence"))
+        found.append(field_error("packing", "conflict", "needs `max_seq_length`, the length of a packed sequence"))
     if "extra.packing_strategy" in given and not config.packing:
-        found.append(problem("extra.packing_strategy", "conflict", "has no effect without `packing`; leave it out"))
+        found.append(field_error("extra.packing_strategy", "conflict", "has no effect without `packing`; leave it out"))
     if config.packing and config.extra.get("packing_strategy") == "wrapped" and "truncation_mode" in given:
         found.append(
-            problem("truncation_mode", "conflict", "has no effect with `wrapped` packing, which truncates nothing")
+            field_error("truncation_mode", "conflict", "has no effect with `wrapped` packing, which truncates nothing")
         )
     return found
 
 
-def machine_conflicts(config: TrainingConfig, given: set[str], machine: Machine) -> list[FieldError]:
+def machine_conflicts(config: TrainingConfig, given: set[str], machine: DeviceCapabilities) -> list[FieldError]:
     """Return requested settings that this machine does not support."""
     found = []
     code = "not_on_this_machine"
     if "optim" in given and config.optim.startswith("paged_") and machine.kind != "cuda":
-        found.append(problem("optim", code, f"is `{config.optim}`, which needs a GPU; on a CPU use `adamw_torch`"))
+        found.append(field_error("optim", code, f"is `{config.optim}`, which needs a GPU; on a CPU use `adamw_torch`"))
     if config.use_dora and config.load_in_8bit and machine.kind == "cpu":
-        found.append(problem("use_dora", code, "is not supported for an 8-bit base model on a CPU; use `load_in_4bit`"))
+        found.append(
+            field_error("use_dora", code, "is not supported for an 8-bit base model on a CPU; use `load_in_4bit`")
+        )
     attention = config.attn_implementation or ""
     flash = {"flash_attention_2": machine.flash_attention, "flash_attention_3": machine.flash_attention_3}
     if attention in flash and not (machine.kind == "cuda" and flash[attention]):
         found.append(
-            problem("attn_implementation", code, f"is `{attention}`, which needs a GPU with flash-attn; use `sdpa`")
+            field_error("attn_implementation", code, f"is `{attention}`, which needs a GPU with flash-attn; use `sdpa`")
         )
     compute = config.bnb_4bit_compute_dtype if "bnb_4bit_compute_dtype" in given else None
     if compute == "bfloat16" and machine.kind == "cuda" and not machine.bf16:
         found.append(
-            problem("bnb_4bit_compute_dtype", code, "is `bfloat16`, which this GPU does not support; use `float16`")
+            field_error("bnb_4bit_compute_dtype", code, "is `bfloat16`, which this GPU does not support; use `float16`")
         )
     if compute == "float16" and machine.kind == "cpu":
-        found.append(problem("bnb_4bit_compute_dtype", code, "is `float16`, which needs a GPU; use `float32`"))
+        found.append(field_error("bnb_4bit_compute_dtype", code, "is `float16`, which needs a GPU; use `float32`"))
     return found

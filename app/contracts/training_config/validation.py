@@ -15,30 +15,30 @@ from app.contracts.errors import FieldError
 from app.contracts.plugins import doubled
 from app.contracts.training_config.field_traits import CHANGEABLE_ON_RESUME
 from app.contracts.training_config.fields import TrainerOptions, TrainingConfig
-from app.contracts.training_config.raw_config import given_fields, in_numbers
+from app.contracts.training_config.raw_config import given_fields, normalize_numbers
 from app.contracts.training_config.rules import (
-    Machine,
+    DeviceCapabilities,
     data_conflicts,
     eval_conflicts,
+    field_error,
     machine_conflicts,
     method_conflicts,
-    problem,
 )
 
 
-def problems(
+def config_errors(
     config_input: Any,
     *,
     has_eval_dataset: bool,
     dataset_format: str | None = None,
-    machine: Machine | None = None,
+    machine: DeviceCapabilities | None = None,
 ) -> list[FieldError]:
     """Return all errors in a configuration as the user wrote it; if there are none, it can run.
 
     `dataset_format` is one of `app.datasets.formats`, or None if not known yet; `machine` None: any machine.
     """
     if not isinstance(config_input, Mapping):
-        return [problem("config", "wrong_type", "must be an object with fields and values")]
+        return [field_error("config", "wrong_type", "must be an object with fields and values")]
     # A name may contain lone surrogates, which neither pydantic nor a JSON response can encode.
     config_input = {_printable(str(name)): value for name, value in config_input.items()}
     found: list[FieldError] = []
@@ -62,7 +62,7 @@ def problems(
     together = method_conflicts(config, given)
     together += eval_conflicts(config, given, has_eval_dataset)
     together += data_conflicts(config, given, dataset_format)
-    together += [problem(name, "conflict", why) for name, why in doubled(config_input, given)]
+    together += [field_error(name, "conflict", why) for name, why in doubled(config_input, given)]
     if machine is not None:
         together += machine_conflicts(config, given, machine)
     # These checks saw the default of a field that was rejected above: drop their errors for it.
@@ -72,12 +72,12 @@ def problems(
 def resume_problems(parent_config: Mapping[str, Any], overrides: Mapping[str, Any]) -> list[FieldError]:
     """Return errors for overrides that a resumed run may not make: its progress depends on the old values."""
     return [
-        problem(
+        field_error(
             name,
             "not_changeable_on_resume",
             "cannot change when a run is resumed; start a new run to train with another value",
         )
-        for name, value in in_numbers(overrides).items()
+        for name, value in normalize_numbers(overrides).items()
         if name in TrainingConfig.model_fields and name not in CHANGEABLE_ON_RESUME and value != parent_config.get(name)
     ]
 
@@ -88,7 +88,7 @@ def _not_available_yet(config: TrainingConfig) -> list[FieldError]:
         "torch_compile": config.torch_compile,
     }
     return [
-        problem(
+        field_error(
             name,
             "not_available_yet",
             f"cannot be {str(value).lower()} yet: this version does not support it; leave the field out",
@@ -130,7 +130,7 @@ def _from_pydantic(errors: list[ErrorDetails], model: type[BaseModel], *prefix: 
         if error["type"] == "float_type" and type(error["input"]) is int:
             error = {**error, "type": "too_large", "msg": "Input should be smaller"}  # larger than any float
         code = _CODES.get(error["type"], "wrong_type" if error["type"].endswith("_type") else "invalid")
-        found.setdefault(name, problem(name, code, _sentence(error, parts, model)))
+        found.setdefault(name, field_error(name, code, _sentence(error, parts, model)))
     return list(found.values())
 
 

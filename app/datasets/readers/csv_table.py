@@ -4,7 +4,7 @@ import csv
 import re
 from collections import Counter
 
-from app.datasets.row_writer import MOST_COLUMNS, MOST_KEY_CHARACTERS, Rows, TooManyBadRows
+from app.datasets.row_writer import MOST_COLUMNS, MOST_KEY_CHARACTERS, RowWriter, TooManyBadRows
 
 # Disables the csv module's limit of 128 KiB per cell: the size of the whole record is checked before parsing.
 csv.field_size_limit(2**31 - 1)
@@ -17,7 +17,7 @@ _OTHER_MARKS = (b"\xff\xfe", b"\xfe\xff")
 class TableReader:
     """Splits bytes into records and cells; buffers at most one incomplete record of `most_bytes`."""
 
-    def __init__(self, rows: Rows, most_bytes: int) -> None:
+    def __init__(self, rows: RowWriter, most_bytes: int) -> None:
         self._rows = rows
         self._most_bytes = most_bytes
         self._record = bytearray()

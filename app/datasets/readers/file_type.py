@@ -4,11 +4,11 @@ import re
 from pathlib import Path
 from typing import Literal, Protocol, get_args
 
-Kind = Literal["jsonl", "json", "csv", "parquet"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+FileType = Literal["jsonl", "json", "csv", "parquet"]
+KINDS: tuple[FileType, ...] = get_args(FileType)
 HEAD_BYTES = 4096
 """Number of first bytes used for detection, if the file has that many."""
-_SUFFIXES: dict[str, Kind] = {
+_SUFFIXES: dict[str, FileType] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".csv": "csv",
@@ -19,7 +19,7 @@ _DOCUMENT = re.compile(rb'\s*(?:\[|\{\s*"data"\s*:\s*\[)')
 
 
 class Reader(Protocol):
-    """Interface of a reader that parses one file and passes its rows to `Rows`."""
+    """Interface of a reader that parses one file and passes its rows to `RowWriter`."""
 
     def feed(self, data: bytes) -> None:
         """Parse the next bytes of the file."""
@@ -34,7 +34,7 @@ class Reader(Protocol):
         """Release all resources, in any state."""
 
 
-def kind_of(name: str, head: bytes) -> Kind | None:
+def kind_of(name: str, head: bytes) -> FileType | None:
     """Return the type of a file from its name and its first bytes `head`, or None if neither determines it."""
     suffix = Path(name.lower()).suffix
     if suffix in _SUFFIXES:

@@ -2,7 +2,7 @@
 
 import re
 
-from app.datasets.row_writer import Rows
+from app.datasets.row_writer import RowWriter
 from app.infra.strict_json import MAX_DEPTH
 
 # A string that ends in the same piece is skipped at once. Possessive quantifiers prevent backtracking.
@@ -18,7 +18,7 @@ class ArrayReader:
     A general streaming parser would buffer a string of any length before it reports it.
     """
 
-    def __init__(self, rows: Rows, most_bytes: int) -> None:
+    def __init__(self, rows: RowWriter, most_bytes: int) -> None:
         self._rows = rows
         self._most_bytes = most_bytes
         self._head: bytearray | None = bytearray()
@@ -63,7 +63,7 @@ class ArrayReader:
             self._closing = b"" if opening[1] else b"}"
             return head[opening.end() :]
         if not head.strip():
-            self._broken = True  # an empty file, which `Rows.finish` reports
+            self._broken = True  # an empty file, which `RowWriter.finish` reports
         else:
             message = 'the file must be an array of rows, [{…}, {…}], or {"data": [{…}, {…}]}, as UTF-8'
             self._fail("not_an_array", message)

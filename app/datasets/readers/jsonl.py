@@ -1,6 +1,6 @@
 """JSONL reader: one JSON object per line."""
 
-from app.datasets.row_writer import Rows
+from app.datasets.row_writer import RowWriter
 
 _BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 
@@ -8,7 +8,7 @@ _BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 class LineReader:
     """Splits bytes into lines; buffers at most one incomplete line of `most_bytes`."""
 
-    def __init__(self, rows: Rows, most_bytes: int) -> None:
+    def __init__(self, rows: RowWriter, most_bytes: int) -> None:
         self._rows = rows
         self._most_bytes = most_bytes
         self._line = bytearray()

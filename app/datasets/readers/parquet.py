@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import BinaryIO
 
-from app.api.errors import clean, too_large
+from app.api.errors import printable, too_large
 from app.config import Settings
-from app.datasets.row_writer import Rows
-from app.datasets.sandbox import Child, ChildFailed
+from app.datasets.row_writer import RowWriter
+from app.datasets.sandbox import ChildFailed, SandboxProcess
 
 _PROGRAM = "app.datasets.readers.parquet_process"
 _SILENT_SECONDS = 60.0
@@ -17,14 +17,14 @@ _MAX_SECONDS = 1800.0
 class ParquetReader:
     """Writes the bytes to `spool`; after the end of the file, reads rows from the process piece by piece."""
 
-    def __init__(self, rows: Rows, most_bytes: int, spool: Path, settings: Settings) -> None:
+    def __init__(self, rows: RowWriter, most_bytes: int, spool: Path, settings: Settings) -> None:
         self._rows = rows
         self._most_bytes = most_bytes
         self._spool = spool
         self._settings = settings
         self._file: BinaryIO = spool.open("wb", buffering=0)
         self._is_complete = False
-        self._child: Child | None = None
+        self._child: SandboxProcess | None = None
         self._bytes_read = 0
         self._line = bytearray()
         self._number = 0
@@ -60,8 +60,8 @@ class ParquetReader:
             self._child.close()
         self._spool.unlink(missing_ok=True)
 
-    def _start(self) -> Child:
-        return Child(
+    def _start(self) -> SandboxProcess:
+        return SandboxProcess(
             _PROGRAM,
             [str(self._spool), str(self._most_bytes), *self._rows.needed],
             self._settings,
@@ -102,5 +102,7 @@ class ParquetReader:
 
     def _cannot_read(self, why: str) -> None:
         where = f" after row {self._number}" if self._number else ""
-        message = f"the file cannot be read as Parquet{where} ({clean(why, 200)}); write it again and upload it again"
+        message = (
+            f"the file cannot be read as Parquet{where} ({printable(why, 200)}); write it again and upload it again"
+        )
         self._rows.refuse("", "unreadable_parquet", message)

@@ -13,7 +13,7 @@ import sys
 import uuid
 from typing import Any
 
-from app.datasets.sandbox import confined
+from app.datasets.sandbox import run_confined
 
 _BATCH_BYTES = 4 * 1024**2
 _MAX_BATCH_ROWS = 1024
@@ -74,4 +74,4 @@ def _plain(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(confined(lambda: _write_rows(sys.argv[1], int(sys.argv[2]), set(sys.argv[3:]))))
+    sys.exit(run_confined(lambda: _write_rows(sys.argv[1], int(sys.argv[2]), set(sys.argv[3:]))))

@@ -16,7 +16,7 @@ from app.contracts.run_status import TERMINAL
 from app.contracts.schemas.actions import AnyAction, EvaluateAction, ExtendAction, SampleAction, SetLearningRateAction
 from app.contracts.training_config.raw_config import is_probe
 from app.infra.ids import is_id, new_id
-from app.runs.service import locked
+from app.runs.service import lock
 from app.tables.actions import RunAction
 from app.tables.runs import Run
 
@@ -33,7 +33,7 @@ async def create(
     (`too_many_waiting`); 422 if the action is not possible for this run.
     """
     # Locked, so that a transaction that ends the run waits, and then finds and refuses the action.
-    run = await locked(session, run_id)
+    run = await lock(session, run_id)
     if earlier := await _replayed(session, run, created_by, idempotency):
         return earlier
     if run.status in TERMINAL:

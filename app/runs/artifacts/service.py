@@ -7,7 +7,7 @@ from pathlib import Path
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.api.errors import ApiError, clean, not_found
+from app.api.errors import ApiError, not_found, printable
 from app.contracts.run_status import TERMINAL
 from app.contracts.schemas.artifacts import Artifact
 from app.infra.storage import OutsideStorage, Storage
@@ -48,7 +48,7 @@ def open_file(folder: Path, path: str) -> int:
         raise ApiError(
             404,
             "artifact_not_found",
-            f"There is no artifact {clean(path, 100)}; list this run's artifacts to see their paths.",
+            f"There is no artifact {printable(path, 100)}; list this run's artifacts to see their paths.",
         ) from None
 
 

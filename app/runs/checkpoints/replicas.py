@@ -6,7 +6,7 @@ from sqlalchemy import ColumnElement, Executable, Select, and_, case, delete, fu
 from sqlalchemy.dialects.postgresql import Insert, insert
 
 from app.contracts.run_status import TERMINAL
-from app.tables.checkpoints import Checkpoint, CopyRemoval
+from app.tables.checkpoints import Checkpoint, ReplicaDeletion
 from app.tables.runs import Run
 
 _AT_ONCE = 200
@@ -48,7 +48,7 @@ def complete(checkpoint_id: str, noted: datetime) -> Executable:
     )
 
 
-def left_to_others(checkpoint_id: str, noted: datetime) -> Executable:
+def owned_by_other_worker(checkpoint_id: str, noted: datetime) -> Executable:
     """Return a row if the worker with claim `noted` must not remove the replica.
 
     The replica is complete and its checkpoint exists, or another worker has claimed it.
@@ -58,12 +58,12 @@ def left_to_others(checkpoint_id: str, noted: datetime) -> Executable:
     return select(Checkpoint.id).where(Checkpoint.id == checkpoint_id, or_(is_whole, is_others))
 
 
-def made() -> Executable:
+def any_replica() -> Executable:
     """Return a row if any checkpoint has a complete replica."""
     return select(Checkpoint.id).where(Checkpoint.remote_at.is_not(None)).limit(1)
 
 
-def spoilt(checkpoint_id: str, remote_at: datetime) -> Executable:
+def mark_replica_corrupt(checkpoint_id: str, remote_at: datetime) -> Executable:
     """Mark the replica completed at `remote_at` as corrupt, so that a worker uploads it again."""
     return (
         update(Checkpoint)
@@ -124,7 +124,7 @@ def removed(checkpoint_id: str, noted: datetime) -> Executable:
     )
 
 
-def leave(runs: Select[str]) -> Insert:
+def schedule_replica_deletion(runs: Select[str]) -> Insert:
     """Schedule the removal of the replicas of `runs`, whose rows are deleted in this transaction.
 
     If a worker may be uploading one now, the removal waits until that worker has noticed the deletion.
@@ -135,15 +135,15 @@ def leave(runs: Select[str]) -> Insert:
         .where(Checkpoint.run_id.in_(runs), Checkpoint.copy_begun_at.is_not(None))
         .group_by(Checkpoint.run_id)
     )
-    return insert(CopyRemoval).from_select(["run_id", "not_before"], copied).on_conflict_do_nothing()
+    return insert(ReplicaDeletion).from_select(["run_id", "not_before"], copied).on_conflict_do_nothing()
 
 
 def runs_to_remove(after: str = "") -> Executable:
     """Return one page of deleted runs that may still have replica files, with ids above `after`."""
-    due = and_(CopyRemoval.not_before <= func.clock_timestamp(), CopyRemoval.run_id > after)
-    return select(CopyRemoval.run_id.label("id")).where(due).order_by(CopyRemoval.run_id).limit(_AT_ONCE)
+    due = and_(ReplicaDeletion.not_before <= func.clock_timestamp(), ReplicaDeletion.run_id > after)
+    return select(ReplicaDeletion.run_id.label("id")).where(due).order_by(ReplicaDeletion.run_id).limit(_AT_ONCE)
 
 
 def run_removed(run_id: str) -> Executable:
     """Record that all replicas of a deleted run are removed."""
-    return delete(CopyRemoval).where(CopyRemoval.run_id == run_id)
+    return delete(ReplicaDeletion).where(ReplicaDeletion.run_id == run_id)

@@ -9,7 +9,7 @@ from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
 
 
-def good(run_id: str, below_step: int | None = None) -> Executable:
+def restorable(run_id: str, below_step: int | None = None) -> Executable:
     """Select the restorable checkpoints of a run (not deleted, not known to be corrupt), furthest first."""
     kept = [Checkpoint.run_id == run_id, Checkpoint.deleted_at.is_(None), Checkpoint.bad_reason.is_(None)]
     if below_step is not None:
@@ -17,7 +17,7 @@ def good(run_id: str, below_step: int | None = None) -> Executable:
     return select(Checkpoint).where(*kept).order_by(Checkpoint.step.desc(), Checkpoint.id.desc())
 
 
-def badness(one: Any) -> ColumnElement[float]:
+def eval_score(one: Any) -> ColumnElement[float]:
     """Return the evaluation score of a checkpoint, lower is better; null if these weights were not evaluated."""
     # A run has either losses or rewards.
     return func.coalesce(one.metrics["eval_loss"].as_float(), -one.metrics["eval_reward"].as_float())
@@ -39,9 +39,9 @@ def _retire(run_id: str, keep: int) -> Update:
     # An attempt may start before the furthest saved step, if that checkpoint is on another machine without a replica.
     # Its worker can then resume only from checkpoints that this attempt saves, so the newest is kept.
     newest = there.order_by(one.attempt.desc(), one.step.desc(), one.id.desc()).limit(max(keep, 1))
-    # The furthest is kept as well: `good` returns it first, and a worker that has it resumes from it.
+    # The furthest is kept as well: `restorable` returns it first, and a worker that has it resumes from it.
     furthest = there.order_by(one.step.desc(), one.id.desc()).limit(1)
-    best = there.where(badness(one).is_not(None)).order_by(badness(one), one.step).limit(1)
+    best = there.where(eval_score(one).is_not(None)).order_by(eval_score(one), one.step).limit(1)
     return (
         update(Checkpoint)
         .where(
@@ -69,7 +69,7 @@ def retired(run_id: str) -> Executable:
     )
 
 
-def mark_bad(checkpoint_id: str, reason: str, run_id: str, epoch: int) -> Executable:
+def mark_corrupt(checkpoint_id: str, reason: str, run_id: str, epoch: int) -> Executable:
     """Mark a checkpoint that failed verification as corrupt, so that no run resumes from it again.
 
     Does nothing unless the caller holds the run in this lease epoch.

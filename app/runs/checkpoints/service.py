@@ -9,11 +9,11 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.api.errors import ApiError
 from app.api.pagination import Paging, fetch
 from app.infra.ids import is_id
-from app.runs.checkpoints.retention import badness
+from app.runs.checkpoints.retention import eval_score
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
 
-_BADNESS = badness(Checkpoint)
+_BADNESS = eval_score(Checkpoint)
 _LAST_SAVES = 5
 
 

@@ -10,10 +10,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.contracts.methods import TrainingMethod
 from app.contracts.training_config.fields import TrainingConfig
-from app.estimator.flops import Work
-from app.runs.scheduler.durations import likeness
+from app.estimator.flops import RunFlops
+from app.runs.scheduler.durations import similarity_key
 from app.tables.events import RunEvent
-from app.tables.runs import MetricRollup, Pace
+from app.tables.runs import AttemptTimings, MetricRollup
 
 _LATEST, _LATEST_OF_ALL = 30, 100
 _BACKEND = "celery"
@@ -37,10 +37,10 @@ class Speed:
     sentence: str
 
 
-async def speed(session: AsyncSession, config: TrainingConfig, device: tuple[str, str | None], work: Work) -> Speed:
+async def speed(session: AsyncSession, config: TrainingConfig, device: tuple[str, str | None], work: RunFlops) -> Speed:
     """Estimate the duration of `work` on a device (kind, name); `config` is the effective configuration."""
-    same = select(Pace.run_id).where(Pace.likeness == _likeness(config.method, config.base_model))
-    newest = list((await session.scalars(same.order_by(Pace.run_id.desc()).limit(_LATEST))).unique())
+    same = select(AttemptTimings.run_id).where(AttemptTimings.likeness == _likeness(config.method, config.base_model))
+    newest = list((await session.scalars(same.order_by(AttemptTimings.run_id.desc()).limit(_LATEST))).unique())
     measured_on = await _measured_on(session, newest, device)
     if near := [one.tokens for one in measured_on if _is_like(one.reported, config, work.length)]:
         rate = median(near)
@@ -72,7 +72,7 @@ class _Rate:
 
 
 def _likeness(method: str, base_model: str) -> str:
-    return likeness(_BACKEND, {"method": method, "base_model": base_model})
+    return similarity_key(_BACKEND, {"method": method, "base_model": base_model})
 
 
 def _is_like(reported: dict[str, Any], config: TrainingConfig, length: int) -> bool:
@@ -93,7 +93,9 @@ def _is_like(reported: dict[str, Any], config: TrainingConfig, length: int) -> b
 
 async def _others(session: AsyncSession, config: TrainingConfig) -> list[str]:
     """Return the newest runs that have trained; runs that generate (`rlhf`) are compared only with each other."""
-    query = select(Pace.run_id, Pace.likeness).order_by(Pace.run_id.desc(), Pace.attempt.desc())
+    query = select(AttemptTimings.run_id, AttemptTimings.likeness).order_by(
+        AttemptTimings.run_id.desc(), AttemptTimings.attempt.desc()
+    )
     rows = (await session.execute(query.limit(_LATEST_OF_ALL))).all()
     writes = config.method is TrainingMethod.rlhf
     ours = [one for one in rows if one.likeness.startswith(f"{_BACKEND} ")]

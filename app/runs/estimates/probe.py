@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.contracts.schemas.estimates import KeptEstimate, Measured, ProbeResult
 from app.contracts.schemas.runs import MOST_TAGS, RunCreate, RunToEstimate, TrainingMetrics
-from app.contracts.training_config.raw_config import PROBE_STEPS, in_numbers, is_probe
+from app.contracts.training_config.raw_config import PROBE_STEPS, is_probe, normalize_numbers
 from app.runs.estimates.history import facts_of
 from app.tables.runs import Attempt, Run
 
@@ -34,7 +34,7 @@ def request_of(asked: RunToEstimate) -> RunCreate:
         name=f"probe of {name}"[:200],
         backend=asked.backend,
         dataset_id=asked.dataset_id,
-        config=in_numbers(config) | {"on_out_of_memory": "stop", "extra": {**extra, "probe": True}},
+        config=normalize_numbers(config) | {"on_out_of_memory": "stop", "extra": {**extra, "probe": True}},
         priority=asked.priority,
         max_restarts=asked.max_restarts,
         tags=[*[tag for tag in asked.tags if tag != TAG][: MOST_TAGS - 1], TAG],
@@ -52,7 +52,7 @@ def seconds_of_step(points: Sequence[TrainingMetrics]) -> float | None:
     return round(sum(part for part in parts if isinstance(part, int | float)) / steps, 6)
 
 
-async def told(
+async def probe_result(
     session: AsyncSession, run: Run, estimate: KeptEstimate | None, measured: Measured | None
 ) -> ProbeResult | None:
     """Return a probe's projection of the whole run that `estimate` describes; None if the run is not a probe."""

@@ -25,11 +25,11 @@ from app.contracts.schemas.estimates import (
 )
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.resolution import resolve
-from app.contracts.training_config.rules import Machine
+from app.contracts.training_config.rules import DeviceCapabilities
 from app.estimator import memory_planner
 from app.estimator.activations import Precision
 from app.estimator.architecture import Architecture, UnknownArchitecture, read
-from app.estimator.flops import Work, left_out, work
+from app.estimator.flops import RunFlops, left_out, work
 from app.estimator.memory import CONTEXT
 from app.estimator.parameters import CannotTrain, total, trained
 from app.estimator.steps import Data, course_of, longest, plan
@@ -64,7 +64,7 @@ class _NoConfig(Exception):
 
 
 @dataclass(frozen=True)
-class Known:
+class EstimateInputs:
     """Inputs of an estimate that are read from the database."""
 
     devices: list[EstimatedDevice]
@@ -91,25 +91,25 @@ async def estimate(
     return found.model_copy(update=_of_time(settings, found, took, todo.training + todo.writing))
 
 
-async def look_up(session: AsyncSession, settings: Settings, subject: Subject) -> Known:
+async def look_up(session: AsyncSession, settings: Settings, subject: Subject) -> EstimateInputs:
     """Read everything that `by_formula` needs from the database."""
     attempt = None
     if resolver.is_run(subject.config.base_model):
         attempt = await session.scalar(select(Run.output_attempt).where(Run.id == subject.config.base_model))
-    return Known(await _devices(session, settings, subject.backend), attempt)
+    return EstimateInputs(await _devices(session, settings, subject.backend), attempt)
 
 
 async def in_turn(
-    settings: Settings, storage: Storage, subject: Subject, known: Known, *, thorough: bool
-) -> tuple[RunEstimate, Work | None]:
+    settings: Settings, storage: Storage, subject: Subject, known: EstimateInputs, *, thorough: bool
+) -> tuple[RunEstimate, RunFlops | None]:
     """Run `by_formula` in the thread that computes all estimates."""
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(_thread, by_formula, settings, storage, subject, known, thorough)
 
 
 def by_formula(
-    settings: Settings, storage: Storage, subject: Subject, known: Known, thorough: bool
-) -> tuple[RunEstimate, Work | None]:
+    settings: Settings, storage: Storage, subject: Subject, known: EstimateInputs, thorough: bool
+) -> tuple[RunEstimate, RunFlops | None]:
     """Estimate everything except the duration; also return the work (None: not known, or not requested).
 
     Reads the model's files and computes for about ten milliseconds, so call it in a thread. With `thorough`, covers
@@ -210,8 +210,8 @@ def _read(file: Path) -> dict[str, Any]:
     return found
 
 
-def _machine(kind: Literal["cpu", "cuda"]) -> Machine:
-    return Machine(kind=kind, bf16=True, flash_attention=True, flash_attention_3=True)
+def _machine(kind: Literal["cpu", "cuda"]) -> DeviceCapabilities:
+    return DeviceCapabilities(kind=kind, bf16=True, flash_attention=True, flash_attention_3=True)
 
 
 class _OnKind:
@@ -226,7 +226,7 @@ class _OnKind:
         self.precision = Precision.of(self.config, kind)
         self._needs = memory_planner.needed(model, self.config, self.precision, self.plan.batch)
         length = min(self.plan.batch.length, longest(model, self.config))
-        self._advice = memory_planner.Advice(model, self.config, self.precision, length, self.plan.rows)
+        self._advice = memory_planner.MemoryAdvice(model, self.config, self.precision, length, self.plan.rows)
 
     def choose(self, device: EstimatedDevice) -> memory_planner.Choice:
         """Return the planner's choice for that device."""

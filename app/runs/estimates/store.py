@@ -17,7 +17,9 @@ from app.tables.runs import Run, StoredEstimate
 log = logging.getLogger(__name__)
 
 
-async def keep(sessions: async_sessionmaker[AsyncSession], settings: Settings, storage: Storage, run: Run) -> None:
+async def estimate_and_store(
+    sessions: async_sessionmaker[AsyncSession], settings: Settings, storage: Storage, run: Run
+) -> None:
     """Estimate a new run and store the result, unless one is stored already; call it after the commit.
 
     Errors are logged and leave the run without an estimate: estimates are advisory and never fail a run.
@@ -47,7 +49,7 @@ async def store(session: AsyncSession, run_id: str, found: RunEstimate) -> None:
     await session.execute(new.on_conflict_do_nothing())
 
 
-async def of(session: AsyncSession, run_id: str) -> KeptEstimate | None:
+async def get(session: AsyncSession, run_id: str) -> KeptEstimate | None:
     """Return the estimate stored at creation; None if there is none or another version stored a different form."""
     document = await session.scalar(select(StoredEstimate.estimate).where(StoredEstimate.run_id == run_id))
     return stored(document) if document else None
@@ -57,7 +59,7 @@ async def compared(
     session: AsyncSession, run: Run, step_seconds: float | None
 ) -> tuple[KeptEstimate | None, Measured | None]:
     """Return the estimate stored at creation and the measured resources so far; None where there are none."""
-    expected = await of(session, run.id)
+    expected = await get(session, run.id)
     peak, reserved, rate = await measured(session, run.id) if run.attempt else (None, None, None)
     real = None
     if peak is not None or rate is not None:

@@ -11,7 +11,7 @@ from app.contracts.errors import FieldError
 from app.contracts.events import EVENT_TYPES
 from app.contracts.run_status import TERMINAL
 from app.runs.events import responses
-from app.runs.events.frames import in_place_of_dropped
+from app.runs.events.frames import truncation_frames
 from app.runs.events.stream import Streams
 from app.tables.runs import Run
 
@@ -67,7 +67,7 @@ async def stream_events(
         ).one_or_none()
     if run is None:
         raise not_found("run", run_id)
-    if over := responses.nothing_to_come(run.status, run.event_seq, cursor):
+    if over := responses.ended_response(run.status, run.event_seq, cursor):
         return over
     streams: Streams = request.app.state.streams
     batches = streams.batches(
@@ -78,10 +78,10 @@ async def stream_events(
         wanted=None if chosen is None else lambda frame: frame.type in chosen,
         still_allowed=lambda: responses.still_allowed(request),
     )
-    opening = in_place_of_dropped(run_id, run, cursor)
+    opening = truncation_frames(run_id, run, cursor)
     if format == "ndjson":
-        return responses.LiveResponse(request, responses.as_ndjson(batches, opening.lines), "application/x-ndjson")
-    return responses.LiveResponse(request, responses.as_sse(batches, opening.sse))
+        return responses.StreamResponse(request, responses.as_ndjson(batches, opening.lines), "application/x-ndjson")
+    return responses.StreamResponse(request, responses.as_sse(batches, opening.sse))
 
 
 def _types(text: str | None) -> frozenset[str] | None:

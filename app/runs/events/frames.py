@@ -49,7 +49,7 @@ class Batch(list[Frame]):
         return sum(len(frame.json) for frame in self)
 
 
-def in_place_of_dropped(run_id: str, run: Any, cursor: int) -> Batch:
+def truncation_frames(run_id: str, run: Any, cursor: int) -> Batch:
     """Return the frames sent to a reader at `cursor` instead of dropped events; empty if it misses none.
 
     These are a `truncated` frame, and the `end` event if that was dropped as well. `end` keeps its `seq`, so the

@@ -23,7 +23,7 @@ MEASURED = ("metric", "eval")
 _as_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
-class Fenced(Exception):
+class LeaseFenced(Exception):
     """Raised when the worker no longer owns the run or the run has ended: write nothing more, kill the trainer."""
 
 
@@ -116,7 +116,7 @@ def append(
     if seq_before is None:
         stored = connection.scalar(_WHERE_STORED, {"id": run_id, "epoch": epoch})
         if stored is None:
-            raise Fenced(run_id)
+            raise LeaseFenced(run_id)
         if stored < first - 1:
             raise RuntimeError(f"{run_id}: received event {first} of the attempt, but only {stored} are stored")
         new = new[stored - first + 1 :]
@@ -125,7 +125,7 @@ def append(
         first = stored + 1
         seq_before = _store(connection, run_id, epoch, first, new, progress)
         if seq_before is None:
-            raise Fenced(run_id)
+            raise LeaseFenced(run_id)
     return Stored(first - 1, seq_before)
 
 

@@ -57,14 +57,14 @@ def cursor(last_event_id: str | None) -> int | None:
     return int(last_event_id)
 
 
-def nothing_to_come(status: str, event_seq: int, after: int) -> Response | None:
+def ended_response(status: str, event_seq: int, after: int) -> Response | None:
     """Return 204 if the run has ended and the reader has seen everything, so that an EventSource stops reconnecting."""
     if status in TERMINAL and after >= event_seq:
         return Response(status_code=204, headers=HEADERS)
     return None
 
 
-class LiveResponse(EventSourceResponse):
+class StreamResponse(EventSourceResponse):
     """Long-lived streaming response; disconnected when its client stops reading or loses access."""
 
     def __init__(self, request: Request, body: AsyncIterator[bytes], media_type: str = "text/event-stream") -> None:
@@ -88,8 +88,8 @@ class LiveResponse(EventSourceResponse):
         try:
             await asyncio.wait([serving])
         finally:
-            await async_tasks.end(watching)
-            await async_tasks.end(serving)
+            await async_tasks.cancel_and_wait(watching)
+            await async_tasks.cancel_and_wait(serving)
         if serving.cancelled():
             return
         if problem := serving.exception():

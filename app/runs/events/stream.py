@@ -14,9 +14,9 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from app.infra import async_tasks
-from app.infra.broker import Queue
+from app.infra.broker import Broker
 from app.infra.log_setup import bound_to_run
-from app.runs.events.frames import Batch, Frame, in_place_of_dropped
+from app.runs.events.frames import Batch, Frame, truncation_frames
 from app.runs.events.log import payload, read_after
 from app.tables.runs import Run
 
@@ -99,7 +99,7 @@ class Tail:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self.wake.wait(), POLL_SECONDS)
         finally:
-            await async_tasks.end(ticking)
+            await async_tasks.cancel_and_wait(ticking)
 
     def behind(self, position: int) -> Batch:
         """Return the next buffered events for a reader at or after `start`; empty if it has seen all."""
@@ -156,7 +156,7 @@ class Reader:
 class Streams:
     """Registry of all tails and readers of this process."""
 
-    def __init__(self, engine: AsyncEngine, queue: Queue) -> None:
+    def __init__(self, engine: AsyncEngine, queue: Broker) -> None:
         self._engine = engine
         self._queue = queue
         self._tails: dict[str, Tail] = {}
@@ -175,7 +175,7 @@ class Streams:
     async def close(self) -> None:
         """End all tails; their readers end with the server's shutdown."""
         for task in list(self._tasks):
-            await async_tasks.end(task)
+            await async_tasks.cancel_and_wait(task)
 
     def load(self) -> tuple[int, int, int]:
         """Return the number of live streams, of streams that catch up, and of read events not yet delivered."""
@@ -221,7 +221,7 @@ class Streams:
         async with self._reads, self._engine.connect() as connection:
             query = select(Run.status, Run.event_seq, Run.first_seq).where(Run.id == run_id)
             run = (await connection.execute(query)).one_or_none()
-        return None if run is None else in_place_of_dropped(run_id, run, position)
+        return None if run is None else truncation_frames(run_id, run, position)
 
     async def batches(
         self,

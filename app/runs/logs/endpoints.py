@@ -58,7 +58,7 @@ async def get_logs(
             if sent is None
             else max(min(sent, run.event_seq), run.first_seq - 1)
         )
-    if as_events and (over := responses.nothing_to_come(run.status, run.event_seq, after)):
+    if as_events and (over := responses.ended_response(run.status, run.event_seq, after)):
         return over
     streams: Streams = request.app.state.streams
     batches = streams.batches(
@@ -69,5 +69,5 @@ async def get_logs(
         still_allowed=lambda: responses.still_allowed(request),
     )
     if as_events:
-        return responses.LiveResponse(request, responses.as_sse(batches))
-    return responses.LiveResponse(request, lines.as_text(batches, grep), "text/plain; charset=utf-8")
+        return responses.StreamResponse(request, responses.as_sse(batches))
+    return responses.StreamResponse(request, lines.as_text(batches, grep), "text/plain; charset=utf-8")

@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from app.config import Settings
 from app.infra import async_tasks
-from app.infra.broker import Queue
+from app.infra.broker import Broker
 from app.infra.clock import utc_now
 from app.infra.db import is_database_away
 from app.runs.state import machine
@@ -33,7 +33,7 @@ _PARTITION_AGAIN = 60.0
 class Dispatcher:
     """Dispatcher loop of an API process; of all replicas, the one that gets the advisory lock does the round."""
 
-    def __init__(self, engine: AsyncEngine, queue: Queue, settings: Settings) -> None:
+    def __init__(self, engine: AsyncEngine, queue: Broker, settings: Settings) -> None:
         """Create the dispatcher.
 
         `engine` should not be shared with requests: many of those would make the database look unavailable.
@@ -59,7 +59,7 @@ class Dispatcher:
     async def stop(self) -> None:
         """Stop the loop."""
         if self._task:
-            await async_tasks.end(self._task)
+            await async_tasks.cancel_and_wait(self._task)
 
     async def _loop(self) -> None:
         owed = 0
@@ -130,7 +130,7 @@ def silent_workers(lease_seconds: float) -> Any:
 
 
 async def _hint(connection: AsyncConnection) -> int:
-    return len((await connection.execute(machine.hint_due(_HINTS_A_ROUND))).all())
+    return len((await connection.execute(machine.mark_notified(_HINTS_A_ROUND))).all())
 
 
 async def _partitions(connection: AsyncConnection) -> list[str]:

@@ -76,7 +76,7 @@ class Timings:
 
 
 @dataclass(frozen=True)
-class Past:
+class PastAttempt:
     """An attempt of a similar run."""
 
     timings: Timings
@@ -84,7 +84,7 @@ class Past:
 
 
 @dataclass(frozen=True)
-class Task:
+class Workload:
     """Work of a run, as far as it is known from the configuration and the dataset."""
 
     twin: str
@@ -106,7 +106,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Habit:
+class TypicalDurations:
     """Median durations of similar runs."""
 
     runs: int
@@ -135,7 +135,7 @@ class Estimate:
     basis: str
 
 
-def likeness(backend: str, config: Mapping[str, Any]) -> str:
+def similarity_key(backend: str, config: Mapping[str, Any]) -> str:
     """Return the key shared by runs that are used to predict each other."""
     # A probe trains only on the longest rows: it is no basis for other runs.
     which = "probe of " if is_probe(config) else ""
@@ -152,7 +152,7 @@ def task(
     first_step: int = 0,
     next_step: int = 0,
     told_steps: int | None = None,
-) -> Task:
+) -> Workload:
     """Return the work that a configuration (`FIELDS` of it, defaults included) defines for rows of these datasets.
 
     `told_steps` is the total that the trainer reported last: it knows the rows, and any extension of the run.
@@ -164,7 +164,7 @@ def task(
     stop_at = config.get("stop_at_step")
     if stop_at is not None and first_step < stop_at:
         total = min(total or stop_at, stop_at)
-    return Task(
+    return Workload(
         twin=digest.hexdigest()[:16],
         work=float(sequences * ((config.get("max_seq_length") or 2048) if config.get("packing") else 1)),
         total_steps=total,
@@ -224,10 +224,12 @@ def step_seconds(windows: Sequence[tuple[int, float]]) -> float | None:
     return float(sum(weight * min(rate, most) for weight, rate in weighed) / sum(weight for weight, _ in weighed))
 
 
-def habit(past: Sequence[Past], wanted: Task, device: str | None = None) -> Habit | None:
+def typical_durations(
+    past: Sequence[PastAttempt], wanted: Workload, device: str | None = None
+) -> TypicalDurations | None:
     """Return typical durations for a task on a device: of twins on it, else twins, else others on it, else others."""
     usable = [one for one in past if one.timings.mean is not None]
-    chosen: list[Past] = []
+    chosen: list[PastAttempt] = []
     for twins, here in ((True, True), (True, False), (False, True), (False, False)):
         chosen = [
             one
@@ -242,7 +244,7 @@ def habit(past: Sequence[Past], wanted: Task, device: str | None = None) -> Habi
     are_twins = all(one.twin == wanted.twin for one in timings)
     means = [(one.mean or 0.0) * (1.0 if are_twins else wanted.work / (one.work or 1.0)) for one in timings]
     middle = median(means)
-    return Habit(
+    return TypicalDurations(
         runs=len(timings),
         are_twins=are_twins,
         step_seconds=middle,
@@ -260,7 +262,7 @@ def _median(values: Iterable[float | None]) -> float | None:
     return median(known) if known else None
 
 
-def whole(wanted: Task, like: Habit | None) -> Estimate | None:
+def estimate_total(wanted: Workload, like: TypicalDurations | None) -> Estimate | None:
     """Estimate a task from its claim to its end; None: no similar run has trained yet, or its steps are unknown."""
     total = wanted.total_steps
     if total is None and like is not None and not wanted.ends_with_epoch:
@@ -276,7 +278,7 @@ def whole(wanted: Task, like: Habit | None) -> Estimate | None:
     return _estimate(seconds, 1 if sure else 0, wanted, f"its {total:,} steps at the speed of {like}")
 
 
-def remaining(wanted: Task, so_far: Timings, like: Habit | None) -> Estimate | None:
+def estimate_remaining(wanted: Workload, so_far: Timings, like: TypicalDurations | None) -> Estimate | None:
     """Estimate the rest of a running attempt from `so_far.step` on; None: there is no basis for it yet."""
     total = wanted.total_steps
     if total is None and not wanted.ends_with_epoch:
@@ -307,13 +309,13 @@ def remaining(wanted: Task, so_far: Timings, like: Habit | None) -> Estimate | N
     )
 
 
-def _spent(wanted: Task, so_far: Timings, each: float) -> float:
+def _spent(wanted: Workload, so_far: Timings, each: float) -> float:
     """Return the training time that counts against the limit: that of this attempt, and of steps of earlier ones."""
     earlier = max(so_far.start_step - wanted.first_step, 0)
     return so_far.training + earlier * each
 
 
-def _steps(wanted: Task, steps: int, each: float, spent: float) -> tuple[int, float]:
+def _steps(wanted: Workload, steps: int, each: float, spent: float) -> tuple[int, float]:
     """Return how many of the steps fit within the time limit, and their seconds."""
     training = steps * each
     if wanted.time_limit is None or training <= wanted.time_limit - spent:
@@ -322,7 +324,7 @@ def _steps(wanted: Task, steps: int, each: float, spent: float) -> tuple[int, fl
     return (int(allowed / each) if each else steps), allowed
 
 
-def _asides(wanted: Task, first: int, steps: int, evaluation: float, save: float) -> float:
+def _asides(wanted: Workload, first: int, steps: int, evaluation: float, save: float) -> float:
     """Return the seconds of evaluations and saves before the last step; those after it are part of finishing."""
     last = first + steps - 1
 
@@ -332,7 +334,7 @@ def _asides(wanted: Task, first: int, steps: int, evaluation: float, save: float
     return times(wanted.evaluate_every) * evaluation + times(wanted.save_every) * save
 
 
-def _estimate(seconds: float, level: int, wanted: Task, basis: str) -> Estimate:
+def _estimate(seconds: float, level: int, wanted: Workload, basis: str) -> Estimate:
     if wanted.ends_with_epoch:
         basis = f"{basis}; it stops at the end of its epoch"
     if not wanted.may_end_early:

@@ -23,8 +23,8 @@ from app.config import Settings
 from app.contracts.run_status import LIVE, TERMINAL
 from app.contracts.schemas.runs import Prediction
 from app.runs.scheduler import durations
-from app.runs.scheduler.durations import Estimate, Habit, Past, Task, Timings
-from app.runs.scheduler.simulation import Seat, Turn, Waiting, turns
+from app.runs.scheduler.durations import Estimate, PastAttempt, Timings, TypicalDurations, Workload
+from app.runs.scheduler.simulation import PendingRun, PredictedStart, WorkerSlots, simulate_queue
 from app.tables.base import sql_list
 from app.workers.queries import FRESH_LEASES
 
@@ -90,7 +90,7 @@ _NOW = text("SELECT clock_timestamp()")
 _TIMINGS = {field.name for field in fields(Timings)}
 
 
-class Forecasts:
+class EtaService:
     """Newest predictions of this process."""
 
     def __init__(self, settings: Settings, backends: Sequence[str], sessions: async_sessionmaker[AsyncSession]) -> None:
@@ -155,7 +155,7 @@ async def _forecast(
         if not live and not pending:
             return {}, {}
         workers = (await session.execute(_WORKERS, {"fresh": settings.lease_seconds * FRESH_LEASES})).all()
-        wanted = {durations.likeness(run.backend, run.config) for run in (*live, *pending)}
+        wanted = {durations.similarity_key(run.backend, run.config) for run in (*live, *pending)}
         past = (await session.execute(_PAST, {"likenesses": sorted(wanted)})).all()
     # In a thread: a thousand pending runs take some tenths of a second, which must not block other requests.
     forecast = _Forecast(now, past, settings.save_grace_seconds)
@@ -165,7 +165,7 @@ async def _forecast(
 @dataclass(frozen=True)
 class _Task:
     likeness: str
-    task: Task
+    task: Workload
 
     @classmethod
     def of(cls, run: Any, at: int | None = None) -> "_Task":
@@ -180,17 +180,17 @@ class _Task:
             end = durations.epoch_end(reached, run.current_step, run.current_epoch)
             known = [step for step in (end, wanted.total_steps) if step is not None]
             wanted = replace(wanted, total_steps=min(known) if end is not None else None, ends_with_epoch=True)
-        return cls(durations.likeness(run.backend, run.config), wanted)
+        return cls(durations.similarity_key(run.backend, run.config), wanted)
 
 
 class _Forecast:
     def __init__(self, now: datetime, past: Sequence[Any], grace_seconds: float) -> None:
         self._now = now
         self._grace = grace_seconds
-        self._past: dict[str, list[tuple[str, Past]]] = defaultdict(list)
+        self._past: dict[str, list[tuple[str, PastAttempt]]] = defaultdict(list)
         for one in past:
-            self._past[one.likeness].append((one.run_id, Past(_timings(one.timings), one.device)))
-        self._habits: dict[tuple[Any, ...], Habit | None] = {}
+            self._past[one.likeness].append((one.run_id, PastAttempt(_timings(one.timings), one.device)))
+        self._habits: dict[tuple[Any, ...], TypicalDurations | None] = {}
         self.unreadable: dict[str, Exception] = {}
         """Errors, by the id of the run."""
 
@@ -209,7 +209,7 @@ class _Forecast:
                 ends[run.id] = estimate.seconds
             found[run.id] = (False, self._predicted(run.started_at, estimate))
         places = [
-            Seat(
+            WorkerSlots(
                 one.id, frozenset(one.backends), one.kind, one.device, one.memory_mb,
                 tuple(0.0 if run is None else ends.get(run, math.inf) for run in one.runs),
             )
@@ -218,13 +218,13 @@ class _Forecast:
         rows = {run.id: run for run in pending}
         times: dict[str, Estimate | None] = {}
 
-        def seconds(one: Waiting, worker: Seat) -> float:
+        def seconds(one: PendingRun, worker: WorkerSlots) -> float:
             run = rows[one.run_id]
             estimate = times[run.id] = self._guarded(run, partial(self._whole, run, worker.device))
             return estimate.seconds if estimate else math.inf
 
         queue = [_waiting(run) for run in pending]
-        starts = turns(places, queue, seconds)
+        starts = simulate_queue(places, queue, seconds)
         for one in queue:
             found[one.run_id] = (True, self._waits(one, starts[one.run_id], times.get(one.run_id)))
         return found
@@ -244,7 +244,7 @@ class _Forecast:
         else:
             timings = _timings(run.timings)
             wanted = _Task.of(run, timings.step)
-            estimate = durations.remaining(wanted.task, timings, self._habit(wanted, run.device, run.id))
+            estimate = durations.estimate_remaining(wanted.task, timings, self._habit(wanted, run.device, run.id))
             ago = run.ago
         if estimate is None:
             return None
@@ -258,9 +258,9 @@ class _Forecast:
     def _whole(self, run: Any, device: str | None) -> Estimate | None:
         """Estimate the seconds from the claim to the end of a run."""
         wanted = _Task.of(run)
-        return durations.whole(wanted.task, self._habit(wanted, device, run.id))
+        return durations.estimate_total(wanted.task, self._habit(wanted, device, run.id))
 
-    def _waits(self, one: Waiting, turn: Turn, estimate: Estimate | None) -> Prediction | None:
+    def _waits(self, one: PendingRun, turn: PredictedStart, estimate: Estimate | None) -> Prediction | None:
         if turn.seat is None:
             return Prediction(start_at=None, finish_at=None, confidence="low", basis=_no_worker(one))
         if one.run_id in self.unreadable:
@@ -284,13 +284,13 @@ class _Forecast:
             basis=_sentence(f"{ahead}; {estimate.basis}"),
         )
 
-    def _habit(self, wanted: _Task, device: str | None, run_id: str) -> Habit | None:
+    def _habit(self, wanted: _Task, device: str | None, run_id: str) -> TypicalDurations | None:
         past = self._past[wanted.likeness]
         if any(id == run_id for id, _ in past):  # its own steps are not history
-            return durations.habit([one for id, one in past if id != run_id], wanted.task, device)
+            return durations.typical_durations([one for id, one in past if id != run_id], wanted.task, device)
         key = (wanted.likeness, wanted.task.twin, wanted.task.work, device)
         if key not in self._habits:
-            self._habits[key] = durations.habit([one for _, one in past], wanted.task, device)
+            self._habits[key] = durations.typical_durations([one for _, one in past], wanted.task, device)
         return self._habits[key]
 
     def _predicted(self, started_at: datetime, estimate: Estimate | None) -> Prediction | None:
@@ -313,14 +313,14 @@ def _timings(stored: Mapping[str, Any]) -> Timings:
     return Timings(**{name: value for name, value in stored.items() if name in _TIMINGS})
 
 
-def _waiting(run: Any) -> Waiting:
+def _waiting(run: Any) -> PendingRun:
     needs = run.requirements or {}
-    return Waiting(
+    return PendingRun(
         run.id, run.backend, needs.get("kind"), needs.get("memory_mb") or 0, run.devices_needed, max(run.wait, 0.0)
     )
 
 
-def _no_worker(one: Waiting) -> str:
+def _no_worker(one: PendingRun) -> str:
     wants = f"{one.devices} free device{'s' if one.devices > 1 else ''}"
     kind = f" of kind `{one.kind}`" if one.kind else ""
     memory = f" with {one.memory_mb:,} MB" if one.memory_mb else ""

@@ -15,7 +15,7 @@ _ANY = -1
 
 
 @dataclass(frozen=True)
-class Seat:
+class WorkerSlots:
     """An online worker with its devices."""
 
     worker_id: str
@@ -28,7 +28,7 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class PendingRun:
     """A pending run in the queue."""
 
     run_id: str
@@ -39,7 +39,7 @@ class Waiting:
     not_before: float
     """Seconds from now."""
 
-    def fits(self, worker: Seat) -> bool:
+    def fits(self, worker: WorkerSlots) -> bool:
         """Return True if a worker could ever take it, by the same conditions as a claim."""
         return (
             self.backend in worker.backends
@@ -50,10 +50,10 @@ class Waiting:
 
 
 @dataclass(frozen=True)
-class Turn:
+class PredictedStart:
     """Predicted start of a pending run."""
 
-    seat: Seat | None
+    seat: WorkerSlots | None
     """Worker on which it starts; None: no worker could take it."""
     start: float
     """Seconds from now; infinite if unknown."""
@@ -65,16 +65,16 @@ class Turn:
 class _Line:
     """Pending runs with the same requirements, so that a worker fits all of them or none."""
 
-    one: Waiting
+    one: PendingRun
     fitting: frozenset[int]
     """Indexes of the workers that could take them."""
     ready: list[int] = field(default_factory=list)
     """Their positions in the queue, as a heap."""
 
 
-def turns(
-    seats: Iterable[Seat], queue: Sequence[Waiting], seconds: Callable[[Waiting, Seat], float]
-) -> dict[str, Turn]:
+def simulate_queue(
+    seats: Iterable[WorkerSlots], queue: Sequence[PendingRun], seconds: Callable[[PendingRun, WorkerSlots], float]
+) -> dict[str, PredictedStart]:
     """Predict where and when each run of a queue starts, by id; `seconds` returns the duration of one on a worker.
 
     It is called once for each run that starts, in the order of starts, and may return infinity for unknown.
@@ -86,7 +86,10 @@ class _Play:
     """Simulation of events `(when, worker)`: a device of that worker becomes free, or a delay ends."""
 
     def __init__(
-        self, workers: list[Seat], queue: Sequence[Waiting], seconds: Callable[[Waiting, Seat], float]
+        self,
+        workers: list[WorkerSlots],
+        queue: Sequence[PendingRun],
+        seconds: Callable[[PendingRun, WorkerSlots], float],
     ) -> None:
         self._workers, self._queue, self._seconds = workers, queue, seconds
         self._free = [list(worker.free) for worker in workers]
@@ -108,7 +111,7 @@ class _Play:
         self._fitting = [[line for line in lines.values() if at in line.fitting] for at in range(len(workers))]
         heapq.heapify(self._events)
         heapq.heapify(self._pauses)
-        self.found: dict[str, Turn] = {}
+        self.found: dict[str, PredictedStart] = {}
         self._run()
         self._leave()
         self._count()
@@ -130,7 +133,7 @@ class _Play:
             if not lines:
                 return
             one = self._queue[heapq.heappop(min(lines, key=lambda line: line.ready[0]).ready)]
-            self.found[one.run_id] = Turn(worker, now)
+            self.found[one.run_id] = PredictedStart(worker, now)
             until = now + self._seconds(one, worker)
             for device in idle[: one.devices]:
                 free[device] = until
@@ -141,7 +144,9 @@ class _Play:
         """Add the runs that do not start: no worker fits, or it is unknown when one is free."""
         for one, line in zip(self._queue, self._line_of, strict=True):
             if one.run_id not in self.found:
-                self.found[one.run_id] = Turn(self._workers[min(line.fitting)] if line.fitting else None, math.inf)
+                self.found[one.run_id] = PredictedStart(
+                    self._workers[min(line.fitting)] if line.fitting else None, math.inf
+                )
 
     def _count(self) -> None:
         """Count the runs before each run."""

@@ -143,12 +143,12 @@ def begin(
     return select(moved).add_cte(*parts, started)
 
 
-def saving(run_id: str, epoch: int) -> Executable:
+def begin_save(run_id: str, epoch: int) -> Executable:
     """Enter `checkpointing`: a checkpoint is being written."""
     return _guarded(run_id, epoch, ("running",), "checkpointing", "saving a checkpoint")
 
 
-def saved(run_id: str, epoch: int) -> Executable:
+def end_save(run_id: str, epoch: int) -> Executable:
     """Return to `running`: the checkpoint is written."""
     return _guarded(run_id, epoch, ("checkpointing",), "running", "training")
 
@@ -172,7 +172,7 @@ def cancel(run_id: str, epoch: int) -> Executable:
     return _guarded(run_id, epoch, LIVE, "cancelled", "stopped on request", stop_requested_at=stopped_at)
 
 
-def hand_back(run_id: str, epoch: int, reason: str, delay_seconds: float = 0.0) -> Executable:
+def release(run_id: str, epoch: int, reason: str, delay_seconds: float = 0.0) -> Executable:
     """Release the run to the queue in good order (drain); this does not count as a loss.
 
     It is not claimed for `delay_seconds`, for when something that it needs is unavailable.
@@ -273,7 +273,7 @@ def renew(run_id: str, epoch: int, lease_seconds: float) -> Executable:
     )
 
 
-def hint_due(limit: int) -> Executable:
+def mark_notified(limit: int) -> Executable:
     """Mark the pending runs without a hint in the last 30 s; one row per hint to send."""
     due = (
         select(runs.c.id)

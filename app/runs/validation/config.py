@@ -5,24 +5,24 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from app.contracts.backends import Rules
+from app.contracts.backends import BackendRules
 from app.contracts.errors import FieldError
 from app.contracts.methods import TrainingMethod
-from app.contracts.training_config.rules import Machine
-from app.contracts.training_config.validation import problems
+from app.contracts.training_config.rules import DeviceCapabilities
+from app.contracts.training_config.validation import config_errors
 
 
 def config_problems(
-    rules: Rules | None,
+    rules: BackendRules | None,
     config: Mapping[str, Any],
     has_eval_dataset: bool = False,
     dataset_format: str | None = None,
-    machines: Iterable[Machine] = (),
-) -> tuple[list[FieldError], Machine | None]:
+    machines: Iterable[DeviceCapabilities] = (),
+) -> tuple[list[FieldError], DeviceCapabilities | None]:
     """Return a backend's errors for a configuration, and the first machine that supports it."""
 
-    def judge(machine: Machine | None) -> list[FieldError]:
-        return problems(plain, has_eval_dataset=has_eval_dataset, dataset_format=dataset_format, machine=machine)
+    def judge(machine: DeviceCapabilities | None) -> list[FieldError]:
+        return config_errors(plain, has_eval_dataset=has_eval_dataset, dataset_format=dataset_format, machine=machine)
 
     options = rules.options if rules else None
     plain = config if options is None else {name: value for name, value in config.items() if name != "extra"}
@@ -59,7 +59,7 @@ def _option_problems(options: Any, extra: Any) -> list[FieldError]:
     return []
 
 
-def _capability_problems(rules: Rules, config: Mapping[str, Any]) -> list[FieldError]:
+def _capability_problems(rules: BackendRules, config: Mapping[str, Any]) -> list[FieldError]:
     found = []
     can = rules.capabilities
     method = config.get("method", TrainingMethod.qlora)

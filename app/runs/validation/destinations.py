@@ -8,7 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.config import Settings
 from app.contracts.errors import FieldError
-from app.contracts.training_config.rules import problem
+from app.contracts.training_config.rules import field_error
 from app.secrets import store
 from app.tables.secrets import Secret
 
@@ -24,13 +24,13 @@ async def destination_problems(
             "contains `mlflow`, and no tracking server is configured; ask the operator to set "
             "ANNEAL_MLFLOW_TRACKING_URI for API and workers"
         )
-        found.append(problem("report_to", "tracker_not_set_up", message))
+        found.append(field_error("report_to", "tracker_not_set_up", message))
     if config.get("push_to_hub") is None:
         return found
     if not settings.allow_hub:
         message = "needs the hub, which is disabled on this server; ask its operator to set ANNEAL_ALLOW_HUB=true"
-        found.append(problem("push_to_hub", "hub_not_allowed", message))
+        found.append(field_error("push_to_hub", "hub_not_allowed", message))
     elif not await session.scalar(select(exists().where(Secret.name == store.HF_TOKEN))):
         message = "needs a hub token with write access; ask an admin to set it with `anneal secrets set hf_token`"
-        found.append(problem("push_to_hub", "hub_token_missing", message))
+        found.append(field_error("push_to_hub", "hub_token_missing", message))
     return found

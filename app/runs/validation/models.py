@@ -15,7 +15,7 @@ from app.contracts.methods import TrainingMethod
 from app.contracts.training_config.raw_config import given_fields
 from app.infra.storage import Storage
 from app.runs.validation.dataset import rewards_of
-from app.runs.validation.result import Examined
+from app.runs.validation.result import ValidationResult
 from app.tables.runs import Run
 
 
@@ -25,7 +25,7 @@ async def _check_base_model(
     storage: Storage,
     config: Mapping[str, Any],
     loads_model: bool,
-    found: Examined,
+    found: ValidationResult,
     *,
     needs_weights: bool,
 ) -> None:
@@ -56,7 +56,7 @@ async def _check_reward_models(
     storage: Storage,
     config: Mapping[str, Any],
     loads_model: bool,
-    found: Examined,
+    found: ValidationResult,
 ) -> None:
     refused = {error.field for error in found.errors}
     for at, reward in rewards_of(config):

@@ -8,7 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.contracts.errors import FieldError
 from app.contracts.plugins import PLUGINS, named
-from app.contracts.training_config.rules import problem
+from app.contracts.training_config.rules import field_error
 from app.tables.workers import Worker
 
 
@@ -33,12 +33,12 @@ async def plugin_problems(
                 f"names {name!r}, which only {sum(having)} of {len(having)} workers have installed, and on another one "
                 f"the run fails; ask the operator to install an entry point of `{PLUGINS[kind]}` on all of them"
             )
-            warned.append(problem(field, "plugin_not_everywhere", message))
+            warned.append(field_error(field, "plugin_not_everywhere", message))
             continue
         there = sorted({one for found in workers for one in (found or {}).get(kind, ())})
         message = (
             f"names {name!r}, which no worker has installed; installed are: {', '.join(there) or 'none'}. Ask the "
             f"operator to install a package with an entry point of `{PLUGINS[kind]}` on the workers (docs/plugins.md)"
         )
-        refused.append(problem(field, "plugin_not_installed", message))
+        refused.append(field_error(field, "plugin_not_installed", message))
     return refused, warned

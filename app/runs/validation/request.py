@@ -8,39 +8,39 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.config import Settings
-from app.contracts.backends import Rules
+from app.contracts.backends import BackendRules
 from app.contracts.errors import FieldError
 from app.contracts.schemas.runs import RunCreate
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.raw_config import given_fields, in_numbers
+from app.contracts.training_config.raw_config import given_fields, normalize_numbers
 from app.contracts.training_config.resolution import resolve
-from app.contracts.training_config.rules import Machine
+from app.contracts.training_config.rules import DeviceCapabilities
 from app.infra.storage import Storage
 from app.runs.validation.config import config_problems
 from app.runs.validation.dataset import Place, data_problems
 from app.runs.validation.destinations import destination_problems
 from app.runs.validation.models import _check_base_model, _check_reward_models
 from app.runs.validation.plugins import plugin_problems
-from app.runs.validation.result import Examined
+from app.runs.validation.result import ValidationResult
 from app.tables.datasets import Dataset
 from app.tables.experiments import Experiment
 from app.workers.queries import _online, _worker_online, online_machines
 
 
-async def examine(
+async def validate_request(
     session: AsyncSession,
     settings: Settings,
     storage: Storage,
-    known: Mapping[str, Rules],
+    known: Mapping[str, BackendRules],
     request: RunCreate,
     *,
     needs_weights: bool = True,
-) -> Examined:
+) -> ValidationResult:
     """Validate a whole request; the rows that it refers to stay locked against deletion until the commit.
 
     Without `needs_weights`, the weights of the base model may be missing.
     """
-    found = Examined()
+    found = ValidationResult()
     rules = known.get(request.backend)
     if rules is None:
         names = ", ".join(f"`{name}`" for name in sorted(known))
@@ -68,7 +68,7 @@ async def examine(
         found.warnings += [_about_config(problem) for problem in warned]
     found.errors += [_about_config(problem) for problem in wrong]
     loads_model = rules is None or rules.loads_model
-    config = in_numbers(request.config)
+    config = normalize_numbers(request.config)
     await _check_base_model(session, settings, storage, config, loads_model, found, needs_weights=needs_weights)
     await _check_reward_models(session, settings, storage, request.config, loads_model, found)
     if rules is not None and not await _worker_online(session, settings, request.backend):
@@ -85,7 +85,7 @@ async def examine(
     return found
 
 
-def requirements(rules: Rules, config: TrainingConfig, given: Iterable[str]) -> dict[str, Any]:
+def requirements(rules: BackendRules, config: TrainingConfig, given: Iterable[str]) -> dict[str, Any]:
     """Return the requirements on a worker that follow from the configuration alone."""
     wanted = set(given)
     needs_gpu = (
@@ -96,7 +96,7 @@ def requirements(rules: Rules, config: TrainingConfig, given: Iterable[str]) -> 
     return {"kind": "cuda"} if rules.machine_matters and needs_gpu else {}
 
 
-async def _check_experiment(session: AsyncSession, experiment_id: str, found: Examined) -> None:
+async def _check_experiment(session: AsyncSession, experiment_id: str, found: ValidationResult) -> None:
     query = select(Experiment.id).where(Experiment.id == experiment_id)
     if await session.scalar(query.with_for_update(read=True, key_share=True)) is None:
         found.refuse(
@@ -107,7 +107,7 @@ async def _check_experiment(session: AsyncSession, experiment_id: str, found: Ex
         )
 
 
-async def _dataset(session: AsyncSession, name: str, dataset_id: str, found: Examined) -> Dataset | None:
+async def _dataset(session: AsyncSession, name: str, dataset_id: str, found: ValidationResult) -> Dataset | None:
     query = select(Dataset).where(Dataset.id == dataset_id).with_for_update(read=True, key_share=True)
     dataset = await session.scalar(query)
     if dataset is None:
@@ -119,7 +119,7 @@ async def _dataset(session: AsyncSession, name: str, dataset_id: str, found: Exa
     return dataset
 
 
-def _resolve(config: Mapping[str, Any], machine: Machine | None, found: Examined) -> None:
+def _resolve(config: Mapping[str, Any], machine: DeviceCapabilities | None, found: ValidationResult) -> None:
     given = given_fields(config)
     found.config = TrainingConfig.model_validate(dict(config))
     found.given = sorted(given)

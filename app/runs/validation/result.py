@@ -8,7 +8,7 @@ from app.contracts.training_config.fields import TrainingConfig
 
 
 @dataclass
-class Examined:
+class ValidationResult:
     """Result of validating a request; `config` is set if there are no errors."""
 
     errors: list[FieldError] = field(default_factory=list)
@@ -24,7 +24,7 @@ class Examined:
         self.errors.append(FieldError(field=name, code=code, message=message))
 
 
-def refusal(errors: list[FieldError]) -> ApiError:
+def validation_failed(errors: list[FieldError]) -> ApiError:
     """Build a 422 with all errors; its code is that of the errors if they all have the same."""
     codes = {error.code for error in errors}
     return invalid(errors, code=codes.pop() if len(codes) == 1 else "invalid_request")

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from worker.wire.reporter import Report
+from worker.wire.reporter import Reporter
 
 
 class Disk:
@@ -74,16 +74,16 @@ def main(train: Callable[[list[str]], int], arguments: list[str]) -> int:
     """Run a training process in this one; its last record, `disk`, tells what a power cut would have taken."""
     folder = Path(arguments[0]).parent
     disk, told, too_early = Disk(), [], []
-    send = Report.send
+    send = Reporter.send
 
-    def watched_send(report: Report, type: str, **fields: Any) -> None:
+    def watched_send(report: Reporter, type: str, **fields: Any) -> None:
         if type == "checkpoint":
             told.append(fields["name"])
             if not disk.is_named(folder / fields["name"]):
                 too_early.append(fields["name"])
         send(report, type, **fields)
 
-    Report.send = watched_send  # type: ignore[method-assign]
+    Reporter.send = watched_send  # type: ignore[method-assign]
     with disk.watched():
         code = train(arguments)
     has_output = disk.is_named(folder / "output")

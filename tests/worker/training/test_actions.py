@@ -13,9 +13,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerControl
 
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.rules import Machine
+from app.contracts.training_config.rules import DeviceCapabilities
 from tests.worker.training.tiny import Forks, Outcome, make_job
-from worker.training.context import Run
+from worker.training.context import TrainingContext
 from worker.training.loop.actions import Actions
 from worker.wire.control import Control
 
@@ -169,7 +169,9 @@ def test_more_steps_than_until_its_stop_are_refused(tmp_path: Path, first: int, 
     control: Any = SimpleNamespace(take_action=lambda: waiting.pop() if waiting else None)
     nothing: Any = None
     config = TrainingConfig(base_model="tiny", stop_at_step=stop)
-    run = Run({"output_dir": str(tmp_path)}, config, set(), Machine(), report, control, nothing, steps_in_a_pass=10)
+    run = TrainingContext(
+        {"output_dir": str(tmp_path)}, config, set(), DeviceCapabilities(), report, control, nothing, steps_in_a_pass=10
+    )
     run.state.first_step = first
     state = SimpleNamespace(global_step=first + 1, epoch=0.1, max_steps=10)
     trainer: Any = SimpleNamespace(run=run, state=state)
@@ -243,7 +245,7 @@ class TestAChangeThatBreaksOff:
             "actions": [{"id": "a", "action": action, "parameters": parameters, "step": 1}],
         }
         nothing: Any = None
-        run = Run(job, config, set(), Machine(), report, Control(), nothing, steps_in_a_pass=10)
+        run = TrainingContext(job, config, set(), DeviceCapabilities(), report, Control(), nothing, steps_in_a_pass=10)
         optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
         course = LambdaLR(optimizer, lambda step: 1 / (1 + step))
         trainer: Any = SimpleNamespace(

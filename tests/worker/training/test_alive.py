@@ -14,8 +14,8 @@ import pytest
 from tests.slowness import slowness
 from tests.worker.launching import CPU, start_launcher
 from tests.worker.training.tiny import make_job, write_job
-from worker.attempts.monitor import Following, KilledFor
-from worker.ingest.record_handler import Pump
+from worker.attempts.monitor import KillReason, Monitor
+from worker.ingest.record_handler import RecordHandler
 from worker.process.launcher import Launcher
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -93,20 +93,20 @@ class Watched:
             dataset_id="ds",
             eval_dataset_id=None,
         )
-        self.pump = Pump(host, run, writer)
+        self.pump = RecordHandler(host, run, writer)
         process = launcher.launch("tests.worker.training.slow:main", write_job(job), CPU)
         lease: Any = Lease()
         began = time.monotonic()
         try:
             vitals: Any = SimpleNamespace(look=lambda phase: None)
-            _, self.killed_for = Following(host, lease, writer, self.pump, process, vitals).until_the_end()
+            _, self.killed_for = Monitor(host, lease, writer, self.pump, process, vitals).until_the_end()
         finally:
             process.close()
         self.seconds = time.monotonic() - began
-        self.killed_for: KilledFor | None
+        self.killed_for: KillReason | None
 
     @property
-    def told(self) -> tuple[KilledFor | None, Any]:
+    def told(self) -> tuple[KillReason | None, Any]:
         """Why it was killed, and how it ended by its own account."""
         return self.killed_for, (self.pump.result or {}).get("outcome")
 

@@ -16,16 +16,16 @@ import torch
 from tests.waiting import eventually
 from tests.worker.training.outputs import figures, weights
 from tests.worker.training.tiny import Forks, Outcome, make_job
-from worker.checkpoint_files.disk_space import Room
+from worker.checkpoint_files.disk_space import DiskSpace
 from worker.checkpoint_files.manifest import verify
 from worker.training.checkpointing import pinned_memory
-from worker.training.checkpointing.async_writer import InFlight
+from worker.training.checkpointing.async_writer import AsyncWriter
 from worker.training.checkpointing.disk_space import CheckpointRoom
-from worker.training.checkpointing.pinned_memory import HostMemory, TooLittleMemory
-from worker.training.checkpointing.saver import Saving
+from worker.training.checkpointing.pinned_memory import InsufficientHostMemory, PinnedMemory
+from worker.training.checkpointing.saver import CheckpointSaver
 from worker.training.checkpointing.snapshot import Snapshot
 from worker.training.failures import TrainingFailure
-from worker.wire.heartbeat import nobody
+from worker.wire.heartbeat import no_heartbeat
 from worker.wire.journal import read_journal
 
 CONFIG: dict[str, Any] = {
@@ -115,7 +115,7 @@ class TestWhileTrainingGoesOn:
 class TestInFlight:
     def test_while_the_loop_waits_each_sign_is_of_something_written(self) -> None:
         signs: list[int] = []
-        in_flight, stand_still, steps = InFlight(never_short), threading.Event(), threading.Semaphore(0)
+        in_flight, stand_still, steps = AsyncWriter(never_short), threading.Event(), threading.Semaphore(0)
 
         def write(alive: Any) -> None:
             while steps.acquire(timeout=10) and not stand_still.is_set():
@@ -138,29 +138,29 @@ class TestInFlight:
         def fail(_: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        in_flight = InFlight(never_short)
+        in_flight = AsyncWriter(never_short)
         in_flight.begin(fail)
         with pytest.raises(TrainingFailure) as failed:
-            in_flight.wait(nobody)
+            in_flight.wait(no_heartbeat)
         assert failed.value.code == "disk_full"
         in_flight.check()
 
     def test_a_failure_of_the_loop_comes_first_and_leaves_nothing_being_written(self) -> None:
         written: list[int] = []
-        in_flight, go_on = InFlight(never_short), threading.Event()
+        in_flight, go_on = AsyncWriter(never_short), threading.Event()
 
         def write(_: Any) -> None:
             go_on.wait(10)
             written.append(1)
 
-        with pytest.raises(ValueError, match="of the loop"), in_flight.settled_after(nobody, print):
+        with pytest.raises(ValueError, match="of the loop"), in_flight.settled_after(no_heartbeat, print):
             in_flight.begin(write)
             go_on.set()
             raise ValueError("of the loop")
         assert written == [1]
 
     def test_what_is_not_wanted_any_more_ends_at_its_next_piece(self) -> None:
-        in_flight, pieces = InFlight(never_short), []
+        in_flight, pieces = AsyncWriter(never_short), []
 
         def write(alive: Any) -> None:
             while len(pieces) < 10_000_000:
@@ -169,7 +169,7 @@ class TestInFlight:
 
         in_flight.begin(write)
         in_flight.abandon()
-        in_flight.wait(nobody)
+        in_flight.wait(no_heartbeat)
         assert len(pieces) < 10_000_000
 
 
@@ -182,7 +182,7 @@ class TestHostMemory:
             torch.randn(5).to(torch.bfloat16), torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
             torch.randn(4_500_000), torch.randn(8)[2:5], torch.tensor([True, False]),
         ]  # fmt: skip
-        memory = HostMemory()
+        memory = PinnedMemory()
         copies = memory.copy(tensors)
         for tensor in tensors:
             copy = copies[id(tensor)]
@@ -195,11 +195,11 @@ class TestHostMemory:
 
     def test_what_is_one_place_in_memory_stays_one(self) -> None:
         one = torch.randn(10)
-        copies = HostMemory().copy([one, one.detach()])
+        copies = PinnedMemory().copy([one, one.detach()])
         assert len({copy.data_ptr() for copy in copies.values()}) == 1
 
     def test_the_memory_of_the_last_copy_is_used_again(self) -> None:
-        memory, state = HostMemory(), torch.randn(100_000)
+        memory, state = PinnedMemory(), torch.randn(100_000)
         memory.prepare(state.nbytes + 64)
         first = memory.copy([state])[id(state)].data_ptr()
         assert memory.copy([state])[id(state)].data_ptr() == first
@@ -208,12 +208,12 @@ class TestHostMemory:
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         monkeypatch.setattr(pinned_memory, "_memory", lambda: (2**30, 2**28))
-        with pytest.raises(TooLittleMemory):
-            HostMemory().copy([torch.randn(10)])
+        with pytest.raises(InsufficientHostMemory):
+            PinnedMemory().copy([torch.randn(10)])
         told: list[tuple[str, str]] = []
         report = SimpleNamespace(message=lambda *said: told.append(said), phase=lambda name: told.append((name, "")))
         run: Any = SimpleNamespace(folder=tmp_path, job={}, report=report, is_probe=False)
-        saving, snapshot = Saving(run), Snapshot([], {"state": torch.randn(10)}, {})
+        saving, snapshot = CheckpointSaver(run), Snapshot([], {"state": torch.randn(10)}, {})
         assert saving.copied(snapshot) is None and saving.copied(snapshot) is None
         assert [what for what, _ in told if what == "saving"] == ["saving"] * 2
         ((line, level),) = [said for said in told if said[1]]
@@ -263,15 +263,15 @@ class TestLimitsOfMemory:
             raise OSError(12, "Cannot allocate memory")
 
         monkeypatch.setattr(pinned_memory.mmap, "mmap", refuse)
-        memory = HostMemory()
+        memory = PinnedMemory()
         memory.prepare(1000)
-        with pytest.raises(TooLittleMemory, match="which the system refuses"):
+        with pytest.raises(InsufficientHostMemory, match="which the system refuses"):
             memory.copy([torch.randn(10)])
 
     def test_a_kernel_without_huge_pages_will_do(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(pinned_memory.mmap, "MADV_HUGEPAGE", 12345)
         state = torch.randn(10)
-        assert torch.equal(HostMemory().copy([state])[id(state)], state)
+        assert torch.equal(PinnedMemory().copy([state])[id(state)], state)
 
     def test_memory_that_cuda_refuses_to_pin_is_used_as_it_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: list[int] = []
@@ -285,7 +285,7 @@ class TestLimitsOfMemory:
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
         monkeypatch.setattr(torch, "zeros", lambda *sizes, **_: zeros(*sizes))
-        memory, small, large = HostMemory(), torch.randn(10), torch.randn(10_000)
+        memory, small, large = PinnedMemory(), torch.randn(10), torch.randn(10_000)
         for state in (small, small, large):
             assert torch.equal(memory.copy([state])[id(state)], state)
         assert len(asked) == 2, "once for each stretch of memory"
@@ -305,8 +305,8 @@ class TestRoom:
             yield free
 
     def test_the_reserve_stays_free(self, free: list[int], tmp_path: Path) -> None:
-        assert Room(tmp_path, 0).lacking(90 * 2**20) is None
-        why = Room(tmp_path, 20 * 2**20).lacking(90 * 2**20)
+        assert DiskSpace(tmp_path, 0).lacking(90 * 2**20) is None
+        why = DiskSpace(tmp_path, 20 * 2**20).lacking(90 * 2**20)
         assert why is not None
         assert all(said in why for said in ("93 MiB", "100 MiB free", "20 MiB", str(tmp_path), "save_total_limit"))
 

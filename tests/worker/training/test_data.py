@@ -40,7 +40,7 @@ def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
 def tokens(
     tokenizer: PreTrainedTokenizerBase, path: Path, rows: list[Any], data_format: str, length: int = 200, **config: Any
 ) -> Tokens:
-    return dataset.tokenise(
+    return dataset.tokenize(
         str(write_rows(path / "rows.jsonl", rows)), data_format, tokenizer,
         TrainingConfig(base_model="tiny", **config), max_length=length, chosen=None, progress=lambda done, total: None,
     )  # fmt: skip
@@ -228,7 +228,7 @@ class TestHeldOut:
 
     def test_chosen_rows_keep_their_numbers(self, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
         path = write_rows(tmp_path / "rows.jsonl", [{"text": f"row {n}"} for n in range(6)])
-        made = dataset.tokenise(
+        made = dataset.tokenize(
             str(path), "text", tokenizer, TrainingConfig(base_model="tiny"), max_length=50, chosen=[1, 4],
             progress=lambda done, total: None,
         )  # fmt: skip

@@ -27,7 +27,7 @@ from tests.worker.training.tiny import (
 )
 from worker.checkpoint_files.manifest import verify
 from worker.training.failures import TrainingFailure, classify
-from worker.training.model.base_model import not_loaded
+from worker.training.model.base_model import load_failure
 
 QUICK: dict[str, Any] = {"method": "lora", "max_seq_length": 64, "batch_size": 2, "gradient_accumulation_steps": 1}
 
@@ -314,7 +314,7 @@ class TestNotLoaded:
         refusal = GatedRepoError("gated", response=httpx.Response(403, request=request))
         error = OSError("You are trying to access a gated repo.")
         error.__cause__ = refusal
-        failure = not_loaded(error, "owner/gated", "model")
+        failure = load_failure(error, "owner/gated", "model")
         assert failure.code == "model_not_found"
         assert "owner/gated" in failure.message and "`anneal secrets set hf_token`" in failure.message
 
@@ -330,12 +330,12 @@ class TestNotLoaded:
         (tmp_path / "config.json").write_text(json.dumps(fields | {"vocab_size": 32, "intermediate_size": 64} | wrong))
         with pytest.raises((StrictDataclassError, ZeroDivisionError)) as raised:
             AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
-        failure = not_loaded(raised.value, str(tmp_path), "model")
+        failure = load_failure(raised.value, str(tmp_path), "model")
         assert failure.code == "config_error" and reason in failure.message and "config.json" in failure.message
 
     def test_an_empty_file_of_weights_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "model.safetensors").touch()
-        failure = not_loaded(SafetensorError("header too small"), str(tmp_path), "model")
+        failure = load_failure(SafetensorError("header too small"), str(tmp_path), "model")
         assert failure.code == "config_error" and "model.safetensors is empty" in failure.message
         assert "download it again" in failure.message
 

@@ -12,11 +12,11 @@ import torch
 from transformers import TrainerControl, TrainerState
 
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.rules import Machine
+from app.contracts.training_config.rules import DeviceCapabilities
 from tests.worker.training.tiny import Forks, Outcome, make_job, make_pairs, make_prompts
-from worker.training.context import Run
+from worker.training.context import TrainingContext
 from worker.training.loop import memory, throughput
-from worker.training.loop.histograms import EDGES, Distribution
+from worker.training.loop.histograms import EDGES, Histogram
 from worker.training.model.flops import Flops
 from worker.training.run_state import DISTRIBUTIONS, MEMORY, MOST_RECORDS, History
 
@@ -171,8 +171,14 @@ class TestGpuMemory:
         monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"pickled"))
         config = TrainingConfig(base_model="tiny", extra={"memory_profile": True})
         silent: Any = type("Silent", (), {"message": lambda self, line: None})()
-        run = Run(
-            {"output_dir": str(tmp_path), "attempt": 1}, config, set(), Machine(kind="cuda"), silent, silent, silent
+        run = TrainingContext(
+            {"output_dir": str(tmp_path), "attempt": 1},
+            config,
+            set(),
+            DeviceCapabilities(kind="cuda"),
+            silent,
+            silent,
+            silent,
         )
         profiler = memory.MemoryProfiler(run, memory.GpuMemory())
         state, nothing = TrainerState(global_step=1), None
@@ -232,7 +238,7 @@ class TestHistory:
 
 class TestDistributions:
     def test_they_are_those_of_all_numbers_together(self) -> None:
-        found = Distribution()
+        found = Histogram()
         numbers = torch.tensor([0.0, 1.0, -1.5, 2.0**-40, 1e9, -1e9, 0.5], dtype=torch.bfloat16)
         found.add(numbers[:3])
         found.add(numbers[3:])
@@ -248,7 +254,7 @@ class TestDistributions:
     @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
     def test_what_is_not_finite_is_null_and_the_record_is_json(self, odd: float) -> None:
         for numbers in ([1.0, odd, 2.0], [odd]):
-            found = Distribution()
+            found = Histogram()
             found.add(torch.tensor(numbers))
             told = json.loads(json.dumps(found.told(), allow_nan=False))
             assert told["mean"] is None and told["std"] is None

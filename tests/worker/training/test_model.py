@@ -12,13 +12,13 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.rules import Machine
+from app.contracts.training_config.rules import DeviceCapabilities
 from tests.worker.training.tiny import Forks, make_job
 from worker.training.model import base_model, loader
 
-CPU = Machine(kind="cpu", bf16=True)
-OLD_GPU = Machine(kind="cuda", bf16=False)
-FLASH_GPU = Machine(kind="cuda", bf16=True, flash_attention=True)
+CPU = DeviceCapabilities(kind="cpu", bf16=True)
+OLD_GPU = DeviceCapabilities(kind="cuda", bf16=False)
+FLASH_GPU = DeviceCapabilities(kind="cuda", bf16=True, flash_attention=True)
 COMMIT = "c" * 40
 
 
@@ -44,7 +44,9 @@ class TestPrecision:
         assert frozen == {torch.bfloat16}
 
     @pytest.mark.parametrize("machine", [CPU, FLASH_GPU])
-    def test_elsewhere_only_modules_that_train_whole_are_raised_to_32(self, machine: Machine, adapted: Any) -> None:
+    def test_elsewhere_only_modules_that_train_whole_are_raised_to_32(
+        self, machine: DeviceCapabilities, adapted: Any
+    ) -> None:
         loader.keep_full_precision(adapted, machine)
         assert types(adapted, "modules_to_save") == {torch.float32}
         assert types(adapted, "lora_") == {torch.bfloat16}
@@ -62,7 +64,7 @@ class TestAttention:
         ],
     )
     def test_flash_attention_is_used_where_it_is_there_and_the_weights_have_16_bits(
-        self, fields: dict[str, Any], machine: Machine, used: str | None, tiny_model: Path
+        self, fields: dict[str, Any], machine: DeviceCapabilities, used: str | None, tiny_model: Path
     ) -> None:
         config = TrainingConfig(base_model="tiny", **fields)
         start = base_model.find_base({"base_model": {"name": "tiny", "path": str(tiny_model)}}, config)

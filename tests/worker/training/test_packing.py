@@ -84,7 +84,7 @@ class TestAsTrl:
 
 def packed(model: Path, folder: Path, rows: list[Any], strategy: str, length: int) -> Dataset:
     config = TrainingConfig(base_model="tiny", packing=True, extra={"packing_strategy": strategy})
-    return dataset.tokenise(
+    return dataset.tokenize(
         str(write_rows(folder / "rows.jsonl", rows)), "text", AutoTokenizer.from_pretrained(model), config,
         max_length=length, chosen=None, progress=lambda done, total: None,
     ).dataset  # fmt: skip

@@ -11,7 +11,7 @@ from trl.models.utils import disable_gradient_checkpointing
 
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.resolution import Replacement
-from app.contracts.training_config.rules import Machine
+from app.contracts.training_config.rules import DeviceCapabilities
 from worker.training.model import memory_plan
 
 _LLAMA = LlamaConfig(
@@ -56,12 +56,12 @@ def decided(monkeypatch: pytest.MonkeyPatch, free: int, repairs: Any = (), **con
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, free))
     asked = TrainingConfig(base_model="any", load_in_4bit=False, method="lora", **config)
     run: Any = SimpleNamespace(
-        config=asked, machine=Machine(kind="cuda", bf16=True), given=set(config), job={"repairs": repairs}
+        config=asked, machine=DeviceCapabilities(kind="cuda", bf16=True), given=set(config), job={"repairs": repairs}
     )
     found: Any = SimpleNamespace(architecture=_LLAMA)
     data = Dataset.from_dict({"input_ids": [[1] * 8] * 3 + [[1] * 1024]})
     replaced: list[Replacement] = []
-    memory_plan.decide(run, replaced, found, data, 2048)
+    memory_plan.choose_checkpointing(run, replaced, found, data, 2048)
     assert run.config.gradient_checkpointing != "auto"
     return replaced[0] if replaced else None
 

@@ -20,7 +20,7 @@ from worker.registration import installed
 from worker.training.failures import TrainingFailure
 from worker.training.plugins import hooks
 from worker.training.plugins.checkpoint_engines import fetch, keep
-from worker.wire.reporter import Report
+from worker.wire.reporter import Reporter
 
 STEPS = 8
 CONFIG: dict[str, Any] = {
@@ -158,7 +158,7 @@ def stub(tmp_path: Path, **extra: Any) -> Any:
     data.write_text(json.dumps({"text": "a"}) + "\n")
     job = {"dataset": {"path": str(data)}, "resume_from": {"path": str(tmp_path / "gone" / "checkpoint-1")}}
     run = types.SimpleNamespace(
-        config=config, folder=tmp_path, job=job, resume_from=job["resume_from"], report=Report(None),
+        config=config, folder=tmp_path, job=job, resume_from=job["resume_from"], report=Reporter(None),
         heed_stop=lambda: None,
     )  # fmt: skip
     arguments = types.SimpleNamespace(learning_rate=0.1, weight_decay=0.01, get_warmup_steps=lambda steps: 0)

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from app.contracts.training_config.fields import TrainingConfig
 from tests.worker.training.tiny import Forks, Outcome, make_job, make_tiny_model, write_rows
 from worker.checkpoint_files.manifest import verify
-from worker.training.loop.anomalies import Guard, Trouble
+from worker.training.loop.anomalies import Anomaly, AnomalyGuard
 
 POISON = "§§§§"
 ROW = 21
@@ -209,8 +209,8 @@ def test_smaller_micro_batches_train_on_the_same_rows_and_say_that_sums_are_take
 class TestJudge:
     """What counts as a leap, on made-up losses."""
 
-    def guard(self, **config: Any) -> Guard:
-        return Guard(TrainingConfig(base_model="m", **config), {})
+    def guard(self, **config: Any) -> AnomalyGuard:
+        return AnomalyGuard(TrainingConfig(base_model="m", **config), {})
 
     def test_noise_is_none(self) -> None:
         guard, recent = self.guard(on_spike="stop"), [2 + 0.1 * math.sin(place) for place in range(64)]
@@ -226,7 +226,7 @@ class TestJudge:
             state=SimpleNamespace(global_step=41), step_rows=[], sequences_of=lambda _: [],
             saving=SimpleNamespace(kept_step=kept),
         )  # fmt: skip
-        failure = self.guard().failure(trainer, Trouble("non_finite", "the loss became nan"))
+        failure = self.guard().failure(trainer, Anomaly("non_finite", "the loss became nan"))
         assert failure.repair is None and says in failure.message
 
     def test_none_at_the_start_and_none_unless_asked_for(self) -> None:

@@ -10,14 +10,14 @@ import pytest
 from transformers import TrainerControl, TrainerState
 
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.rules import Machine
+from app.contracts.training_config.rules import DeviceCapabilities
 from tests.worker.training.outputs import figures, weights
 from tests.worker.training.tiny import Forks, Outcome, make_job, make_tiny_model
 from worker.checkpoint_files import resume_fidelity
-from worker.training.context import Run
+from worker.training.context import TrainingContext
 from worker.training.failures import TrainingFailure
-from worker.training.loop.callbacks import StepWatcher
-from worker.training.loop.trainer import Faithful
+from worker.training.loop.callbacks import StepCallback
+from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.run_state import RunState
 
 STEPS = 10
@@ -134,13 +134,13 @@ class TestFidelity:
     def test_versions_devices_and_an_unknown_past_are_reasons_too(self, tmp_path: Path) -> None:
         then = {"device": "cpu", "versions": {"torch": "2.13.0", "peft": "1"}}
         (tmp_path / "manifest.json").write_text(json.dumps({"fingerprint": then}))
-        assert resume_fidelity.reasons(tmp_path, then) == []
+        assert resume_fidelity.fingerprint_differences(tmp_path, then) == []
         now = {"device": "cuda", "versions": {"torch": "2.14.0", "peft": "1"}}
-        assert resume_fidelity.reasons(tmp_path, now) == [
+        assert resume_fidelity.fingerprint_differences(tmp_path, now) == [
             "device: cpu at the checkpoint, cuda now.", "torch: 2.13.0 at the checkpoint, 2.14.0 now.",
         ]  # fmt: skip
         (tmp_path / "manifest.json").write_text("{}")
-        assert len(resume_fidelity.reasons(tmp_path, now)) == 1
+        assert len(resume_fidelity.fingerprint_differences(tmp_path, now)) == 1
 
 
 class TestChanges:
@@ -254,11 +254,13 @@ class TestBest:
     def test_an_evaluation_that_is_no_number_ends_the_run_and_is_nobodys_best(self, tmp_path: Path) -> None:
         config = TrainingConfig(base_model="tiny")
         nothing: Any = None
-        run = Run({"output_dir": str(tmp_path)}, config, set(), Machine(), nothing, nothing, nothing)
+        run = TrainingContext(
+            {"output_dir": str(tmp_path)}, config, set(), DeviceCapabilities(), nothing, nothing, nothing
+        )
         arguments: Any = None
-        trainer = Faithful.__new__(Faithful)
+        trainer = ServiceTrainerMixin.__new__(ServiceTrainerMixin)
         trainer.run, trainer.state = run, TrainerState()
-        watcher = StepWatcher(run, trainer)
+        watcher = StepCallback(run, trainer)
         with pytest.raises(TrainingFailure) as ended:
             watcher.on_evaluate(arguments, TrainerState(), TrainerControl(), {"eval_loss": math.nan})
         assert ended.value.code == "non_finite_loss"

@@ -11,7 +11,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from app.contracts.rewards import Reward, needs_answer
-from worker.training.rewards import bad_answer, functions
+from worker.training.rewards import answer_problem, build_reward_functions
 
 TOKENIZER = SimpleNamespace(all_special_ids=[0, 1])
 CATASTROPHE = r"^(([a-z])+.)+[A-Z]([a-z])+$"
@@ -25,7 +25,7 @@ def reward(**fields: Any) -> Reward:
 
 def judge(fields: dict[str, Any], *completions: str, answer: str | None = None) -> list[float | None]:
     """What a reward gives to completions of rows with the same answer."""
-    (function,) = functions([reward(**fields)], TOKENIZER)
+    (function,) = build_reward_functions([reward(**fields)], TOKENIZER)
     ids = [[1, *range(2, 2 + len(text)), 0] for text in completions]
     answers = {} if answer is None else {"answer": [answer] * len(completions)}
     return list(function(["?"] * len(completions), list(completions), ids, **answers))
@@ -199,7 +199,7 @@ class TestNothingHangs:
         ids=["unique", "unique-within", "properties", "further-properties", "contains"],
     )  # fmt: skip
     def test_a_long_document_ends_soon_whatever_is_asked_of_it(self, schema: dict[str, Any], given: float) -> None:
-        (function,) = functions([reward(type="json_schema", schema=schema)], TOKENIZER)
+        (function,) = build_reward_functions([reward(type="json_schema", schema=schema)], TOKENIZER)
         document = json.dumps([{"a": at, "b": -at} for at in range(20_000)])
         started = time.monotonic()
         assert function(["?"], [document], [[2]]) == [given]
@@ -217,7 +217,7 @@ class TestNothingHangs:
     def test_one_that_is_always_too_slow_is_told_once_and_costs_a_call_three_seconds(self) -> None:
         told: list[str] = []
         beats: list[int] = []
-        slow, quick = functions(
+        slow, quick = build_reward_functions(
             [reward(type="regex", pattern=CATASTROPHE), reward(type="length", max=1)],
             TOKENIZER, lambda: beats.append(len(told)), told.append,
         )  # fmt: skip
@@ -235,7 +235,7 @@ class TestNothingHangs:
 
     @staticmethod
     def takes_a_second(fields: dict[str, Any], completion: str) -> None:
-        (function,) = functions([reward(**fields)], TOKENIZER)
+        (function,) = build_reward_functions([reward(**fields)], TOKENIZER)
         started = time.monotonic()
         assert function(["?"], [completion], [[2]], answer=["7"]) == [0]
         assert 0.9 < time.monotonic() - started < 60
@@ -248,17 +248,21 @@ class TestFunctions:
             reward(type="regex", pattern="a"), reward(type="model", model="org/judge"),
             reward(type="length", max=3), reward(type="regex", pattern="b"),
         ]  # fmt: skip
-        assert [function.__name__ for function in functions(rewards, TOKENIZER)] == ["regex", "length", "regex_2"]
+        assert [function.__name__ for function in build_reward_functions(rewards, TOKENIZER)] == [
+            "regex",
+            "length",
+            "regex_2",
+        ]
 
     def test_of_messages_the_last_ones_content_counts_and_columns_that_nobody_asked_for_do_not_matter(self) -> None:
-        (function,) = functions([reward(type="regex", pattern="yes")], TOKENIZER)
+        (function,) = build_reward_functions([reward(type="regex", pattern="yes")], TOKENIZER)
         said = [{"role": "assistant", "content": "no"}, {"role": "assistant", "content": "yes"}]
         silent = [{"role": "assistant", "content": None}]
         assert function(["?", "?"], [said, silent], [[2], [2]], colour=["red", "red"], trainer_state=None) == [1, 0]
 
     def test_a_row_without_an_answer_is_not_judged_by_it(self) -> None:
         for kind in ("exact_match", "numeric_match"):
-            (function,) = functions([reward(type=kind)], TOKENIZER)
+            (function,) = build_reward_functions([reward(type=kind)], TOKENIZER)
             assert function(["?", "?"], ["1", "1"], [[2], [2]], answer=[None, "1"]) == [None, 1]
             assert function(["?"], ["1"], [[2]]) == [None]
 
@@ -270,15 +274,15 @@ class TestFunctions:
     @pytest.mark.parametrize("answer", ["", "seven", "1e999", "x = ?"])
     def test_an_answer_without_a_number_is_named_where_numbers_are_compared(self, answer: str) -> None:
         compares = [reward(type="length", max=3), reward(type="numeric_match")]
-        assert "does not contain a number" in (bad_answer(compares, answer) or "")
-        assert bad_answer([reward(type="exact_match")], answer) is None
-        assert bad_answer([reward(type="length", max=3)], answer) is None
-        assert bad_answer(compares, "so #### 1,042") is None
+        assert "does not contain a number" in (answer_problem(compares, answer) or "")
+        assert answer_problem([reward(type="exact_match")], answer) is None
+        assert answer_problem([reward(type="length", max=3)], answer) is None
+        assert answer_problem(compares, "so #### 1,042") is None
 
     def test_no_answer_is_bad_where_one_is_needed(self) -> None:
         for kind in ("exact_match", "numeric_match"):
-            assert "no `answer`" in (bad_answer([reward(type=kind)], None) or "")
-        assert bad_answer([reward(type="length", max=3)], None) is None
+            assert "no `answer`" in (answer_problem([reward(type=kind)], None) or "")
+        assert answer_problem([reward(type="length", max=3)], None) is None
 
     def test_importing_them_imports_no_torch(self) -> None:
         program = "import sys, worker.training.rewards; sys.exit(any(m in sys.modules for m in ('torch', 'numpy')))"

@@ -14,11 +14,11 @@ import torch
 from tests.waiting import eventually
 from worker.checkpoint_files import manifest
 from worker.training.checkpointing import fidelity_check, saver
-from worker.training.checkpointing.saver import Saving
+from worker.training.checkpointing.saver import CheckpointSaver
 from worker.training.checkpointing.snapshot import Snapshot
 from worker.training.failures import TrainingFailure
 from worker.training.loop.actions import Actions
-from worker.training.loop.trainer import Faithful
+from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.plugins import checkpoint_engines, hooks
 from worker.training.plugins.checkpoint_engines import Keeper
 from worker.training.run_state import RunState
@@ -70,7 +70,7 @@ class Training:
             control=SimpleNamespace(should_training_stop=False, should_save=False, should_evaluate=False),
         )  # fmt: skip
         trainer, run = self.trainer, self.run
-        self.saving: Any = Saving(run)
+        self.saving: Any = CheckpointSaver(run)
         self.actions: Any = Actions(trainer)
         trainer.saving, trainer.actions = self.saving, self.actions
         self.saving.gatherer.gather = self._gather
@@ -92,7 +92,7 @@ class Training:
     def end(self, why: str, **how: bool) -> None:
         """Let training end behind the present step."""
         self.run.ended_by = why
-        Faithful.end_early(self.trainer, why, **how)
+        ServiceTrainerMixin.end_early(self.trainer, why, **how)
 
     @property
     def saved(self) -> list[str]:
@@ -104,7 +104,7 @@ class Training:
 
 @pytest.fixture
 def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
-    monkeypatch.setattr(fidelity_check, "measure", lambda *_: torch.zeros(1).numpy().tobytes())
+    monkeypatch.setattr(fidelity_check, "fidelity_value", lambda *_: torch.zeros(1).numpy().tobytes())
     training = Training(tmp_path)
     yield training
     training.go_on.set()

@@ -232,7 +232,7 @@ class Lab:
         tokenizer = AutoTokenizer.from_pretrained(self._model)
         tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|end|>{% endfor %}"
         self.change(tokenizer)
-        return dataset.tokenise(
+        return dataset.tokenize(
             str(self._rows), self.format, tokenizer, TrainingConfig(base_model="tiny", **self.config),
             progress=lambda done, total: None, cache=self._folder.cache(), **self.options,
         )  # fmt: skip
@@ -328,7 +328,7 @@ class TestTokens:
             config = TrainingConfig(
                 base_model="tiny", loss_on="completion", packing=True, extra={"packing_strategy": strategy}
             )
-            made += dataset.tokenise(
+            made += dataset.tokenize(
                 str(path), "prompt_completion", ByT5Tokenizer(), config, max_length=90, chosen=None,
                 progress=lambda done, total: None,
             ).dataset.to_list()  # fmt: skip

@@ -24,7 +24,7 @@ from tests.worker.training.mlflow_server import mlflow_server
 from tests.worker.training.tiny import Forks, Outcome, make_job, run_cold
 from worker.training.failures import TrainingFailure
 from worker.training.tracking import trackers
-from worker.wire.reporter import Report
+from worker.wire.reporter import Reporter
 
 CONFIG: dict[str, Any] = {
     "method": "lora", "max_seq_length": 64, "batch_size": 2, "gradient_accumulation_steps": 1, "logging_steps": 1,
@@ -52,10 +52,10 @@ def told(outcome: Outcome, above: int = 0) -> Points:
     return {(name, step, value) for (name, step), value in found.items() if value is not None and step > above}
 
 
-def opening(folder: Path, tracker: str) -> tuple[dict[str, Any], TrainingConfig, Report]:
+def opening(folder: Path, tracker: str) -> tuple[dict[str, Any], TrainingConfig, Reporter]:
     """What `trackers.opened` takes, for a run with this tracker."""
     config = TrainingConfig.model_validate({"base_model": "tiny", "report_to": [tracker]})
-    return make_job(folder, "model", "data"), config, Report(None)
+    return make_job(folder, "model", "data"), config, Reporter(None)
 
 
 def completed(outcome: Outcome) -> Outcome:
@@ -185,7 +185,7 @@ class TestWandb:
     ) -> None:
         monkeypatch.setenv("WANDB_MODE", "offline")
         monkeypatch.setenv("WANDB_API_KEY", KEY)
-        opened = trackers.opened(*opening(tmp_path, "wandb"))
+        opened = trackers.open_trackers(*opening(tmp_path, "wandb"))
         opened.add({"step": 1, "loss": 1.0})
         service = eventually(lambda: [one for one in psutil.Process().children() if one.name().startswith("wandb")])
         assert not [one for one in service if KEY in Path(f"/proc/{one.pid}/environ").read_text()]
@@ -275,12 +275,12 @@ class TestTrouble:
     ) -> None:
         monkeypatch.setitem(sys.modules, "wandb", None)
         with pytest.raises(TrainingFailure, match=r"wandb.*pip install 'anneal\[trackers\]'") as refused:
-            trackers.opened(*opening(tmp_path, "wandb"))
+            trackers.open_trackers(*opening(tmp_path, "wandb"))
         assert refused.value.code == "config_error"
 
     def test_a_worker_that_knows_no_server_says_what_its_operator_sets(self, tmp_path: Path) -> None:
         with pytest.raises(TrainingFailure, match="ANNEAL_MLFLOW_TRACKING_URI"):
-            trackers.opened(*opening(tmp_path, "mlflow"))
+            trackers.open_trackers(*opening(tmp_path, "mlflow"))
 
     def test_however_many_points_wait_for_a_silent_one_telling_them_costs_no_time_and_the_end_is_bounded(
         self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -289,7 +289,7 @@ class TestTrouble:
             job, config, report = opening(tmp_path, "mlflow")
             url = f"http://127.0.0.1:{silent.getsockname()[1]}"
             before = threading.active_count()
-            opened = trackers.opened({**job, "trackers": {"mlflow_tracking_uri": url}}, config, report)
+            opened = trackers.open_trackers({**job, "trackers": {"mlflow_tracking_uri": url}}, config, report)
             began = time.monotonic()
             for step in range(12_000):
                 opened.add({"step": step, "loss": 1.0})
@@ -316,7 +316,7 @@ def test_the_token_of_the_server_goes_along_with_every_call(
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "token-of-ada")
     with serving(Notes) as url:
         job, config, report = opening(tmp_path, "mlflow")
-        opened = trackers.opened({**job, "trackers": {"mlflow_tracking_uri": url}}, config, report)
+        opened = trackers.open_trackers({**job, "trackers": {"mlflow_tracking_uri": url}}, config, report)
         opened.add({"step": 1, "loss": 1.0})
         opened.close("cancelled")
     assert set(seen) == {"Bearer token-of-ada"}

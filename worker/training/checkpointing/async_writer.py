@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from worker.training.failures import OUT_OF_MEMORY, TrainingFailure, classify
-from worker.wire.heartbeat import Alive
+from worker.wire.heartbeat import HeartbeatCallback
 
 _POLL_SECONDS = 0.2
 _LONG_SECONDS = 10.0
@@ -16,7 +16,7 @@ class Abandoned(Exception):
     """The checkpoint being written is no longer wanted."""
 
 
-class InFlight:
+class AsyncWriter:
     """The one checkpoint that is being written, if any.
 
     The thread itself sends no heartbeat: progress of a write must not hide a training loop that hangs. While the loop
@@ -48,7 +48,7 @@ class InFlight:
         """Step of the checkpoint that was started last, written or not; None if it failed for lack of memory."""
         return self._step
 
-    def begin(self, write: Callable[[Alive], None], step: int | None = None) -> None:
+    def begin(self, write: Callable[[HeartbeatCallback], None], step: int | None = None) -> None:
         """Call `write` in a thread, with a function that it must call for each piece of its work.
 
         Call `wait` before.
@@ -82,7 +82,7 @@ class InFlight:
         elif failure is not None:
             raise failure
 
-    def wait(self, alive: Alive, on_long: Callable[[float], None] = lambda _: None) -> None:
+    def wait(self, alive: HeartbeatCallback, on_long: Callable[[float], None] = lambda _: None) -> None:
         """Wait until nothing is being written; `alive` is called for each progress of the thread.
 
         If the wait is long, `on_long` is called once with the seconds that the write has taken so far.
@@ -94,7 +94,7 @@ class InFlight:
         self.check()
 
     @contextmanager
-    def settled_after(self, alive: Alive, on_failure: Callable[[str], None]) -> Iterator[None]:
+    def settled_after(self, alive: HeartbeatCallback, on_failure: Callable[[str], None]) -> Iterator[None]:
         """Ensure that nothing is being written after the block, however it ends.
 
         A failure of the block itself takes precedence: a failure of the write is then passed to `on_failure`.
@@ -113,7 +113,7 @@ class InFlight:
         """Discard the checkpoint being written: end it as soon as it reports its next piece of work."""
         self._is_abandoned = True
 
-    def _wait_for_thread(self, alive: Alive, on_long: Callable[[float], None] = lambda _: None) -> None:
+    def _wait_for_thread(self, alive: HeartbeatCallback, on_long: Callable[[float], None] = lambda _: None) -> None:
         if self._thread is None:
             return
         last_done, since, reported = -1, time.monotonic(), False

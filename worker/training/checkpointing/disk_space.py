@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from worker.checkpoint_files.disk_space import Room
+from worker.checkpoint_files.disk_space import DiskSpace
 from worker.training.failures import TrainingFailure
 
 _MAX_SKIPPED = 3
 
 
-class CheckpointRoom(Room):
+class CheckpointRoom(DiskSpace):
     """Disk space for the checkpoints of a run; counts those that were skipped in a row."""
 
     def __init__(self, folder: Path, reserve: int) -> None:

@@ -13,7 +13,7 @@ LONGEST = 512
 """Maximum number of tokens used: enough for every weight to take part, and negligible next to a save."""
 
 
-def measure(trainer: ServiceTrainer, ids: Sequence[int]) -> float:
+def fidelity_value(trainer: ServiceTrainer, ids: Sequence[int]) -> float:
     """Return the mean over the text's tokens of the log-sum-exp of the model's logits.
 
     Changes nothing: no gradient, no dropout and no random number, and the model's mode is restored.
@@ -30,15 +30,15 @@ def measure(trainer: ServiceTrainer, ids: Sequence[int]) -> float:
     return float(outputs.float().logsumexp(-1).mean().item())
 
 
-def compare(trainer: ServiceTrainer, checkpoint: Path) -> dict[str, Any]:
+def compare_fidelity(trainer: ServiceTrainer, checkpoint: Path) -> dict[str, Any]:
     """Return facts about what was loaded from a checkpoint: `fidelity_difference`, and what follows from it.
 
     Empty if the checkpoint has no result of the fidelity check.
     """
-    before = resume_fidelity.probed(checkpoint)
+    before = resume_fidelity.stored_fidelity_check(checkpoint)
     if before is None:
         return {}
-    after = measure(trainer, trainer.pinned_text())
+    after = fidelity_value(trainer, trainer.pinned_text())
     facts: dict[str, Any] = {"fidelity_difference": abs(after - before)}
     if after != before:
         why = f"The fidelity check gave {before:.9g} before the save of the checkpoint, and {after:.9g} after its load."

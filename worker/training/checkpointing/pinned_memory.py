@@ -22,11 +22,11 @@ _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
-class TooLittleMemory(Exception):
+class InsufficientHostMemory(Exception):
     """A copy would leave the machine too little memory for everything else; the text says so in a sentence."""
 
 
-class HostMemory:
+class PinnedMemory:
     """One block of memory, as large as the largest state so far.
 
     Fresh memory takes several times as long as the copy itself, because the kernel clears each page. So a thread
@@ -50,7 +50,7 @@ class HostMemory:
             return
         try:
             self._hold(size)
-        except TooLittleMemory:
+        except InsufficientHostMemory:
             return  # reported when the copy itself is made
         self._preparing = threading.Thread(target=self._touch, name="host memory", daemon=True)
         self._preparing.start()
@@ -84,7 +84,7 @@ class HostMemory:
             self._preparing = None
         if self._map is None or len(self._map) < size:
             if why := shortage(size - self.bytes):
-                raise TooLittleMemory(why)
+                raise InsufficientHostMemory(why)
             self._hold(size)
         self._pin()
         assert self._map is not None  # noqa: S101 - held above
@@ -104,7 +104,7 @@ class HostMemory:
         try:
             self._map = mmap.mmap(-1, max(size, mmap.PAGESIZE))
         except OSError as error:  # a limit on the address space, or a kernel that does not overcommit
-            raise TooLittleMemory(
+            raise InsufficientHostMemory(
                 f"a copy of the state takes {size / 2**20:,.0f} MiB of host memory, which the system refuses ({error})"
             ) from error
         with contextlib.suppress(OSError):  # a kernel without huge pages

@@ -12,15 +12,15 @@ import torch
 
 from worker.checkpoint_files import manifest, resume_fidelity
 from worker.training.checkpointing import fidelity_check
-from worker.training.checkpointing.async_writer import InFlight
+from worker.training.checkpointing.async_writer import AsyncWriter
 from worker.training.checkpointing.disk_space import CheckpointRoom, ended_without, refused
-from worker.training.checkpointing.pinned_memory import HostMemory, TooLittleMemory
-from worker.training.checkpointing.snapshot import Gatherer, Snapshot, expected_bytes
-from worker.training.context import Run
+from worker.training.checkpointing.pinned_memory import InsufficientHostMemory, PinnedMemory
+from worker.training.checkpointing.snapshot import Snapshot, SnapshotBuilder, expected_bytes
+from worker.training.context import TrainingContext
 from worker.training.failures import TrainingFailure, classify
 from worker.training.plugins.checkpoint_engines import Keeper
 from worker.training.trainer_protocol import ServiceTrainer
-from worker.wire.heartbeat import Alive, nobody, while_growing
+from worker.wire.heartbeat import HeartbeatCallback, heartbeat_while_growing, no_heartbeat
 
 _KINDS_DURING_TRAINING = {"periodic", "best"}
 
@@ -67,7 +67,9 @@ def _write(trainer: ServiceTrainer, during_training: bool) -> bool:
         snapshot = saving.gatherer.gather(trainer, staging)
         copy = saving.copied(snapshot) if during_training else None
         if copy is None:
-            pinned = {resume_fidelity.PROBE: fidelity_check.measure(trainer, trainer.pinned_text()).hex()}
+            pinned = {
+                resume_fidelity.FIDELITY_CHECK: fidelity_check.fidelity_value(trainer, trainer.pinned_text()).hex()
+            }
             _complete(saving, run, snapshot, staging, _about(trainer, pinned), run.report.alive)
             waits = True
         else:
@@ -80,18 +82,18 @@ def _write(trainer: ServiceTrainer, during_training: bool) -> bool:
     return waits
 
 
-class Saving:
+class CheckpointSaver:
     """State shared by the checkpoints of one trainer."""
 
-    def __init__(self, run: Run) -> None:
-        self.in_flight = InFlight(self._on_too_little_memory)
-        self.gatherer = Gatherer()
+    def __init__(self, run: TrainingContext) -> None:
+        self.in_flight = AsyncWriter(self._on_too_little_memory)
+        self.gatherer = SnapshotBuilder()
         self.keeper = Keeper(run)
         self.kept_step = int((run.job.get("resume_from") or {}).get("step", 0))
         """Step of the last checkpoint that is durably on disk; 0 if there is none."""
         self._run = run
         self._room = CheckpointRoom(run.folder, int(run.job.get("disk_reserve_bytes", 0)))
-        self._memory = HostMemory()
+        self._memory = PinnedMemory()
         self._is_prepared = run.is_probe  # a probe saves nothing
         self._wait_reported = self._memory_reported = False
         self._writes_in_the_loop = self._has_failed_requests = False
@@ -194,7 +196,7 @@ class Saving:
             return None
         try:
             return snapshot.copied_to(self._memory)
-        except TooLittleMemory as error:
+        except InsufficientHostMemory as error:
             if not self._memory_reported:
                 self._memory_reported = True
                 line = f"Training waits while checkpoints are written: {error}."
@@ -248,7 +250,14 @@ class _About:
     record: dict[str, Any]
 
 
-def _complete(saving: Saving, run: Run, snapshot: Snapshot, staging: Path, about: _About, alive: Alive) -> None:
+def _complete(
+    saving: CheckpointSaver,
+    run: TrainingContext,
+    snapshot: Snapshot,
+    staging: Path,
+    about: _About,
+    alive: HeartbeatCallback,
+) -> None:
     """Write what is not in the folder yet, commit the folder, and report it; no partial checkpoint remains.
 
     Raises:
@@ -256,7 +265,7 @@ def _complete(saving: Saving, run: Run, snapshot: Snapshot, staging: Path, about
     """
     name, began = f"checkpoint-{about.step}", time.monotonic()
     try:
-        with while_growing(alive, staging):
+        with heartbeat_while_growing(alive, staging):
             snapshot.write(staging, alive)
         sha256 = manifest.write_manifest(staging, about.step, about.facts, alive)
         size = manifest.size_of(staging)
@@ -271,7 +280,7 @@ def _complete(saving: Saving, run: Run, snapshot: Snapshot, staging: Path, about
     saving.keeper.keep(run.folder / name)
 
 
-def check(path: Path, manifest_sha256: str, alive: Alive = nobody) -> None:
+def check(path: Path, manifest_sha256: str, alive: HeartbeatCallback = no_heartbeat) -> None:
     """Refuse a checkpoint if a single byte differs from what was written.
 
     Raises:

@@ -12,9 +12,9 @@ import torch
 import transformers.modeling_utils
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
-from worker.training.checkpointing.pinned_memory import ALIGNED, HostMemory
+from worker.training.checkpointing.pinned_memory import ALIGNED, PinnedMemory
 from worker.training.trainer_protocol import ServiceTrainer
-from worker.wire.heartbeat import Alive, nobody
+from worker.wire.heartbeat import HeartbeatCallback, no_heartbeat
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Snapshot:
     histories: list[Callable[[Path], None]] = field(default_factory=list)
     """Functions, each of which writes a file with the lines so far into a folder."""
 
-    def copied_to(self, memory: HostMemory) -> "Snapshot":
+    def copied_to(self, memory: PinnedMemory) -> "Snapshot":
         """Return a copy, which training no longer changes.
 
         Raises:
@@ -48,7 +48,7 @@ class Snapshot:
         weights = [replace(one, tensors=_replace_tensors(one.tensors, copies)) for one in self.weights]
         return replace(self, weights=weights, optimizer=_replace_tensors(self.optimizer, copies))
 
-    def write(self, folder: Path, alive: Alive = nobody) -> None:
+    def write(self, folder: Path, alive: HeartbeatCallback = no_heartbeat) -> None:
         """Write all of it into `folder`, which has the rest; `alive` is called after each file.
 
         Raises:
@@ -71,7 +71,7 @@ class Snapshot:
         yield from _tensors_in(self.optimizer)
 
 
-class Gatherer:
+class SnapshotBuilder:
     """Gathers one trainer's snapshots; caches the files that are the same in each of them."""
 
     def __init__(self) -> None:

@@ -53,7 +53,7 @@ def split(count: int, part: float, seed: int) -> tuple[list[int], list[int]]:
     return [row for row in range(count) if row not in chosen], sorted(chosen)
 
 
-def tokenise(
+def tokenize(
     path: str,
     data_format: str,
     tokenizer: PreTrainedTokenizerBase,
@@ -118,7 +118,7 @@ def steps_in(data: Dataset, config: TrainingConfig) -> int:
     return math.ceil(math.ceil(len(data) / config.batch_size) / config.gradient_accumulation_steps)
 
 
-class WithRows:
+class RowIdCollator:
     """A collator that adds the row numbers to the batch built by another collator."""
 
     def __init__(self, collate: Callable[[list[dict[str, Any]]], dict[str, Any]]) -> None:

@@ -18,7 +18,7 @@ from worker.training.data.reader import Progress
 from worker.training.data.token_cache import TokenCache, Write
 from worker.training.data.tokenization import BadRow, Ids, Ints
 from worker.training.failures import TrainingFailure
-from worker.training.rewards import bad_answer
+from worker.training.rewards import answer_problem
 
 VERSION = 1
 """Version of the code that makes tokens from pairs, here and in `encoding`. Increase it when the output changes."""
@@ -101,7 +101,7 @@ class PromptEncoder:
     def prepare(self, row: dict[str, Any]) -> tuple[dict[str, Any], str]:
         """Return the row in the trainer's format, and its prompt as text."""
         prompt, answer = row["prompt"], row.get("answer")
-        wrong = bad_answer(self._rewards, answer)
+        wrong = answer_problem(self._rewards, answer)
         if wrong is not None:
             raise BadRow(wrong)
         if row.get("tools"):
@@ -140,7 +140,7 @@ class Texts:
         return self._chat(texts) if are_chats else self._plain(texts)
 
 
-def converse(path: str) -> bool:
+def is_conversational(path: str) -> bool:
     """Return True if the prompts of a file are messages and not texts, judging by its first row."""
     try:
         with open(path, "rb") as file:  # noqa: PTH123

@@ -28,7 +28,7 @@ from typing import Any
 import pyarrow as pa  # type: ignore[import-untyped]
 import xxhash
 
-from worker.wire.heartbeat import Alive, nobody
+from worker.wire.heartbeat import HeartbeatCallback, no_heartbeat
 
 _LAYOUT = 1
 """Version of the file layout."""
@@ -73,7 +73,7 @@ class TokenCache:
         limit_bytes: int = 0,
         *,
         warn: Callable[[str], None] = lambda _: None,
-        alive: Alive = nobody,
+        alive: HeartbeatCallback = no_heartbeat,
     ) -> None:
         """Open the cache; `warn` is called with errors of the folder, `alive` during long reads (it may raise)."""
         self._folder = folder
@@ -82,7 +82,7 @@ class TokenCache:
         self._alive = alive
 
     @classmethod
-    def of_job(cls, job: Mapping[str, Any], *, warn: Callable[[str], None], alive: Alive) -> "TokenCache":
+    def of_job(cls, job: Mapping[str, Any], *, warn: Callable[[str], None], alive: HeartbeatCallback) -> "TokenCache":
         """Open the cache that a job names; without one, nothing is kept."""
         named = job.get("token_cache")
         if named is None:
@@ -209,7 +209,7 @@ def _in_memory(name: str, schema: pa.Schema, build: Build) -> Entry:
     return Entry(pa.Table.from_batches(batches, schema), facts, name, was_there=False)
 
 
-def _seal(descriptor: int, metadata: bytes, alive: Alive) -> None:
+def _seal(descriptor: int, metadata: bytes, alive: HeartbeatCallback) -> None:
     """Append the JSON `metadata` about a table, and the digest, to its file."""
     size = os.fstat(descriptor).st_size
     end = metadata + _LENGTH.pack(len(metadata))
@@ -220,7 +220,7 @@ def _seal(descriptor: int, metadata: bytes, alive: Alive) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _read(descriptor: int, made_from: str, alive: Alive) -> tuple[pa.Table, dict[str, Any]]:
+def _read(descriptor: int, made_from: str, alive: HeartbeatCallback) -> tuple[pa.Table, dict[str, Any]]:
     """Table and facts of an open entry, the table still in its file.
 
     Raises:
@@ -249,7 +249,7 @@ def _read(descriptor: int, made_from: str, alive: Alive) -> tuple[pa.Table, dict
         raise _CorruptEntry(str(error)) from error
 
 
-def _digest(descriptor: int, size: int, alive: Alive) -> Any:
+def _digest(descriptor: int, size: int, alive: HeartbeatCallback) -> Any:
     """Compute the XXH3 hash of the first `size` bytes of a file; the result accepts more updates.
 
     Raises:

@@ -28,7 +28,7 @@ _CODES: dict[Kind, str] = {"non_finite": "non_finite_loss", "loss_spike": "loss_
 
 
 @dataclass(frozen=True)
-class Trouble:
+class Anomaly:
     """Anomaly of a step."""
 
     kind: Kind
@@ -40,7 +40,7 @@ class Trouble:
     """True if the loss is finite, and the gradients are not."""
 
 
-class Guard:
+class AnomalyGuard:
     """Checks the steps of one attempt, and knows which of them earlier attempts found to be bad."""
 
     def __init__(self, config: TrainingConfig, job: dict[str, Any]) -> None:
@@ -66,22 +66,22 @@ class Guard:
         """Return True if `step`, made of these rows, was found to be bad or contains a bad row."""
         return step in self._steps or (bool(self._rows) and not self._rows.isdisjoint(rows))
 
-    def judge(self, loss: float, norm: float | None, recent: Sequence[float]) -> Trouble | None:
+    def judge(self, loss: float, norm: float | None, recent: Sequence[float]) -> Anomaly | None:
         """Return the anomaly of a step with this loss and gradient norm, if any, given the losses of `recent` steps."""
         if not math.isfinite(loss):
-            return Trouble("non_finite", f"the loss became {loss}")
+            return Anomaly("non_finite", f"the loss became {loss}")
         if norm is not None and not math.isfinite(norm):
             says = f"the gradients became {norm} (loss {loss:.4g})"
-            return Trouble("non_finite", says, _limit(recent, self._threshold), is_of_gradients=True)
+            return Anomaly("non_finite", says, _limit(recent, self._threshold), is_of_gradients=True)
         if self._policies["loss_spike"] == "ignore" or len(recent) < _WINDOW:
             return None
         limit = _limit(recent, self._threshold)
         if loss <= limit:
             return None
         usual = statistics.median(recent[-_WINDOW:])
-        return Trouble("loss_spike", f"the loss spiked to {loss:.4g}, where {usual:.4g} is usual", limit)
+        return Anomaly("loss_spike", f"the loss spiked to {loss:.4g}, where {usual:.4g} is usual", limit)
 
-    def failure(self, trainer: ServiceTrainer, trouble: Trouble) -> TrainingFailure:
+    def failure(self, trainer: ServiceTrainer, trouble: Anomaly) -> TrainingFailure:
         """Build the failure that ends the attempt: the bad rows, and a repair if another attempt may skip the step."""
         step, rows = trainer.state.global_step + 1, sorted(set(trainer.step_rows))
         singled_out = _anomalous_rows(trainer, trouble, rows)
@@ -129,7 +129,7 @@ def _describe_rows(rows: list[int], singled_out: list[int]) -> str:
     return f"Of its {len(rows)} rows, {listed(singled_out)} {counted} {stand} out when put through the model alone."
 
 
-def _anomalous_rows(trainer: ServiceTrainer, trouble: Trouble, rows: list[int]) -> list[int]:
+def _anomalous_rows(trainer: ServiceTrainer, trouble: Anomaly, rows: list[int]) -> list[int]:
     """Return the rows that are anomalous by themselves, as far as a row can be put through the model alone.
 
     Returns none if most are: then the weights are at fault and not the rows. Of a packed sequence, all rows are named.

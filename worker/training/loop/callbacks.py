@@ -6,15 +6,15 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from worker.training.context import Run
+from worker.training.context import TrainingContext
 from worker.training.failures import TrainingFailure
 from worker.training.trainer_protocol import ServiceTrainer
 
 
-class StepWatcher(TrainerCallback):  # type: ignore[misc]
+class StepCallback(TrainerCallback):  # type: ignore[misc]
     """Decides after every step what follows; the only place where training is ended early."""
 
-    def __init__(self, run: Run, trainer: ServiceTrainer) -> None:
+    def __init__(self, run: TrainingContext, trainer: ServiceTrainer) -> None:
         self.run = run
         self.trainer = trainer
         self._step_began = 0.0

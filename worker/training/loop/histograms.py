@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from worker.training.context import Run
+from worker.training.context import TrainingContext
 from worker.training.run_state import DISTRIBUTIONS, MOST_RECORDS
 
 LOWEST, HIGHEST = -32, 8
@@ -19,7 +19,7 @@ _CHUNK = 2**22
 """Numbers processed at a time, so that a large embedding does not need its size in memory again."""
 
 
-class Distribution:
+class Histogram:
     """Count, mean, standard deviation, extremes and histogram of numbers that are added in pieces."""
 
     def __init__(self) -> None:
@@ -57,13 +57,13 @@ class Distribution:
         }
 
 
-class DistributionWatcher(TrainerCallback):  # type: ignore[misc]
+class HistogramCallback(TrainerCallback):  # type: ignore[misc]
     """Records trained parameters just before the optimizer step: gradients after clipping, weights before the update.
 
     Parameters with the same name in all layers form one group. Only reads, and draws no random number.
     """
 
-    def __init__(self, run: Run, every: int) -> None:
+    def __init__(self, run: TrainingContext, every: int) -> None:
         self._run = run
         self._every = every
 
@@ -80,16 +80,16 @@ class DistributionWatcher(TrainerCallback):  # type: ignore[misc]
         step = state.global_step + 1
         if step % self._every or not self._run.distributions.wants(step):
             return
-        groups: dict[str, dict[str, Distribution]] = {}
+        groups: dict[str, dict[str, Histogram]] = {}
         # Without clipping, float16 gradients are not unscaled before the optimizer step.
         scaled = args.fp16 and not args.max_grad_norm
         for group, parameter in _trained(model):
             if group not in groups and len(groups) >= MOST_GROUPS:
                 group = "others"
             found = groups.setdefault(group, {})
-            found.setdefault("weights", Distribution()).add(parameter)
+            found.setdefault("weights", Histogram()).add(parameter)
             if parameter.grad is not None and not scaled:
-                found.setdefault("gradients", Distribution()).add(parameter.grad)
+                found.setdefault("gradients", Histogram()).add(parameter.grad)
             self._run.report.alive()
         recorded = {group: {of: one.told() for of, one in found.items()} for group, found in groups.items()}
         edges = [None, *EDGES[1:]]  # JSON has no infinity

@@ -9,7 +9,7 @@ import psutil
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from worker.training.context import Run
+from worker.training.context import TrainingContext
 from worker.training.run_state import MEMORY, MOST_RECORDS
 
 SNAPSHOT = "memory_snapshot.pickle"
@@ -59,7 +59,7 @@ class MemoryProfiler(TrainerCallback):  # type: ignore[misc]
     On a GPU allocated, reserved and peak memory; on a CPU the resident memory of the process.
     """
 
-    def __init__(self, run: Run, gpu: GpuMemory) -> None:
+    def __init__(self, run: TrainingContext, gpu: GpuMemory) -> None:
         self._run = run
         self._gpu = gpu
         self._cuda = run.machine.kind == "cuda"
@@ -96,7 +96,7 @@ class MemoryProfiler(TrainerCallback):  # type: ignore[misc]
         return {"rss_mb": round(psutil.Process().memory_info().rss / 2**20, 1)}
 
 
-def write_profile(run: Run, folder: Path) -> None:
+def write_profile(run: TrainingContext, folder: Path) -> None:
     """Write the memory of all steps into an output as one document, next to the snapshot of a GPU."""
     steps = run.memory.records()
     (folder / PROFILE).write_text(json.dumps({"unit": "MiB", "steps": steps}, allow_nan=False))

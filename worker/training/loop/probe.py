@@ -40,7 +40,7 @@ def lengths(data: Dataset, tokenizer: PreTrainedTokenizerBase | None = None) -> 
     return np.asarray(answers + prompts, np.int64)
 
 
-def generation(config: TrainingConfig) -> dict[str, Any]:
+def probe_generation_args(config: TrainingConfig) -> dict[str, Any]:
     """Return arguments of an `rlhf` trainer that make every completion as long as allowed, and keep the row order."""
     return {"generation_kwargs": {"min_new_tokens": config.rlhf.max_completion_length}, "shuffle_dataset": False}
 

@@ -10,8 +10,8 @@ import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from app.contracts.methods import TrainingMethod
-from worker.training.context import Run
-from worker.training.data.preferences import converse
+from worker.training.context import TrainingContext
+from worker.training.data.preferences import is_conversational
 from worker.training.failures import Stopped
 from worker.training.trainer_protocol import ServiceTrainer
 
@@ -57,9 +57,9 @@ def write(trainer: ServiceTrainer, prompts: list[str], max_new_tokens: int, temp
 
 
 class _HeartbeatAndStop(StoppingCriteria):  # type: ignore[misc]
-    """Sends a heartbeat with each token, and raises `Stopped` if a stop was requested."""
+    """Sends a heartbeat with each token, and raises `TransferCancelled` if a stop was requested."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrainingContext) -> None:
         self._run = run
 
     def __call__(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -69,13 +69,13 @@ class _HeartbeatAndStop(StoppingCriteria):  # type: ignore[misc]
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-def _is_chat(run: Run) -> bool:
+def _is_chat(run: TrainingContext) -> bool:
     if run.config.method in (TrainingMethod.dpo, TrainingMethod.rlhf):
-        return converse(run.job["dataset"]["path"])
+        return is_conversational(run.job["dataset"]["path"])
     return bool(run.job["dataset"]["format"] == "chat")
 
 
-def _render(run: Run, tokenizer: Any, prompt: str) -> str:
+def _render(run: TrainingContext, tokenizer: Any, prompt: str) -> str:
     """Return the prompt in the form that the run's data has."""
     if not _is_chat(run):
         return prompt

@@ -14,12 +14,12 @@ from transformers.trainer_callback import TrainerState
 from app.contracts.stop import StopRequest
 from app.contracts.training_config.resolution import Replacement
 from worker.training.checkpointing import fidelity_check, saver
-from worker.training.context import Run
-from worker.training.data.dataset import WithRows
+from worker.training.context import TrainingContext
+from worker.training.data.dataset import RowIdCollator
 from worker.training.failures import Stopped
 from worker.training.loop import sampling
 from worker.training.loop.actions import Actions
-from worker.training.loop.anomalies import REMEMBERED, Guard
+from worker.training.loop.anomalies import REMEMBERED, AnomalyGuard
 from worker.training.loop.memory import GpuMemory
 from worker.training.loop.throughput import Throughput
 from worker.training.model import flops
@@ -31,7 +31,7 @@ class EndedBeforeStep(Exception):
     """Training ends at the step it resumed from, because of the evaluation that was still due there."""
 
 
-class Faithful(Trainer):  # type: ignore[misc]
+class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
     """Mixin that adds exact step losses, early stop and atomic checkpoints to a TRL trainer.
 
     It precedes the trainer (`class Ours(Faithful, DPOTrainer)`) and does not change its loss, data order or updates.
@@ -50,18 +50,18 @@ class Faithful(Trainer):  # type: ignore[misc]
     optimizer: Any
     lr_scheduler: Any
 
-    def __init__(self, run: Run, **options: Any) -> None:
+    def __init__(self, run: TrainingContext, **options: Any) -> None:
         self.run = run
         self.step_rows: list[int] = []
         """Row numbers in the current optimizer step."""
         self.saved_step = -1
-        self.saving = saver.Saving(run)
+        self.saving = saver.CheckpointSaver(run)
         self.facts: dict[str, Any] = {}
         """Initial run info, reported with the configuration."""
         self.replaced: list[Replacement] = []
         self.throughput = Throughput()
         self.gpu_memory = GpuMemory()
-        self.guard = Guard(run.config, run.job)
+        self.guard = AnomalyGuard(run.config, run.job)
         self.passes_over = False
         """True if an earlier attempt found the current step to be bad: it then changes nothing."""
         self._eval_batches = 0
@@ -74,7 +74,7 @@ class Faithful(Trainer):  # type: ignore[misc]
 
     def with_rows(self, collate: Any) -> Any:
         """Return a collator that keeps the row numbers of each batch, for `take_rows`."""
-        return WithRows(collate)
+        return RowIdCollator(collate)
 
     def take_rows(self, inputs: Any) -> list[int]:
         """Remove the row numbers from a batch and return them."""
@@ -351,7 +351,7 @@ class Faithful(Trainer):  # type: ignore[misc]
             raise EndedBeforeStep
 
     def _report_loaded(self, checkpoint: Path) -> None:
-        self.facts |= fidelity_check.compare(self, checkpoint)
+        self.facts |= fidelity_check.compare_fidelity(self, checkpoint)
         self.tell_facts()
 
     def restore_finished(self, folder: Path) -> None:

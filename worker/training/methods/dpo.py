@@ -10,11 +10,11 @@ from trl import DPOConfig, DPOTrainer
 from trl.trainer import dpo_trainer
 
 from app.contracts.training_config.resolution import Replacement
-from worker.training.context import Run
+from worker.training.context import TrainingContext
 from worker.training.data import dataset as data
 from worker.training.data import preferences
 from worker.training.data.preferences import Pairs
-from worker.training.loop.trainer import Faithful
+from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.methods import pipeline, preparation
 from worker.training.model import loader, memory_plan
 
@@ -23,7 +23,7 @@ from worker.training.model import loader, memory_plan
 dpo_trainer.hash_module = lambda _module: uuid.uuid4().hex
 
 
-class PreferenceTrainer(Faithful, DPOTrainer):  # type: ignore[misc]
+class PreferenceTrainer(ServiceTrainerMixin, DPOTrainer):  # type: ignore[misc]
     """A `DPOTrainer` on tokenized pairs."""
 
     MEASURES: ClassVar[Mapping[str, str]] = {
@@ -58,14 +58,14 @@ class PreferenceTrainer(Faithful, DPOTrainer):  # type: ignore[misc]
         return super().compute_ref_log_probs(model, inputs)
 
 
-def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
+def train(run: TrainingContext, replaced: list[Replacement]) -> dict[str, Any]:
     """Train one run to its end or to a stop, and return the fields of its result record.
 
     Raises:
         TrainingFailure: with a stable code.
         Stopped: a stop was requested before there was anything to save.
     """
-    found, tokenizer = preparation.begin(run)
+    found, tokenizer = preparation.prepare_start(run)
     max_length = preparation.longest(run, found, tokenizer, replaced)
     no_dropout = preparation.no_dropout(run, replaced)
     preparation.chat_template_if_needed(run, tokenizer)
@@ -78,10 +78,10 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
         return preferences.preferences(rows, tokenizer, max_length=max_length, truncation_mode=config.truncation_mode)
 
     training, held_out = preparation.read_data(run, read)
-    tokenized = preparation.said_of_cache(run, training, held_out)
+    tokenized = preparation.cache_messages(run, training, held_out)
     steps_in_a_pass = data.steps_in(training.dataset, config)
     total_steps = preparation.steps_in_all(run, steps_in_a_pass)
-    memory_plan.decide(run, replaced, found, training.dataset, max_length)
+    memory_plan.choose_checkpointing(run, replaced, found, training.dataset, max_length)
     with preparation.weights(run, found) as start:
         network = preparation.load(run, start, preparation.highest_id(tokenizer, training, held_out))
         trainer = pipeline.build(
@@ -89,7 +89,7 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
             run,
             model=network,
             args=DPOConfig(
-                **pipeline.arguments(run, total_steps),
+                **pipeline.trainer_arguments(run, total_steps),
                 beta=config.dpo.beta,
                 loss_type=[config.dpo.loss_type],
                 label_smoothing=config.dpo.label_smoothing,
@@ -100,11 +100,13 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
                 # pass in every step, which is more work from the second epoch on.
                 precompute_ref_log_probs=config.lora_r is None or preparation.configured_steps(run) > steps_in_a_pass,
             ),
-            train_dataset=preparation.seen(run, training),
+            train_dataset=preparation.training_rows(run, training),
             eval_dataset=held_out.dataset if held_out else None,
             processing_class=tokenizer,
             peft_config=loader.lora_config(config, start.revision),
         )
-        facts = pipeline.tell(trainer, found, replaced, training, held_out, max_length=max_length, **tokenized)
+        facts = pipeline.report_run_info(
+            trainer, found, replaced, training, held_out, max_length=max_length, **tokenized
+        )
         pipeline.train(trainer)
         return pipeline.finish(trainer, start, facts)

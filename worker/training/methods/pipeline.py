@@ -6,15 +6,15 @@ from typing import Any, TypeVar
 
 from app.contracts.training_config.resolution import Replacement
 from worker.checkpoint_files import resume_fidelity
-from worker.training.context import Run
+from worker.training.context import TrainingContext
 from worker.training.failures import TrainingFailure
-from worker.training.loop.callbacks import StepWatcher
-from worker.training.loop.histograms import DistributionWatcher
+from worker.training.loop.callbacks import StepCallback
+from worker.training.loop.histograms import HistogramCallback
 from worker.training.loop.memory import MemoryProfiler
-from worker.training.loop.trainer import EndedBeforeStep, Faithful
+from worker.training.loop.trainer import EndedBeforeStep, ServiceTrainerMixin
 from worker.training.methods.preparation import Rows, configured_steps
 from worker.training.model import flops, loader
-from worker.training.model.base_model import Base
+from worker.training.model.base_model import BaseModelSource
 from worker.training.model.peak_flops import peak_tflops
 from worker.training.output import hub_push
 from worker.training.output.export import export
@@ -22,10 +22,10 @@ from worker.training.output.export import export
 _COMPLETES = {None, "early_stopping"}
 _EXPORTS = _COMPLETES | {"time_limit", "stop_at_step"}
 
-Trains = TypeVar("Trains", bound=Faithful)
+Trains = TypeVar("Trains", bound=ServiceTrainerMixin)
 
 
-def arguments(run: Run, total_steps: int) -> dict[str, Any]:
+def trainer_arguments(run: TrainingContext, total_steps: int) -> dict[str, Any]:
     """Map the configuration to the arguments of transformers that all trainers share."""
     config, options, cuda = run.config, run.config.trainer_options, run.machine.kind == "cuda"
     return {
@@ -64,7 +64,7 @@ def arguments(run: Run, total_steps: int) -> dict[str, Any]:
     }
 
 
-def build(make: type[Trains], run: Run, **options: Any) -> Trains:
+def build(make: type[Trains], run: TrainingContext, **options: Any) -> Trains:
     """Create the trainer and attach the callbacks that run after every step.
 
     Raises:
@@ -76,21 +76,26 @@ def build(make: type[Trains], run: Run, **options: Any) -> Trains:
         raise TrainingFailure("config_error", str(error)) from error
     loader.check_modules(trainer.model, run.config)
     loader.keep_full_precision(trainer.model, run.machine)
-    trainer.add_callback(StepWatcher(run, trainer))
+    trainer.add_callback(StepCallback(run, trainer))
     asked = run.config.trainer_options
     if asked.distributions_steps is not None:
-        trainer.add_callback(DistributionWatcher(run, asked.distributions_steps))
+        trainer.add_callback(HistogramCallback(run, asked.distributions_steps))
     if asked.memory_profile:
         trainer.add_callback(MemoryProfiler(run, trainer.gpu_memory))
     return trainer
 
 
-def tell(
-    trainer: Faithful, found: Base, replaced: list[Replacement], training: Rows, held_out: Rows | None, **more: Any
+def report_run_info(
+    trainer: ServiceTrainerMixin,
+    found: BaseModelSource,
+    replaced: list[Replacement],
+    training: Rows,
+    held_out: Rows | None,
+    **more: Any,
 ) -> dict[str, Any]:
     """Report the effective configuration and the initial run info, and set the run's fingerprint."""
     run = trainer.run
-    facts = loader.first_facts(trainer.model, run.machine)
+    facts = loader.initial_run_info(trainer.model, run.machine)
     facts |= _costs(trainer, training, facts.get("device_name"))
     facts |= {
         "rows": training.rows, "tokens": training.tokens, "sequences": len(training.dataset),
@@ -107,7 +112,7 @@ def tell(
     return facts
 
 
-def _costs(trainer: Faithful, training: Rows, device: str | None) -> dict[str, Any]:
+def _costs(trainer: ServiceTrainerMixin, training: Rows, device: str | None) -> dict[str, Any]:
     """Count the operations per token and look up the device's peak, the inputs of MFU."""
     throughput, run = trainer.throughput, trainer.run
     throughput.flops = flops.count(
@@ -130,7 +135,7 @@ def _costs(trainer: Faithful, training: Rows, device: str | None) -> dict[str, A
     }
 
 
-def train(trainer: Faithful) -> None:
+def train(trainer: ServiceTrainerMixin) -> None:
     """Train to the end or to a stop, from the first step or from a checkpoint."""
     run = trainer.run
     with trainer.saving.settled():
@@ -144,7 +149,7 @@ def train(trainer: Faithful) -> None:
         run.ended_by = None
 
 
-def finish(trainer: Faithful, start: Base, facts: dict[str, Any]) -> dict[str, Any]:
+def finish(trainer: ServiceTrainerMixin, start: BaseModelSource, facts: dict[str, Any]) -> dict[str, Any]:
     """Export and push the output if training is over, and return the fields of the result record."""
     run, state = trainer.run, trainer.run.state
     output = export(trainer, start, facts) if run.ended_by in _EXPORTS and not run.is_probe else None
@@ -165,7 +170,7 @@ def finish(trainer: Faithful, start: Base, facts: dict[str, Any]) -> dict[str, A
     }
 
 
-def _resume(trainer: Faithful, checkpoint: Path) -> None:
+def _resume(trainer: ServiceTrainerMixin, checkpoint: Path) -> None:
     run = trainer.run
     trainer.go_on_from(checkpoint)
     limit = run.state.limit_reached(run.config, trainer.saved_step)
@@ -180,7 +185,7 @@ def _resume(trainer: Faithful, checkpoint: Path) -> None:
         pass
 
 
-def _fingerprint(run: Run, found: Base, facts: dict[str, Any]) -> dict[str, Any]:
+def _fingerprint(run: TrainingContext, found: BaseModelSource, facts: dict[str, Any]) -> dict[str, Any]:
     held_out = run.job.get("eval_dataset")
     return {
         "base_model": found.identity,
@@ -193,9 +198,9 @@ def _fingerprint(run: Run, found: Base, facts: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def _differences(run: Run) -> list[str]:
+def _differences(run: TrainingContext) -> list[str]:
     """Return the reasons why this attempt may not continue exactly from the checkpoint."""
     if run.resume_from is None:
         return []
-    found = resume_fidelity.reasons(Path(run.resume_from["path"]), run.fingerprint)
+    found = resume_fidelity.fingerprint_differences(Path(run.resume_from["path"]), run.fingerprint)
     return [*found, resume_fidelity.ON_A_GPU] if run.machine.kind == "cuda" else found

@@ -12,19 +12,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from app.contracts.training_config.resolution import Replacement
 from worker.training.checkpointing import saver
-from worker.training.context import Run
+from worker.training.context import TrainingContext
 from worker.training.data import dataset as data
 from worker.training.data.chat_template import ensure_template
-from worker.training.data.preferences import Source, converse
+from worker.training.data.preferences import Source, is_conversational
 from worker.training.data.reader import count_rows
 from worker.training.data.token_cache import TokenCache
 from worker.training.failures import TrainingFailure
 from worker.training.loop import probe
 from worker.training.model import base_model, loader, memory_plan
-from worker.training.model.base_model import Base
+from worker.training.model.base_model import BaseModelSource
 from worker.training.plugins import hooks
 from worker.training.plugins.checkpoint_engines import fetch
-from worker.wire.heartbeat import each, while_growing
+from worker.wire.heartbeat import heartbeat_while_growing, with_heartbeat
 
 Purpose = Literal["training", "evaluation"]
 
@@ -62,7 +62,7 @@ Read = Callable[[dict[str, Any], list[int] | None, Purpose], Some]
 """Function that prepares the rows with these numbers (None: all) of a dataset for training."""
 
 
-def begin(run: Run) -> tuple[Base, PreTrainedTokenizerBase]:
+def prepare_start(run: TrainingContext) -> tuple[BaseModelSource, PreTrainedTokenizerBase]:
     """Set the seed, verify the checkpoint, locate the base model and load its tokenizer, but no weights.
 
     Raises:
@@ -83,7 +83,9 @@ def begin(run: Run) -> tuple[Base, PreTrainedTokenizerBase]:
     return found, tokenizer
 
 
-def longest(run: Run, found: Base, tokenizer: PreTrainedTokenizerBase, replaced: list[Replacement]) -> int:
+def longest(
+    run: TrainingContext, found: BaseModelSource, tokenizer: PreTrainedTokenizerBase, replaced: list[Replacement]
+) -> int:
     """Return the maximum sequence length in tokens: as configured, limited by what the model can take.
 
     Raises:
@@ -102,13 +104,13 @@ def longest(run: Run, found: Base, tokenizer: PreTrainedTokenizerBase, replaced:
     return int(limit)
 
 
-def replace(run: Run, replaced: list[Replacement], field: str, used: Any, reason: str) -> None:
+def replace(run: TrainingContext, replaced: list[Replacement], field: str, used: Any, reason: str) -> None:
     """Replace a default that cannot be used with another value, and record the replacement to report it."""
     replaced.append(Replacement(field=field, requested=getattr(run.config, field), used=used, reason=reason))
     run.config = run.config.model_copy(update={field: used})
 
 
-def no_dropout(run: Run, replaced: list[Replacement]) -> bool:
+def no_dropout(run: TrainingContext, replaced: list[Replacement]) -> bool:
     """Return True if all dropout must be disabled: pairs are compared without it unless the user set some."""
     if run.config.lora_r is None:
         return True
@@ -117,7 +119,7 @@ def no_dropout(run: Run, replaced: list[Replacement]) -> bool:
     return run.config.lora_dropout == 0
 
 
-def chat_template(run: Run, tokenizer: PreTrainedTokenizerBase) -> None:
+def chat_template(run: TrainingContext, tokenizer: PreTrainedTokenizerBase) -> None:
     """Set a plain chat template if the tokenizer has none, and report it."""
     if ensure_template(tokenizer):
         run.report.message(
@@ -127,7 +129,7 @@ def chat_template(run: Run, tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def read_data(run: Run, read: Read[Some]) -> tuple[Some, Some | None]:
+def read_data(run: TrainingContext, read: Read[Some]) -> tuple[Some, Some | None]:
     """Prepare the training data and the held-out data, before any weights are loaded.
 
     Raises:
@@ -151,20 +153,20 @@ def read_data(run: Run, read: Read[Some]) -> tuple[Some, Some | None]:
     return training, held_out
 
 
-def seen(run: Run, training: Rows) -> Dataset:
+def training_rows(run: TrainingContext, training: Rows) -> Dataset:
     """Return the rows to train on: all, the rows of one step only, or in a probe the longest rows."""
     if run.config.overfit_first_batch:
         return data.first_batch(training.dataset, run.config)
     return probe.longest_rows(training.dataset, run.config) if run.is_probe else training.dataset
 
 
-def chat_template_if_needed(run: Run, tokenizer: PreTrainedTokenizerBase) -> None:
+def chat_template_if_needed(run: TrainingContext, tokenizer: PreTrainedTokenizerBase) -> None:
     """Call `chat_template` if the pairs or prompts of a dataset are messages."""
-    if any(converse(one["path"]) for one in (run.job["dataset"], run.job.get("eval_dataset")) if one):
+    if any(is_conversational(one["path"]) for one in (run.job["dataset"], run.job.get("eval_dataset")) if one):
         chat_template(run, tokenizer)
 
 
-def said_of_cache(run: Run, *some: Rows | None) -> dict[str, str]:
+def cache_messages(run: TrainingContext, *some: Rows | None) -> dict[str, str]:
     """Report whether an earlier run made all of the tokens, and return the run info about it."""
     if not all(one.are_cached for one in some if one):
         return {"tokenized": "now"}
@@ -172,12 +174,14 @@ def said_of_cache(run: Run, *some: Rows | None) -> dict[str, str]:
     return {"tokenized": "cached"}
 
 
-def pairs_of(run: Run, cache: TokenCache, source: dict[str, Any], chosen: list[int] | None, purpose: Purpose) -> Source:
+def pairs_of(
+    run: TrainingContext, cache: TokenCache, source: dict[str, Any], chosen: list[int] | None, purpose: Purpose
+) -> Source:
     """Describe the rows of a dataset for `worker.training.data.preferences`."""
     return Source(source["path"], source.get("sha256"), chosen, purpose, tokenizing(run), cache)
 
 
-def token_cache(run: Run) -> TokenCache:
+def token_cache(run: TrainingContext) -> TokenCache:
     """Open the cache of tokenized data that the job names, or one that keeps nothing."""
 
     def alive() -> None:
@@ -187,30 +191,30 @@ def token_cache(run: Run) -> TokenCache:
     return TokenCache.of_job(run.job, warn=lambda text: run.report.message(text, level="warning"), alive=alive)
 
 
-def tokenizing(run: Run) -> Callable[[int, int], None]:
-    """Return a callback that reports progress and raises `Stopped` on a stop request."""
+def tokenizing(run: TrainingContext) -> Callable[[int, int], None]:
+    """Return a callback that reports progress and raises `TransferCancelled` on a stop request."""
     return lambda done, total: run.progress("tokenizing", done, total)
 
 
-def steps_in_all(run: Run, steps_in_a_pass: int) -> int:
+def steps_in_all(run: TrainingContext, steps_in_a_pass: int) -> int:
     """Return the optimizer steps of the whole run, as the trainer counts them; for a probe, its own number."""
     run.steps_in_a_pass = steps_in_a_pass
     return probe.STEPS if run.is_probe else configured_steps(run)
 
 
-def configured_steps(run: Run) -> int:
+def configured_steps(run: TrainingContext) -> int:
     """Return the optimizer steps of the whole run, even for a probe; call after `steps_in_all`."""
     steps = run.config.max_steps or math.ceil(run.config.epochs * run.steps_in_a_pass)
     return max(steps, run.config.min_steps or 0)
 
 
 @contextmanager
-def weights(run: Run, found: Base) -> Iterator[Base]:
+def weights(run: TrainingContext, found: BaseModelSource) -> Iterator[BaseModelSource]:
     """Provide the weights to start from while the block runs; an adapter is merged into its base."""
     alive = run.report.alive
     # transformers shows a progress bar when it loads or writes many weights; each item sends a heartbeat.
     transformers.utils.logging.set_tqdm_hook(
-        lambda bar, what, options: bar(*(each(things, alive) for things in what), **options)
+        lambda bar, what, options: bar(*(with_heartbeat(things, alive) for things in what), **options)
     )
     run.report.phase("loading")
     dtype = loader.weights_dtype(run.config, run.machine)
@@ -218,14 +222,16 @@ def weights(run: Run, found: Base) -> Iterator[Base]:
         yield start
 
 
-def load(run: Run, start: Base, highest_id: int, head: loader.Head = "causal") -> PreTrainedModel:
+def load(
+    run: TrainingContext, start: BaseModelSource, highest_id: int, head: loader.Head = "causal"
+) -> PreTrainedModel:
     """Load the model onto its device, and check that it has an embedding for every token of the data."""
     if start.from_scratch and run.resume_from is None:
         run.report.message(
             f"The folder {run.job['base_model']['name']} contains no weights: they are initialized randomly with "
             f"seed {run.config.seed}, and the model is trained from scratch."
         )
-    with while_growing(run.report.alive, start.folder):
+    with heartbeat_while_growing(run.report.alive, start.folder):
         network = hooks.model(run, lambda: loader.load_model(start, run.config, run.machine, head))
     run.config = run.config.model_copy(update={"attn_implementation": network.config._attn_implementation})
     if run.config.gradient_checkpointing == "selective":

@@ -6,15 +6,15 @@ from typing import Any, ClassVar
 from trl import RewardConfig, RewardTrainer
 
 from app.contracts.training_config.resolution import Replacement
-from worker.training.context import Run
+from worker.training.context import TrainingContext
 from worker.training.data import dataset, preferences
 from worker.training.data.preferences import Pairs
-from worker.training.loop.trainer import Faithful
+from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.methods import pipeline, preparation
 from worker.training.model import loader, memory_plan
 
 
-class RewardModelTrainer(Faithful, RewardTrainer):  # type: ignore[misc]
+class RewardModelTrainer(ServiceTrainerMixin, RewardTrainer):  # type: ignore[misc]
     """A `RewardTrainer` on tokenized pairs."""
 
     MEASURES: ClassVar[Mapping[str, str]] = {
@@ -29,14 +29,14 @@ class RewardModelTrainer(Faithful, RewardTrainer):  # type: ignore[misc]
         return tokens_of_a_row / 2
 
 
-def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
+def train(run: TrainingContext, replaced: list[Replacement]) -> dict[str, Any]:
     """Train one run to its end or to a stop, and return the fields of its result record.
 
     Raises:
         TrainingFailure: with a stable code.
         Stopped: a stop was requested before there was anything to save.
     """
-    found, tokenizer = preparation.begin(run)
+    found, tokenizer = preparation.prepare_start(run)
     max_length = preparation.longest(run, found, tokenizer, replaced)
     no_dropout = preparation.no_dropout(run, replaced)
     preparation.chat_template_if_needed(run, tokenizer)
@@ -50,9 +50,9 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
         )
 
     training, held_out = preparation.read_data(run, read)
-    tokenized = preparation.said_of_cache(run, training, held_out)
+    tokenized = preparation.cache_messages(run, training, held_out)
     total_steps = preparation.steps_in_all(run, dataset.steps_in(training.dataset, config))
-    memory_plan.decide(run, replaced, found, training.dataset, max_length)
+    memory_plan.choose_checkpointing(run, replaced, found, training.dataset, max_length)
     with preparation.weights(run, found) as start:
         network = preparation.load(run, start, preparation.highest_id(tokenizer, training, held_out), "reward")
         trainer = pipeline.build(
@@ -60,15 +60,17 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
             run,
             model=network,
             args=RewardConfig(
-                **pipeline.arguments(run, total_steps),
+                **pipeline.trainer_arguments(run, total_steps),
                 max_length=None,  # pairs that are too long have been left out
                 disable_dropout=no_dropout,
             ),
-            train_dataset=preparation.seen(run, training),
+            train_dataset=preparation.training_rows(run, training),
             eval_dataset=held_out.dataset if held_out else None,
             processing_class=tokenizer,
             peft_config=loader.lora_config(config, start.revision, "reward"),
         )
-        facts = pipeline.tell(trainer, found, replaced, training, held_out, max_length=max_length, **tokenized)
+        facts = pipeline.report_run_info(
+            trainer, found, replaced, training, held_out, max_length=max_length, **tokenized
+        )
         pipeline.train(trainer)
         return pipeline.finish(trainer, start, facts)

@@ -11,24 +11,24 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from app.contracts.rewards import names
 from app.contracts.training_config.resolution import Replacement
 from worker.training import rewards
-from worker.training.context import Run
+from worker.training.context import TrainingContext
 from worker.training.data import preferences
 from worker.training.data.preferences import Pairs, PromptEncoder
 from worker.training.data.token_cache import TokenCache
 from worker.training.failures import TrainingFailure
 from worker.training.loop import probe
-from worker.training.loop.anomalies import Trouble
-from worker.training.loop.trainer import Faithful
+from worker.training.loop.anomalies import Anomaly
+from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.methods import pipeline, preparation
 from worker.training.model import loader, memory_plan
-from worker.training.model.reward_scorer import RewardModel
+from worker.training.model.reward_scorer import RewardScorer
 from worker.training.plugins import hooks
 
 _NON_FINITE_ERROR = "probability tensor contains either"
 """Part of torch's error when it samples from non-finite probabilities."""
 
 
-class RewardedTrainer(Faithful):
+class RewardedTrainer(ServiceTrainerMixin):
     """Overrides shared by `GRPOTrainer` and `RLOOTrainer`.
 
     An optimizer step is one round: completions are generated once, for all of its micro-batches. So a run can stop
@@ -75,7 +75,7 @@ class RewardedTrainer(Faithful):
                 if _NON_FINITE_ERROR not in str(error) or not self.model.training:
                     raise
                 description = "the model's output became non-finite while it generated completions"
-                raise self.guard.failure(self, Trouble("non_finite", description)) from error
+                raise self.guard.failure(self, Anomaly("non_finite", description)) from error
 
     def with_rows(self, collate: Any) -> Any:
         return collate  # a batch is the list of its rows
@@ -135,14 +135,14 @@ class LeaveOneOutTrainer(RewardedTrainer, RLOOTrainer):  # type: ignore[misc]
     """REINFORCE with the mean reward of the other completions as baseline."""
 
 
-def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
+def train(run: TrainingContext, replaced: list[Replacement]) -> dict[str, Any]:
     """Train one run to its end or to a stop, and return the fields of its result record.
 
     Raises:
         TrainingFailure: with a stable code.
         Stopped: a stop was requested before there was anything to save.
     """
-    found, tokenizer = preparation.begin(run)
+    found, tokenizer = preparation.prepare_start(run)
     max_length = preparation.longest(run, found, tokenizer, replaced)
     preparation.chat_template_if_needed(run, tokenizer)
     config, wanted = run.config, run.config.rlhf
@@ -173,13 +173,13 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
         seen = seen.select(range(prompts_in_a_step))
     elif run.is_probe:
         seen = probe.longest_rows(seen, config, tokenizer)
-    memory_plan.decide(run, replaced, found, training.dataset, max_length)
+    memory_plan.choose_checkpointing(run, replaced, found, training.dataset, max_length)
     with preparation.weights(run, found) as start:
         network = preparation.load(run, start, preparation.highest_id(tokenizer, training, held_out))
         # Generation takes long, so each token sends a heartbeat.
         network.register_forward_pre_hook(lambda *_: run.report.alive())
         functions = _rewards(run, tokenizer, max_length)
-        arguments = pipeline.arguments(run, total_steps) | {
+        arguments = pipeline.trainer_arguments(run, total_steps) | {
             "num_generations": wanted.num_generations,
             "max_completion_length": wanted.max_completion_length,
             "temperature": wanted.temperature,
@@ -188,7 +188,7 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
             "steps_per_generation": config.gradient_accumulation_steps,
         }
         if run.is_probe:
-            arguments |= probe.generation(config)
+            arguments |= probe.probe_generation_args(config)
         if wanted.beta > 0 and config.lora_r is None:
             # TRL loads the reference model itself, from the same weights as the policy.
             arguments["model_init_kwargs"] = {**start.options, "use_safetensors": True}
@@ -209,22 +209,22 @@ def train(run: Run, replaced: list[Replacement]) -> dict[str, Any]:
             processing_class=tokenizer,
             peft_config=loader.lora_config(config, start.revision),
         )
-        fingerprints = [one.identity for one in functions if isinstance(one, RewardModel)]
-        facts = pipeline.tell(
+        fingerprints = [one.identity for one in functions if isinstance(one, RewardScorer)]
+        facts = pipeline.report_run_info(
             trainer, found, replaced, training, held_out, max_length=max_length, reward_models=fingerprints or None
         )
         pipeline.train(trainer)
         return pipeline.finish(trainer, start, facts)
 
 
-def _rewards(run: Run, tokenizer: Any, max_length: int) -> list[Any]:
+def _rewards(run: TrainingContext, tokenizer: Any, max_length: int) -> list[Any]:
     """Create one function for each reward, in the order of the configuration."""
     wanted = run.config.rlhf.rewards
     warn = partial(run.report.message, level="warning")
-    checks = iter(rewards.functions(wanted, tokenizer, run.report.alive, warn))
+    checks = iter(rewards.build_reward_functions(wanted, tokenizer, run.report.alive, warn))
     located = iter(run.job.get("reward_models", ()))
     return [
-        RewardModel(next(located), name, run, max_length)
+        RewardScorer(next(located), name, run, max_length)
         if one.type == "model"
         else hooks.Reward(one, name)
         if one.type == "plugin"

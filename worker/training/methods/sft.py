@@ -8,22 +8,22 @@ import torch
 from trl import SFTConfig, SFTTrainer
 
 from app.contracts.training_config.resolution import Replacement
-from worker.training.context import Run
+from worker.training.context import TrainingContext
 from worker.training.data import dataset
 from worker.training.data.dataset import Tokens
-from worker.training.loop.trainer import Faithful
+from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.methods import pipeline, preparation
 from worker.training.model import loader, memory_plan
 from worker.training.plugins import metric_functions
 from worker.training.plugins.metric_functions import Evaluation, Factories
 
 
-class SupervisedTrainer(Faithful, SFTTrainer):  # type: ignore[misc]
+class SupervisedTrainer(ServiceTrainerMixin, SFTTrainer):  # type: ignore[misc]
     """An `SFTTrainer` on tokenized data."""
 
     MEASURES: ClassVar[Mapping[str, str]] = {"mean_token_accuracy": "token_accuracy", "entropy": "entropy"}
 
-    def __init__(self, run: Run, metric_functions: Factories, **options: Any) -> None:
+    def __init__(self, run: TrainingContext, metric_functions: Factories, **options: Any) -> None:
         self._factories = metric_functions
         self._evaluation = Evaluation({})
         super().__init__(run, **options)
@@ -49,7 +49,7 @@ class SupervisedTrainer(Faithful, SFTTrainer):  # type: ignore[misc]
 
 
 def train(
-    run: Run, replaced: list[Replacement], trainer_class: type[SupervisedTrainer] = SupervisedTrainer
+    run: TrainingContext, replaced: list[Replacement], trainer_class: type[SupervisedTrainer] = SupervisedTrainer
 ) -> dict[str, Any]:
     """Train one run to its end or to a stop, and return the fields of its result record.
 
@@ -60,7 +60,7 @@ def train(
         Stopped: a stop was requested before there was anything to save.
     """
     functions = metric_functions.load(run.config.trainer_options.metrics)
-    found, tokenizer = preparation.begin(run)
+    found, tokenizer = preparation.prepare_start(run)
     max_length = preparation.longest(run, found, tokenizer, replaced)
     config = run.config
     if "chat" in {one["format"] for one in (run.job["dataset"], run.job.get("eval_dataset")) if one}:
@@ -69,15 +69,15 @@ def train(
     cache = preparation.token_cache(run)
 
     def read(source: dict[str, Any], chosen: list[int] | None, purpose: preparation.Purpose) -> Tokens:
-        return dataset.tokenise(
+        return dataset.tokenize(
             source["path"], source["format"], tokenizer, config, max_length=max_length, chosen=chosen,
             purpose=purpose, progress=preparation.tokenizing(run), sha256=source.get("sha256"), cache=cache,
         )  # fmt: skip
 
     training, held_out = preparation.read_data(run, read)
-    tokenized = preparation.said_of_cache(run, training, held_out)
+    tokenized = preparation.cache_messages(run, training, held_out)
     total_steps = preparation.steps_in_all(run, dataset.steps_in(training.dataset, config))
-    memory_plan.decide(run, replaced, found, training.dataset, max_length)
+    memory_plan.choose_checkpointing(run, replaced, found, training.dataset, max_length)
     with preparation.weights(run, found) as start:
         network = preparation.load(run, start, preparation.highest_id(tokenizer, training, held_out))
         trainer = pipeline.build(
@@ -86,18 +86,20 @@ def train(
             metric_functions=functions,
             model=network,
             args=SFTConfig(
-                **pipeline.arguments(run, total_steps),
+                **pipeline.trainer_arguments(run, total_steps),
                 neftune_noise_alpha=config.neftune_noise_alpha,
                 max_length=max_length,
                 packing=config.packing,
                 packing_strategy=config.trainer_options.packing_strategy,
                 dataset_kwargs={"skip_prepare_dataset": True},
             ),
-            train_dataset=preparation.seen(run, training),
+            train_dataset=preparation.training_rows(run, training),
             eval_dataset=held_out.dataset if held_out else None,
             processing_class=tokenizer,
             peft_config=loader.lora_config(config, start.revision),
         )
-        facts = pipeline.tell(trainer, found, replaced, training, held_out, max_length=max_length, **tokenized)
+        facts = pipeline.report_run_info(
+            trainer, found, replaced, training, held_out, max_length=max_length, **tokenized
+        )
         pipeline.train(trainer)
         return pipeline.finish(trainer, start, facts)

@@ -19,7 +19,7 @@ from app.contracts.methods import TrainingMethod
 from app.contracts.training_config.fields import TrainingConfig
 from worker.checkpoint_files import resume_fidelity
 from worker.training.failures import TrainingFailure, in_one_line
-from worker.wire.heartbeat import Alive, while_growing
+from worker.wire.heartbeat import HeartbeatCallback, heartbeat_while_growing
 
 ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -29,7 +29,7 @@ _CONFIG_ERRORS = (huggingface_hub.errors.StrictDataclassError, ArithmeticError, 
 
 
 @dataclass(frozen=True)
-class Base:
+class BaseModelSource:
     """Location and identity of the weights that a run starts from."""
 
     source: str
@@ -58,7 +58,7 @@ class Base:
         return Path(HF_HUB_CACHE) / repo_folder_name(repo_id=self.source, repo_type="model")
 
 
-def find_base(job: dict[str, Any], config: TrainingConfig) -> Base:
+def find_base(job: dict[str, Any], config: TrainingConfig) -> BaseModelSource:
     """Locate the base model and pin its identity: a hub model to one commit, for all its parts.
 
     Raises:
@@ -80,7 +80,7 @@ def find_base(job: dict[str, Any], config: TrainingConfig) -> Base:
     )
 
 
-def find_reward_model(job: dict[str, Any], named: dict[str, Any]) -> Base:
+def find_reward_model(job: dict[str, Any], named: dict[str, Any]) -> BaseModelSource:
     """Locate a reward model (name, path, hub, revision) and pin its identity.
 
     Raises:
@@ -97,7 +97,9 @@ def find_reward_model(job: dict[str, Any], named: dict[str, Any]) -> Base:
 
 
 @contextmanager
-def merged(base: Base, target: Path, dtype: torch.dtype, alive: Alive) -> Iterator[Base]:
+def merged(
+    base: BaseModelSource, target: Path, dtype: torch.dtype, alive: HeartbeatCallback
+) -> Iterator[BaseModelSource]:
     """Yield the base with its adapter merged in, stored in the folder `target` until the block ends.
 
     A base without an adapter is yielded unchanged.
@@ -109,14 +111,14 @@ def merged(base: Base, target: Path, dtype: torch.dtype, alive: Alive) -> Iterat
         yield base
         return
     try:
-        with while_growing(alive, base.folder, target):
+        with heartbeat_while_growing(alive, base.folder, target):
             whole = _merge(base, base.adapter, target, dtype)
         yield whole
     finally:
         shutil.rmtree(target, ignore_errors=True)
 
 
-def load_tokenizer(base: Base) -> PreTrainedTokenizerBase:
+def load_tokenizer(base: BaseModelSource) -> PreTrainedTokenizerBase:
     """Load the base's tokenizer, and set a padding token if it has none.
 
     Raises:
@@ -125,7 +127,7 @@ def load_tokenizer(base: Base) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(base.tokenizer_source, **base.options)
     except Exception as error:
-        raise not_loaded(error, base.tokenizer_source, "tokenizer") from error
+        raise load_failure(error, base.tokenizer_source, "tokenizer") from error
     if tokenizer.eos_token is None:
         raise TrainingFailure(
             "config_error", "The tokenizer has no end-of-sequence token; set `eos_token` in its configuration."
@@ -142,7 +144,7 @@ def _options(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def not_loaded(error: Exception, source: str, what: str) -> TrainingFailure:
+def load_failure(error: Exception, source: str, what: str) -> TrainingFailure:
     """Convert an exception of `from_pretrained` to a `TrainingFailure`."""
     name = source if not Path(source).is_absolute() else Path(source).name
     missing = (OSError, huggingface_hub.errors.HFValidationError)
@@ -188,7 +190,7 @@ def _is_access_denied(error: BaseException | None) -> bool:
     return False
 
 
-def _pin(source: str, options: dict[str, Any], revision: str | None) -> Base:
+def _pin(source: str, options: dict[str, Any], revision: str | None) -> BaseModelSource:
     """Describe a folder, or a hub model at the current commit of `revision` (None: its main branch)."""
     commit = None
     try:
@@ -199,12 +201,12 @@ def _pin(source: str, options: dict[str, Any], revision: str | None) -> Base:
             options = {**options, "revision": commit}
         architecture = AutoConfig.from_pretrained(source, **options)
     except Exception as error:
-        raise not_loaded(error, source, "configuration") from error
-    identity = f"commit {commit}" if commit else resume_fidelity.identity(Path(source))
-    return Base(source, source, options, architecture, identity, revision=commit)
+        raise load_failure(error, source, "configuration") from error
+    identity = f"commit {commit}" if commit else resume_fidelity.model_fingerprint(Path(source))
+    return BaseModelSource(source, source, options, architecture, identity, revision=commit)
 
 
-def _adapter_base(folder: Path, name: str, options: dict[str, Any]) -> Base:
+def _adapter_base(folder: Path, name: str, options: dict[str, Any]) -> BaseModelSource:
     if not (folder / _ADAPTER_WEIGHTS).is_file():
         raise TrainingFailure(
             "model_not_found",
@@ -214,7 +216,7 @@ def _adapter_base(folder: Path, name: str, options: dict[str, Any]) -> Base:
     try:
         described = PeftConfig.from_pretrained(str(folder))
     except Exception as error:
-        raise not_loaded(error, name, "adapter") from error
+        raise load_failure(error, name, "adapter") from error
     if not described.base_model_name_or_path:
         raise TrainingFailure("model_not_found", f"The adapter {name} does not name its base model.")
     base = _pin(described.base_model_name_or_path, options, described.revision)
@@ -223,11 +225,11 @@ def _adapter_base(folder: Path, name: str, options: dict[str, Any]) -> Base:
         base,
         adapter=folder,
         tokenizer_source=str(folder) if own_tokenizer else base.source,
-        identity=f"{resume_fidelity.identity(folder, ADAPTER_CONFIG)} on {base.identity}",
+        identity=f"{resume_fidelity.model_fingerprint(folder, ADAPTER_CONFIG)} on {base.identity}",
     )
 
 
-def _merge(base: Base, adapter: Path, target: Path, dtype: torch.dtype) -> Base:
+def _merge(base: BaseModelSource, adapter: Path, target: Path, dtype: torch.dtype) -> BaseModelSource:
     try:
         model = AutoModelForCausalLM.from_pretrained(base.source, dtype=dtype, use_safetensors=True, **base.options)
         whole = PeftModel.from_pretrained(model, str(adapter), is_trainable=False).merge_and_unload()
@@ -235,7 +237,7 @@ def _merge(base: Base, adapter: Path, target: Path, dtype: torch.dtype) -> Base:
     except (RuntimeError, MemoryError):
         raise
     except Exception as error:
-        raise not_loaded(error, base.source, "base of the adapter") from error
+        raise load_failure(error, base.source, "base of the adapter") from error
     whole.save_pretrained(target)
     tokenizer.save_pretrained(target)
     options = {name: value for name, value in base.options.items() if name != "revision"}

@@ -21,9 +21,9 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 from trl.trainer.reward_trainer import suppress_seqcls_warning
 
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.rules import Machine
+from app.contracts.training_config.rules import DeviceCapabilities
 from worker.training.failures import TrainingFailure
-from worker.training.model.base_model import Base, not_loaded
+from worker.training.model.base_model import BaseModelSource, load_failure
 
 Head = Literal["causal", "reward"]
 """Output of a model: next-token probabilities, or one number for a whole text."""
@@ -32,14 +32,14 @@ SCORE = "score"
 """Name of the layer that computes the one number of a text."""
 
 
-def machine_of(device: dict[str, Any] | None) -> Machine:
+def machine_of(device: dict[str, Any] | None) -> DeviceCapabilities:
     """Return the capabilities of this job's device; None: a GPU if there is one."""
     kind = device["kind"] if device else ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cpu":
-        return Machine(kind="cpu", bf16=True)
+        return DeviceCapabilities(kind="cpu", bf16=True)
     if not torch.cuda.is_available():
         raise TrainingFailure("config_error", "The run was assigned a GPU, but torch finds none on this machine.")
-    return Machine(
+    return DeviceCapabilities(
         kind="cuda",
         bf16=torch.cuda.is_bf16_supported(including_emulation=False),
         flash_attention=is_flash_attn_2_available() and _imports("flash_attn"),
@@ -56,14 +56,16 @@ def _imports(package: str) -> bool:
     return True
 
 
-def weights_dtype(config: TrainingConfig, machine: Machine) -> torch.dtype:
+def weights_dtype(config: TrainingConfig, machine: DeviceCapabilities) -> torch.dtype:
     """Return the dtype of the weights as loaded: 32 bits if they are trained, 16 if they are frozen on a GPU."""
     if machine.kind == "cpu" or config.lora_r is None:
         return torch.float32
     return torch.bfloat16 if machine.bf16 else torch.float16
 
 
-def load_model(base: Base, config: TrainingConfig, machine: Machine, head: Head = "causal") -> PreTrainedModel:
+def load_model(
+    base: BaseModelSource, config: TrainingConfig, machine: DeviceCapabilities, head: Head = "causal"
+) -> PreTrainedModel:
     """Load the base model onto the device, quantized as configured; weights from safetensors only.
 
     A `reward` head that the base does not have is initialized randomly with the seed, as in TRL.
@@ -101,13 +103,13 @@ def load_model(base: Base, config: TrainingConfig, machine: Machine, head: Head 
     except (RuntimeError, MemoryError):
         raise  # out of memory, or weights that do not match their configuration: classified as such
     except Exception as error:
-        raise not_loaded(error, base.source, "model") from error
+        raise load_failure(error, base.source, "model") from error
     if machine.kind == "cpu":
         keep_evaluation_neutral(model)
     return model
 
 
-def _attention(base: Base, config: TrainingConfig, machine: Machine) -> str | None:
+def _attention(base: BaseModelSource, config: TrainingConfig, machine: DeviceCapabilities) -> str | None:
     """Return the attention implementation; None leaves it to the model, which uses sdpa if it supports it."""
     if config.attn_implementation is not None:
         return config.attn_implementation
@@ -122,7 +124,9 @@ def _attention(base: Base, config: TrainingConfig, machine: Machine) -> str | No
 _AUTO: dict[Head, Any] = {"causal": AutoModelForCausalLM, "reward": AutoModelForSequenceClassification}
 
 
-def _initialize(base: Base, config: TrainingConfig, machine: Machine, options: dict[str, Any]) -> PreTrainedModel:
+def _initialize(
+    base: BaseModelSource, config: TrainingConfig, machine: DeviceCapabilities, options: dict[str, Any]
+) -> PreTrainedModel:
     """Create the architecture with random weights, the same for the same seed on every device."""
     transformers.set_seed(config.seed)
     chosen = {name: options[name] for name in ("attn_implementation", "trust_remote_code") if name in options}
@@ -131,7 +135,7 @@ def _initialize(base: Base, config: TrainingConfig, machine: Machine, options: d
     except (RuntimeError, MemoryError):
         raise
     except Exception as error:
-        raise not_loaded(error, base.source, "architecture") from error
+        raise load_failure(error, base.source, "architecture") from error
     return model
 
 
@@ -174,7 +178,7 @@ def check_modules(model: torch.nn.Module, config: TrainingConfig) -> None:
             )
 
 
-def keep_full_precision(model: torch.nn.Module, machine: Machine) -> None:
+def keep_full_precision(model: torch.nn.Module, machine: DeviceCapabilities) -> None:
     """Convert trained parameters to 32 bits where 16 lose small updates, or where a gradient scaler rejects them.
 
     This applies to fully trained modules on every device, and to adapters, which TRL casts to bfloat16 on a quantized
@@ -219,7 +223,7 @@ def lora_config(config: TrainingConfig, revision: str | None = None, head: Head 
     )
 
 
-def first_facts(model: torch.nn.Module, machine: Machine) -> dict[str, Any]:
+def initial_run_info(model: torch.nn.Module, machine: DeviceCapabilities) -> dict[str, Any]:
     """Return the run info known before step 1: parameters, device, library versions."""
     total = trainable = 0
     for parameter in model.parameters():

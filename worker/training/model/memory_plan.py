@@ -16,13 +16,15 @@ from app.estimator.activations import EVERY, Precision
 from app.estimator.architecture import UnknownArchitecture, read
 from app.estimator.parameters import CannotTrain
 from app.estimator.steps import micro_batch
-from worker.training.context import Run
-from worker.training.model.base_model import Base
+from worker.training.context import TrainingContext
+from worker.training.model.base_model import BaseModelSource
 
 _ANSWERS = ("chosen_ids", "rejected_ids")
 
 
-def decide(run: Run, replaced: list[Replacement], found: Base, data: Dataset, max_length: int) -> None:
+def choose_checkpointing(
+    run: TrainingContext, replaced: list[Replacement], found: BaseModelSource, data: Dataset, max_length: int
+) -> None:
     """Replace `gradient_checkpointing: "auto"` by the chosen value, and add the reason to `replaced`.
 
     The choice changes neither losses nor updates beyond rounding, so a resumed run may choose again.
@@ -34,7 +36,7 @@ def decide(run: Run, replaced: list[Replacement], found: Base, data: Dataset, ma
     run.config = run.config.model_copy(update={"gradient_checkpointing": used})
 
 
-def _choose(run: Run, found: Base, length: int, rows: int) -> tuple[memory_planner.Value, str]:
+def _choose(run: TrainingContext, found: BaseModelSource, length: int, rows: int) -> tuple[memory_planner.Value, str]:
     if run.machine.kind == "cpu":
         return False, "On a CPU it costs time and saves memory that is not scarce."
     if any(one["kind"] == "out_of_memory" for one in run.job.get("repairs", ())):

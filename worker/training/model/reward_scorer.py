@@ -7,20 +7,20 @@ from peft import PeftConfig, PeftModel
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 from trl.trainer.reward_trainer import suppress_seqcls_warning
 
-from worker.training.context import Run
+from worker.training.context import TrainingContext
 from worker.training.data.chat_template import ensure_template
 from worker.training.failures import TrainingFailure
 from worker.training.model import base_model
-from worker.training.model.base_model import Base, not_loaded
-from worker.wire.heartbeat import while_growing
+from worker.training.model.base_model import BaseModelSource, load_failure
+from worker.wire.heartbeat import heartbeat_while_growing
 
 _TEXTS_AT_ONCE = 8
 
 
-class RewardModel:
+class RewardScorer:
     """Scorer of completions, called as TRL calls a reward function."""
 
-    def __init__(self, named: dict[str, Any], name: str, run: Run, max_length: int) -> None:
+    def __init__(self, named: dict[str, Any], name: str, run: TrainingContext, max_length: int) -> None:
         """Load the model described by `named` (name, path, hub, revision) onto the run's device, frozen.
 
         It must accept texts of up to `max_length` tokens.
@@ -37,7 +37,7 @@ class RewardModel:
         self._tokenizer = base_model.load_tokenizer(found)
         cuda = run.machine.kind == "cuda"
         dtype = torch.bfloat16 if cuda and run.machine.bf16 else torch.float32
-        with while_growing(self._alive, found.folder):
+        with heartbeat_while_growing(self._alive, found.folder):
             self._model = _load(found, self._named, dtype)
         text_config = self._model.config.get_text_config()
         text_config.pad_token_id = self._tokenizer.pad_token_id
@@ -87,7 +87,7 @@ def _padded(tokenizer: PreTrainedTokenizerBase, texts: list[str], add_special_to
     )
 
 
-def _load(found: Base, name: str, dtype: torch.dtype) -> Any:
+def _load(found: BaseModelSource, name: str, dtype: torch.dtype) -> Any:
     """Load the classifier and merge its adapter, if any; weights from safetensors only."""
     labels: dict[str, Any] = {}
     if found.adapter is not None:
@@ -104,7 +104,7 @@ def _load(found: Base, name: str, dtype: torch.dtype) -> Any:
     except (RuntimeError, MemoryError):
         raise
     except Exception as error:
-        raise not_loaded(error, name, "reward model") from error
+        raise load_failure(error, name, "reward model") from error
     if model.config.num_labels != 1:
         raise TrainingFailure(
             "config_error",

@@ -8,16 +8,16 @@ from typing import Any
 from worker.checkpoint_files import manifest
 from worker.training.failures import classify
 from worker.training.loop.memory import write_profile
-from worker.training.loop.trainer import Faithful
-from worker.training.model.base_model import ADAPTER_CONFIG, Base
+from worker.training.loop.trainer import ServiceTrainerMixin
+from worker.training.model.base_model import ADAPTER_CONFIG, BaseModelSource
 from worker.training.model.loader import versions
 from worker.training.output.model_card import model_card
-from worker.wire.heartbeat import while_growing
+from worker.wire.heartbeat import heartbeat_while_growing
 
 OUTPUT = "output"
 
 
-def export(trainer: Faithful, base: Base, facts: dict[str, Any]) -> str:
+def export(trainer: ServiceTrainerMixin, base: BaseModelSource, facts: dict[str, Any]) -> str:
     """Write `output/` to the attempt's folder, atomically, and return its name relative to that folder.
 
     Raises:
@@ -30,7 +30,7 @@ def export(trainer: Faithful, base: Base, facts: dict[str, Any]) -> str:
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
-        with while_growing(run.report.alive, staging):
+        with heartbeat_while_growing(run.report.alive, staging):
             trainer.model.save_pretrained(staging)
         trainer.processing_class.save_pretrained(staging)
         if base.merged is not None and (staging / ADAPTER_CONFIG).is_file():

@@ -13,7 +13,7 @@ from typing import Any
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, constants, get_token
 
-from worker.training.context import Run
+from worker.training.context import TrainingContext
 from worker.training.failures import Stopped, TrainingFailure
 
 _TRIES = 5
@@ -23,7 +23,7 @@ _STALLED_SECONDS = 300.0
 _POLL_SECONDS = 0.1
 
 
-def check(run: Run) -> None:
+def check(run: TrainingContext) -> None:
     """Check before training that the output can be pushed.
 
     A run that has already trained is not failed here: it reports at its end why the output was not pushed.
@@ -37,7 +37,7 @@ def check(run: Run) -> None:
             raise TrainingFailure("config_error", refusal)
 
 
-def push(run: Run, output: Path) -> dict[str, Any] | None:
+def push(run: TrainingContext, output: Path) -> dict[str, Any] | None:
     """Upload every file of `output` if the run asks for it, and return the outcome for the result record.
 
     Raises:
@@ -66,7 +66,7 @@ def push(run: Run, output: Path) -> dict[str, Any] | None:
 class _Push:
     """One upload, in its own thread, so that a run can be stopped while the hub does not respond."""
 
-    def __init__(self, run: Run, output: Path, name: str) -> None:
+    def __init__(self, run: TrainingContext, output: Path, name: str) -> None:
         self._run = run
         self._name = name
         self._files = [path for path in sorted(output.rglob("*")) if path.is_file()]
@@ -156,7 +156,7 @@ def _pauses() -> Iterator[float | None]:
     yield None
 
 
-def _refusal(run: Run) -> str | None:
+def _refusal(run: TrainingContext) -> str | None:
     if run.job.get("offline"):
         return "`push_to_hub` needs the hub, which the operator has disabled on this worker (ANNEAL_ALLOW_HUB)."
     if get_token() is None:
@@ -164,7 +164,7 @@ def _refusal(run: Run) -> str | None:
     return None
 
 
-def _failed(run: Run, name: str, why: str) -> dict[str, Any]:
+def _failed(run: TrainingContext, name: str, why: str) -> dict[str, Any]:
     run.report.message(
         f"The output was not pushed to {name}: {why}. The run is complete and keeps its output: download it "
         f"(GET /v1/runs/{run.job['run_id']}/artifacts.tar) and push it with `hf upload {name} <folder>`.",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from app.contracts.plugins import Plugin
-from worker.training.context import Run
+from worker.training.context import TrainingContext
 from worker.training.failures import TrainingFailure
 from worker.training.plugins import registry
 
@@ -23,7 +23,7 @@ class Keeper:
     An upload does not report its progress, so the thread sends no heartbeat, and a wait for it is limited.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrainingContext) -> None:
         self._run = run
         self._changed = threading.Condition()
         self._waiting: list[Path] = []
@@ -98,7 +98,7 @@ class CheckpointEngine(Protocol):
         """Copy the replica into an empty folder; return False if there is none."""
 
 
-def keep(run: Run, folder: Path) -> None:
+def keep(run: TrainingContext, folder: Path) -> None:
     """Store a replica of a checkpoint on disk with an installed checkpoint engine; an error loses only the replica.
 
     Raises:
@@ -115,7 +115,7 @@ def keep(run: Run, folder: Path) -> None:
         run.report.message(f"{failure} The checkpoint in the run's own folder is complete.", level="warning")
 
 
-def fetch(run: Run) -> None:
+def fetch(run: TrainingContext) -> None:
     """Restore a checkpoint that is missing from its folder into this attempt's folder; its hashes are checked next."""
     plugin, resume = run.config.trainer_options.checkpoint_engine, run.resume_from
     if plugin is None or resume is None or Path(resume["path"]).exists():

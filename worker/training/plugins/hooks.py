@@ -17,7 +17,7 @@ from app.contracts.plugins import Plugin, named
 from app.contracts.rewards import PluginReward
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.resolution import Replacement
-from worker.training.context import Run
+from worker.training.context import TrainingContext
 from worker.training.failures import Stopped, TrainingFailure
 from worker.training.plugins import registry
 from worker.training.trainer_protocol import ServiceTrainer
@@ -38,7 +38,7 @@ def check(config: TrainingConfig) -> None:
             registry.load(kind, name)
 
 
-def train(run: Run, replaced: list[Replacement], plugin: Plugin) -> dict[str, Any]:
+def train(run: TrainingContext, replaced: list[Replacement], plugin: Plugin) -> dict[str, Any]:
     """Train with an installed recipe, and return the fields of the result record."""
     name = plugin.type
     result = registry.load("recipe", name)(run, replaced, **plugin.parameters)
@@ -51,7 +51,7 @@ def train(run: Run, replaced: list[Replacement], plugin: Plugin) -> dict[str, An
     return result
 
 
-def take_rows(run: Run) -> None:
+def take_rows(run: TrainingContext) -> None:
     """Write the rows of an installed data source to files, which replace those of the datasets."""
     plugin = run.config.trainer_options.data_source
     if plugin is None:
@@ -61,13 +61,13 @@ def take_rows(run: Run) -> None:
             run.job[field] = {**run.job[field], **_write_rows(run, plugin, Path(run.job[field]["path"]), purpose)}
 
 
-def drop_rows(run: Run) -> None:
+def drop_rows(run: TrainingContext) -> None:
     """Delete the files of `take_rows` once the rows are tokenized."""
     for path in run.folder.glob("rows-*.jsonl"):
         path.unlink()
 
 
-def _write_rows(run: Run, plugin: Plugin, path: Path, purpose: str) -> dict[str, Any]:
+def _write_rows(run: TrainingContext, plugin: Plugin, path: Path, purpose: str) -> dict[str, Any]:
     kind, name = "data_source", plugin.type
     rows = registry.call(kind, name, path, purpose=purpose, **plugin.parameters)
     if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
@@ -101,7 +101,7 @@ def _write_rows(run: Run, plugin: Plugin, path: Path, purpose: str) -> dict[str,
     return {"path": str(target), "rows": count, "sha256": digest.hexdigest()}
 
 
-def model(run: Run, load: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+def model(run: TrainingContext, load: Callable[[], PreTrainedModel]) -> PreTrainedModel:
     """Load the base model as configured, or through an installed factory."""
     plugin = run.config.trainer_options.model_factory
     if plugin is None:

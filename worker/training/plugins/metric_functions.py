@@ -52,11 +52,11 @@ def load(names: Sequence[str]) -> Factories:
             factories[name] = installed[name].load()
         except Exception as error:  # third-party code can raise anything
             raise _wrong(name, f"cannot be imported: {error!r}") from error
-        make(factories, name)
+        create_metric_function(factories, name)
     return factories
 
 
-def make(factories: Factories, name: str) -> MetricFunction:
+def create_metric_function(factories: Factories, name: str) -> MetricFunction:
     """Create the object for one evaluation.
 
     Raises:
@@ -79,7 +79,7 @@ class Evaluation:
     """All metric functions of a run during one evaluation; without any it does nothing."""
 
     def __init__(self, factories: Factories) -> None:
-        self._functions = {name: make(factories, name) for name in factories}
+        self._functions = {name: create_metric_function(factories, name) for name in factories}
 
     def update(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
         """Pass a batch to all functions, with logits aligned to the labels that they predict.

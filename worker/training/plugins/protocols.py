@@ -9,13 +9,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
 from app.contracts.training_config.resolution import Replacement
-from worker.training.context import Run
+from worker.training.context import TrainingContext
 
 
 class Recipe(Protocol):
     """A whole training (`anneal.recipes`) that replaces that of the method."""
 
-    def __call__(self, run: Run, replaced: list[Replacement], /, **parameters: Any) -> dict[str, Any]:
+    def __call__(self, run: TrainingContext, replaced: list[Replacement], /, **parameters: Any) -> dict[str, Any]:
         """Train to the end or to a stop, and return the fields of the result, as `course.finish` does."""
 
 

@@ -29,7 +29,7 @@ _CALL_TIMEOUT_SECONDS = 10
 
 
 @dataclass(frozen=True)
-class Point:
+class TrackedPoint:
     """Metrics measured after a step."""
 
     step: int
@@ -39,7 +39,7 @@ class Point:
     """Values by their names in our events; members of `extra` as `extra.<name>`."""
 
     @classmethod
-    def of(cls, record: Mapping[str, Any], at: float) -> "Point":
+    def of(cls, record: Mapping[str, Any], at: float) -> "TrackedPoint":
         """Create a point from a line of the history; values that are not numbers are left out."""
         # An evaluation repeats the epoch of the metric of its step, and a point sent twice is two points.
         left_out = {"step"} if "extra" in record else {"step", "epoch"}
@@ -49,7 +49,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class About:
+class RunDescription:
     """Description of a run and of its current attempt."""
 
     run_id: str
@@ -64,7 +64,7 @@ class About:
     mlflow_uri: str
 
     @classmethod
-    def of(cls, job: Mapping[str, Any], method: str, mlflow_uri: str | None) -> "About":
+    def of(cls, job: Mapping[str, Any], method: str, mlflow_uri: str | None) -> "RunDescription":
         """Create a description from the job file."""
         resume = job.get("resume_from")
         return cls(
@@ -87,7 +87,7 @@ class Tracker(Protocol):
     def describe(self, parameters: Mapping[str, Any]) -> None:
         """Log the parameters of the run."""
 
-    def log(self, points: Sequence[Point]) -> None:
+    def log(self, points: Sequence[TrackedPoint]) -> None:
         """Log points, in order; called again with the same points if it fails."""
 
     def end(self, status: Status) -> None:
@@ -102,7 +102,7 @@ class TensorBoard:
 
     FOLDER: ClassVar[str] = "tensorboard"
 
-    def __init__(self, about: About) -> None:
+    def __init__(self, about: RunDescription) -> None:
         self._about = about
         self._folder = about.folder / self.FOLDER
 
@@ -120,7 +120,7 @@ class TensorBoard:
         self._writer.add_text("parameters", "```json\n" + json.dumps(described, indent=1, default=str) + "\n```")
         self._writer.flush()
 
-    def log(self, points: Sequence[Point]) -> None:
+    def log(self, points: Sequence[TrackedPoint]) -> None:
         for point in points:
             for name, value in point.values.items():
                 self._writer.add_scalar(name, value, point.step, walltime=point.at)
@@ -150,7 +150,7 @@ class Mlflow:
         "completed": "FINISHED", "failed": "FAILED", "cancelled": "KILLED", "pending": "SCHEDULED",
     }  # fmt: skip
 
-    def __init__(self, about: About) -> None:
+    def __init__(self, about: RunDescription) -> None:
         self._about = about
         self._sent_points: dict[str, set[tuple[int, float]]] = {}
 
@@ -201,7 +201,7 @@ class Mlflow:
         changed = {name: value for name, value in sent.items() if existing.get(name, value) != value}
         self._tag({f"anneal.attempt_{self._about.attempt}.{name}": value for name, value in changed.items()})
 
-    def log(self, points: Sequence[Point]) -> None:
+    def log(self, points: Sequence[TrackedPoint]) -> None:
         from mlflow.entities import Metric
 
         found = [
@@ -243,7 +243,7 @@ class Wandb:
     W&B accepts steps only in increasing order: those sent by an earlier attempt are kept as they are.
     """
 
-    def __init__(self, about: About) -> None:
+    def __init__(self, about: RunDescription) -> None:
         self._about = about
         # Removed from the environment: the W&B service process would inherit it and expose it in /proc.
         self._key = os.environ.pop("WANDB_API_KEY", None)
@@ -274,7 +274,7 @@ class Wandb:
     def describe(self, parameters: Mapping[str, Any]) -> None:
         self._run.config.update(json.loads(json.dumps(parameters, default=str)), allow_val_change=True)
 
-    def log(self, points: Sequence[Point]) -> None:
+    def log(self, points: Sequence[TrackedPoint]) -> None:
         for point in points:
             if point.step >= self._run.step:
                 self._run.log(point.values, step=point.step)
@@ -300,13 +300,13 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield prefix + name, value
 
 
-def _history(checkpoint: Path | None) -> Iterable[Point]:
+def _history(checkpoint: Path | None) -> Iterable[TrackedPoint]:
     if checkpoint is None:
         return
     with (checkpoint / METRICS).open() as lines:
         written = (checkpoint / METRICS).stat().st_mtime
         for line in lines:
-            yield Point.of(json.loads(line), written)
+            yield TrackedPoint.of(json.loads(line), written)
 
 
 def _is_number(value: Any) -> bool:

@@ -15,8 +15,8 @@ from typing import Any
 
 from app.contracts.training_config.fields import TrainingConfig
 from worker.training.failures import TrainingFailure
-from worker.training.tracking.clients import About, Mlflow, Point, Status, TensorBoard, Tracker, Wandb
-from worker.wire.reporter import Report
+from worker.training.tracking.clients import Mlflow, RunDescription, Status, TensorBoard, TrackedPoint, Tracker, Wandb
+from worker.wire.reporter import Reporter
 
 _MAX_QUEUED = 10_000
 """Limit of points queued for a tracker; with one point every ten steps, those of 100,000 steps."""
@@ -27,17 +27,17 @@ _SETTLE_SECONDS = 5.0
 _FLUSH_SECONDS: dict[Status, float] = {"completed": 15.0, "failed": 15.0, "cancelled": 5.0, "pending": 5.0}
 """Time that the end of a run waits for its trackers; shorter after a stop, since the user waits too."""
 
-_KINDS: dict[str, Callable[[About], Tracker]] = {"tensorboard": TensorBoard, "mlflow": Mlflow, "wandb": Wandb}
+_KINDS: dict[str, Callable[[RunDescription], Tracker]] = {"tensorboard": TensorBoard, "mlflow": Mlflow, "wandb": Wandb}
 
 
-class Feed:
+class TrackerQueue:
     """Queue of what is sent to one tracker, in order, and the thread that sends it."""
 
-    def __init__(self, name: str, tracker: Tracker, report: Report) -> None:
+    def __init__(self, name: str, tracker: Tracker, report: Reporter) -> None:
         self.name = name
         self._tracker = tracker
         self._report = report
-        self._waiting: deque[Point] = deque()
+        self._waiting: deque[TrackedPoint] = deque()
         self._parameters: Mapping[str, Any] | None = None
         self._status: Status | None = None
         self._is_done = self._is_given_up = False
@@ -53,7 +53,7 @@ class Feed:
             self._parameters = parameters
             self._changed.notify_all()
 
-    def add(self, point: Point) -> None:
+    def add(self, point: TrackedPoint) -> None:
         """Queue one point without waiting; if the queue is full, drop and count it."""
         with self._changed:
             if len(self._waiting) >= _MAX_QUEUED:
@@ -157,7 +157,7 @@ class Feed:
 class Trackers:
     """The trackers of one run; without any it does nothing."""
 
-    def __init__(self, feeds: Sequence[Feed] = (), folder: Path | None = None) -> None:
+    def __init__(self, feeds: Sequence[TrackerQueue] = (), folder: Path | None = None) -> None:
         """Create the trackers; `folder` is where trackers that write files store them."""
         self._feeds = feeds
         self._folder = folder
@@ -170,7 +170,7 @@ class Trackers:
     def add(self, record: Mapping[str, Any]) -> None:
         """Send a metric or an evaluation, in the format of the history."""
         if self._feeds:
-            point = Point.of(record, time.time())
+            point = TrackedPoint.of(record, time.time())
             for feed in self._feeds:
                 feed.add(point)
 
@@ -191,7 +191,7 @@ class Trackers:
             feed.leave(until)
 
 
-def opened(job: Mapping[str, Any], config: TrainingConfig, report: Report) -> Trackers:
+def open_trackers(job: Mapping[str, Any], config: TrainingConfig, report: Reporter) -> Trackers:
     """Open the trackers that a run reports to; this thread never sends anything itself.
 
     Raises:
@@ -212,8 +212,8 @@ def opened(job: Mapping[str, Any], config: TrainingConfig, report: Report) -> Tr
             "`report_to` names mlflow, but this worker has no MLflow server configured: its operator sets "
             "ANNEAL_MLFLOW_TRACKING_URI.",
         )
-    about = About.of(job, config.method, uri)
-    return Trackers([Feed(name, _KINDS[name](about), report) for name in names], about.folder)
+    about = RunDescription.of(job, config.method, uri)
+    return Trackers([TrackerQueue(name, _KINDS[name](about), report) for name in names], about.folder)
 
 
 def status_after(result: Mapping[str, Any]) -> Status:
