@@ -46,7 +46,7 @@ class BackendRules:
 
 
 class TrainingBackend(ABC):
-    """Interface of a backend that executes runs; `tests/backends/conformance.py` specifies its behavior.
+    """Interface of a backend that executes runs; `tests/app/backends/conformance.py` specifies its behavior.
 
     Each method runs in its own transaction. Errors that a caller can act on are raised as `app.api.errors.ApiError`.
     """

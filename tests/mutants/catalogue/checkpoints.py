@@ -4,8 +4,8 @@ from tests.mutants.mutant import Change, Mutant
 
 _MANIFEST = "worker/checkpoint_files/manifest.py"
 _RETENTION = "app/runs/checkpoints/retention.py"
-_DURABLE = "tests/worker/training/test_durability.py"
-_KEPT = "tests/app/test_retention.py"
+_DURABLE = "tests/worker/training/checkpointing/test_durability.py"
+_KEPT = "tests/app/runs/checkpoints/test_retention.py"
 
 _SYNC_FILES = """    for path in _files(staging):
         # safetensors writes 0600, which neither the API's user nor an operator's group could read.
@@ -31,7 +31,7 @@ MUTANTS = (
         promises=(10,),
         about="An attempt repeats actions of its checkpoint's step, which the checkpoint already contains.",
         changes=(Change("app/runs/actions/replay.py", "RunAction.step > step", "RunAction.step >= step"),),
-        test="tests/app/test_actions.py::test_an_attempt_does_again_what_lies_behind_its_checkpoint",
+        test="tests/app/runs/actions/test_service.py::test_an_attempt_does_again_what_lies_behind_its_checkpoint",
     ),
     Mutant(
         name="a-bad-step-is-taken-again",
@@ -44,7 +44,7 @@ MUTANTS = (
                 "        self._rows: set[int] = set()\n",
             ),
         ),
-        test="tests/worker/training/test_protection.py::TestRewind::test_goes_past_a_step_without_numbers_and_names_its_row[full]",
+        test="tests/worker/training/loop/test_anomalies.py::TestRewind::test_goes_past_a_step_without_numbers_and_names_its_row[full]",
     ),
     Mutant(
         name="pruning-forgets-who-resumed",
@@ -53,7 +53,7 @@ MUTANTS = (
         changes=(
             Change("app/runs/checkpoints/retention.py", "_retire(run_id, 1).where(~resumed)", "_retire(run_id, 1)"),
         ),
-        test="tests/app/test_pruning.py::TestCheckpoints::"
+        test="tests/app/runs/test_retention.py::TestCheckpoints::"
         "test_the_furthest_the_best_the_pinned_and_those_resumed_from_stay",
     ),
     Mutant(
@@ -67,7 +67,7 @@ MUTANTS = (
                 "other.parent_run_id.in_(runs) | other.id.in_(judged),",
             ),
         ),
-        test="tests/app/test_removal.py::TestDeleteRun::test_one_that_others_build_on_stays_until_they_are_gone",
+        test="tests/app/runs/test_deletion.py::TestDeleteRun::test_one_that_others_build_on_stays_until_they_are_gone",
     ),
     Mutant(
         name="pruning-forgets-who-learns-from-it",
@@ -80,7 +80,7 @@ MUTANTS = (
                 "free = [~Run.pinned, ~needed.exists()]",
             ),
         ),
-        test="tests/app/test_pruning.py::TestRuns::test_old_runs_go_with_those_that_only_they_needed",
+        test="tests/app/runs/test_retention.py::TestRuns::test_old_runs_go_with_those_that_only_they_needed",
     ),
     Mutant(
         name="rename-before-fsync",
@@ -121,7 +121,7 @@ MUTANTS = (
                 "    except BaseException:\n        raise\n",
             ),
         ),
-        test="tests/worker/training/test_ends.py::TestFailures"
+        test="tests/worker/training/test_failures.py::TestFailures"
         "::test_a_full_disk_is_said_and_nothing_half_written_stays[in-the-optimizer]",
     ),
     Mutant(
@@ -135,7 +135,7 @@ MUTANTS = (
                 "        wrong: list[str] = []\n",
             ),
         ),
-        test="tests/worker/test_job.py::test_a_damaged_checkpoint_is_marked_told_and_passed_over[flipped]",
+        test="tests/worker/attempts/test_job_builder.py::test_a_damaged_checkpoint_is_marked_told_and_passed_over[flipped]",
     ),
     Mutant(
         name="copy-unverified",
@@ -148,7 +148,7 @@ MUTANTS = (
                 "            wrong: list[str] = []\n",
             ),
         ),
-        test="tests/worker/test_copies.py::TestTheNextAttempt::test_takes_no_copy_that_is_damaged_or_half",
+        test="tests/worker/checkpoint_store/test_copies.py::TestTheNextAttempt::test_takes_no_copy_that_is_damaged_or_half",
     ),
     Mutant(
         name="unreadable-is-damaged",
@@ -161,7 +161,7 @@ MUTANTS = (
                 "    except OSError:\n",
             ),
         ),
-        test="tests/worker/test_job.py::test_a_checkpoint_that_cannot_be_read_now_is_not_a_bad_one",
+        test="tests/worker/attempts/test_job_builder.py::test_a_checkpoint_that_cannot_be_read_now_is_not_a_bad_one",
     ),
     Mutant(
         name="random-state-not-saved",
@@ -170,7 +170,7 @@ MUTANTS = (
         changes=(
             Change("worker/training/checkpointing/snapshot.py", "        trainer._save_rng_state(str(folder))\n", ""),
         ),
-        test="tests/worker/training/test_resume.py::TestExact"
+        test="tests/worker/training/checkpointing/test_resume.py::TestExact"
         "::test_losses_rows_and_weights_equal_the_undisturbed_runs[lora-mid-epoch]",
     ),
     Mutant(
@@ -184,7 +184,7 @@ MUTANTS = (
                 "            return snapshot\n",
             ),
         ),
-        test="tests/worker/training/test_background.py::TestWhileTrainingGoesOn"
+        test="tests/worker/training/checkpointing/test_async_writer.py::TestWhileTrainingGoesOn"
         "::test_a_checkpoint_on_a_slow_disk_holds_the_moment_of_its_step[full]",
     ),
     Mutant(

@@ -4,8 +4,8 @@ from tests.mutants.mutant import Change, Mutant
 
 _LOG = "app/runs/events/log.py"
 _STREAM = "app/runs/events/stream.py"
-_APPENDS = "tests/app/test_event_log.py"
-_ORDER = "tests/app/test_event_log_order.py"
+_APPENDS = "tests/app/runs/events/test_log.py"
+_ORDER = "tests/app/runs/events/test_log_order.py"
 
 MUTANTS = (
     Mutant(
@@ -62,7 +62,7 @@ MUTANTS = (
                 "            self._stored += len(batch)\n        self._rollups.committed()",
             ),
         ),
-        test="tests/worker/test_pump.py::test_a_commit_whose_answer_got_lost_is_not_stored_twice[1]",
+        test="tests/worker/ingest/test_record_handler.py::test_a_commit_whose_answer_got_lost_is_not_stored_twice[1]",
     ),
     Mutant(
         name="points-counted-again",
@@ -71,7 +71,7 @@ MUTANTS = (
         changes=(
             Change("app/runs/metrics/rollups.py", "            if number > self._taken:\n", "            if True:\n"),
         ),
-        test="tests/app/test_curves.py::TestWriting::"
+        test="tests/app/runs/metrics/test_curves.py::TestWriting::"
         "test_what_is_sent_again_counts_once_however_the_commit_before_it_went",
     ),
     Mutant(
@@ -79,7 +79,7 @@ MUTANTS = (
         promises=(5,),
         about="A reader gets events in the order of their timestamps, which differ between machines.",
         changes=(Change(_LOG, ".order_by(RunEvent.seq)", ".order_by(RunEvent.ts)"),),
-        test="tests/app/test_stream.py::test_a_reader_continues_behind_its_cursor_without_seam",
+        test="tests/app/runs/events/test_stream.py::test_a_reader_continues_behind_its_cursor_without_seam",
     ),
     Mutant(
         name="join-without-being-level",
@@ -89,13 +89,13 @@ MUTANTS = (
             Change(_STREAM, "if tail is None or tail.start > reader.position:", "if tail is None:"),
             Change(_STREAM, "if tail is not None and tail.start <= reader.position:", "if tail is not None:"),
         ),
-        test="tests/app/test_stream.py::test_forty_readers_that_come_at_any_time_see_everything_once",
+        test="tests/app/runs/events/test_stream.py::test_forty_readers_that_come_at_any_time_see_everything_once",
     ),
     Mutant(
         name="unbounded-buffer",
         promises=(17,),
         about="The buffer of a reader that reads nothing grows without limit in the API's memory.",
         changes=(Change(_STREAM, "while self.kept_bytes > _KEPT_BYTES and", "while self.kept_bytes < 0 and"),),
-        test="tests/app/test_stream.py::test_a_slow_reader_holds_a_bounded_buffer_and_delays_nobody",
+        test="tests/app/runs/events/test_stream.py::test_a_slow_reader_holds_a_bounded_buffer_and_delays_nobody",
     ),
 )

@@ -3,8 +3,8 @@
 from tests.mutants.mutant import Change, Mutant
 
 _LIFECYCLE = "app/runs/state/machine.py"
-_STATES = "tests/app/test_lifecycle.py"
-_TOLD = "tests/app/test_after_commit.py"
+_STATES = "tests/app/runs/state/test_machine.py"
+_TOLD = "tests/app/api/test_dependencies.py"
 
 # The database rejects a pending run with a stop request; a mutant of the statements must also disable that check.
 _NOTHING_REFUSED = Change(
@@ -54,7 +54,7 @@ MUTANTS = (
         promises=(3, 6),
         about="A hint is acknowledged after its run, so the broker redelivers it during a long run.",
         changes=(Change("app/infra/broker.py", "task_acks_late=False", "task_acks_late=True"),),
-        test="tests/app/test_hints.py::test_a_hint_is_acknowledged_before_its_run_trains_so_it_never_comes_again",
+        test="tests/app/infra/test_notifications.py::test_a_hint_is_acknowledged_before_its_run_trains_so_it_never_comes_again",
     ),
     Mutant(
         name="claim-only-what-was-hinted",
@@ -154,7 +154,7 @@ MUTANTS = (
                 "stop_requested_at=func.coalesce(runs.c.stop_requested_at, func.now()),",
             ),
         ),
-        test="tests/app/test_stopping.py::TestAtTheEndOfTheEpoch::"
+        test="tests/app/runs/test_stop_outlook.py::TestAtTheEndOfTheEpoch::"
         "test_one_that_waits_for_its_next_attempt_goes_on_until_a_stop_ends_it",
     ),
     Mutant(

@@ -4,7 +4,7 @@ from tests.mutants.mutant import Change, Mutant
 
 _LEASE = "worker/lease.py"
 _FOLLOWING = "worker/attempts/monitor.py"
-_END = "tests/worker/test_end_of_attempt.py"
+_END = "tests/worker/attempts/test_outcome.py"
 
 MUTANTS = (
     Mutant(
@@ -18,7 +18,7 @@ MUTANTS = (
                 "        self._sent = time.monotonic()\n        if row.stop",
             ),
         ),
-        test="tests/worker/test_lease_clock.py::test_a_renewal_counts_from_when_it_was_sent_however_late_its_answer",
+        test="tests/worker/test_lease.py::test_a_renewal_counts_from_when_it_was_sent_however_late_its_answer",
     ),
     Mutant(
         name="lease-by-the-wall-clock",
@@ -28,7 +28,7 @@ MUTANTS = (
             Change(_LEASE, "        sent = time.monotonic()\n", "        sent = time.time()\n"),
             Change(_LEASE, "time.monotonic() >= self.kill_at", "time.time() >= self.kill_at"),
         ),
-        test="tests/worker/test_lease_clock.py::test_a_wall_clock_that_jumps_an_hour_changes_nothing[3600.0]",
+        test="tests/worker/test_lease.py::test_a_wall_clock_that_jumps_an_hour_changes_nothing[3600.0]",
     ),
     Mutant(
         name="no-timer-in-the-trainer",
@@ -94,7 +94,7 @@ MUTANTS = (
                 "    def on_substep_end(self, *_: Any, **__: Any) -> None:\n        pass\n",
             ),
         ),
-        test="tests/worker/training/test_alive.py"
+        test="tests/worker/training/loop/test_heartbeat.py"
         "::test_a_slow_trainer_is_left_alone_however_long_it_has_nothing_to_tell[one-large-step]",
     ),
     Mutant(
@@ -104,7 +104,7 @@ MUTANTS = (
         changes=(
             Change("worker/wire/heartbeat.py", "            if now > before:\n", "            if now >= before:\n"),
         ),
-        test="tests/worker/training/test_alive.py::test_a_download_that_stands_still_is_not",
+        test="tests/worker/training/loop/test_heartbeat.py::test_a_download_that_stands_still_is_not",
     ),
     Mutant(
         name="drain-without-saving",
@@ -133,6 +133,6 @@ MUTANTS = (
         changes=(
             Change("worker/ingest/spool.py", "if not self._rest and self._head_has_room:", "if self._head_has_room:"),
         ),
-        test="tests/worker/test_spool.py::test_order_and_content_are_kept_whatever_waits_where",
+        test="tests/worker/ingest/test_spool.py::test_order_and_content_are_kept_whatever_waits_where",
     ),
 )

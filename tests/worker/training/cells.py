@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.worker.training.outputs import figures, weights
+from tests.worker.training.output.outputs import figures, weights
 from tests.worker.training.tiny import (
     Forks,
     Outcome,

@@ -1,0 +1,22 @@
+"""The `celery` backend: real training on our own workers."""
+
+from sqlalchemy import Engine
+
+from app.backends.celery import CeleryBackend
+from tests.app.backends.conformance import Conformance
+from tests.rows import add_worker
+
+
+class TestCeleryBackend(Conformance):
+    kind = CeleryBackend
+    config = {"base_model": "org/model"}
+    wrong_config = {"epochs": -1, "extra": {"unheard_of": 1}}
+
+    async def test_asks_the_workers_that_are_online_what_they_can_honour(
+        self, backend: CeleryBackend, engine: Engine
+    ) -> None:
+        wish = {**self.config, "optim": "paged_adamw_8bit"}
+        assert await backend.validate_config(wish) == []
+        add_worker(engine, backends=["celery"])
+        (problem,) = await backend.validate_config(wish)
+        assert (problem.field, problem.code) == ("optim", "not_on_this_machine")

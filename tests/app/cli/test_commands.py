@@ -1,0 +1,399 @@
+"""The command line over HTTP: from a shell, without reading the docs, and from scripts by JSON and exit codes."""
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine
+from typer.testing import CliRunner
+
+from app.api.errors import RETRY_SECONDS
+from app.cli.main import cli
+from app.cli.runs.postmortem import typed
+from app.cli.runs.watch import WatchState
+from app.client import client
+from app.client.transport import SyncTransport
+from app.contracts.events import EvalEvent
+from app.contracts.schemas.postmortem import CorrectedRequest
+from app.infra.db import sync_engine
+from app.infra.storage import Storage
+from tests.app import hub_server
+from tests.app.client.test_client import EMPTY, Failing
+from tests.app.conftest import Anneal, told
+from tests.app.hub_server import Hub
+from tests.factories import Trainer, make_model, mark_run
+from tests.http_server import serving
+from tests.server import ApiServer
+from tests.waiting import eventually
+
+ROWS = "".join(f'{{"text": "row {n}"}}\n' for n in range(5))
+Started = tuple[subprocess.Popen[bytes], int]
+
+
+@pytest.fixture(scope="module")
+def engine(shared_api: ApiServer) -> Iterator[Engine]:
+    engine = sync_engine(shared_api.settings.database_url or "")
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with hub_server.running() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        yield server
+
+
+@pytest.fixture
+def trainer(anneal: Anneal, engine: Engine, run_file: Path) -> Trainer:
+    """A run that trains, the only one that waited."""
+    for other in json.loads(anneal("runs", "list", "--status", "pending", "--json").stdout)["data"]:
+        anneal("runs", "stop", other["id"])
+    run_id = anneal("runs", "create", "-f", str(run_file)).stdout.strip()
+    return Trainer(engine, run_id).begin(total=100)
+
+
+class TestSentences:
+    def test_without_a_service_the_next_step_is_told(self, tmp_path: Path) -> None:
+        result = CliRunner().invoke(cli, ["runs", "list"], env={"ANNEAL_HOME": str(tmp_path)})
+        assert result.exit_code == 1
+        (sentence,) = result.stderr.splitlines()
+        assert "`anneal up`" in sentence and "ANNEAL_URL" in sentence and "ANNEAL_API_KEY" in sentence
+
+    def test_the_environment_names_another_service(self, shared_api: ApiServer, tmp_path: Path) -> None:
+        there = {"ANNEAL_HOME": str(tmp_path), "ANNEAL_URL": shared_api.url, "ANNEAL_API_KEY": shared_api.key}
+        assert CliRunner().invoke(cli, ["workers", "list"], env=there).exit_code == 0
+        wrong = CliRunner().invoke(cli, ["workers", "list"], env={**there, "ANNEAL_API_KEY": "anneal_wrong"})
+        assert wrong.exit_code == 1 and "anneal keys create" in wrong.stderr
+
+    def test_a_service_that_asks_to_come_back_is_asked_once_more(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pauses: list[float] = []
+
+        async def pause(_: SyncTransport, seconds: float) -> None:
+            pauses.append(seconds)
+
+        monkeypatch.setattr(SyncTransport, "pause", pause)
+        Failing.answers = [(503, {"Retry-After": str(RETRY_SECONDS)}, b"{}"), EMPTY]
+        with serving(Failing) as url:
+            there = {"ANNEAL_HOME": str(tmp_path), "ANNEAL_URL": url, "ANNEAL_API_KEY": "key"}
+            assert CliRunner().invoke(cli, ["workers", "list"], env=there).exit_code == 0 and pauses == [RETRY_SECONDS]
+
+    def test_every_wrong_field_is_told(self, anneal: Anneal, run_file: Path) -> None:
+        changes = ["--set", "config.lora_r=-1", "--set", "config.epochs=0"]
+        stderr = anneal("runs", "create", "-f", str(run_file), *changes, code=1).stderr
+        assert "  config.lora_r: " in stderr and "  config.epochs: " in stderr
+
+    def test_a_file_that_is_not_there_is_told(self, anneal: Anneal) -> None:
+        assert (
+            anneal("datasets", "upload", "none.jsonl", code=1).stderr
+            == "anneal: none.jsonl: No such file or directory.\n"
+        )
+        assert "none.yaml: No such file" in anneal("runs", "create", "-f", "none.yaml", code=1).stderr
+
+    def test_what_is_not_understood_has_another_code(self, anneal: Anneal) -> None:
+        anneal("runs", "list", "--limit", "none", code=2)
+        anneal("runs", "none", code=2)
+
+
+class TestNouns:
+    def test_a_data_set_is_uploaded_listed_and_shown(self, anneal: Anneal) -> None:
+        Path("rows.jsonl").write_text(ROWS)
+        uploaded = anneal("datasets", "upload", "rows.jsonl", "--name", "five rows")
+        dataset_id = uploaded.stdout.strip()
+        assert "5 rows, text" in uploaded.stderr
+        listed = anneal("datasets", "list").stdout
+        assert listed.splitlines()[0].startswith("ID ") and dataset_id in listed and "five rows" in listed
+        assert told(anneal("datasets", "list", "--json", "--limit", "1"))["data"][0]["id"] == dataset_id
+        assert "row 0" in anneal("datasets", "show", dataset_id).stdout
+        assert told(anneal("datasets", "show", dataset_id, "--json"))["rows"] == 5
+
+    def test_what_a_file_is_and_calls_its_columns_is_told_with_it(self, anneal: Anneal, shared_api: ApiServer) -> None:
+        words = '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"[UNK]": 0}, "unk_token": "[UNK]"}}'
+        (make_model(shared_api.settings, "counts") / "tokenizer.json").write_text(words)
+        Path("table").write_text("question,answer\nq1,a1\n")
+        names = ["--column", "prompt=question", "--column", "completion=answer"]
+        uploaded = anneal("datasets", "upload", "table", "--file-format", "csv", *names, "--tokenizer", "counts")
+        assert "1 rows, prompt_completion" in uploaded.stderr and ", 2 tokens" in uploaded.stderr
+        content = anneal("datasets", "content", uploaded.stdout.strip()).stdout
+        assert content == '{"prompt": "q1", "completion": "a1"}\n'
+        assert "name a file in it" in anneal("datasets", "content", uploaded.stdout.strip(), "-o", ".", code=1).stderr
+        anneal("datasets", "upload", "table", "--column", "prompt", code=2)
+        assert "JSONL" in anneal("datasets", "content", "--help").stdout
+
+    def test_a_data_set_of_the_hub_is_imported(self, anneal: Anneal, hub: Hub) -> None:
+        hub.serve({"main/train.jsonl": b'{"t": "a"}\n', "main/test.jsonl": b'{"t": "b"}\n', "x/test.jsonl": b""})
+        options = ["--split", "test", "--subset", "main", "--column", "text=t", "--name", "held out"]
+        imported = anneal("datasets", "import", "ada/words", *options)
+        assert "held out: 1 rows, text" in imported.stderr
+        assert anneal("datasets", "content", imported.stdout.strip()).stdout == '{"text": "b"}\n'
+        assert told(anneal("datasets", "import", "ada/words", "--column", "text=t", "--json"))["rows"] == 1
+        assert "the hub has no dataset" in anneal("datasets", "import", "ada/none", code=1).stderr
+
+    def test_an_experiment_is_made_and_shown(self, anneal: Anneal, run_file: Path) -> None:
+        experiment_id = anneal("experiments", "create", "ranks", "--tag", "x", "--description", "why").stdout.strip()
+        anneal("runs", "create", "-f", str(run_file), "--set", f"experiment_id={experiment_id}")
+        assert "1 pending" in anneal("experiments", "show", experiment_id).stdout
+        assert told(anneal("experiments", "show", experiment_id, "--json"))["runs"]["pending"] == 1
+        assert told(anneal("experiments", "list", "--json"))["data"][0]["name"] == "ranks"
+        assert experiment_id in anneal("experiments", "list").stdout
+
+    def test_runs_are_filtered_and_paged(self, anneal: Anneal, run_file: Path) -> None:
+        create = ["runs", "create", "-f", str(run_file), "--set", "tags=[paged]"]
+        ids = [anneal(*create).stdout.strip() for _ in range(3)]
+        first = anneal("runs", "list", "--tag", "paged", "--limit", "2")
+        assert [line.split()[0] for line in first.stdout.splitlines()[1:]] == ids[:0:-1]
+        assert f"--after {ids[1]}" in first.stderr
+        rest = told(anneal("runs", "list", "--tag", "paged", "--after", ids[1], "--json"))
+        assert [run["id"] for run in rest["data"]] == ids[:1] and rest["has_more"] is False
+        assert anneal("runs", "list", "--tag", "paged", "--status", "failed").stderr == "There are none.\n"
+        assert re.search(r"config.learning_rate +0\.0001\n", anneal("runs", "show", ids[0]).stdout)
+        assert told(anneal("runs", "stop", ids[0], "--json"))["status"] == "cancelled"
+
+    def test_workers_are_listed(self, anneal: Anneal, trainer: Trainer) -> None:
+        assert trainer.worker_id in anneal("workers", "list").stdout
+        assert any(worker["id"] == trainer.worker_id for worker in told(anneal("workers", "list", "--json"))["data"])
+
+    def test_checkpoints_are_listed_and_resumed_from(self, anneal: Anneal, trainer: Trainer) -> None:
+        checkpoint_id = trainer.checkpoint(40)
+        assert checkpoint_id in anneal("runs", "checkpoints", trainer.run_id).stdout
+        assert told(anneal("runs", "checkpoints", trainer.run_id, "--json"))["data"][0]["step"] == 40
+        assert anneal("runs", "resume", trainer.run_id, code=1).stderr.startswith("anneal: ")
+        trainer.checkpoint(50, metrics={"loss": 1.5, "eval_loss": 2.5})
+        trainer.checkpoint(60, metrics={"eval_loss": 2.25})
+        listed = anneal("runs", "checkpoints", trainer.run_id).stdout
+        assert "eval_loss 2.25 (best)" in listed and "eval_loss 2.5 " in listed and listed.count("(best)") == 1
+        anneal("runs", "stop", trainer.run_id)
+        trainer.cancel()
+        resume = ["runs", "resume", trainer.run_id, "--checkpoint", checkpoint_id, "--json"]
+        assert "--set config.epochs" in anneal(*resume, "--set", "epochs=5", code=1).stderr
+        child = told(anneal(*resume, "--set", "config.epochs=5"))
+        assert (child["parent_run_id"], child["resume_checkpoint_id"]) == (trainer.run_id, checkpoint_id)
+        assert child["config"]["epochs"] == 5
+
+    def test_without_a_checkpoint_the_option_that_starts_anew_is_named(self, anneal: Anneal, trainer: Trainer) -> None:
+        trainer.fail()
+        assert "--from-start" in anneal("runs", "resume", trainer.run_id, code=1).stderr
+        assert anneal("runs", "resume", trainer.run_id, "--from-start").stdout.startswith("run_")
+
+    def test_why_tells_a_command_that_can_be_typed(self, anneal: Anneal, trainer: Trainer) -> None:
+        trainer.metric(1, loss=2.0)
+        trainer.metric(2, loss=25.0)
+        trainer.fail("non_finite_loss", "At step 3 the loss became nan.")
+        told = anneal("runs", "why", trainer.run_id).stdout
+        command, body, end = told.splitlines()[-3:]
+        assert (command, end) == ("anneal runs create -f - <<'EOF'", "EOF") and "diverged" in told
+        Path("again.json").write_text(body)
+        assert anneal("runs", "create", "-f", "again.json").stdout.startswith("run_")
+        request = CorrectedRequest(path="/v1/runs/run_1/resume", body={"config": {"learning_rate": 1e-05, "epochs": 2}})
+        assert (
+            typed("run_1", request) == "anneal runs resume run_1 --set config.learning_rate=1e-05 --set config.epochs=2"
+        )
+
+    def test_a_model_is_downloaded(self, anneal: Anneal, trainer: Trainer, shared_api: ApiServer) -> None:
+        trainer.write_output(Storage(shared_api.settings))
+        trainer.complete()
+        assert anneal("runs", "download", trainer.run_id).stdout.strip() == trainer.run_id
+        assert (Path(trainer.run_id) / "adapter_config.json").read_text() == "{}"
+        files = told(anneal("runs", "download", trainer.run_id, "-o", "here", "--path", "*.json", "--json"))
+        assert files == {"folder": "here", "files": ["adapter_config.json"]}
+
+    def test_editing_changes_what_is_named(self, anneal: Anneal, run_file: Path) -> None:
+        run_id = anneal("runs", "create", "-f", str(run_file)).stdout.strip()
+        assert told(anneal("runs", "edit", run_id, "--name", "x", "--json"))["tags"] == ["2026-01-02", "no"]
+        assert told(anneal("runs", "edit", run_id, "--tag", "a", "--tag", "b", "--json"))["tags"] == ["a", "b"]
+        experiment_id = anneal("experiments", "create", "ranks").stdout.strip()
+        assert anneal("experiments", "edit", experiment_id, "--name", "x").stderr == f"{experiment_id} is changed.\n"
+        assert told(anneal("experiments", "show", experiment_id, "--json"))["name"] == "x"
+
+    def test_what_is_pinned_cannot_be_deleted(self, anneal: Anneal, trainer: Trainer) -> None:
+        checkpoint_id = trainer.checkpoint(40)
+        trainer.complete()
+        assert anneal("runs", "pin", trainer.run_id).stderr == f"{trainer.run_id} is pinned.\n"
+        checkpoint = [trainer.run_id, "--checkpoint", checkpoint_id, "--json"]
+        assert told(anneal("runs", "pin", *checkpoint))["pinned"] is True
+        assert "periodic, pinned" in anneal("runs", "checkpoints", trainer.run_id).stdout
+        assert "pinned" in anneal("runs", "delete", trainer.run_id, code=1).stderr
+        assert told(anneal("runs", "unpin", *checkpoint))["pinned"] is False
+        assert told(anneal("runs", "unpin", trainer.run_id, "--json"))["pinned"] is False
+        assert anneal("runs", "delete", trainer.run_id).stderr == f"{trainer.run_id} is deleted.\n"
+
+    def test_what_is_deleted_is_told(self, anneal: Anneal) -> None:
+        Path("rows.jsonl").write_text(ROWS)
+        for noun, made in (("datasets", ["upload", "rows.jsonl"]), ("experiments", ["create", "short"])):
+            id = anneal(noun, *made).stdout.strip()
+            assert told(anneal(noun, "delete", id, "--json")) == {"id": id, "deleted": True}
+            assert anneal(noun, "delete", id, code=1).stderr.startswith("anneal: ")
+
+    def test_runs_are_compared(self, anneal: Anneal, trainer: Trainer, run_file: Path) -> None:
+        trainer.metric(10, loss=2.5)
+        mark_run(trainer.engine, trainer.run_id, best_loss=2.5)
+        create = ["runs", "create", "-f", str(run_file), "--set", "name=other", "--set", "config.lora_r=4"]
+        ids = [trainer.run_id, anneal(*create).stdout.strip()]
+        header, *lines = anneal("runs", "compare", *ids).stdout.splitlines()
+        assert header.split() == [id.upper() for id in ids]
+        rows = [re.split("  +", line) for line in lines]
+        assert ["name", "counting", "other"] in rows and ["loss", "2.5", "-"] in rows
+        assert any(row[0] == "config.lora_r" and row[2] == "4" for row in rows)
+        compared = told(anneal("runs", "compare", *ids, "--json"))
+        assert compared["differences"]["config.lora_r"][ids[1]] == 4
+        assert "2 to 20" in anneal("runs", "compare", ids[0], code=1).stderr
+        assert told(anneal("runs", "list", "--sort", "best_loss", "--json"))["data"][0]["id"] == trainer.run_id
+
+    def test_content_is_printed_or_written_whole(self, anneal: Anneal) -> None:
+        Path("rows.jsonl").write_text(ROWS)
+        dataset_id = anneal("datasets", "upload", "rows.jsonl").stdout.strip()
+        assert anneal("datasets", "content", dataset_id).stdout == ROWS
+        anneal("datasets", "content", dataset_id, "-o", "copy.jsonl")
+        Failing.answers = [(200, {"Content-Length": "9999"}, b"{")]
+        with serving(Failing) as url:
+            there = {"ANNEAL_URL": url, "ANNEAL_API_KEY": "key"}
+            broken = CliRunner().invoke(cli, ["datasets", "content", dataset_id, "-o", "copy.jsonl"], env=there)
+        assert broken.exit_code == 1 and Path("copy.jsonl").read_text() == ROWS
+        assert not list(Path().glob(".*.part"))
+
+
+def end(trainer: Trainer, how: str) -> None:
+    """End the run as `how` says."""
+    {"completed": trainer.complete, "failed": trainer.fail, "cancelled": trainer.cancel}[how]()
+
+
+ENDS = pytest.mark.parametrize(("how", "code"), [("completed", 0), ("failed", 3), ("cancelled", 4)])
+
+
+class TestFollowing:
+    @ENDS
+    def test_watching_ends_as_the_run_does(self, anneal: Anneal, trainer: Trainer, how: str, code: int) -> None:
+        if how == "cancelled":
+            anneal("runs", "stop", trainer.run_id)
+        ending = threading.Timer(0.3, lambda: end(trainer, how))
+        ending.start()
+        watched = anneal("runs", "watch", trainer.run_id, code=code)
+        ending.join()
+        assert f"counting: {how} at step" in watched.stdout.splitlines()[-2]
+        again = anneal("runs", "watch", trainer.run_id, code=code)
+        assert again.stdout.splitlines()[-2:] == watched.stdout.splitlines()[-2:]
+        assert anneal("runs", "logs", "-f", trainer.run_id, code=code).stdout == ""
+        if how == "failed":
+            assert "internal: it broke" in watched.stdout
+
+    @pytest.mark.parametrize(
+        ("learns_from_rewards", "shown"), [(False, "loss 0.5000  held-out 2.0000"),
+                                           (True, "loss 0.5000  held-out reward 0.7500")],
+    )  # fmt: skip
+    def test_of_an_evaluation_what_the_method_goes_by_is_shown(self, learns_from_rewards: bool, shown: str) -> None:
+        seen = WatchState("run_1", "counting", "running", 0, 10, learns_from_rewards, loss=0.5)
+        measured = {"eval_loss": 2.0, "eval_reward": 0.75}
+        seen.take(EvalEvent(type="eval", run_id="run_1", seq=1, step=5, metrics=measured))
+        assert seen.figures == shown
+
+    def test_the_last_step_is_told_before_the_end(self, anneal: Anneal, trainer: Trainer) -> None:
+        def finish() -> None:
+            for step in (28, 29, 30):
+                trainer.metric(step, loss=step / 100)
+            trainer.complete()
+
+        ending = threading.Timer(0.3, finish)
+        ending.start()
+        lines = anneal("runs", "watch", trainer.run_id).stdout.splitlines()
+        ending.join()
+        (last,) = (place for place, line in enumerate(lines) if line.startswith("step 30/100  loss 0.3000"))
+        assert lines[last + 1].startswith("completed")
+
+    def test_json_is_a_line_for_each_event(self, anneal: Anneal, trainer: Trainer) -> None:
+        trainer.log("first", "second")
+        trainer.metric(10, loss=2.5)
+        trainer.complete()
+        events = [json.loads(line) for line in anneal("runs", "watch", trainer.run_id, "--json").stdout.splitlines()]
+        assert [event["seq"] for event in events] == list(range(1, len(events) + 1))
+        assert events[0]["from"] is None and events[-1]["type"] == "end"
+        lines = anneal("runs", "logs", trainer.run_id, "--json", "--tail", "1").stdout.splitlines()
+        assert [json.loads(line).get("line") for line in lines] == ["second", None]
+        assert anneal("runs", "logs", trainer.run_id, "--grep", "fir").stdout == "first\n"
+
+    def test_a_run_is_made_and_watched_in_one(self, anneal: Anneal, shared_api: ApiServer, run_file: Path) -> None:
+        def stop() -> None:
+            with client.Anneal(shared_api.url, shared_api.key) as there:
+                run = eventually(lambda: next(there.runs.list(tag="watched"), None))
+                there.runs.stop(run.id)
+
+        stopping = threading.Thread(target=stop)
+        stopping.start()
+        anneal("runs", "create", "-f", str(run_file), "--set", "tags=[watched]", "--watch", code=4)
+        stopping.join()
+
+    def test_stop_can_wait_for_the_end(self, anneal: Anneal, trainer: Trainer) -> None:
+        assert "was asked to stop; it is running" in anneal("runs", "stop", trainer.run_id).stdout
+        ending = threading.Timer(0.3, trainer.cancel)
+        ending.start()
+        assert "is cancelled" in anneal("runs", "stop", "--wait", "--no-save", trainer.run_id).stdout
+        ending.join()
+
+
+class TestTerminal:
+    @pytest.fixture
+    def start(
+        self, shared_api: ApiServer, tmp_path: Path
+    ) -> Iterator[Callable[..., tuple[subprocess.Popen[bytes], int]]]:
+        """Starts a command on a terminal of its own; answers the process and the terminal's other end."""
+        there = {"ANNEAL_HOME": str(tmp_path), "ANNEAL_URL": shared_api.url, "ANNEAL_API_KEY": shared_api.key}
+        started: list[Started] = []
+
+        def run(*arguments: str) -> Started:
+            ours, theirs = pty.openpty()
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "app.cli.main", *arguments], stdin=theirs, stdout=theirs, stderr=theirs,
+                env={**os.environ, **there, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}, start_new_session=True,
+            )  # fmt: skip
+            os.close(theirs)
+            started.append((process, ours))
+            return process, ours
+
+        yield run
+        for process, ours in started:
+            process.kill()
+            process.wait()
+            os.close(ours)
+
+    def test_watch_draws_the_loss_and_ctrl_c_leaves_the_run_alone(
+        self, start: Any, trainer: Trainer, anneal: Anneal
+    ) -> None:
+        for step in range(1, 30):
+            trainer.metric(step, loss=3 / step)
+        process, terminal = start("runs", "watch", trainer.run_id)
+        seen = bytearray()
+
+        def shows(text: str) -> bool:
+            if select.select([terminal], [], [], 0)[0]:
+                with suppress(OSError):  # the other end is closed
+                    seen.extend(os.read(terminal, 65536))
+            return text in seen.decode(errors="replace")
+
+        eventually(lambda: shows("loss 0.1034"))
+        trainer.metric(30, loss=0.05)
+        eventually(lambda: shows("30/100"))
+        assert "┤" in seen.decode(errors="replace"), "a plot"
+        process.send_signal(signal.SIGINT)
+        eventually(lambda: shows("the run continues"))
+        assert process.wait(20) == 130
+        assert b"Traceback" not in seen
+        assert told(anneal("runs", "show", trainer.run_id, "--json"))["status"] == "running"
+
+    def test_a_list_is_a_table(self, start: Any, trainer: Trainer) -> None:
+        process, terminal = start("runs", "list", "--limit", "1")
+        shown = b""
+        while b"counting" not in shown:
+            shown += os.read(terminal, 65536)
+        assert trainer.run_id.encode() in shown and process.wait(20) == 0

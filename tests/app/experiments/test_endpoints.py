@@ -1,0 +1,73 @@
+"""Promises about experiments."""
+
+import asyncio
+import re
+
+from sqlalchemy import update
+
+from app.config import Settings
+from app.infra.db import async_engine, session_maker, sync_engine
+from app.runs.creation import DEFAULT_ID, default_experiment
+from app.tables.runs import Run
+from tests.factories import Trainer
+from tests.rows import add_run
+from tests.server import ApiServer
+
+
+def test_an_experiment_is_made_and_read_back(api: ApiServer) -> None:
+    made = api.client.post("/v1/experiments", json={"name": "ranks", "description": "which?", "tags": ["a", "b"]})
+    assert made.status_code == 201
+    body = made.json()
+    assert made.headers["location"] == f"/v1/experiments/{body['id']}"
+    assert re.fullmatch(r"exp_[0-9a-z]{26}", body["id"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", body["created_at"])
+    assert body["created_by"].startswith("key_")
+    assert (body["name"], body["description"], body["tags"]) == ("ranks", "which?", ["a", "b"])
+    assert api.client.get(made.headers["location"]).json() == body
+
+
+def test_an_empty_experiment_has_all_counts_at_zero_and_no_best_run(api: ApiServer) -> None:
+    body = api.client.post("/v1/experiments", json={"name": "x"}).json()
+    assert set(body["runs"].values()) == {0} and len(body["runs"]) == 7
+    assert body["best_run"] is None
+
+
+def test_runs_are_counted_by_status_and_the_best_is_named(api: ApiServer, settings: Settings) -> None:
+    id = api.client.post("/v1/experiments", json={"name": "x"}).json()["id"]
+    other = api.client.post("/v1/experiments", json={"name": "y"}).json()["id"]
+    engine = sync_engine(settings.database_url or "", pool_size=0)
+
+    def run(experiment_id: str, best_loss: float) -> Trainer:
+        trainer = Trainer(engine, add_run(engine, experiment_id=experiment_id).id).begin()
+        with engine.begin() as connection:
+            connection.execute(update(Run).where(Run.id == trainer.run_id).values(best_loss=best_loss))
+        return trainer
+
+    run(other, 0.1).complete()
+    run(id, 2.5).complete()
+    best = run(id, 1.5).complete().run_id
+    run(id, 1.5).fail()
+    add_run(engine, experiment_id=id)
+    body = api.client.get(f"/v1/experiments/{id}").json()
+    counts = {status: count for status, count in body["runs"].items() if count}
+    assert counts == {"pending": 1, "completed": 2, "failed": 1}
+    assert body["best_run"] == {"run_id": best, "name": "a run", "best_loss": 1.5}
+
+
+def test_a_name_has_between_one_and_two_hundred_characters(api: ApiServer) -> None:
+    for name in ("", "x" * 201):
+        assert api.client.post("/v1/experiments", json={"name": name}).status_code == 422
+
+
+async def test_the_default_experiment_is_made_once_by_whoever_comes_first(settings: Settings) -> None:
+    engine = async_engine(settings.database_url or "")
+    sessions = session_maker(engine)
+
+    async def first_run() -> str:
+        async with sessions() as session, session.begin():
+            return (await default_experiment(session, None)).id
+
+    try:
+        assert set(await asyncio.gather(*(first_run() for _ in range(10)))) == {DEFAULT_ID}
+    finally:
+        await engine.dispose()

@@ -1,0 +1,389 @@
+"""Second copies of checkpoints: made whole or not at all, fetched as they were written, gone with what they are of."""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import boto3
+import fsspec
+import pytest
+from moto.server import ThreadedMotoServer
+from sqlalchemy import Engine, select, text
+from sqlalchemy.ext.asyncio import async_sessionmaker
+
+from app.config import Settings
+from app.infra.db import async_engine
+from app.infra.errors import SetupError
+from app.infra.ids import new_id
+from app.infra.storage import Storage
+from app.runs import deletion
+from app.runs.checkpoints import retention
+from app.runs.events.log import NewEvent
+from app.tables.checkpoints import Checkpoint
+from tests.rows import run_row
+from tests.waiting import eventually
+from tests.worker.attempts.test_job_builder import CPU, WAITS, Lab, flip
+from worker.attempts.job_builder import JobError, prepare
+from worker.checkpoint_files import manifest
+from worker.checkpoint_store import restore
+from worker.checkpoint_store.remote_store import (
+    MARK,
+    LocalCheckpointCorrupt,
+    RemoteStore,
+    ReplicaCorrupt,
+    ReplicaMissing,
+    StoreUnavailable,
+)
+from worker.checkpoint_store.replicator import Replicator
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    """URL of a prefix of a bucket on a local server that speaks S3; credentials in the environment, as a worker's."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    patch = pytest.MonkeyPatch()
+    patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        patch.setenv(name, "testing")
+    patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    fsspec.get_filesystem_class("s3").clear_instance_cache()  # of an earlier server
+    boto3.client("s3").create_bucket(Bucket="checkpoints")
+    yield "s3://checkpoints/of-anneal"
+    patch.undo()
+    server.stop()
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> str:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / MARK).touch()
+    return f"file://{tmp_path}/shared"
+
+
+class Worker:
+    """The first attempt of a run, and copies of its checkpoints."""
+
+    def __init__(self, settings: Settings, engine: Engine, url: str) -> None:
+        self.lab = Lab(settings, engine)
+        self.engine = engine
+        self.copies = self.lab.host.copies = Replicator(RemoteStore(url, self.lab.storage), self.lab.storage, engine)
+
+    def save(self, step: int) -> Path:
+        folder = self.lab.save(step)
+        (row,) = [row for row in self.rows() if row.step == step]
+        self.copies.add(row)
+        return folder
+
+    def rows(self) -> list[Any]:
+        with self.engine.connect() as connection:
+            return list(connection.execute(select(Checkpoint.__table__).order_by(Checkpoint.step)).all())
+
+    def until_copied(self, count: int) -> None:
+        eventually(lambda: sum(row.remote_at is not None for row in self.rows()) == count)
+
+    def moves(self, path: Path) -> None:
+        """The next attempt is on a machine that has nothing of this run."""
+        (self.lab.storage.root / "runs").rename(path)
+
+
+@pytest.fixture
+def worker(settings: Settings, engine: Engine, shared: str) -> Iterator[Worker]:
+    worker = Worker(settings, engine, shared)
+    yield worker
+    worker.copies.close()
+
+
+def files_below(folder: Path) -> list[str]:
+    """All but the mark of a second storage."""
+    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(name for name in found if name != MARK)
+
+
+class TestAStore:
+    @pytest.fixture(params=["file", "memory", "s3"])
+    def remote(self, request: pytest.FixtureRequest, settings: Settings, shared: str, s3: str) -> RemoteStore:
+        url = {"file": shared, "memory": f"memory://{new_id('run')}", "s3": s3}[request.param]
+        return RemoteStore(url, Storage(settings))
+
+    def test_gives_back_every_byte_and_forgets_what_is_removed(self, remote: RemoteStore, settings: Settings) -> None:
+        folder, digest = whole(settings)
+        written = {name: (folder / name).read_bytes() for name in files_below(folder)}
+        assert "deeper/weights" in written
+        remote.send(folder, digest, lambda: None)
+        folder.rename(folder.with_name("elsewhere"))
+        remote.fetch(folder, digest, "wrk_test", lambda: None)
+        assert {name: (folder / name).read_bytes() for name in files_below(folder)} == written
+        assert sorted(path.name for path in folder.parent.iterdir()) == ["checkpoint-5", "elsewhere"]
+        remote.remove(folder)
+        with pytest.raises(ReplicaMissing):
+            remote.fetch(folder, digest, "wrk_test", lambda: None)
+        remote.remove(folder)
+
+    def test_a_kill_between_any_two_files_leaves_nothing_that_is_taken_for_a_copy(
+        self, remote: RemoteStore, settings: Settings
+    ) -> None:
+        folder, digest = whole(settings)
+        pieces: list[int] = []
+        remote.send(folder, digest, lambda: pieces.append(1))
+        remote.remove(folder)
+        for last in range(len(pieces)):
+            with pytest.raises(KeyboardInterrupt):
+                remote.send(folder, digest, killed_after(last))
+            with pytest.raises(ReplicaMissing):
+                remote.fetch(folder, digest, "wrk_test", lambda: None)
+            assert manifest.verify(folder, digest) == [], "what is here stays as it is"
+
+
+def whole(settings: Settings) -> tuple[Path, str]:
+    """A checkpoint of several files; answers its folder and the hash of its manifest."""
+    folder = Storage(settings).checkpoint_dir(new_id("run"), 1, 5)
+    staging = folder.with_name(".staging")
+    (staging / "deeper").mkdir(parents=True)
+    (staging / "deeper" / "weights").write_bytes(os.urandom(9 * 2**20))
+    (staging / "empty").touch()
+    (staging / "state.json").write_text("{}")
+    digest = manifest.write_manifest(staging, 5, {})
+    manifest.commit(staging, folder)
+    return folder, digest
+
+
+def killed_after(pieces: int) -> Callable[[], None]:
+    left = [pieces]
+
+    def on_piece() -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+
+    return on_piece
+
+
+class TestWhatATrainerMayWrite:
+    """Its folder is its own: the worker, which sends what is there, is not to be led elsewhere by it."""
+
+    def test_no_link_and_no_damage_is_sent(self, settings: Settings, shared: str) -> None:
+        folder, digest = whole(settings)
+        (folder / "state.json").unlink()
+        (folder / "state.json").symlink_to("/etc/passwd")
+        with pytest.raises(LocalCheckpointCorrupt):
+            RemoteStore(shared, Storage(settings)).send(folder, digest, lambda: None)
+        folder, digest = whole(settings)
+        (folder / "state.json").write_text("[]")
+        with pytest.raises(LocalCheckpointCorrupt, match="other contents"):
+            RemoteStore(shared, Storage(settings)).send(folder, digest, lambda: None)
+
+    @pytest.mark.parametrize("name", ["../../outside", "/outside", "a/../../../outside"])
+    def test_no_name_in_a_manifest_leaves_the_folder(
+        self, name: str, settings: Settings, shared: str, tmp_path: Path
+    ) -> None:
+        folder, _ = whole(settings)
+        listed = {"format": 1, "step": 5, "files": {name: {"bytes": 1, "sha256": "0" * 64}}}
+        said = json.dumps(listed).encode()
+        (folder / manifest.MANIFEST).write_bytes(said)
+        digest = hashlib.sha256(said).hexdigest()
+        remote = RemoteStore(shared, Storage(settings))
+        with pytest.raises(LocalCheckpointCorrupt):
+            remote.send(folder, digest, lambda: None)
+        place = tmp_path / "shared" / Storage(settings).key_of(folder)
+        place.mkdir(parents=True)
+        (place / manifest.MANIFEST).write_bytes(said)
+        with pytest.raises(ReplicaCorrupt):
+            remote.fetch(folder, digest, "wrk_test", lambda: None)
+        assert files_below(tmp_path / "shared") == [f"{place.relative_to(tmp_path / 'shared')}/{manifest.MANIFEST}"]
+
+
+class TestTheNextAttempt:
+    def test_where_nothing_is_goes_on_from_the_copy(self, worker: Worker, tmp_path: Path) -> None:
+        worker.save(10)
+        newest = worker.save(20)
+        written = (newest / "weights").read_bytes()
+        worker.copies.start()
+        worker.until_copied(2)
+        worker.moves(tmp_path / "the first machine")
+        job, told = worker.lab.next_attempt()
+        assert (told["resume_from"]["path"], job.start_step) == (str(newest), 20)
+        assert (newest / "weights").read_bytes() == written and "was fetched" in job.remarks[0]
+        assert set(worker.lab.bad_reasons().values()) == {None}
+
+    def test_takes_a_good_copy_rather_than_an_older_checkpoint(self, worker: Worker) -> None:
+        worker.save(10)
+        newest = worker.save(20)
+        worker.copies.start()
+        worker.until_copied(2)
+        flip(newest)
+        job, _ = worker.lab.next_attempt()
+        assert job.start_step == 20 and "other contents" in job.remarks[0]
+        assert manifest.verify(newest, worker.rows()[-1].manifest_sha256) == []
+        assert set(worker.lab.bad_reasons().values()) == {None}
+
+    def test_takes_no_copy_that_is_damaged_or_half(self, worker: Worker, tmp_path: Path) -> None:
+        worker.save(10)
+        worker.save(20)
+        worker.copies.start()
+        worker.until_copied(2)
+        flip(next((tmp_path / "shared").rglob("checkpoint-20")))
+        worker.moves(tmp_path / "the first machine")
+        job, _ = worker.lab.next_attempt()
+        assert job.start_step == 10 and "the replica is corrupt" in job.remarks[0]
+
+    def test_waits_for_a_store_that_is_away_rather_than_begin_anew(
+        self, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        worker.save(10)
+        worker.copies.start()
+        worker.until_copied(1)
+        worker.moves(tmp_path / "the first machine")
+        (tmp_path / "shared").rename(tmp_path / "away")
+        monkeypatch.setattr(restore, "_PAUSE_SECONDS", 0.0)
+        with pytest.raises(JobError, match="cannot be fetched now") as refused:
+            worker.lab.next_attempt()
+        assert refused.value.is_passing and worker.lab.bad_reasons() == {10: None}
+        (tmp_path / "away").rename(tmp_path / "shared")
+        trainer = worker.lab.trainer
+        assert prepare(worker.lab.host, run_row(worker.engine, trainer.run_id), CPU, WAITS).start_step == 10
+
+    def test_calls_what_was_never_copied_and_is_not_here_no_damage(self, worker: Worker, tmp_path: Path) -> None:
+        worker.save(10)
+        worker.moves(tmp_path / "the first machine")
+        job, _ = worker.lab.next_attempt()
+        assert job.start_step == 0 and worker.lab.bad_reasons() == {10: None}
+
+
+class TestTheThread:
+    def test_a_store_that_is_away_is_told_once_and_waited_for(self, worker: Worker, tmp_path: Path) -> None:
+        (tmp_path / "shared").rename(tmp_path / "away")
+        said: list[NewEvent] = []
+        with worker.copies.telling(worker.lab.trainer.run_id, said.append):
+            worker.save(10)
+            worker.copies.start()
+            eventually(lambda: worker.copies._pause > 1, what="a second try")
+            worker.save(20)
+            (tmp_path / "away").rename(tmp_path / "shared")
+            worker.until_copied(2)
+            eventually(lambda: len(said) > 1)
+        lines = [json.loads(event.data)["line"] for event in said]
+        assert len(lines) == 2 and "mount it" in lines[0] and "again" in lines[1]
+
+    def test_what_a_killed_worker_left_uncopied_is_taken_up(self, worker: Worker) -> None:
+        worker.lab.save(10)  # and nobody was told of it
+        with worker.engine.begin() as connection:
+            connection.execute(
+                text(
+                    "UPDATE checkpoints SET created_at = now() - interval '1 h', copy_begun_at = now() - interval '1 h'"
+                )
+            )
+        worker.copies.start()
+        worker.until_copied(1)
+
+    def test_copies_go_with_what_retention_lets_go(self, worker: Worker, tmp_path: Path) -> None:
+        for step in (10, 20, 30):
+            worker.save(step)
+        worker.copies.start()
+        worker.until_copied(3)
+        with worker.engine.begin() as connection:
+            connection.execute(retention.retire(worker.lab.trainer.run_id, 1))
+        worker.copies.tidy()
+        # What is being removed cannot be walked through.
+        eventually(lambda: [row.copy_begun_at is None for row in worker.rows()] == [True, True, False])
+        assert [path.name for path in (tmp_path / "shared").rglob("checkpoint-*")] == ["checkpoint-30"]
+
+    def test_one_that_is_let_go_on_its_way_leaves_nothing(
+        self, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        send = worker.copies.remote.send
+
+        def slowly(*arguments: Any) -> None:
+            send(*arguments)
+            with worker.engine.begin() as connection:
+                connection.execute(text("UPDATE checkpoints SET deleted_at = now()"))
+
+        monkeypatch.setattr(worker.copies.remote, "send", slowly)
+        worker.save(10)
+        worker.copies.start()
+        eventually(lambda: worker.rows()[0].deleted_at and worker.rows()[0].copy_begun_at is None)
+        assert files_below(tmp_path / "shared") == []
+
+    async def test_copies_go_with_a_deleted_run_whatever_ends_the_worker_meanwhile(
+        self, worker: Worker, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        worker.save(10)
+        worker.copies.start()
+        worker.until_copied(1)
+        worker.copies.close()
+        worker.lab.trainer.complete()
+        database = async_engine(settings.database_url or "")
+        async with async_sessionmaker(database)() as session, session.begin():
+            await deletion.remove(session, worker.lab.trainer.run_id)
+        await database.dispose()
+
+        def killed(_: Path) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(worker.copies.remote, "remove", killed)
+            with pytest.raises(KeyboardInterrupt):
+                worker.copies.sweep()
+        assert files_below(tmp_path / "shared")
+        worker.copies.sweep()
+        assert files_below(tmp_path / "shared") == []
+        with worker.engine.connect() as connection:
+            assert connection.scalar(text("SELECT count(*) FROM copy_removals")) == 0
+
+
+class TestTheEndOfARun:
+    LEASE = {"fenced": False, "expired": False}
+
+    def settled(self, worker: Worker, seconds: float) -> list[dict[str, Any]]:
+        """What the run is told while it waits for its copies, at most so long."""
+        told: list[NewEvent] = []
+        lease: Any = SimpleNamespace(run_id=worker.lab.trainer.run_id, **self.LEASE)
+        worker.copies.settle(lease, SimpleNamespace(put=told.append), time.monotonic() + seconds)
+        return [json.loads(event.data) for event in told]
+
+    def test_waits_for_the_copies(self, worker: Worker) -> None:
+        worker.save(10)
+        worker.copies.start()
+        assert [one.get("phase", "nothing was left") for one in self.settled(worker, 30)] in ([], ["copying"])
+        assert worker.rows()[0].remote_at is not None
+
+    def test_names_what_has_none_when_the_time_is_over(self, worker: Worker) -> None:
+        worker.save(10)  # and nobody sends it
+        waiting, left = self.settled(worker, 0.3)
+        assert "copying checkpoint-10" in waiting["message"] and "no copy of checkpoint-10" in left["line"]
+
+    def test_does_not_wait_for_a_store_that_is_away(self, worker: Worker, tmp_path: Path) -> None:
+        (tmp_path / "shared").rename(tmp_path / "away")
+        worker.save(10)
+        worker.copies.start()
+        began = time.monotonic()
+        assert "no copy of checkpoint-10" in self.settled(worker, 60)[-1]["line"]
+        assert time.monotonic() - began < 20
+
+
+class TestTheSetting:
+    @pytest.mark.parametrize("url", ["/mnt/share", "s3://key:secret@bucket", "s3://bucket?key=1", "s3://bucket/a b"])
+    def test_is_a_place_without_credentials(self, url: str) -> None:
+        with pytest.raises(ValueError, match="AWS_ACCESS_KEY_ID"):
+            Settings(checkpoint_url=url)
+
+    def test_of_an_unknown_kind_keeps_a_worker_from_starting(self, settings: Settings) -> None:
+        with pytest.raises(SetupError, match="ANNEAL_CHECKPOINT_URL=nosuch://there cannot be used"):
+            RemoteStore("nosuch://there", Storage(settings))
+
+    def test_no_training_process_is_told_of_it_nor_of_its_credentials(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "ANNEAL_CHECKPOINT_URL"):
+            monkeypatch.setenv(name, "s3://credential")
+        assert "s3://credential" not in Settings().trainer_environment().values()
+
+    def test_a_share_that_is_not_mounted_is_not_made(self, settings: Settings, tmp_path: Path) -> None:
+        folder, digest = whole(settings)
+        with pytest.raises(StoreUnavailable, match="mount it"):
+            RemoteStore(f"file://{tmp_path}/unmounted", Storage(settings)).send(folder, digest, lambda: None)
+        assert not (tmp_path / "unmounted").exists()

@@ -1,0 +1,87 @@
+"""Actions of the fake trainer, and what a drain makes of them, at the very step at which it comes."""
+
+from pathlib import Path
+from typing import Any
+
+from tests.worker.process.launching import CPU
+from worker.fake.trainer import FakeTrainer
+from worker.wire.control import Control
+from worker.wire.journal import Journal
+from worker.wire.reporter import Reporter
+
+
+class Drained(Journal):
+    """A journal at one step of which SIGTERM comes, or what the main thread makes of it."""
+
+    def __init__(self, path: Path, attempt: int, control: Control, at: int | None) -> None:
+        super().__init__(str(path), attempt)
+        self._control, self._at = control, at
+
+    def step(self, n: int, loss_hex: str, samples: Any) -> None:
+        super().step(n, loss_hex, samples)
+        if n == self._at:
+            self._control.request_stop(save=True, why="drain")
+
+
+class Attempts:
+    """Attempts of one run in this very process, so that a drain comes at a step and not about it."""
+
+    def __init__(self, folder: Path, **config: Any) -> None:
+        self._folder = folder
+        self._job = {
+            "run_id": "run_x", "given": ["extra.steps"], "device": CPU, "dataset": {"rows": 48, "sha256": None},
+            "config": {"base_model": "none", "save_steps": 100, "logging_steps": 1, "batch_size": 4,
+                       "gradient_accumulation_steps": 1, "extra": {"step_seconds": 0, "steps": 20}, **config},
+        }  # fmt: skip
+        self.number = 0
+        self.records: list[dict[str, Any]] = []
+
+    def run(
+        self, actions: list[dict[str, Any]], drain_at: int | None = None, ends_with_epoch: bool = False
+    ) -> tuple[FakeTrainer, dict[str, Any]]:
+        self.number += 1
+        folder, control = self._folder / f"a{self.number}", Control()
+        control.ends_with_epoch = ends_with_epoch
+        saved = [one for one in self.records if one["type"] == "checkpoint"]
+        resume = saved and {**saved[-1], "path": str(self._folder / f"a{self.number - 1}" / saved[-1]["name"])}
+        about = {"attempt": self.number, "output_dir": str(folder), "resume_from": resume or None, "actions": actions}
+        journal = Drained(self._folder / "journal.jsonl", self.number, control, drain_at)
+        report = Kept()
+        self.records = report.records
+        training = FakeTrainer(self._job | about, report, control, journal)
+        return training, training.run()
+
+
+class Kept(Reporter):
+    """What is told, as a list."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.records: list[dict[str, Any]] = []
+
+    def send(self, type: str, **fields: Any) -> None:
+        self.records.append({"type": type, **fields})
+
+
+class TestWhatADrainMeets:
+    def test_an_action_that_is_done_again_at_that_very_step_is_in_the_checkpoint(self, tmp_path: Path) -> None:
+        wishes = [("set_learning_rate", {"learning_rate": 0.5}), ("extend", {"max_steps": 24})]
+        actions = [{"id": f"act_{name}", "action": name, "parameters": of, "step": 7} for name, of in wishes]
+        attempts = Attempts(tmp_path)
+        _, drained = attempts.run(actions, drain_at=7)
+        assert (drained["why"], drained["step"]) == ("drain", 7)
+        last, ended = attempts.run([])
+        assert (ended["outcome"], ended["step"], last.config.learning_rate) == ("completed", 24, 0.5)
+
+    def test_the_end_of_the_epoch_that_the_run_is_to_end_with_stays_its_end(self, tmp_path: Path) -> None:
+        attempts = Attempts(tmp_path)
+        _, ended = attempts.run([], drain_at=12, ends_with_epoch=True)
+        assert (ended["why"], ended["step"]) == ("epoch_end", 12)
+        _, again = attempts.run([], ends_with_epoch=True)
+        assert (again["why"], again["step"]) == ("epoch_end", 12)
+
+    def test_an_evaluation_that_was_only_asked_for_saves_no_best_checkpoint(self, tmp_path: Path) -> None:
+        attempts = Attempts(tmp_path)
+        attempts.run([{"id": "act_e", "action": "evaluate", "parameters": {}, "step": 5}])
+        assert [one["step"] for one in attempts.records if one["type"] == "eval"] == [5]
+        assert [one["kind"] for one in attempts.records if one["type"] == "checkpoint"] == ["final"]

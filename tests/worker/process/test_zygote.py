@@ -1,0 +1,354 @@
+"""The zygote forks what is warm, touches no device, and its death costs nothing but its children."""
+
+import errno
+import importlib
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.config import Settings
+from tests.waiting import eventually
+from tests.worker.process.launching import CPU, Said, is_alive, launch, start_launcher
+from tests.worker.trainers import write_job
+from worker import devices
+from worker.process import child, zygote
+from worker.process.launcher import Launcher
+from worker.process.spawn import LaunchError
+
+STOP = {"stop": {"save": False, "why": "stop"}}
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    launcher = start_launcher(tmp_path / "home", "zygote")
+    yield launcher
+    launcher.stop()
+
+
+def zygote_pid(launcher: Launcher) -> int:
+    pid = launcher.zygote_pid
+    assert pid is not None
+    return pid
+
+
+class TestFork:
+    def test_preloaded_modules_are_there_without_an_import(self, tmp_path: Path) -> None:
+        launcher = start_launcher(tmp_path, "zygote", preload=("tests.worker.trainers", "decimal"))
+        try:
+            said = Said(launcher.launch("tests.worker.trainers:loaded", write_job(tmp_path, module="decimal"), CPU))
+            said.to_the_end()
+            assert said.record("loaded")["loaded"] is True
+        finally:
+            launcher.stop()
+
+    def test_the_zygote_has_one_thread_before_and_after_forks(self, launcher: Launcher, tmp_path: Path) -> None:
+        for _ in range(2):
+            said = Said(launch(launcher, tmp_path, "count_threads"))
+            said.to_the_end()
+            assert said.record("threads")["parent"] == 1
+
+    def test_children_leave_nothing_behind_in_the_zygote(self, launcher: Launcher, tmp_path: Path) -> None:
+        Said(launch(launcher, tmp_path, "quick")).to_the_end()
+        folder = Path(f"/proc/{zygote_pid(launcher)}/fd")
+        before = len(list(folder.iterdir()))
+        for _ in range(5):
+            Said(launch(launcher, tmp_path, "quick")).to_the_end()
+        eventually(lambda: len(list(folder.iterdir())) == before)
+        children = Path(f"/proc/{zygote_pid(launcher)}/task/{zygote_pid(launcher)}/children")
+        assert children.read_text() == ""
+
+    def test_a_crash_in_one_child_leaves_the_next_alone(self, launcher: Launcher, tmp_path: Path) -> None:
+        for how in ("segv", "kill", "exception"):
+            Said(launch(launcher, tmp_path, "die", how=how)).to_the_end()
+        assert Said(launch(launcher, tmp_path, "quick")).to_the_end().code == 0
+
+
+class TestWant:
+    """Want of memory or descriptors costs one launch, never the zygote and the runs that it has forked."""
+
+    def test_without_descriptors_a_launch_fails_with_the_reason_and_the_others_go_on(
+        self, launcher: Launcher, tmp_path: Path
+    ) -> None:
+        pid = zygote_pid(launcher)
+        said = Said(process := launch(launcher, tmp_path, "wait_for_stop"))
+        said.until(lambda said: said.has("message"))
+        taken = {int(path.name) for path in Path(f"/proc/{pid}/fd").iterdir()}
+        limit = [number for number in range(len(taken) + 4) if number not in taken][3]  # three are free below it
+        before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (limit, before[1]))
+        with pytest.raises(LaunchError, match="Too many open files"):
+            launch(launcher, tmp_path / "2", "quick")
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+        assert Said(launch(launcher, tmp_path / "3", "quick", code=3)).to_the_end().code == 3
+        assert zygote_pid(launcher) == pid
+        process.send(STOP)
+        assert said.to_the_end().code == 0
+
+    @pytest.mark.parametrize("call", ["fork", "pidfd_open"])
+    def test_a_call_that_fails_is_told_and_leaves_nothing(self, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+        forked: list[int] = []
+        fork = os.fork
+
+        def no_room(*_: int) -> int:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+        def remembered() -> int:
+            pid = fork()
+            if pid == 0:
+                signal.pause()
+            forked.append(pid)
+            return pid
+
+        monkeypatch.setattr(os, "fork", remembered)
+        monkeypatch.setattr(os, call, no_room)
+        status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        fds = [theirs.detach(), *(os.open(os.devnull, os.O_RDWR) for _ in range(4))]
+        assert zygote._fork(child.LaunchSpec("x:y", [], "/", CPU), fds) is None
+        assert json.loads(status.recv(1024)) == {"failed": "[Errno 12] Cannot allocate memory"}
+        assert status.recv(1024) == b""
+        status.close()
+        for descriptor in fds:
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.fstat(descriptor)
+        assert not any(is_alive(pid) for pid in forked)
+
+
+class TestTraining:
+    def test_a_fork_has_the_training_libraries_warm_and_computes_with_several_threads(self, tmp_path: Path) -> None:
+        launcher = Launcher(Settings(home=tmp_path))
+        launcher.start()
+        try:
+            assert launcher.wait_ready(120)
+            assert launcher.mode == "zygote", launcher.reason
+            said = Said(launch(launcher, tmp_path, "multiply"))
+            assert said.to_the_end(60).code == 0
+            product = said.record("product")
+            assert all(product["warm"].values()), product
+            assert (product["total"], product["cuda"]) == (512.0**3, False)
+        finally:
+            launcher.stop()
+
+
+class TestDeath:
+    def test_kill_9_takes_its_children_at_once_and_supervisors_learn_it(
+        self, launcher: Launcher, tmp_path: Path
+    ) -> None:
+        said = Said(process := launch(launcher, tmp_path, "wait_for_stop"))
+        said.until(lambda said: said.has("message"))
+        os.kill(zygote_pid(launcher), signal.SIGKILL)
+        eventually(lambda: not is_alive(process.pid), timeout=10, every=0.001)
+        assert said.to_the_end().launcher_lost
+
+    def test_after_kill_9_a_new_one_serves(self, launcher: Launcher, tmp_path: Path) -> None:
+        for _ in range(3):
+            old = zygote_pid(launcher)
+            os.kill(old, signal.SIGKILL)
+            eventually(lambda old=old: launcher.zygote_pid not in (old, None), timeout=10)
+            process = launch(launcher, tmp_path, "quick")
+            assert process.launched == "zygote"
+            assert Said(process).to_the_end().code == 0
+
+    def test_a_launch_in_the_moment_of_its_death_still_starts_one_process(
+        self, launcher: Launcher, tmp_path: Path
+    ) -> None:
+        os.kill(zygote_pid(launcher), signal.SIGKILL)
+        assert Said(launch(launcher, tmp_path, "quick", code=5)).to_the_end().code == 5
+
+    def test_a_frozen_zygote_costs_a_wait_and_never_a_second_process(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("worker.process.spawn.FORK_SECONDS", 0.5)
+        launcher = Launcher(Settings(home=tmp_path), preload=["tests.worker.trainers"])
+        launcher.start()
+        assert launcher.wait_ready(30)
+        pid = zygote_pid(launcher)
+        os.kill(pid, signal.SIGSTOP)
+        lock = tmp_path / "lock"
+        entry = "tests.worker.trainers:wait_for_stop"
+        process = launcher.launch(entry, write_job(tmp_path), CPU, [lock])
+        assert process.launched == "cold"
+        os.kill(pid, signal.SIGCONT)  # now it forks what it was asked for, and that ends by itself
+        said = Said(process).until(lambda said: said.has("message"))
+        children = Path(f"/proc/{pid}/task/{pid}/children")
+        eventually(lambda: not children.exists() or children.read_text() == "", timeout=10)
+        process.send(STOP)
+        assert said.to_the_end().code == 0
+        launcher.stop()
+
+    def test_sigterm_and_ctrl_c_for_everyone_leave_it_to_the_trainers(self, launcher: Launcher, tmp_path: Path) -> None:
+        said = Said(process := launch(launcher, tmp_path, "wait_for_stop"))
+        said.until(lambda said: said.has("message"))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(zygote_pid(launcher), number)
+        assert Said(launch(launcher, tmp_path / "2", "quick")).to_the_end().code == 0
+        process.send(STOP)
+        assert said.to_the_end().code == 0
+
+    def test_stopping_the_launcher_leaves_no_process(self, tmp_path: Path) -> None:
+        launcher = start_launcher(tmp_path, "zygote")
+        pid = zygote_pid(launcher)
+        process = launch(launcher, tmp_path, "hang")
+        launcher.stop()
+        assert not is_alive(pid)
+        eventually(lambda: not is_alive(process.pid), timeout=10)
+        assert process.close().launcher_lost
+
+
+class TestRefusal:
+    """What cannot be forked safely is not forked: launches are cold then, and the reason is told."""
+
+    @pytest.mark.parametrize(
+        ("module", "reason"),
+        [
+            ("tests.worker.process.preloads.starts_thread", "threads"),
+            ("tests.worker.process.preloads.dies", "died 3 times"),
+            ("tests.worker.process.preloads.missing", "No module named"),
+        ],
+    )
+    def test_a_preload_that_no_fork_would_survive_means_cold(self, tmp_path: Path, module: str, reason: str) -> None:
+        launcher = Launcher(Settings(home=tmp_path), preload=[module])
+        launcher.start()
+        assert launcher.wait_ready(30)
+        assert launcher.mode == "cold"
+        assert reason in launcher.reason
+        assert Said(launch(launcher, tmp_path, "quick", code=2)).to_the_end().code == 2
+        launcher.stop()
+
+    def test_one_that_never_gets_ready_means_cold(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("worker.process.launcher._READY_SECONDS", 0.2)
+        monkeypatch.setattr("worker.process.launcher.sys.executable", "/bin/sleep")
+        launcher = Launcher(Settings(home=tmp_path), preload=["60"])
+        monkeypatch.setattr("worker.process.launcher.CODE_ROOT", tmp_path)
+        launcher.start()
+        assert launcher.wait_ready(30)
+        assert launcher.mode == "cold"
+        launcher.stop()
+
+
+class TestGpu:
+    """On a machine with a GPU, played here with a driver of our own."""
+
+    @pytest.fixture
+    def gpu(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        """One GPU of capability 9.0, and a `torch` that records when its real CUDA functions are reached."""
+        one = devices.Device("cuda", 0, "GPU-1", "H100", 80 << 30, (9, 0))
+        monkeypatch.setattr(devices, "gpus", lambda: (one,))
+        monkeypatch.setattr(zygote, "_threads", lambda: ["main"])  # those of the test process do not matter
+        touched: list[str] = []
+        torch: Any = types.ModuleType("torch")
+        torch.cuda = types.SimpleNamespace(
+            is_initialized=lambda: bool(touched),
+            get_device_capability=lambda device=None: touched.append("get_device_capability") or (1, 0),
+        )
+        torch.touched = touched
+        monkeypatch.setitem(sys.modules, "torch", torch)
+        monkeypatch.delitem(sys.modules, "tests.worker.process.preloads.asks_capability", raising=False)
+        return torch
+
+    def test_the_capability_is_answered_without_touching_cuda(self, gpu: Any) -> None:
+        real = gpu.cuda.get_device_capability
+        zygote.preload(["tests.worker.process.preloads.asks_capability"])
+        module = importlib.import_module("tests.worker.process.preloads.asks_capability")
+        assert module.seen == (9, 0)
+        assert gpu.touched == []
+        assert gpu.cuda.get_device_capability is real  # children use the real one
+
+    def test_imports_that_initialise_cuda_are_refused(self, gpu: Any) -> None:
+        gpu.touched.append("something")
+        with pytest.raises(RuntimeError, match="initialized CUDA"):
+            zygote.preload(["tests.worker.process.preloads.asks_capability"])
+
+    @pytest.mark.parametrize("device", [None, 0, "cuda", "cuda:0", types.SimpleNamespace(index=0)])
+    def test_every_way_to_name_a_device_is_understood(self, gpu: Any, device: Any) -> None:
+        with zygote.capability_from_nvml():
+            assert gpu.cuda.get_device_capability(device) == (9, 0)
+
+    def test_a_gpu_that_no_forked_process_can_use_is_found_by_the_probe(self, gpu: Any) -> None:
+        with pytest.raises(RuntimeError, match="cannot use the GPU"):
+            zygote.probe_gpu()
+
+    def test_without_a_gpu_there_is_no_probe(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(devices, "gpus", lambda: ())
+        zygote.probe_gpu()
+
+    def test_the_real_libraries_reach_no_real_cuda_function(self) -> None:
+        """transformers, peft and bitsandbytes, told that there is a GPU, import without touching it."""
+        done = subprocess.run(
+            [sys.executable, "-c", _IMPORT_WITH_PRETENDED_GPU],
+            capture_output=True,
+            text=True,
+            env={**Settings().trainer_environment(), "CUDA_VISIBLE_DEVICES": "0"},
+            timeout=200,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert json.loads(done.stdout.splitlines()[-1]) == {"asked": True, "reached": []}
+
+
+_IMPORT_WITH_PRETENDED_GPU = """
+import json, os, torch
+from worker import devices, zygote
+devices.gpus = lambda: (devices.Device("cuda", 0, "GPU-1", "H100", 80 << 30, (9, 0)),)
+reached, asked = [], []
+def forbidden(name):
+    def real(*a, **k):
+        reached.append(name)
+        raise RuntimeError(name + " would create a CUDA context")
+    return real
+for name in ("get_device_capability", "get_device_properties", "_lazy_init", "mem_get_info", "get_device_name"):
+    setattr(torch.cuda, name, forbidden(name))
+torch.cuda.is_available = lambda: True
+torch.cuda.device_count = lambda: 1
+torch._C._cuda_getCurrentRawStream = lambda device: 0  # which only builds with CUDA have
+torch.version.cuda = torch.version.cuda or "12.8"
+answer = devices.capability
+devices.capability = lambda index: asked.append(index) or answer(index)
+zygote.preload(["bitsandbytes.cuda_specs", "peft", "transformers.trainer", "trl.trainer.sft_trainer"])
+import bitsandbytes.cuda_specs
+with zygote.capability_from_nvml():
+    bitsandbytes.cuda_specs.get_cuda_specs()
+print()
+print(json.dumps({"asked": bool(asked), "reached": reached}))
+"""
+
+
+class TestSpeed:
+    def test_a_fork_is_far_sooner_than_a_cold_start(self, tmp_path: Path) -> None:
+        """With half a second of imports already; training has four."""
+        seconds = {}
+        for mode in ("zygote", "cold"):
+            launcher = start_launcher(tmp_path / mode, mode, preload=("worker.fake.trainer", "sqlalchemy.orm"))
+            took = []
+            for _ in range(3):
+                began = time.monotonic()
+                process = launcher.launch("worker.fake.trainer:main", _fake_job(tmp_path / mode), CPU)
+                said = Said(process).until(lambda said: said.records)
+                took.append(time.monotonic() - began)
+                process.close()
+                assert said.records
+            launcher.stop()
+            seconds[mode] = min(took)
+        # Five times and more on an idle machine; on a busy one a fork waits for a processor as long as a start does.
+        assert seconds["zygote"] * 2 < seconds["cold"], seconds
+
+
+def _fake_job(folder: Path) -> Path:
+    job = {
+        "run_id": "run_1",
+        "attempt": 1,
+        "journal": str(folder / "journal.jsonl"),
+        "output_dir": str(folder),
+        "config": {"base_model": "none"},
+        "device": CPU,
+    }
+    return write_job(folder, **job)

@@ -1,0 +1,296 @@
+"""A resumed run goes on exactly: losses, rows and weights are those of a run that was never interrupted."""
+
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainerControl, TrainerState
+
+from app.contracts.training_config.fields import TrainingConfig
+from app.contracts.training_config.rules import DeviceCapabilities
+from tests.worker.training.output.outputs import figures, weights
+from tests.worker.training.tiny import Forks, Outcome, make_job, make_tiny_model
+from worker.checkpoint_files import resume_fidelity
+from worker.training.context import TrainingContext
+from worker.training.failures import TrainingFailure
+from worker.training.loop.callbacks import StepCallback
+from worker.training.loop.trainer import ServiceTrainerMixin
+from worker.training.run_state import RunState
+
+STEPS = 10
+METHODS: dict[str, dict[str, Any]] = {
+    "full": {"method": "full"},
+    "lora": {"method": "lora", "lora_dropout": 0.1, "lora_r": 4},
+    "qlora": {"method": "qlora", "lora_dropout": 0.1, "lora_r": 4},
+    "sft": {"method": "sft", "lora_dropout": 0.1, "lora_r": 4, "load_in_8bit": True, "neftune_noise_alpha": 5.0},
+}
+COMMON: dict[str, Any] = {
+    "packing": True,
+    "max_seq_length": 128,
+    "batch_size": 2,
+    "gradient_accumulation_steps": 3,
+    "learning_rate": 1e-2,
+    "max_steps": STEPS,
+    "save_steps": 1,
+    "save_total_limit": None,
+    "logging_steps": 3,
+    "eval_split": 0.2,
+    "eval_steps": 3,
+}
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def undisturbed(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    forks: Forks,
+    tiny_model: Path,
+    chats: Path,
+) -> Outcome:
+    """An uninterrupted run of each method, with a checkpoint after every step."""
+    config = METHODS[request.param] | COMMON
+    outcome = forks.run(make_job(tmp_path_factory.mktemp(request.param), tiny_model, chats, **config))
+    assert outcome.result["outcome"] == "completed", outcome.result
+    assert len(outcome.steps) == STEPS
+    (facts,) = (record["facts"] for record in outcome.of("config"))
+    batches = math.ceil(facts["sequences"] / 2)
+    assert facts["sequences"] < facts["rows"], "rows are packed"
+    assert 6 < batches < 9, "an epoch has three steps, and the last of them a remainder of one or two batches"
+    return outcome
+
+
+def resumed(
+    forks: Forks, original: Outcome, step: int, tmp_path: Path, run_id: str = "run_test", **changes: Any
+) -> Outcome:
+    job = original.job
+    config = {name: job["config"][name] for name in job["given"] if name != "base_model"} | changes
+    again = make_job(
+        tmp_path, job["base_model"]["path"], job["dataset"]["path"], attempt=2,
+        resume_from=original.checkpoint(step), run_id=run_id, **config,
+    )  # fmt: skip
+    return forks.run(again)
+
+
+class TestExact:
+    @pytest.mark.parametrize("step", [1, 3, 5, STEPS], ids=["first", "epoch-boundary", "mid-epoch", "last"])
+    def test_losses_rows_and_weights_equal_the_undisturbed_runs(
+        self, undisturbed: Outcome, step: int, forks: Forks, tmp_path: Path
+    ) -> None:
+        again = resumed(forks, undisturbed, step, tmp_path)
+        assert again.result["outcome"] == "completed", (again.result, again.stderr)
+        assert again.steps == {n: told for n, told in undisturbed.steps.items() if n > step}
+        assert weights(again) == weights(undisturbed)
+        assert figures(again) == figures(undisturbed)
+        facts = again.of("config")[0]["facts"]
+        assert (facts["fidelity"], facts["fidelity_reasons"]) == ("exact", [])
+        # Checkpoints on the way are not held against a pinned text, for that costs a forward pass.
+        assert facts.get("fidelity_difference") == (0.0 if step == STEPS else None)
+
+
+class TestFidelity:
+    def test_what_differs_from_the_checkpoint_is_told_and_the_run_calls_itself_approximate(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        config = {"method": "lora", "max_steps": 2, "save_steps": 1, "max_seq_length": 64}
+        first = forks.run(make_job(tmp_path / "1", tiny_model, chats, **config))
+        other = make_tiny_model(tmp_path / "other", dropout=0.2)
+        job = make_job(tmp_path / "2", other, chats, attempt=2, resume_from=first.checkpoint(1), **config)
+        job["dataset"]["sha256"] = "f" * 64
+        again = forks.run(job)
+        facts = again.of("config")[0]["facts"]
+        assert again.result["outcome"] == "completed"
+        assert facts["fidelity"] == "approximate"
+        assert facts["fidelity_reasons"] == [
+            "The base model differs from that of the checkpoint.",
+            "The data set differs from that of the checkpoint.",
+        ]
+
+    def test_weights_that_give_something_else_than_before_the_save_are_told(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        config = {"method": "lora", "max_steps": 2, "max_seq_length": 64}
+        first = forks.run(make_job(tmp_path / "1", tiny_model, chats, stop_at_step=1, **config))
+        checkpoint = first.checkpoint(1)
+        path = Path(checkpoint["path"]) / "manifest.json"
+        told = json.loads(path.read_text())
+        told["probe"] = (float.fromhex(told["probe"]) + 0.25).hex()
+        path.write_text(json.dumps(told))
+        checkpoint["manifest_sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+        again = forks.run(make_job(tmp_path / "2", tiny_model, chats, attempt=2, resume_from=checkpoint, **config))
+        facts = again.of("config")[0]["facts"]
+        assert facts["fidelity"] == "approximate"
+        assert facts["fidelity_difference"] == pytest.approx(0.25)
+        assert "The fidelity check gave" in facts["fidelity_reasons"][0]
+
+    def test_saving_often_changes_nothing(self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
+        config = {"method": "qlora", "max_steps": 4, "max_seq_length": 64, "lora_dropout": 0.1}
+        often = forks.run(make_job(tmp_path / "1", tiny_model, chats, save_steps=1, **config))
+        once = forks.run(make_job(tmp_path / "2", tiny_model, chats, **config))
+        assert often.steps == once.steps and len(once.steps) == 4
+
+    def test_versions_devices_and_an_unknown_past_are_reasons_too(self, tmp_path: Path) -> None:
+        then = {"device": "cpu", "versions": {"torch": "2.13.0", "peft": "1"}}
+        (tmp_path / "manifest.json").write_text(json.dumps({"fingerprint": then}))
+        assert resume_fidelity.fingerprint_differences(tmp_path, then) == []
+        now = {"device": "cuda", "versions": {"torch": "2.14.0", "peft": "1"}}
+        assert resume_fidelity.fingerprint_differences(tmp_path, now) == [
+            "device: cpu at the checkpoint, cuda now.", "torch: 2.13.0 at the checkpoint, 2.14.0 now.",
+        ]  # fmt: skip
+        (tmp_path / "manifest.json").write_text("{}")
+        assert len(resume_fidelity.fingerprint_differences(tmp_path, now)) == 1
+
+
+class TestChanges:
+    def test_more_steps_and_other_intervals_hold_and_the_checkpoints_do_not(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        config = {"method": "lora", "max_seq_length": 64, "logging_steps": 2, "save_steps": 4}
+        first = forks.run(make_job(tmp_path / "1", tiny_model, chats, max_steps=4, **config))
+        longer = {"max_steps": 9, "logging_steps": 1, "save_steps": 2}
+        again = resumed(forks, first, 4, tmp_path / "2", **longer)
+        assert [record["step"] for record in again.of("metric")] == [5, 6, 7, 8, 9]
+        assert [(record["step"], record["kind"]) for record in again.of("checkpoint")] == [
+            (6, "periodic"), (8, "periodic"), (9, "final"),
+        ]  # fmt: skip
+        assert again.of("phase")[-1] == again.of("phase")[-1] | {"name": "exporting"}
+        assert again.result["step"] == 9
+
+    def test_a_changed_learning_rate_and_weight_decay_hold(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        config = {"method": "full", "lr_scheduler_type": "constant", "max_seq_length": 64, "logging_steps": 1}
+        first = forks.run(make_job(tmp_path / "1", tiny_model, chats, max_steps=6, save_steps=3, **config))
+        again = resumed(forks, first, 3, tmp_path / "2", learning_rate=5e-3, weight_decay=0.5)
+        same = resumed(forks, first, 3, tmp_path / "3")
+        assert {record["learning_rate"] for record in first.of("metric")} == {2e-4}
+        assert {record["learning_rate"] for record in again.of("metric")} == {5e-3}
+        assert same.steps == {n: told for n, told in first.steps.items() if n > 3}
+        assert again.steps != same.steps
+
+    def test_a_run_stopped_where_an_evaluation_was_due_does_it_on_resume(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        config = METHODS["lora"] | COMMON
+        whole = forks.run(make_job(tmp_path / "1", tiny_model, chats, **config))
+        part = forks.run(make_job(tmp_path / "2", tiny_model, chats, **config, stop_at_step=6))
+        assert (part.result["outcome"], part.result["why"], part.result["step"]) == ("stopped", "stop_at_step", 6)
+        assert [record["step"] for record in part.of("eval")] == [3]
+        again = resumed(forks, part, 6, tmp_path / "3", run_id="run_child")
+        assert [record["step"] for record in again.of("eval")] == [6, 9, 10]
+        (caught_up,) = (record for record in again.of("checkpoint") if record["step"] == 6)
+        assert caught_up["kind"] == "best"
+        assert caught_up["metrics"]["eval_loss"] == again.of("eval")[0]["metrics"]["eval_loss"]
+        assert figures(again) == figures(whole)
+        assert weights(again) == weights(whole)
+
+
+class TestLimits:
+    CONFIG: dict[str, Any] = {"method": "lora", "max_seq_length": 64, "max_steps": 6}
+
+    @pytest.mark.parametrize(
+        ("limit", "outcome", "why"),
+        [
+            ({"stop_at_step": 3}, "stopped", "stop_at_step"),
+            ({"time_limit_seconds": 1e-6}, "stopped", "time_limit"),
+            (
+                {"eval_split": 0.2, "eval_steps": 1, "early_stopping_patience": 1, "method": "full",
+                 "learning_rate": 1.0, "warmup_ratio": 0.0, "max_steps": 50},
+                "completed", "early_stopping",
+            ),
+        ],
+    )  # fmt: skip
+    def test_an_attempt_lost_after_its_limit_is_not_trained_beyond_it(
+        self, limit: dict[str, Any], outcome: str, why: str, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        first = forks.run(make_job(tmp_path / "1", tiny_model, chats, **self.CONFIG | limit))
+        step = first.result["step"]
+        again = resumed(forks, first, step, tmp_path / "2")
+        for ended in (first, again):
+            assert (ended.result["outcome"], ended.result["why"], ended.result["step"]) == (outcome, why, step)
+        assert again.steps == {}
+        assert weights(again) == weights(first)
+        assert figures(again) == figures(first)
+        assert again.result["metrics"] == first.result["metrics"]
+
+    def test_a_new_run_that_takes_up_another_is_not_held_to_the_step_where_that_one_stopped(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        first = forks.run(make_job(tmp_path / "1", tiny_model, chats, stop_at_step=3, **self.CONFIG))
+        config = self.CONFIG | {"stop_at_step": 3}
+        child = make_job(
+            tmp_path / "2", tiny_model, chats, run_id="run_child", resume_from=first.checkpoint(3), **config
+        )
+        result = forks.run(child).result
+        assert (result["outcome"], result["step"]) == ("completed", 6)
+
+    def test_limits_are_the_runs_own_also_where_another_reason_ended_an_attempt(self, tmp_path: Path) -> None:
+        config = TrainingConfig(base_model="tiny", stop_at_step=3)
+        RunState(run_id="run_a", ended_by="drain").save(tmp_path)
+        assert RunState.load(tmp_path, "run_a", 3).limit_reached(config, 3) == "stop_at_step"
+        assert RunState.load(tmp_path, "run_a", 2).limit_reached(config, 2) is None
+        assert RunState.load(tmp_path, "run_child", 3).limit_reached(config, 9) is None
+
+
+class TestBest:
+    def test_a_checkpoint_carries_the_evaluation_of_its_own_step_and_no_other(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        config = {"method": "full", "max_seq_length": 64, "learning_rate": 1e-2, "max_steps": 7, "eval_split": 0.2}
+        done = forks.run(make_job(tmp_path, tiny_model, chats, save_steps=2, eval_steps=3, logging_steps=2, **config))
+        told = {record["step"]: record["metrics"]["eval_loss"] for record in done.of("eval")}
+        saved = {record["step"]: (record["kind"], record["metrics"]["eval_loss"]) for record in done.of("checkpoint")}
+        assert saved == {
+            2: ("periodic", None), 3: ("best", told[3]), 4: ("periodic", None), 6: ("periodic", told[6]),
+            7: ("final", told.get(7)),
+        }  # fmt: skip
+        logged = {record["step"]: record["loss"] for record in done.of("metric")}
+        for record in done.of("checkpoint"):
+            before = [loss for step, loss in logged.items() if step <= record["step"]]
+            assert (record["metrics"]["loss"], record["metrics"]["best_loss"]) == (before[-1], min(before))
+
+    def test_an_evaluation_that_is_no_number_ends_the_run_and_is_nobodys_best(self, tmp_path: Path) -> None:
+        config = TrainingConfig(base_model="tiny")
+        nothing: Any = None
+        run = TrainingContext(
+            {"output_dir": str(tmp_path)}, config, set(), DeviceCapabilities(), nothing, nothing, nothing
+        )
+        arguments: Any = None
+        trainer = ServiceTrainerMixin.__new__(ServiceTrainerMixin)
+        trainer.run, trainer.state = run, TrainerState()
+        watcher = StepCallback(run, trainer)
+        with pytest.raises(TrainingFailure) as ended:
+            watcher.on_evaluate(arguments, TrainerState(), TrainerControl(), {"eval_loss": math.nan})
+        assert ended.value.code == "non_finite_loss"
+        assert run.state.best_objective is None
+
+
+class TestHistory:
+    def test_what_a_run_remembers_does_not_grow_with_its_steps(self, undisturbed: Outcome) -> None:
+        states = [
+            json.loads((undisturbed.folder / f"checkpoint-{step}" / "anneal_state.json").read_text()) for step in (5, 8)
+        ]
+        assert [len(state.pop("recent_losses")) for state in states] == [5, 8], "of which the last 64 are kept"
+        assert abs(len(json.dumps(states[1])) - len(json.dumps(states[0]))) < 60
+        lines = (undisturbed.folder / "checkpoint-8" / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == [3, 3, 6, 6]
+
+
+class TestRefusals:
+    def test_a_checkpoint_with_one_flipped_byte_is_not_resumed(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        config = {"method": "lora", "max_steps": 2, "save_steps": 1, "max_seq_length": 64}
+        first = forks.run(make_job(tmp_path / "1", tiny_model, chats, **config))
+        job = first.job | {"attempt": 2, "resume_from": first.checkpoint(1)}
+        path = first.folder / "checkpoint-1" / "optimizer.pt"
+        flipped = bytearray(path.read_bytes())
+        flipped[len(flipped) // 2] ^= 1
+        path.write_bytes(flipped)
+        again = forks.run(job)
+        assert again.code == 1
+        assert again.result["outcome"] == "failed"
+        assert "optimizer.pt" in again.result["error"]["message"]
+        assert again.steps == {}

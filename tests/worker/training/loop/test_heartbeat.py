@@ -1,0 +1,170 @@
+"""Promise 15: slow is not hung. Whatever a trainer works at for long, its supervisor hears that it gets on."""
+
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.slowness import slowness
+from tests.worker.process.launching import CPU, start_launcher
+from tests.worker.training.tiny import make_job, write_job
+from worker.attempts.monitor import KillReason, Monitor
+from worker.ingest.record_handler import RecordHandler
+from worker.process.launcher import Launcher
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+# No word between the first step and the last: what is heard in between are signs of life.
+SILENT: dict[str, Any] = {
+    "method": "lora",
+    "max_seq_length": 64,
+    "batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "logging_steps": 1000,
+    "save_steps": 1000,
+}
+
+
+@cache
+def factor() -> float:
+    """Measure once how slow the machine is: silence of a busy machine is no hang."""
+    return slowness()
+
+
+def hang_seconds() -> float:
+    """Return the limit after which a silent trainer is killed."""
+    return 4.0 * factor()
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """A hub cache that has the tiny model, as `owner/slow`."""
+    cache = tmp_path_factory.mktemp("slow-hub")
+    place = cache / "models--owner--slow"
+    shutil.copytree(tiny_model, place / "snapshots" / COMMIT)
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text(COMMIT)
+    return cache
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory: pytest.TempPathFactory, hub: Path) -> Iterator[Launcher]:
+    """Starts trainers, warm."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_CACHE", str(hub))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("TOKENIZERS_PARALLELISM", "false")
+        launcher = start_launcher(tmp_path_factory.mktemp("home"), "zygote", preload=("tests.worker.training.slow",))
+    yield launcher
+    launcher.stop()
+
+
+class Watched:
+    """A training process followed to its end by a real supervisor's loop, with everything but the trainer pretended."""
+
+    def __init__(self, launcher: Launcher, job: dict[str, Any], timeout: float = 60) -> None:
+        deadline = time.monotonic() + timeout * factor()
+        self.stored: list[Any] = []
+
+        class Lease:
+            fenced, stop, silent_seconds, run_id = False, None, 0.0, "run_test"
+            ends_with_epoch, actions = False, ()
+
+            @property
+            def expired(self) -> bool:  # ends a test that would wait for ever
+                return time.monotonic() > deadline
+
+        settings = SimpleNamespace(hang_seconds=hang_seconds(), save_after_seconds=1e9, save_grace_seconds=1e9)
+        host: Any = SimpleNamespace(settings=settings, draining=threading.Event(), copies=None)
+        writer: Any = SimpleNamespace(put=self.stored.append, check=lambda: None, is_full=False, progress=None)
+        run: Any = SimpleNamespace(
+            id="run_test",
+            epoch=1,
+            attempt=1,
+            config={},
+            backend="celery",
+            given=[],
+            dataset_id="ds",
+            eval_dataset_id=None,
+        )
+        self.pump = RecordHandler(host, run, writer)
+        process = launcher.launch("tests.worker.training.slow:main", write_job(job), CPU)
+        lease: Any = Lease()
+        began = time.monotonic()
+        try:
+            vitals: Any = SimpleNamespace(look=lambda phase: None)
+            _, self.killed_for = Monitor(host, lease, writer, self.pump, process, vitals).until_the_end()
+        finally:
+            process.close()
+        self.seconds = time.monotonic() - began
+        self.killed_for: KillReason | None
+
+    @property
+    def told(self) -> tuple[KillReason | None, Any]:
+        """Why it was killed, and how it ended by its own account."""
+        return self.killed_for, (self.pump.result or {}).get("outcome")
+
+    @property
+    def types(self) -> set[str]:
+        """Types of the events that would be stored."""
+        events = [getattr(thing, "event", thing) for thing in self.stored]
+        return {event.type for event in events if event is not None}
+
+
+@pytest.mark.parametrize(
+    ("slow", "config"),
+    [
+        pytest.param({"micro_batch": 0.7}, {"max_steps": 10}, id="steps-between-two-metrics"),
+        pytest.param({"micro_batch": 0.7}, {"max_steps": 1, "gradient_accumulation_steps": 10}, id="one-large-step"),
+        pytest.param({"fsync": 0.35}, {"max_steps": 1}, id="a-checkpoint-on-a-slow-disk"),
+    ],
+)
+def test_a_slow_trainer_is_left_alone_however_long_it_has_nothing_to_tell(
+    slow: dict[str, float], config: dict[str, int], launcher: Launcher, tiny_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    job = make_job(tmp_path, tiny_model, chats, **{**SILENT, **config})
+    watched = Watched(launcher, {**job, "slow": {name: seconds * factor() for name, seconds in slow.items()}})
+    assert watched.told == (None, "completed"), watched.pump.tail
+    assert watched.seconds > hang_seconds()
+    assert watched.types <= {"config", "metric", "progress", "checkpoint", "log"}, "a sign of life is no event"
+
+
+@pytest.mark.parametrize("place", ["step", "evaluation"])
+def test_a_trainer_that_stands_still_is_killed(
+    place: str, launcher: Launcher, tiny_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    config = {**SILENT, "max_steps": 2}
+    slow = {"micro_batch": 1000}
+    if place == "evaluation":
+        config |= {"eval_split": 0.1, "eval_steps": 1}
+        slow = {"eval_batch": 1000}
+    watched = Watched(launcher, {**make_job(tmp_path, tiny_model, chats, **config), "slow": slow})
+    assert watched.told == ("hang", None), watched.pump.tail
+
+
+def hub_job(folder: Path, tiny_model: Path, chats: Path, slow: dict[str, Any]) -> dict[str, Any]:
+    job = make_job(folder, tiny_model, chats, **SILENT, max_steps=1)
+    return {**job, "base_model": {"name": "slow", "path": None, "hub": "owner/slow", "revision": None}, "slow": slow}
+
+
+def test_a_download_that_takes_long_is_waited_for_as_long_as_it_gets_on(
+    launcher: Launcher, hub: Path, tiny_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    coming = hub / "models--owner--slow" / "blobs" / "weights.incomplete"
+    coming.parent.mkdir()
+    watched = Watched(
+        launcher, hub_job(tmp_path, tiny_model, chats, {"download": round(14 * factor()), "to": str(coming)})
+    )
+    assert watched.told == (None, "completed"), watched.pump.tail
+    assert watched.seconds > hang_seconds()
+
+
+def test_a_download_that_stands_still_is_not(launcher: Launcher, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
+    watched = Watched(launcher, hub_job(tmp_path, tiny_model, chats, {"download": 1000}))
+    assert watched.told == ("hang", None), watched.pump.tail

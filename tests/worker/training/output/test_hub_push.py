@@ -1,0 +1,149 @@
+"""`push_to_hub`: the output arrives on the hub byte for byte; what goes wrong there never costs the run."""
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.waiting import eventually
+from tests.worker.training.output.hub_server import COMMIT, Hub
+from tests.worker.training.tiny import Forks, Outcome, make_job
+
+TOKEN = "hf_of-ada-0123456789"
+CONFIG: dict[str, Any] = {
+    "method": "full", "max_seq_length": 64, "batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": 2,
+    "push_to_hub": "ada/tuned",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Hub]:
+    with Hub().open() as hub:
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def pushing_forks(served: Hub) -> Iterator[Forks]:
+    """Training processes whose hub is the stand-in."""
+    server = Forks(HF_ENDPOINT=served.url, HF_TOKEN=TOKEN, HF_HUB_DISABLE_TELEMETRY="1")
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def hub(served: Hub) -> Iterator[Hub]:
+    """The stand-in, with nothing in it."""
+    for things in (served.tokens, served.repositories, served.stored, served.commits, served.answers):
+        things.clear()
+    yield served
+    served.never_answers = ""
+    served.ends.set()
+    served.asked.clear()
+
+
+def job(folder: Path, model: Path, data: Path, **more: Any) -> dict[str, Any]:
+    return {**make_job(folder, model, data, **{**CONFIG, **more}), "offline": False}
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def lines(outcome: Outcome, level: str) -> list[str]:
+    return [record["line"] for record in outcome.of("message") if record["level"] == level]
+
+
+def test_every_file_of_the_output_arrives_as_it_is_in_one_commit_of_a_private_repository(
+    hub: Hub, pushing_forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    done = pushing_forks.run(job(tmp_path, tiny_model, chats, report_to=["tensorboard"]))
+    assert done.result["outcome"] == "completed", done.stderr[-3000:]
+    (commit,) = hub.commits
+    assert commit == files(done.output)
+    assert {"model.safetensors", "README.md", "metrics.jsonl", "tokenizer.json"} <= set(commit)
+    assert any(name.startswith("tensorboard/") for name in commit)
+    assert hub.stored, "a large file goes the way of LFS"
+    (repository,) = hub.repositories
+    assert (repository["name"], repository["organization"], repository["visibility"]) == ("tuned", "ada", "private")
+    assert hub.tokens == {f"Bearer {TOKEN}"}
+    url = f"{hub.url}/ada/tuned/commit/{COMMIT}"
+    assert done.result["hub"] == {"repo": "ada/tuned", "commit": COMMIT, "url": url}
+    assert f"Pushed to the hub: {url}" in lines(done, "info")
+    assert [record for record in done.of("progress") if record["phase"] == "pushing"], "it says how far it is"
+    card = commit["README.md"].decode()
+    assert 'from_pretrained("ada/tuned")' in card and str(tmp_path) not in card and "base_model:" not in card
+
+
+@pytest.mark.parametrize("place", ["/api/repos/create", "/preupload/", "/lfs/", "/commit/"])
+def test_a_hub_that_fails_for_a_moment_is_asked_again(
+    place: str, hub: Hub, pushing_forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    hub.answers.append((place, 503))
+    done = pushing_forks.run(job(tmp_path, tiny_model, chats))
+    assert done.result["hub"]["commit"] == COMMIT, (done.of("message"), done.stderr[-3000:])
+    assert hub.commits == [files(done.output)]
+    assert not hub.answers
+
+
+def test_a_hub_that_refuses_costs_the_push_and_not_the_run(
+    hub: Hub, pushing_forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    hub.answers.append(("/commit/", 403))
+    done = pushing_forks.run(job(tmp_path, tiny_model, chats))
+    assert (done.code, done.result["outcome"], done.result["output"]) == (0, "completed", "output")
+    assert (done.output / "model.safetensors").is_file()
+    (line,) = lines(done, "error")
+    assert "was not pushed to ada/tuned" in line and "403" in line and "hf upload ada/tuned" in line
+    assert "403" in done.result["hub"]["error"]
+
+
+def test_a_users_stop_ends_a_push_at_once_and_leaves_the_run_complete(
+    hub: Hub, pushing_forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    hub.never_answers = "/commit/"
+    hub.ends.clear()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind(str(tmp_path / "control"))
+        listening.listen()
+        pushing_forks.start(job(tmp_path, tiny_model, chats), control=tmp_path / "control")
+        control, _ = listening.accept()
+    with control:
+        eventually(hub.asked.is_set, timeout=60)
+        control.send(json.dumps({"stop": {"save": True, "why": "stop"}}).encode())
+        done = pushing_forks.wait()
+    assert (done.result["outcome"], done.result["output"]) == ("completed", "output")
+    assert done.result["hub"] == {"repo": "ada/tuned", "error": "a stop was requested"}
+    assert "was not pushed" in lines(done, "error")[0]
+
+
+def test_a_worker_that_ends_during_a_push_leaves_it_to_the_next(
+    hub: Hub, pushing_forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    hub.never_answers = "/commit/"
+    hub.ends.clear()
+    pid = pushing_forks.start(job(tmp_path, tiny_model, chats))
+    eventually(hub.asked.is_set, timeout=60)
+    os.kill(pid, signal.SIGTERM)
+    done = pushing_forks.wait()
+    assert (done.result["outcome"], done.result["why"]) == ("stopped", "drain")
+
+    hub.never_answers = ""
+    hub.ends.set()
+    again = job(tmp_path, tiny_model, chats, attempt=2, resume_from=done.checkpoint(2))
+    done = pushing_forks.run(again)
+    assert done.result["outcome"] == "completed"
+    assert hub.commits == [files(done.output)]
+
+
+def test_without_a_token_a_run_fails_before_it_trains(
+    forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    done = forks.run(job(tmp_path, tiny_model, chats))
+    assert done.result["error"]["code"] == "config_error"
+    assert "anneal secrets set hf_token" in done.result["error"]["message"]
+    assert not done.of("phase")
