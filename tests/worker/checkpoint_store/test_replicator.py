@@ -22,6 +22,7 @@ from tests.worker.attempts.test_job_builder import flip
 from tests.worker.checkpoint_store.test_copies import (
     Worker,
     files_below,
+    shared,  # noqa: F401
     worker,  # noqa: F401
 )
 from worker.checkpoint_store import replicator as copying
