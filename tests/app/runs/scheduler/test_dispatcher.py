@@ -77,7 +77,7 @@ async def test_a_partition_that_cannot_be_created_stops_neither_hints_nor_reapin
         connection.execute(text("INSERT INTO run_events VALUES (:id, 1, 'log', 1, now(), '{}')"), row)
     hints, moved = await dispatcher.round()
     assert (hints >= 1, moved) == (True, [lost])
-    assert "making partitions failed" in caplog.text
+    assert "creating partitions failed" in caplog.text
     claim(engine, add_worker(engine), lease=-1.0)
     assert (await dispatcher.round())[1] == [waiting]  # nor is it taken for an absent database, which gives grace
 
@@ -94,7 +94,7 @@ async def test_a_partition_that_others_are_in_the_way_of_is_given_up_soon(
         hints, moved = await dispatcher.round()
     assert (hints >= 1, moved) == (True, [lost])
     assert time.monotonic() - began < 10
-    assert "making partitions failed" in caplog.text
+    assert "creating partitions failed" in caplog.text
 
 
 async def test_after_a_time_without_answers_leases_have_one_of_grace(
