@@ -92,16 +92,24 @@ class Dispatcher:
         try:
             async with self._engine.begin() as connection:
                 mine = await connection.scalar(text("SELECT pg_try_advisory_xact_lock(:key)"), {"key": _LOCK})
-                if time.monotonic() - asked > self._lease / 2:
-                    self._grant_grace("it has only now answered")
+                if self._is_late(asked):
                     return None
-                return await job(connection) if mine else None
+                done = await job(connection) if mine else None
+            self._is_late(asked)
+            return done
         except Exception as error:
             if _is_absence(error):
                 self._grant_grace(error)
             else:
                 log.exception("dispatcher: %s failed, trying again", what)
             return None
+
+    def _is_late(self, asked: float) -> bool:
+        """Return whether the server has answered so late that renewals may have waited too, and grant grace then."""
+        is_late = time.monotonic() - asked > self._lease / 2
+        if is_late:
+            self._grant_grace("it has only now answered")
+        return is_late
 
     def _grant_grace(self, why: object) -> None:
         """While Postgres was away, or hung, nobody could renew: one lease of grace before anything is called lost."""

@@ -204,9 +204,11 @@ def reap(lease_seconds: float) -> Executable:
     """Take back every run whose lease has expired, unless Postgres itself has only just come up.
 
     The pause covers the rest of a lease: a trainer that nobody reaches any more is dead before another starts.
+    A lease has expired if it had when this transaction began: a server that froze behind that moment has answered no
+    renewal since.
     """
     up_long_enough = func.pg_postmaster_start_time() < func.clock_timestamp() - seconds(lease_seconds)
-    expired = and_(runs.c.status.in_(LIVE), runs.c.lease_expires_at < func.clock_timestamp(), up_long_enough)
+    expired = and_(runs.c.status.in_(LIVE), runs.c.lease_expires_at < func.now(), up_long_enough)
     return _requeue(
         expired,
         "worker lost: its lease ran out",
