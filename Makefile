@@ -11,7 +11,7 @@ comma := ,
 # Where this is set, every process would compile PyTorch's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo up test lint bench venv chaos mutants fuzz resume-matrix methods estimates prediction docs
+.PHONY: demo up test test-all lint bench venv chaos mutants fuzz resume-matrix methods estimates prediction docs
 
 demo: $(SERVICE)  ## fine-tune a small model through the service and watch; MODEL=<hub name> for another
 	@$(BIN)/anneal demo $(if $(MODEL),--model '$(MODEL)')
@@ -20,14 +20,20 @@ up: $(SERVICE)  ## run the service until Ctrl-C
 	@exec $(BIN)/anneal up
 
 # All of it in several processes (tests/scheduling.py); a part, often small, in one.
-# The chaos suite first and alone: beside other tests its leases of 3 s run out by themselves, which it reports.
-test: lint .venv/.node  ## everything that has to hold; ARGS='-k stream' for a part
+# The chaos suite first and alone: beside other tests its leases run out by themselves, which it reports.
+test: lint .venv/.node  ## every promise, in minutes; ARGS='-k stream' for a part
 ifdef ARGS
 	@$(BIN)/python -m pytest $(ARGS)
 else
 	@$(BIN)/python -m pytest $(CHAOS)
-	@$(BIN)/python -m pytest --deselect $(CHAOS) -n auto
+	@$(BIN)/python -m pytest --deselect $(CHAOS) -n auto -m 'not full'
 endif
+
+# Before a release: also every combination of method, adapter and place, every tracker, and all campaigns.
+test-all: lint .venv/.node  ## every test, then resume-matrix, chaos, fuzz and mutants
+	@$(BIN)/python -m pytest $(CHAOS)
+	@$(BIN)/python -m pytest --deselect $(CHAOS) -n auto
+	@$(MAKE) --no-print-directory resume-matrix chaos fuzz mutants
 
 lint: $(READY)  ## style, types, and who may import whom
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports

@@ -19,6 +19,28 @@ def is_parametrized(node_id: str) -> bool:
     return _tests(path)[names]
 
 
+def is_left_out(node_id: str) -> bool:
+    """Return whether `make test` leaves out every case of a test that exists: it, its class or its file is `full`."""
+    path, names = _parts(node_id)
+    tree = ast.parse(path.read_text())
+    if any("pytestmark" in ast.dump(node) and _is_full(node) for node in tree.body if isinstance(node, ast.Assign)):
+        return True
+    nodes: list[ast.stmt] = tree.body
+    for name in names:
+        (node,) = (one for one in nodes if getattr(one, "name", None) == name)
+        assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        if any(_is_full(decorator) for decorator in node.decorator_list):
+            return True
+        nodes = node.body
+    return False
+
+
+def _is_full(node: ast.AST) -> bool:
+    """Return whether `pytest.mark.full` applies to what is decorated, and not to some of its parameters."""
+    text = ast.unparse(node)
+    return "mark.full" in text and "parametrize" not in text
+
+
 def _parts(node_id: str) -> tuple[Path, tuple[str, ...]]:
     path, *names = node_id.partition("[")[0].split("::")
     return ROOT / path, tuple(names)

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.mutants.catalogue import MUTANTS
-from tests.nodes import ROOT, is_test
+from tests.nodes import ROOT, is_left_out, is_test
 
 TEXT = (ROOT / "docs" / "reliability.md").read_text()
 MUTANT = {mutant.name: mutant for mutant in MUTANTS}
@@ -43,6 +43,7 @@ def test_a_promise_has_a_mechanism_tests_and_mutants_and_all_of_them_exist(numbe
     assert [name for name in functions if f"def {name}(" not in lifecycle] == []
     assert named_tests(number)
     assert [test for test in named_tests(number) if not is_test(test)] == []
+    assert [test for test in named_tests(number) if is_left_out(test)] == [], "`make test` runs each of them"
     assert mutants_of(number)
     assert [name for name in mutants_of(number) if name not in MUTANT] == []
 

@@ -8,6 +8,7 @@ import atexit
 import ctypes
 import faulthandler
 import fcntl
+import gc
 import importlib
 import io
 import json
@@ -19,7 +20,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -224,8 +226,23 @@ def _is_taken(lock: int) -> bool:
 
 def _load(entry: str) -> Callable[[list[str]], int]:
     module, _, function = entry.partition(":")
-    main: Callable[[list[str]], int] = getattr(importlib.import_module(module), function)
+    with collector_off():
+        main: Callable[[list[str]], int] = getattr(importlib.import_module(module), function)
     return main
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """Import without the garbage collector.
+
+    Imports of the training libraries create a million objects and hardly any garbage; looking for it again and again
+    takes a fifth of their time.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _finish(code: int) -> None:

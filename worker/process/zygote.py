@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def preload(modules: Sequence[str]) -> None:
     """Import `modules`; raise RuntimeError if one of them started a thread or touched the GPU."""
-    with capability_from_nvml():
+    with child.collector_off(), capability_from_nvml():
         for module in modules:
             importlib.import_module(module)
     threads = _threads()

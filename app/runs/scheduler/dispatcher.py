@@ -95,16 +95,24 @@ class Dispatcher:
         try:
             async with self._engine.begin() as connection:
                 mine = await connection.scalar(text("SELECT pg_try_advisory_xact_lock(:key)"), {"key": _LOCK})
-                if time.monotonic() - asked > self._lease / 2:
-                    self._grant_grace("it took too long to answer")
+                if self._is_late(asked):
                     return None
-                return await job(connection) if mine else None
+                done = await job(connection) if mine else None
+            self._is_late(asked)
+            return done
         except Exception as error:
             if _is_absence(error):
                 self._grant_grace(error)
             else:
                 log.exception("dispatcher: %s failed, trying again", what)
             return None
+
+    def _is_late(self, asked: float) -> bool:
+        """Return True if the server answered so late that renewals may have waited too; grant grace then."""
+        is_late = time.monotonic() - asked > self._lease / 2
+        if is_late:
+            self._grant_grace("it took too long to answer")
+        return is_late
 
     def _grant_grace(self, why: object) -> None:
         """Reap nothing for one lease: while Postgres was unavailable or hung, no worker could renew its lease."""

@@ -194,9 +194,11 @@ def reap(lease_seconds: float) -> Executable:
     """Reap every run whose lease has expired, unless Postgres itself has only just started.
 
     The delay covers the rest of a lease: a trainer that is no longer reachable is dead before another starts.
+    Leases are compared with the start of this transaction: a server that froze after that moment has answered no
+    renewal since.
     """
     up_long_enough = func.pg_postmaster_start_time() < func.clock_timestamp() - seconds(lease_seconds)
-    expired = and_(runs.c.status.in_(LIVE), runs.c.lease_expires_at < func.clock_timestamp(), up_long_enough)
+    expired = and_(runs.c.status.in_(LIVE), runs.c.lease_expires_at < func.now(), up_long_enough)
     return _requeue(
         expired,
         "worker lost: its lease ran out",

@@ -198,8 +198,8 @@ MUTANTS = (
         changes=(
             Change(
                 _LIFECYCLE,
-                "runs.c.lease_expires_at < func.clock_timestamp(), up_long_enough)",
-                "runs.c.lease_expires_at < func.clock_timestamp())",
+                "runs.c.lease_expires_at < func.now(), up_long_enough)",
+                "runs.c.lease_expires_at < func.now())",
             ),
         ),
         test=f"{_STATES}::TestLoss::test_postgres_that_has_only_just_come_up_gives_a_lease_of_grace",

@@ -263,6 +263,19 @@ class TestLoss:
         assert move(engine, machine.renew(run.id, 1, 60)) == []
         assert move(engine, machine.reap(0.01)) == []
 
+    def test_a_lease_that_expires_while_the_server_stands_still_in_the_reapers_transaction_is_left_alone(
+        self, engine: Engine
+    ) -> None:
+        """The worker's renewal waits for the same server and comes as soon as it moves again."""
+        run = add_run(engine)
+        with engine.begin() as reaping:
+            reaping.execute(text("SELECT pg_try_advisory_xact_lock(1)"))
+            claim(engine, add_worker(engine), lease=0.05)
+            expired = text("SELECT lease_expires_at < clock_timestamp() FROM runs WHERE id = :id")
+            eventually(lambda: reaping.scalar(expired, {"id": run.id}))
+            assert reaping.execute(machine.reap(0.01)).all() == []
+        assert len(move(engine, machine.reap(0.01))) == 1, "a later round takes it"
+
     def test_postgres_that_has_only_just_come_up_gives_a_lease_of_grace(self, engine: Engine) -> None:
         add_run(engine)
         claim(engine, add_worker(engine))

@@ -14,6 +14,7 @@ from app.infra.ids import new_id
 from app.infra.storage import Storage
 from app.runs.validation import request
 from app.tables.datasets import Dataset
+from tests.app.on_shared_api import OnSharedApi
 from tests.factories import Trainer, count_runs, make_dataset, make_model, make_run
 from tests.rows import add_worker, run_row
 from tests.server import ApiServer, ThreadServer
@@ -71,7 +72,7 @@ CONFIGS: list[tuple[dict[str, Any], str, str, str]] = [
 ]
 
 
-class TestConfiguration:
+class TestConfiguration(OnSharedApi):
     @pytest.mark.parametrize(("config", "field", "code", "says"), CONFIGS, ids=[json.dumps(it[0]) for it in CONFIGS])
     def test_each_mistake_has_its_field_code_and_sentence(
         self, api: ApiServer, engine: Engine, dataset: str, config: Any, field: str, code: str, says: str
@@ -123,7 +124,7 @@ class TestConfiguration:
         assert "step_seconds" in says
 
 
-class TestRequest:
+class TestRequest(OnSharedApi):
     @pytest.mark.parametrize(
         ("change", "field"),
         [
@@ -165,7 +166,7 @@ class TestRequest:
 
     def test_one_row_cannot_be_split(self, api: ApiServer, engine: Engine, dataset: str) -> None:
         with engine.begin() as connection:
-            connection.execute(update(Dataset).values(rows=1))
+            connection.execute(update(Dataset).where(Dataset.id == dataset).values(rows=1))
         body = {"dataset_id": dataset, "config": {"base_model": "org/model", "eval_split": 0.5, "eval_steps": 5}}
         assert only_error(refused(api, engine, body))[:2] == ("config.eval_split", "conflict")
         body["config"]["extra"] = {"data_source": {"type": "lake"}}
@@ -185,7 +186,7 @@ class TestRequest:
             assert answer.json()["detail"]
 
 
-class TestBaseModel:
+class TestBaseModel(OnSharedApi):
     def test_a_name_that_is_nowhere_says_where_it_was_looked_for(
         self, api: ApiServer, engine: Engine, dataset: str
     ) -> None:
@@ -261,6 +262,12 @@ class TestBaseModel:
         field, code, says = only_error(refused(api, engine, body))
         assert (field, code) == ("config.base_model", "conflict") and "is empty" in says
 
+    def test_a_run_that_does_not_exist_is_refused(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+        body = {"dataset_id": dataset, "config": {"base_model": new_id("run")}}
+        assert only_error(refused(api, engine, body))[:2] == ("config.base_model", "base_run_not_found")
+
+
+class TestBaseRun:
     def test_a_run_must_be_completed_and_the_answer_names_its_status(
         self, api: ApiServer, engine: Engine, dataset: str
     ) -> None:
@@ -280,10 +287,6 @@ class TestBaseModel:
         built = make_run(api.client, dataset, backend="celery", config={"base_model": base})
         assert built["base_run_id"] == base
         assert run_row(engine, built["id"]).base_run_id == base
-
-    def test_a_run_that_does_not_exist_is_refused(self, api: ApiServer, engine: Engine, dataset: str) -> None:
-        body = {"dataset_id": dataset, "config": {"base_model": new_id("run")}}
-        assert only_error(refused(api, engine, body))[:2] == ("config.base_model", "base_run_not_found")
 
 
 class TestMachine:
@@ -333,7 +336,7 @@ class TestMachine:
         assert self.check(api, dataset, self.WANTS_GPU)["valid"]
 
 
-class TestValidate:
+class TestValidate(OnSharedApi):
     def test_says_what_create_would_say_and_makes_nothing(self, api: ApiServer, engine: Engine, dataset: str) -> None:
         body = {"dataset_id": dataset, "config": {"base_model": "nowhere", "epochs": 0}}
         answer = api.client.post("/v1/runs/validate", json=body)

@@ -84,7 +84,8 @@ class TestWhileTrainingGoesOn:
         assert saved == [(2, True, 1), (4, False, 0), (6, False, 0)], "what was asked for is answered by the next one"
         (told,) = [one for one in done.of("message") if one["level"] == "warning" and "short of memory" in one["line"]]
         assert "step 1 " in told["line"]
-        assert [record["name"] for record in done.of("phase")].count("saving") == 3
+        # The phase is reported whenever the loop waits for the disk, so its number depends on how fast that is.
+        assert "saving" in [record["name"] for record in done.of("phase")], "the loop wrote the later ones itself"
         assert not list(tmp_path.rglob(".checkpoint-*"))
 
     def test_the_loop_is_said_to_save_only_while_it_waits(self, undisturbed: Outcome) -> None:
@@ -94,7 +95,10 @@ class TestWhileTrainingGoesOn:
             (2, "periodic"), (4, "periodic"), (6, "final"),
         ]  # fmt: skip
 
-    @pytest.mark.parametrize("call", [1, 2, 3, 6, 12, 15, 18, 24, 28, 29, 30, 31])
+    # Of the first checkpoint: the weights are written, a file is synced, it gets its name, it has its name.
+    @pytest.mark.parametrize(
+        "call", [1, 18, 31, 32, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 3, 6, 12, 15, 24, 28, 29, 30))]
+    )
     def test_a_kill_at_any_write_fsync_or_rename_leaves_whole_checkpoints_or_none(
         self, call: int, undisturbed: Outcome, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
     ) -> None:

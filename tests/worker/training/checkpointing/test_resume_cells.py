@@ -15,9 +15,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Lab:
     "cell",
     [
         Cell("dpo", "qlora", "dropout"),
-        Cell("reward", "lora", "remainder"),
         Cell("grpo", "full", "dropout"),
-        Cell("grpo", "qlora", "remainder"),
         Cell("rloo", "lora", "evaluation"),
     ],
     ids=str,

@@ -77,8 +77,18 @@ def measured(outcome: Outcome, name: str) -> list[float]:
     return [record["extra"][name] for record in outcome.of("metric")]
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS)
+RLHF_USUAL = [("full", "grpo"), ("8bit", "rloo")]
+
+
+def every_adapter(usual: str) -> Any:
+    """Parametrize with all adapters; `make test` runs the `usual` one, `make test-all` each."""
+    return pytest.mark.parametrize(
+        "adapter", [name if name == usual else pytest.param(name, marks=pytest.mark.full) for name in ADAPTERS]
+    )
+
+
 class TestEveryAdapter:
+    @every_adapter("qlora")
     def test_dpo_comes_to_prefer_what_was_chosen(
         self, adapter: str, forks: Forks, model: Path, pairs: Path, tmp_path: Path
     ) -> None:
@@ -95,6 +105,7 @@ class TestEveryAdapter:
         kind = AutoModelForCausalLM if adapter == "full" else AutoPeftModelForCausalLM
         kind.from_pretrained(str(done.output))
 
+    @every_adapter("lora")
     def test_a_reward_model_gives_the_better_answer_the_higher_number_and_rewards_with_it(
         self, adapter: str, forks: Forks, model: Path, pairs: Path, prompts: Path, tmp_path: Path
     ) -> None:
@@ -134,7 +145,14 @@ class TestEveryAdapter:
             expected = score({"prompt": sample["prompt"], "text": sample["completion"]}, "text")
             assert sample["rewards"]["model"] == pytest.approx(expected, abs=1e-3)
 
-    @pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+    @pytest.mark.parametrize(
+        ("adapter", "algorithm"),
+        [
+            pytest.param(adapter, algorithm, marks=[] if (adapter, algorithm) in RLHF_USUAL else pytest.mark.full)
+            for adapter in ADAPTERS
+            for algorithm in ("grpo", "rloo")
+        ],
+    )
     def test_rlhf_is_paid_more_and_more(
         self, adapter: str, algorithm: str, forks: Forks, model: Path, prompts: Path, tmp_path: Path
     ) -> None:
@@ -214,13 +232,34 @@ def near_eight(completions: list[Any], **_: Any) -> list[float]:
     return [max(0.0, 1 - away / 30) for away in outside]
 
 
-@pytest.mark.parametrize("adapter", ["full", "lora", "qlora"])
+def every_pair(name: str, values: list[Any], usual: tuple[str, Any], ids: Any = str) -> Any:
+    """Parametrize with the product of adapters and `values`; `make test` runs the `usual` pair alone."""
+    return pytest.mark.parametrize(
+        ("adapter", name),
+        [
+            pytest.param(
+                adapter,
+                value,
+                id=f"{adapter}-{ids(value)}",
+                marks=[] if (adapter, value) == usual else pytest.mark.full,
+            )
+            for adapter in ("full", "lora", "qlora")
+            for value in values
+        ],
+    )
+
+
+def texts_or_chats(usual: tuple[str, bool]) -> Any:
+    """Parametrize `chat`."""
+    return every_pair("chat", [False, True], usual, lambda chat: "chats" if chat else "texts")
+
+
 class TestParity:
     @pytest.fixture
     def ours(self, adapter: str) -> dict[str, Any]:
         return COMMON | ADAPTERS[adapter] | ({} if adapter == "full" else {"lora_dropout": 0.0})
 
-    @pytest.mark.parametrize("chat", [False, True], ids=["texts", "chats"])
+    @texts_or_chats(usual=("qlora", True))
     def test_losses_of_dpo_equal_plain_trls(
         self, adapter: str, chat: bool, ours: dict[str, Any], forks: Forks, model: Path, tmp_path: Path
     ) -> None:
@@ -233,7 +272,7 @@ class TestParity:
         )  # fmt: skip
         assert losses(forks.run(job)) == pytest.approx(theirs, rel=1e-6)
 
-    @pytest.mark.parametrize("chat", [False, True], ids=["texts", "chats"])
+    @texts_or_chats(usual=("full", False))
     def test_losses_of_reward_models_equal_plain_trls(
         self, adapter: str, chat: bool, ours: dict[str, Any], forks: Forks, model: Path, tmp_path: Path
     ) -> None:
@@ -246,7 +285,7 @@ class TestParity:
         )
         assert losses(forks.run(job)) == pytest.approx(theirs, rel=1e-6)
 
-    @pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+    @every_pair("algorithm", ["grpo", "rloo"], usual=("lora", "grpo"))
     def test_losses_of_rlhf_equal_plain_trls(
         self, adapter: str, algorithm: str, ours: dict[str, Any], forks: Forks, model: Path, tmp_path: Path
     ) -> None:

@@ -79,6 +79,7 @@ def test_every_file_of_the_output_arrives_as_it_is_in_one_commit_of_a_private_re
     assert 'from_pretrained("ada/tuned")' in card and str(tmp_path) not in card and "base_model:" not in card
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("place", ["/api/repos/create", "/preupload/", "/lfs/", "/commit/"])
 def test_a_hub_that_fails_for_a_moment_is_asked_again(
     place: str, hub: Hub, pushing_forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
@@ -90,6 +91,7 @@ def test_a_hub_that_fails_for_a_moment_is_asked_again(
     assert not hub.answers
 
 
+@pytest.mark.full
 def test_a_hub_that_refuses_costs_the_push_and_not_the_run(
     hub: Hub, pushing_forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
 ) -> None:
@@ -102,6 +104,7 @@ def test_a_hub_that_refuses_costs_the_push_and_not_the_run(
     assert "403" in done.result["hub"]["error"]
 
 
+@pytest.mark.full
 def test_a_users_stop_ends_a_push_at_once_and_leaves_the_run_complete(
     hub: Hub, pushing_forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
 ) -> None:
@@ -121,6 +124,7 @@ def test_a_users_stop_ends_a_push_at_once_and_leaves_the_run_complete(
     assert "was not pushed" in lines(done, "error")[0]
 
 
+@pytest.mark.full
 def test_a_worker_that_ends_during_a_push_leaves_it_to_the_next(
     hub: Hub, pushing_forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
 ) -> None:
@@ -140,6 +144,7 @@ def test_a_worker_that_ends_during_a_push_leaves_it_to_the_next(
     assert hub.commits == [files(done.output)]
 
 
+@pytest.mark.full
 def test_without_a_token_a_run_fails_before_it_trains(
     forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
 ) -> None:
