@@ -356,14 +356,14 @@ class TestTheEndOfARun:
     def test_names_what_has_none_when_the_time_is_over(self, worker: Worker) -> None:
         worker.save(10)  # and nobody sends it
         waiting, left = self.settled(worker, 0.3)
-        assert "copying checkpoint-10" in waiting["message"] and "no copy of checkpoint-10" in left["line"]
+        assert "copying checkpoint-10" in waiting["message"] and "no replica of checkpoint-10" in left["line"]
 
     def test_does_not_wait_for_a_store_that_is_away(self, worker: Worker, tmp_path: Path) -> None:
         (tmp_path / "shared").rename(tmp_path / "away")
         worker.save(10)
         worker.copies.start()
         began = time.monotonic()
-        assert "no copy of checkpoint-10" in self.settled(worker, 60)[-1]["line"]
+        assert "no replica of checkpoint-10" in self.settled(worker, 60)[-1]["line"]
         assert time.monotonic() - began < 20
 
 
