@@ -344,7 +344,9 @@ class TestTheEndOfARun:
         """What the run is told while it waits for its copies, at most so long."""
         told: list[NewEvent] = []
         lease: Any = SimpleNamespace(run_id=worker.lab.trainer.run_id, **self.LEASE)
-        worker.copies.settle(lease, SimpleNamespace(put=told.append), time.monotonic() + seconds)
+        worker.copies.settle(
+            lease.run_id, lambda: lease.fenced or lease.expired, told.append, time.monotonic() + seconds
+        )
         return [json.loads(event.data) for event in told]
 
     def test_waits_for_the_copies(self, worker: Worker) -> None:
