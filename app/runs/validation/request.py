@@ -8,7 +8,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.config import Settings
-from app.contracts.backends import BackendRules
+from app.contracts.backends import BACKEND_RULES, BackendRules
 from app.contracts.errors import FieldError
 from app.contracts.schemas.runs import RunCreate
 from app.contracts.training_config.fields import TrainingConfig
@@ -31,7 +31,6 @@ async def validate_request(
     session: AsyncSession,
     settings: Settings,
     storage: Storage,
-    known: Mapping[str, BackendRules],
     request: RunCreate,
     *,
     needs_weights: bool = True,
@@ -41,9 +40,9 @@ async def validate_request(
     Without `needs_weights`, the weights of the base model may be missing.
     """
     found = ValidationResult()
-    rules = known.get(request.backend)
+    rules = BACKEND_RULES.get(request.backend)
     if rules is None:
-        names = ", ".join(f"`{name}`" for name in sorted(known))
+        names = ", ".join(f"`{name}`" for name in sorted(BACKEND_RULES))
         found.refuse("backend", "unknown_backend", f"unknown backend; choose one of {names}")
     if request.experiment_id is not None:
         await _check_experiment(session, request.experiment_id, found)
