@@ -24,7 +24,7 @@ from app.runs.validation.plugins import plugin_problems
 from app.runs.validation.result import ValidationResult
 from app.tables.datasets import Dataset
 from app.tables.experiments import Experiment
-from app.workers.queries import _online, _worker_online, online_machines
+from app.workers.queries import is_any_online, online, online_machines
 
 
 async def validate_request(
@@ -62,7 +62,7 @@ async def validate_request(
     reported = {problem.field for problem in wrong}
     wrong += [one for one in await destination_problems(session, settings, request.config) if one.field not in reported]
     if rules is not None and rules.options is None:
-        refused, warned = await plugin_problems(session, _online(settings, request.backend), request.config)
+        refused, warned = await plugin_problems(session, online(settings, request.backend), request.config)
         wrong += [one for one in refused if one.field not in reported]
         found.warnings += [_about_config(problem) for problem in warned]
     found.errors += [_about_config(problem) for problem in wrong]
@@ -70,7 +70,7 @@ async def validate_request(
     config = normalize_numbers(request.config)
     await _check_base_model(session, settings, storage, config, loads_model, found, needs_weights=needs_weights)
     await _check_reward_models(session, settings, storage, request.config, loads_model, found)
-    if rules is not None and not await _worker_online(session, settings, request.backend):
+    if rules is not None and not await is_any_online(session, settings, request.backend):
         found.warnings.append(
             FieldError(
                 field="backend",
