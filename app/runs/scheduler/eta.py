@@ -26,7 +26,7 @@ from app.runs.scheduler import durations
 from app.runs.scheduler.durations import Estimate, PastAttempt, Timings, TypicalDurations, Workload
 from app.runs.scheduler.simulation import PendingRun, PredictedStart, WorkerSlots, simulate_queue
 from app.tables.base import sql_list
-from app.workers.queries import FRESH_LEASES
+from app.workers.queries import IS_FRESH, silence_seconds
 
 log = logging.getLogger(__name__)
 
@@ -70,11 +70,11 @@ _PENDING = text(f"""
     ) AS runs {_WITH}
     ORDER BY runs.priority DESC, runs.id LIMIT {_MOST_RUNS}
 """)
-_WORKERS = text("""
+_WORKERS = text(f"""
     SELECT workers.id, workers.backends, min(devices.kind) AS kind, min(devices.name) AS device,
         coalesce(max(devices.memory_mb), 0) AS memory_mb, array_agg(devices.run_id ORDER BY devices.index) AS runs
     FROM workers JOIN devices ON devices.worker_id = workers.id
-    WHERE workers.state = 'online' AND workers.heartbeat_at > clock_timestamp() - make_interval(secs => :fresh)
+    WHERE workers.state = 'online' AND {IS_FRESH}
     GROUP BY workers.id ORDER BY workers.id
 """)
 # One attempt per run, the longest: a run that was lost or repaired many times must not dominate the history.
@@ -154,7 +154,7 @@ async def _forecast(
         pending = (await session.execute(_PENDING, {"backends": list(backends)})).all()
         if not live and not pending:
             return {}, {}
-        workers = (await session.execute(_WORKERS, {"fresh": settings.lease_seconds * FRESH_LEASES})).all()
+        workers = (await session.execute(_WORKERS, {"silence": silence_seconds(settings.lease_seconds)})).all()
         wanted = {durations.similarity_key(run.backend, run.config) for run in (*live, *pending)}
         past = (await session.execute(_PAST, {"likenesses": sorted(wanted)})).all()
     # In a thread: a thousand pending runs take some tenths of a second, which must not block other requests.
