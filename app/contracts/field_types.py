@@ -1,7 +1,7 @@
 """Field types shared by wire models."""
 
 from datetime import UTC, datetime
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, PlainSerializer, StringConstraints
 
@@ -21,6 +21,10 @@ ModelName = Annotated[
     ),
 ]
 """A folder below the models root, a hub name, or the id of a run."""
+
+PluginName = Annotated[str, StringConstraints(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9_.-]+$")]
+
+DatasetFormat = Literal["chat", "prompt_completion", "text", "preference", "prompt"]
 
 
 class Strict(BaseModel):

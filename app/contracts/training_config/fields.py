@@ -6,7 +6,7 @@ from pydantic import ConfigDict, Field, StringConstraints
 
 from app.contracts.field_types import ModelName, Strict
 from app.contracts.human_numbers import COUNT, SECONDS
-from app.contracts.methods import DpoOptions, RlhfOptions, TrainingMethod
+from app.contracts.methods import DEFAULT_METHOD, METHODS, DpoOptions, RlhfOptions, TrainingMethod
 from app.contracts.plugins import Plugin
 
 Steps = Annotated[int, Field(ge=1, le=100_000_000), COUNT]
@@ -130,7 +130,7 @@ class TrainingConfig(Strict):
         description="Folder below the models root, hub name, or `run_…` for the output of a finished run."
     )
     method: Annotated[TrainingMethod, Field(strict=False)] = Field(
-        default=TrainingMethod.qlora,
+        default=DEFAULT_METHOD,
         description="Training method: determines the objective, and which weights are trained.",
     )
 
@@ -259,6 +259,11 @@ class TrainingConfig(Strict):
     extra: dict[str, Any] = Field(
         default_factory=dict, description="Further options of the trainer; unknown ones are an error."
     )
+
+    @property
+    def generation(self) -> RlhfOptions | None:
+        """Options of the method if it generates completions, else None."""
+        return getattr(self, self.method) if METHODS[self.method].generates else None
 
     @property
     def trainer_options(self) -> TrainerOptions:

@@ -7,6 +7,7 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from app.contracts.methods import method_of
 from app.contracts.schemas.estimates import KeptEstimate, Measured, ProbeResult
 from app.contracts.schemas.runs import MOST_TAGS, RunCreate, RunToEstimate, TrainingMetrics
 from app.contracts.training_config.raw_config import PROBE_STEPS, is_probe, normalize_numbers
@@ -28,7 +29,7 @@ def request_of(asked: RunToEstimate) -> RunCreate:
     left_out = {*_NEEDS_EVALUATIONS, *_EXTERNAL_OUTPUTS, *_PROTECTIONS, "extra"}
     config = {name: value for name, value in asked.config.items() if name not in left_out}
     extra = {name: value for name, value in (asked.config.get("extra") or {}).items() if name not in _EXTRA}
-    name = asked.name or f"{config.get('method', 'qlora')} of {config['base_model']}"
+    name = asked.name or f"{method_of(config).name} of {config['base_model']}"
     return RunCreate(
         experiment_id=asked.experiment_id,
         name=f"probe of {name}"[:200],
@@ -119,7 +120,7 @@ def _steps(config: Mapping[str, Any], estimate: KeptEstimate | None, counted: in
     The trainer's count includes packing and dropped rows, but not the settings that a probe omits.
     """
     is_open = config.get("max_steps") is None
-    is_rough = is_open and (config.get("packing") or config.get("method") == "rlhf")
+    is_rough = is_open and (config.get("packing") or method_of(config).generates)
     expected = estimate.steps if estimate else None
     if counted is None or not (is_rough or expected is None):
         return expected

@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 from app.contracts.fake_options import FakeOptions
+from app.contracts.methods import DEFAULT_METHOD, method_of
 from app.contracts.schemas.runs import Confidence
 from app.contracts.training_config.raw_config import PROBE_STEPS, is_probe
 
@@ -139,7 +140,7 @@ def similarity_key(backend: str, config: Mapping[str, Any]) -> str:
     """Return the key shared by runs that are used to predict each other."""
     # A probe trains only on the longest rows: it is no basis for other runs.
     which = "probe of " if is_probe(config) else ""
-    return f"{which}{backend} {config.get('method', 'qlora')} {config.get('base_model')}"[:500]
+    return f"{which}{backend} {config.get('method', DEFAULT_METHOD)} {config.get('base_model')}"[:500]
 
 
 def task(
@@ -191,7 +192,7 @@ def _total_steps(
     if extra.get("data_source") is not None:
         return None  # its rows are not those of the file
     # The number of packed sequences, and of rows that are skipped, is known only after tokenization.
-    if rows is None or config.get("packing") or config.get("method") == "rlhf":
+    if rows is None or config.get("packing") or method_of(config).generates:
         return None
     held_out = float(config.get("eval_split") or 0)
     steps = math.ceil(float(config.get("epochs") or 1) * math.ceil(rows * (1 - held_out) / sequences))

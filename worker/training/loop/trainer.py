@@ -41,9 +41,6 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
     MEASURES: ClassVar[Mapping[str, str]] = {}
     """Metrics of the trainer: its own names, and the names used here. Each is part of metrics (unchanged) and of
     evaluations (with the prefix `eval_`)."""
-    OBJECTIVE: ClassVar[str] = "eval_loss"
-    """Evaluation metric that ranks checkpoints."""
-    HIGHER_IS_BETTER: ClassVar[bool] = False
     NOT_COUNTED: ClassVar[str | None] = None
     """Work of the method that is part of the step time, but not of the operations that MFU is computed from."""
 

@@ -8,7 +8,6 @@ from datasets import Dataset
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from app.contracts.methods import TrainingMethod
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.resolution import Replacement
 from app.estimator import memory_planner
@@ -62,7 +61,7 @@ def _choose(run: TrainingContext, found: BaseModelSource, length: int, rows: int
 
 def longest_row(data: Dataset, config: TrainingConfig, max_length: int) -> int:
     """Return the number of tokens of the longest sequence that the model will see, at most `max_length`."""
-    if config.method is TrainingMethod.rlhf or config.packing:
+    if config.generation is not None or config.packing:
         return max_length
     answers = [name for name in _ANSWERS if name in data.column_names]
     if not answers:
