@@ -6,11 +6,11 @@ Code that depends on the method reads a property of its row, so that a new metho
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from app.contracts.field_types import DatasetFormat, Strict
+from app.contracts.field_types import DatasetFormat, Strict, Traits
 from app.contracts.rewards import Rewards
 
 
@@ -38,14 +38,14 @@ DpoLoss = Literal[
 class DpoOptions(Strict):
     """Options of direct preference optimization; for method `dpo` only."""
 
-    beta: float = Field(
+    beta: Annotated[float, Traits()] = Field(
         default=0.1,
         gt=0,
         le=100,
         description="Controls the deviation from the reference model; higher values stay closer.",
     )
-    loss_type: DpoLoss = Field(default="sigmoid", description="DPO loss function.")
-    label_smoothing: float = Field(
+    loss_type: Annotated[DpoLoss, Traits()] = Field(default="sigmoid", description="DPO loss function.")
+    label_smoothing: Annotated[float, Traits()] = Field(
         default=0.0,
         ge=0,
         lt=0.5,
@@ -56,20 +56,20 @@ class DpoOptions(Strict):
 class RlhfOptions(Strict):
     """Options of reinforcement learning from rewards; for method `rlhf` only."""
 
-    algorithm: Literal["grpo", "rloo"] = Field(
+    algorithm: Annotated[Literal["grpo", "rloo"], Traits()] = Field(
         default="grpo", description="Algorithm that computes the advantages (GRPO or RLOO)."
     )
-    rewards: Rewards = Field(
+    rewards: Annotated[Rewards, Traits()] = Field(
         default_factory=list, description="Reward functions; the reward of a completion is their weighted sum."
     )
-    num_generations: int = Field(
+    num_generations: Annotated[int, Traits()] = Field(
         default=8, ge=2, le=1024, description="Completions per prompt, whose rewards are compared with each other."
     )
-    max_completion_length: int = Field(
+    max_completion_length: Annotated[int, Traits()] = Field(
         default=256, ge=1, le=1_000_000, description="Maximum number of tokens generated per completion."
     )
-    temperature: float = Field(default=1.0, gt=0, le=100, description="Sampling temperature.")
-    beta: float = Field(
+    temperature: Annotated[float, Traits()] = Field(default=1.0, gt=0, le=100, description="Sampling temperature.")
+    beta: Annotated[float, Traits()] = Field(
         default=0.0,
         ge=0,
         le=100,

@@ -10,12 +10,8 @@ from pydantic import BaseModel, Field
 
 from app.contracts.errors import FieldError
 from app.contracts.methods import METHODS, OPTION_GROUPS, DpoOptions, RlhfOptions
+from app.contracts.training_config.field_traits import ADAPTER_ONLY, FOUR_BIT_ONLY, NEEDS_EVAL_DATA, SUPERVISED_ONLY
 from app.contracts.training_config.fields import TrainingConfig
-
-_ADAPTER_FIELDS = (
-    "lora_r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora", "modules_to_save",
-)  # fmt: skip
-
 
 _SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")
 """Losses of `dpo` that allow for reversed pairs."""
@@ -71,7 +67,7 @@ def method_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldError
     if not wants_adapter(config):
         found += [
             field_error(name, "conflict", "applies only to adapters, and this run trains all weights; leave it out")
-            for name in _ADAPTER_FIELDS
+            for name in ADAPTER_ONLY
             if name in given and getattr(config, name) is not None
         ]
     elif config.target_modules and "lm_head" in config.target_modules:
@@ -84,7 +80,7 @@ def method_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldError
     if not four_bit or method.quantization == "forbidden":
         found += [
             field_error(name, "conflict", "applies only to a 4-bit base model, and this run has none; leave it out")
-            for name in ("bnb_4bit_compute_dtype", "bnb_4bit_quant_type", "extra.double_quant")
+            for name in FOUR_BIT_ONLY
             if name in given
         ]
     found += _objective_conflicts(config, given)
@@ -126,19 +122,12 @@ def _objective_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldE
     found = []
     method = METHODS[config.method]
     if not method.is_supervised:
-        asked = {
-            "packing": config.packing,
-            "loss_on": "loss_on" in given,
-            "neftune_noise_alpha": config.neftune_noise_alpha is not None,
-            "extra.packing_strategy": "extra.packing_strategy" in given,
-            "extra.metrics": "extra.metrics" in given,
-        }
+        message = f"applies only to supervised methods, and the method is `{method.name}`; leave it out"
         found += [
-            field_error(
-                name, "conflict", f"applies only to supervised methods, and the method is `{method.name}`; leave it out"
-            )
-            for name, is_asked in asked.items()
-            if is_asked
+            field_error(name, "conflict", message)
+            for name in SUPERVISED_ONLY
+            # Null and false turn a feature off; fields of `extra` have no such value.
+            if name in given and getattr(config, name, True) not in (None, False)
         ]
     if not method.truncates and "truncation_mode" in given:
         skips = f"skips {method.row_noun} that are too long"
@@ -236,9 +225,9 @@ def eval_conflicts(config: TrainingConfig, given: set[str], has_eval_dataset: bo
             )
         )
     found += [
-        field_error(f"extra.{name}", "needs_eval_data", "needs evaluation data; set `eval_dataset_id` or `eval_split`")
-        for name in ("eval_batch_size", "eval_on_start", "metrics")
-        if f"extra.{name}" in given and config.extra.get(name) and not has_data
+        field_error(name, "needs_eval_data", "needs evaluation data; set `eval_dataset_id` or `eval_split`")
+        for name in NEEDS_EVAL_DATA
+        if name in given and config.extra.get(name.removeprefix("extra.")) and not has_data
     ]
     return found
 

@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 from app.contracts.errors import FieldError
 from app.contracts.methods import OPTION_GROUPS
 from app.contracts.plugins import doubled
-from app.contracts.training_config.field_traits import CHANGEABLE_ON_RESUME
+from app.contracts.training_config.field_traits import CHANGEABLE_ON_RESUME, NOT_AVAILABLE
 from app.contracts.training_config.fields import TrainerOptions, TrainingConfig
 from app.contracts.training_config.raw_config import given_fields, normalize_numbers
 from app.contracts.training_config.rules import (
@@ -84,10 +84,7 @@ def resume_problems(parent_config: Mapping[str, Any], overrides: Mapping[str, An
 
 
 def _not_available_yet(config: TrainingConfig) -> list[FieldError]:
-    wanted: dict[str, bool | str] = {
-        "activation_offload": config.activation_offload,
-        "torch_compile": config.torch_compile,
-    }
+    wanted = {name: getattr(config, name) for name in NOT_AVAILABLE}
     return [
         field_error(
             name,
