@@ -37,18 +37,18 @@ def _config() -> Iterator[tuple[str, str, str, str]]:
             yield from _fields({**group, "$defs": schema["$defs"]}, f"{name}.")
         else:
             yield _row(name, field, schema)
-        if name == "rlhf":
-            yield from _rewards()
+        if "rewards" in group.get("properties", {}):
+            yield from _rewards(f"{name}.rewards[]")
 
 
-def _rewards() -> Iterator[tuple[str, str, str, str]]:
+def _rewards(field: str) -> Iterator[tuple[str, str, str, str]]:
     kinds: tuple[type[BaseModel], ...] = get_args(get_args(Reward)[0])
-    yield _row("rlhf.rewards[].weight", kinds[0].model_json_schema()["properties"]["weight"], {})
+    yield _row(f"{field}.weight", kinds[0].model_json_schema()["properties"]["weight"], {})
     for kind in kinds:
         schema = kind.model_json_schema()
         name = schema["properties"].pop("type")["const"]
         del schema["properties"]["weight"]
-        yield "`rlhf.rewards[].type`", f"`{name}`", "", schema["description"]
+        yield f"`{field}.type`", f"`{name}`", "", schema["description"]
         yield from _fields(schema, f"… {name}.")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.contracts.methods import RlhfOptions, TrainingMethod
+from app.contracts.methods import METHODS, RlhfOptions
 from app.contracts.training_config.validation import config_errors
 
 TEXT = (Path(__file__).parents[1] / "docs" / "methods.md").read_text()
@@ -19,7 +19,10 @@ def test_a_configuration_that_is_shown_has_no_problem(config: dict[str, object])
 
 
 def test_every_method_and_every_reward_is_there() -> None:
-    assert all(f"`{method}`" in TEXT for method in TrainingMethod)
+    for method in METHODS.values():
+        formats = ", ".join(f"`{name}`" for name in method.formats)
+        assert f"\n| `{method.name}` | {method.summary} | {formats} |" in TEXT
+        assert method.options is None or f'"{method.name}": {{' in TEXT
     rewards = json.dumps(RlhfOptions.model_json_schema())
     kinds = set(re.findall(r'"const": "(\w+)"', rewards))
     assert len(kinds) == 8
