@@ -62,4 +62,4 @@ def _complete(path: str, operation: dict[str, Any]) -> None:
         responses.setdefault(status, {"description": description})
     for status, response in responses.items():
         if status >= "400":
-            response["content"] = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
+            response["content"] = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/ProblemDetails"}}}

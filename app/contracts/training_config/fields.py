@@ -103,7 +103,7 @@ class TrainerOptions(Strict):
     )
     recipe: Plugin | None = Field(
         default=None,
-        description='`{"type": name, …}`: installed recipe that replaces that of the method (docs/plugins.md).',
+        description='`{"type": name, …}`: installed recipe that replaces that of the method (docs/guides/plugins.md).',
     )
     data_source: Plugin | None = Field(default=None, description="Plugin that provides the rows instead of the file.")
     model_factory: Plugin | None = Field(default=None, description="Plugin that creates the base model.")

@@ -1,4 +1,4 @@
-"""Configurations in docs/methods.md are valid, and it covers all methods and rewards."""
+"""Configurations in docs/guides/methods.md are valid, and it covers all methods and rewards."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Tests named in docs/security.md exist, and every attacker has at least one."""
+"""Tests named in docs/operations/security.md exist, and every attacker has at least one."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Tests, mutants and modules named in docs/reliability.md exist."""
+"""Tests, mutants and modules named in docs/internals/promises.md exist."""
 
 import re
 
