@@ -7,7 +7,7 @@ import pytest
 from tests.mutants.catalogue import MUTANTS
 from tests.nodes import ROOT, is_left_out, is_test
 
-TEXT = (ROOT / "docs" / "reliability.md").read_text()
+TEXT = (ROOT / "docs" / "internals" / "promises.md").read_text()
 MUTANT = {mutant.name: mutant for mutant in MUTANTS}
 PROMISES = {
     int(number): body
@@ -36,11 +36,11 @@ def test_all_twenty_promises_are_there_in_their_order() -> None:
 @pytest.mark.parametrize("number", range(1, 21))
 def test_a_promise_has_a_mechanism_tests_and_mutants_and_all_of_them_exist(number: int) -> None:
     files = re.findall(r"`((?:app|worker|migrations)/[\w/]+\.py)`", part(number, "Kept by"))
-    functions = re.findall(r"`lifecycle\.(\w+)`", part(number, "Kept by"))
+    functions = re.findall(r"`machine\.(\w+)`", part(number, "Kept by"))
     assert files or functions, "what keeps it is named"
     assert [file for file in files if not (ROOT / file).is_file()] == []
-    lifecycle = (ROOT / "app" / "runs" / "lifecycle.py").read_text()
-    assert [name for name in functions if f"def {name}(" not in lifecycle] == []
+    machine = (ROOT / "app" / "runs" / "state" / "machine.py").read_text()
+    assert [name for name in functions if f"def {name}(" not in machine] == []
     assert named_tests(number)
     assert [test for test in named_tests(number) if not is_test(test)] == []
     assert [test for test in named_tests(number) if is_left_out(test)] == [], "`make test` runs each of them"

@@ -6,7 +6,7 @@ import pytest
 
 from tests.nodes import ROOT, is_test
 
-TEXT = (ROOT / "docs" / "security.md").read_text()
+TEXT = (ROOT / "docs" / "operations" / "security.md").read_text()
 ATTACKERS = dict(re.findall(r"^### (.*?)$(.*?)(?=^##)", TEXT, flags=re.MULTILINE | re.DOTALL))
 
 
