@@ -78,12 +78,14 @@ class ForkedProcess:
 
     def poll(self) -> int | None:
         """Return the exit code, or None."""
-        self.returncode = self._template.exit_code(self.pid, 0)
+        if self.returncode is None:
+            self.returncode = self._template.exit_code(self.pid, 0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the end; return the exit code."""
-        self.returncode = self._template.exit_code(self.pid, timeout)
+        if self.returncode is None:
+            self.returncode = self._template.exit_code(self.pid, timeout)
         if self.returncode is None:
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
         return self.returncode
@@ -163,6 +165,7 @@ class Template:
                     if "code" in message:
                         self._codes[message["pid"]] = message["code"]
                     else:
+                        self._codes.pop(message["pid"], None)  # of an earlier process with the same number
                         self._started.append(message["pid"])
                     self._changed.notify_all()
         with self._changed:

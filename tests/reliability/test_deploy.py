@@ -148,7 +148,7 @@ class TestAnOlderDatabase:
     def test_it_is_refused_by_replica_and_worker_with_the_next_step(self, settings: Settings, tmp_path: Path) -> None:
         with psycopg.connect(settings.database_url or "", autocommit=True) as connection:
             connection.execute("UPDATE alembic_version SET version_num = '0000'")
-        sentence = f"The database is at revision 0000, this version needs {migrate.head()}: run `anneal migrate`."
+        sentence = f"The database is at revision 0000, but this version needs {migrate.head()}: run `anneal migrate`."
         worker = WorkerProcess(settings.model_copy(update={"launch": "cold"}), tmp_path / "worker.log")
         api = subprocess.run(
             [sys.executable, "-m", "app.cli.main", "api", "--port", "0"],
@@ -158,7 +158,7 @@ class TestAnOlderDatabase:
             timeout=60,
         )
         assert (api.returncode, api.stderr.strip().splitlines()[-1]) == (1, f"anneal: {sentence}")
-        assert worker.process.training_process.wait(30) == 1
+        assert worker.process.wait(30) == 1
         assert f"anneal: {sentence}" in worker.log.read_text() and "Traceback" not in worker.log.read_text()
 
 

@@ -13,7 +13,7 @@ import psycopg
 import pytest
 
 from app.api.authorization import PUBLIC
-from app.api_keys import middleware as auth_module
+from app.api_keys import verifier
 from app.api_keys.failure_limit import FailureLimit
 from app.api_keys.service import create_key_sync, list_keys_sync, revoke_key_sync
 from app.api_keys.verifier import CACHE_SECONDS, KeyVerifier
@@ -165,7 +165,7 @@ async def test_a_remembered_key_ends_with_its_verdict(settings: Settings, monkey
         revoke_key_sync(settings, key_id)
         later = time.monotonic() + CACHE_SECONDS + 0.1
         # The module's own clock alone: the event loop has to go on by the process's.
-        monkeypatch.setattr(auth_module, "time", SimpleNamespace(monotonic=lambda: later))
+        monkeypatch.setattr(verifier, "time", SimpleNamespace(monotonic=lambda: later))
         assert auth.remembered(key) is None
         assert await auth.verify(key) is None
         assert not await auth.still_valid(key_id)

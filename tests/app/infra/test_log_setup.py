@@ -119,8 +119,8 @@ def test_console_lines_are_for_people_and_carry_the_same(settings: Settings, tmp
 
 _PROGRAM = """
 import logging, sys
-from app import process_logs
-process_logs.set_up(sys.argv[1] or None)
+from app.infra import log_setup
+log_setup.set_up(sys.argv[1] or None)
 log = logging.getLogger("some.library")
 log.debug("unheard")
 log.warning("one %s", "value", extra={"run_id": "run_1"})

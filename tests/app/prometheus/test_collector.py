@@ -13,7 +13,7 @@ from sqlalchemy import Engine, text
 from starlette.types import Scope
 
 from app.api.middleware.request_metrics import route_template
-from app.api_keys import middleware
+from app.api_keys import verifier
 from app.api_keys.service import create_key_sync, list_keys_sync, revoke_key_sync
 from app.api_keys.verifier import KeyVerifier
 from app.config import Settings
@@ -142,7 +142,7 @@ class TestWithoutADatabase:
     @pytest.fixture
     def api(self, services: Services, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
         """One that has been scraped, remembers verified keys for no longer than that, and has lost its database."""
-        monkeypatch.setattr(middleware, "CACHE_SECONDS", 0.0)
+        monkeypatch.setattr(verifier, "CACHE_SECONDS", 0.0)
         monkeypatch.setattr(snapshot, "FRESH_SECONDS", 0.0)
         with ThreadServer(settings) as server:
             assert value(scrape(server), "anneal_database_up") == 1
@@ -182,7 +182,7 @@ class TestWithoutADatabase:
             assert verifying.known(lasting) is None
             later = time.monotonic() + 301
             # The module's own clock alone: with the process's clock stopped, the event loop would end a minute late.
-            monkeypatch.setattr(middleware, "time", SimpleNamespace(monotonic=lambda: later))
+            monkeypatch.setattr(verifier, "time", SimpleNamespace(monotonic=lambda: later))
             assert verifying.known(key) is None
         finally:
             await reading.dispose()

@@ -245,7 +245,7 @@ class TestBackOff:
             return broken.starts >= 4
 
         eventually(starts, timeout=20)
-        endings = [line for line in said if "ended" in line]
+        endings = [line for line in said if "exited" in line]
         assert endings == [
             "broken exited with code 3; restarting it",
             "broken exited with code 3; restarting it in 0.5 s",

@@ -12,7 +12,7 @@ from app.contracts.training_config.validation import config_errors
 from app.infra.db import sync_engine
 from app.infra.ids import new_id
 from app.infra.storage import Storage
-from app.runs.validation import request
+from app.runs.validation import config
 from app.tables.datasets import Dataset
 from tests.app.on_shared_api import OnSharedApi
 from tests.factories import Trainer, count_runs, make_dataset, make_model, make_run
@@ -366,7 +366,7 @@ def test_while_a_configuration_is_judged_others_are_served(settings: Settings, m
             inline.append(True)
         return judge(*given, **more)
 
-    monkeypatch.setattr(request, "problems", judged)
+    monkeypatch.setattr(config, "config_errors", judged)
     with ThreadServer(settings) as api:
         engine = sync_engine(settings.database_url or "", pool_size=0)
         body = {"dataset_id": make_dataset(engine), "config": {"base_model": "org/model"}}

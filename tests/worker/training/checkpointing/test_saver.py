@@ -19,7 +19,7 @@ from worker.training.checkpointing.snapshot import Snapshot
 from worker.training.failures import TrainingFailure
 from worker.training.loop.actions import Actions
 from worker.training.loop.trainer import ServiceTrainerMixin
-from worker.training.plugins import checkpoint_engines, hooks
+from worker.training.plugins import checkpoint_engines
 from worker.training.plugins.checkpoint_engines import Keeper
 from worker.training.run_state import RunState
 from worker.wire.control import Control
@@ -276,7 +276,7 @@ class TestKeeper:
             copied.append(folder.name)
             assert training.go_on.wait(20)
 
-        monkeypatch.setattr(hooks, "keep", keep)
+        monkeypatch.setattr(checkpoint_engines, "keep", keep)
         training.run.config.trainer_options.checkpoint_engine = object()
         return copied
 
@@ -312,7 +312,7 @@ class TestKeeper:
         def none(*_: Any) -> None:
             raise TrainingFailure("config_error", "no engine")
 
-        monkeypatch.setattr(hooks, "keep", none)
+        monkeypatch.setattr(checkpoint_engines, "keep", none)
         training.run.config.trainer_options.checkpoint_engine = object()
         keeper = Keeper(training.run)
         keeper.keep(training.run.folder)
