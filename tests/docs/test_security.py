@@ -10,28 +10,28 @@ TEXT = (ROOT / "docs" / "operations" / "security.md").read_text()
 ATTACKERS = dict(re.findall(r"^### (.*?)$(.*?)(?=^##)", TEXT, flags=re.MULTILINE | re.DOTALL))
 
 
-def test_every_test_that_is_named_exists() -> None:
+def test_every_named_test_exists() -> None:
     named = re.findall(r"`(tests/\S+)`", TEXT)
     assert len(named) > 50
     assert [test for test in named if "::" in test and not is_test(test)] == []
 
 
-def test_every_attacker_is_there() -> None:
+def test_every_attacker_is_listed() -> None:
     assert list(ATTACKERS) == [
-        "A stranger on the network",
+        "An untrusted client on the network",
         "A web page in a user's browser",
         "The holder of a key",
-        "A malicious data set or model",
+        "A malicious dataset or model",
         "The training process",
-        "Another unix user of the machine",
+        "Another Unix user of the machine",
         "A stolen dump of the database",
         "A stolen disk",
     ]
 
 
 @pytest.mark.parametrize("attacker", ATTACKERS)
-def test_each_line_of_defence_is_followed_by_a_test_and_what_is_left_is_told(attacker: str) -> None:
-    defences = re.findall(r"^- (.*?)(?=^- |^Left|^\s*$)", ATTACKERS[attacker], flags=re.MULTILINE | re.DOTALL)
-    assert defences
-    assert [defence for defence in defences if "`tests/" not in defence] == []
+def test_each_defense_has_a_test_and_remaining_risks_are_listed(attacker: str) -> None:
+    defenses = re.findall(r"^- (.*?)(?=^- |^Left|^\s*$)", ATTACKERS[attacker], flags=re.MULTILINE | re.DOTALL)
+    assert defenses
+    assert [defense for defense in defenses if "`tests/" not in defense] == []
     assert "\nLeft: " in ATTACKERS[attacker]
