@@ -253,7 +253,7 @@ class ModelReward(_Weighted):
 
 
 class PluginReward(_Weighted):
-    """Result of a function that the operator has installed on the workers (docs/plugins.md)."""
+    """Result of a function that the operator has installed on the workers (docs/guides/plugins.md)."""
 
     type: Literal["plugin"]
     name: PluginName = Field(description="Name of the entry point.")

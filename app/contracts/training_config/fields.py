@@ -111,7 +111,7 @@ class TrainerOptions(Strict):
     )
     recipe: Annotated[Plugin | None, Traits()] = Field(
         default=None,
-        description='`{"type": name, …}`: installed recipe that replaces that of the method (docs/plugins.md).',
+        description='`{"type": name, …}`: installed recipe that replaces that of the method (docs/guides/plugins.md).',
     )
     data_source: Annotated[Plugin | None, Traits()] = Field(
         default=None, description="Plugin that provides the rows instead of the file."
