@@ -109,6 +109,14 @@ class TrainingContext:
         self.history.append(record)
         self.trackers.add(record)
 
+    def profile(self, history: History, record: dict[str, Any]) -> None:
+        """Append a record to a history with a maximum, unless it is full; report once when it becomes full."""
+        if history.is_full:
+            return
+        history.append(record)
+        if history.is_full:
+            self.report.message(f"`{history.name}` is full after step {record['step']:,}; later steps are left out.")
+
     def progress(self, phase: str, done: int, total: int) -> None:
         """Report the progress of a phase, at most twice a second and at its end.
 

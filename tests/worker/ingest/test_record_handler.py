@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, event, func, select
+from sqlalchemy import Engine, event, select
 from sqlalchemy.exc import OperationalError, ProgrammingError
 
 from app.config import Settings
@@ -150,19 +150,6 @@ def test_how_long_the_end_of_an_extended_run_took_is_kept_for_predictions(
         timings = connection.execute(select(AttemptTimings.timings)).scalar_one()
     assert (timings["step"], timings["total_steps"]) == (3, 3)
     assert (timings["finishing"] is not None) is is_kept
-
-
-def test_what_cannot_be_read_is_not_measured_and_training_goes_on(lab: Lab) -> None:
-    lab.run = SimpleNamespace(**{**lab.run._mapping, "config": {**lab.run.config, "extra": {"steps": "many"}}})
-    lab.pump = RecordHandler(lab.pump._host, lab.run, lab.writer)
-    lab.says("phase", name="training", start_step=0, total_steps=1)
-    lab.says("metric", step=1, epoch=1.0, loss=2.0, total_steps=1)
-    lab.says("result", outcome="completed", step=1)
-    lab.writer.drain()
-    row = run_row(lab.engine, lab.run.id)
-    assert (row.status, row.current_step) == ("running", 1)
-    with lab.engine.connect() as connection:
-        assert connection.scalar(select(func.count()).select_from(AttemptTimings)) == 0
 
 
 def test_what_postgres_refuses_is_told_and_the_rest_is_stored(lab: Lab) -> None:
