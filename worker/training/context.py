@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from app.contracts.job import JobSpec, ResumePoint
 from app.contracts.stop import StopRequest
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.rules import DeviceCapabilities
@@ -23,7 +24,7 @@ _SECONDS_BETWEEN_PROGRESS = 0.5
 class TrainingContext:
     """Context that all parts of a training process share."""
 
-    job: dict[str, Any]
+    job: JobSpec
     config: TrainingConfig
     """Configuration in effect, with every default resolved for this machine, model and data."""
     given: set[str]
@@ -54,7 +55,7 @@ class TrainingContext:
     @property
     def folder(self) -> Path:
         """Folder of the attempt, for checkpoints and output."""
-        return Path(self.job["output_dir"])
+        return self.job.attempt_dir
 
     @property
     def is_probe(self) -> bool:
@@ -69,10 +70,9 @@ class TrainingContext:
         return [self.history, *(history for history, wanted in asked if wanted)]
 
     @property
-    def resume_from(self) -> dict[str, Any] | None:
-        """Checkpoint to resume from: path, step and hash of its manifest."""
-        resume: dict[str, Any] | None = self.job.get("resume_from")
-        return resume
+    def resume_from(self) -> ResumePoint | None:
+        """Checkpoint to resume from."""
+        return self.job.resume_from
 
     @property
     def stop_requested(self) -> StopRequest | None:

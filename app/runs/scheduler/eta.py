@@ -41,7 +41,7 @@ _MOST_LIKE = 20
 _FIELDS = ", ".join(f"'{name}', runs.config->'{name}'" for name in durations.FIELDS)
 _RUN = f"""
     runs.id, runs.backend, runs.given, runs.dataset_id, runs.eval_dataset_id, runs.total_steps, runs.attempt,
-    runs.started_at, runs.stop_mode, runs.stop_save_checkpoint, runs.current_step, runs.current_epoch,
+    runs.started_at, runs.stop_mode, runs.current_step, runs.current_epoch,
     jsonb_build_object({_FIELDS}) AS config, datasets.rows, checkpoints.step AS resumed_at,
     coalesce(runs.checkpoint_step, 0) AS saved_at
 """
@@ -252,7 +252,7 @@ class _Forecast:
 
     def _stopping(self, run: Any) -> float:
         """Return the most seconds until the end of a run with a request to stop at once."""
-        saves = run.stop_save_checkpoint or run.stop_mode == "best"
+        saves = run.stop_mode != "discard"
         return max(self._grace - run.told_to_stop_ago, 0.0) if saves else 0.0
 
     def _whole(self, run: Any, device: str | None) -> Estimate | None:

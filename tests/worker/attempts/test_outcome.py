@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import Engine, text
 
 from app.config import Settings
-from app.contracts.stop import StopAsked
+from app.contracts.stop import StopRequest
 from app.infra.ids import new_id
 from app.infra.storage import Storage
 from app.runs.state import machine
@@ -85,7 +85,6 @@ def test_readers_are_woken_when_there_is_something_to_read(
     [
         ({"repo": "ada/tuned", "url": "https://hub/ada/tuned/commit/1"}, "; pushed to https://hub/ada/tuned/commit/1"),
         ({"repo": "ada/tuned", "error": "it refused"}, ""),
-        ("nonsense", ""),
     ],
 )
 def test_a_completed_run_tells_where_its_output_was_pushed(hub: Any, told: str, engine: Engine) -> None:
@@ -118,16 +117,16 @@ def test_a_trainer_that_ended_by_its_timer_is_blamed_on_the_database_only_where_
 
 @pytest.mark.parametrize(
     ("stop", "waits"),
-    [(None, True), (StopAsked(save=True), True), (StopAsked(save=False, finish=True), True),
-     (StopAsked(save=False), False)],
+    [(None, True), (StopRequest("checkpoint"), True), (StopRequest("best"), True),
+     (StopRequest("discard"), False)],
 )  # fmt: skip
-def test_copies_are_waited_for_where_what_was_saved_is_wanted(stop: StopAsked | None, waits: bool) -> None:
+def test_copies_are_waited_for_where_what_was_saved_is_wanted(stop: StopRequest | None, waits: bool) -> None:
     asked: list[str] = []
     copies = SimpleNamespace(settle=lambda *_: asked.append("settle"))
     settings = SimpleNamespace(save_grace_seconds=1.0)
     host: Any = SimpleNamespace(copies=copies, drained_at=float("inf"), settings=settings)
-    lease: Any = SimpleNamespace(stop=stop)
-    writer: Any = SimpleNamespace(outlive_lease=lambda: None, drain=lambda: asked.append("drain"))
+    lease: Any = SimpleNamespace(stop=stop, run_id="run_x")
+    writer: Any = SimpleNamespace(put=None, outlive_lease=lambda: None, drain=lambda: asked.append("drain"))
     supervisor.settle(host, lease, writer)
     assert asked == (["drain", "settle"] if waits else [])
 
@@ -153,14 +152,14 @@ def test_what_a_killed_trainer_has_written_by_half_goes_with_it(
     device = SimpleNamespace(index=0, kind="cpu", for_job=dict)
     job = SimpleNamespace(config={}, secrets={}, start_step=0, start_epoch=0.0, best_loss=None, remarks=[])
     for name, instead in {
-        "prepare": lambda *_: job, "launch": lambda *_: process, "Following": Killed, "Vitals": lambda *_: None,
+        "prepare": lambda *_: job, "launch": lambda *_: process, "Monitor": Killed, "MemoryWatch": lambda *_: None,
     }.items():  # fmt: skip
         monkeypatch.setattr(supervisor, name, instead)
     host: Any = SimpleNamespace(
         machine=SimpleNamespace(devices=[device]), storage=storage, copies=None,
         fitness=SimpleNamespace(started=lambda: None), draining=threading.Event(),
     )  # fmt: skip
-    lease: Any = SimpleNamespace(stop=StopAsked(save=False), fenced=False)
+    lease: Any = SimpleNamespace(stop=StopRequest("discard"), fenced=False)
     writer: Any = SimpleNamespace(put=lambda _: None, persist=lambda work: work(), progress=None)
     supervisor.attempt(host, run, lease, writer)
     assert whole.is_dir() and not half.exists()
