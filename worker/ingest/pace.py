@@ -13,6 +13,7 @@ from app.runs.scheduler import durations
 from app.runs.scheduler.durations import Timings
 from app.tables.runs import AttemptTimings, Run
 from app.tables.workers import Device
+from worker.claimed_run import ClaimedRun
 
 _SECONDS_BETWEEN_WRITES = 0.5
 _MAX_WINDOWS = 64
@@ -21,7 +22,7 @@ _MAX_WINDOWS = 64
 class AttemptTimer:
     """Timer that receives each phase and metric of one attempt; `is_due` says when there is something to store."""
 
-    def __init__(self, run: Any) -> None:
+    def __init__(self, run: ClaimedRun) -> None:
         self._run = run
         self._claimed = self._added_at = self._reached = time.monotonic()
         self._phase = ""
@@ -102,7 +103,7 @@ class AttemptTimer:
         self._added_at = now
 
 
-def _statement(run: Any, timings: dict[str, Any], behind: float) -> Executable:
+def _statement(run: ClaimedRun, timings: dict[str, Any], behind: float) -> Executable:
     device = select(func.min(Device.name)).where(Device.run_id == run.id).scalar_subquery()
     measured_at = func.clock_timestamp() - func.make_interval(0, 0, 0, 0, 0, 0, behind)
     like = literal(durations.similarity_key(run.backend, run.config))

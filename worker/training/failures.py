@@ -2,7 +2,8 @@
 
 import errno
 from collections.abc import Iterator
-from typing import Any
+
+from app.contracts.trainer import RepairProposal
 
 OUT_OF_MEMORY = "out_of_memory"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -19,7 +20,7 @@ _LONGEST_LINE = 300
 class TrainingFailure(Exception):
     """A failure with a stable code and a sentence that says what to do next."""
 
-    def __init__(self, code: str, message: str, repair: dict[str, Any] | None = None) -> None:
+    def __init__(self, code: str, message: str, repair: RepairProposal | None = None) -> None:
         super().__init__(message)
         self.code = code
         self.message = message

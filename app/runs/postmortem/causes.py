@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from app.contracts.failure_report import FailureReport
 from app.contracts.methods import method_of
 from app.contracts.training_config.raw_config import is_probe
 
@@ -51,21 +52,22 @@ class Before:
 def explain(
     code: str | None,
     message: str | None,
-    report: Mapping[str, Any],
+    report: FailureReport | None,
     config: Mapping[str, Any],
     outcome: str | None = None,
     before: Before = Before(),
 ) -> Cause:
     """Return the probable cause of an end with this error.
 
-    `report` is the supervisor's failure report, empty if there is none; `config` is the configuration of the last
+    `report` is the attempt's failure report, None if there is none; `config` is the configuration of the last
     attempt, `outcome` its outcome, and `before` the state of the run until then.
     """
     if is_probe(config):
         return _probe_cause(code, message, report, config, outcome)
+    seen = report or FailureReport()
     match code:
         case "out_of_memory":
-            return _out_of_memory(report, config)
+            return _out_of_memory(seen, config)
         case "non_finite_loss" | "loss_spike":
             return _bad_step(code, message or "", config, before)
         case "disk_full":
@@ -77,9 +79,9 @@ def explain(
                 "The run reached its `time_limit_seconds`.", changes, "The new limit allows the same time again."
             )
         case "trainer_crashed":
-            return _crash(report, resume="Resume the run")
+            return _crash(seen, resume="Resume the run")
         case "worker_lost":
-            return _lost_too_often(report, message or "")
+            return _lost_too_often(seen, message or "")
         case None:
             return _after_a_restart(report, outcome)
         case _:
@@ -87,7 +89,7 @@ def explain(
 
 
 def _probe_cause(
-    code: str | None, message: str | None, report: Mapping[str, Any], config: Mapping[str, Any], outcome: str | None
+    code: str | None, message: str | None, report: FailureReport | None, config: Mapping[str, Any], outcome: str | None
 ) -> Cause:
     """Return the cause for a probe; changes are advised for the run that it measures, not for the probe."""
     # A probe never repairs itself, so this is not advised.
@@ -101,15 +103,17 @@ def _probe_cause(
     return Cause(cause.sentence, advice=f"The measured run may fit with {changes}: request a probe with these values.")
 
 
-def _out_of_memory(report: Mapping[str, Any], config: Mapping[str, Any]) -> Cause:
-    phase = report.get("phase") or "training"
-    where, seen = ("The machine", "host") if report.get("killed_by_kernel") else ("The device", "device")
-    last = (report.get("memory") or [{}])[-1]
-    usage = ""
-    if f"{seen}_mb" in last:
-        usage = f": shortly before, {last[f'{seen}_mb']:,} MB were in use and {last[f'{seen}_free_mb']:,} MB free"
+def _out_of_memory(report: FailureReport, config: Mapping[str, Any]) -> Cause:
+    phase = report.phase or "training"
+    where = "The machine" if report.killed_by_kernel else "The device"
+    last = report.memory[-1] if report.memory else None
+    used = free = None
+    if last is not None:
+        host, device = (last.host_mb, last.host_free_mb), (last.device_mb, last.device_free_mb)
+        used, free = host if report.killed_by_kernel else device
+    usage = "" if used is None else f": shortly before, {used:,} MB were in use and {free:,} MB free"
     sentence = f"{where} ran out of memory while {phase}{usage}."
-    if report.get("killed_by_kernel") and "device_mb" in last:
+    if report.killed_by_kernel and last is not None and last.device_mb is not None:
         return Cause(sentence, advice="Add memory to the machine, or run fewer trainings on it at the same time.")
     if config.get("on_out_of_memory") == "stop" and phase not in ("loading", "tokenizing"):
         return Cause(sentence, {"on_out_of_memory": "repair"}, "The run then reduces its micro-batch size itself.")
@@ -158,9 +162,9 @@ def _disk_full(message: str, config: Mapping[str, Any]) -> Cause:
     return Cause(message or "The worker's disk is full.", changes, advice)
 
 
-def _crash(report: Mapping[str, Any], resume: str | None = None) -> Cause:
+def _crash(report: FailureReport, resume: str | None = None) -> Cause:
     """Return the cause of a crash; `resume` starts the advice to resume, None if the run has continued by itself."""
-    number, phase = report.get("exit_signal"), report.get("phase") or "its work"
+    number, phase = report.exit_signal, report.phase or "its work"
     if number in _NATIVE:
         name = signal.Signals(number).name
         return Cause(
@@ -174,20 +178,20 @@ def _crash(report: Mapping[str, Any], resume: str | None = None) -> Cause:
             "caused it.",
             advice=f"{resume}." if resume else None,
         )
-    how = f"signal {number}" if number else f"exit code {report.get('exit_code')}"
+    how = f"signal {number}" if number else f"exit code {report.exit_code}"
     return Cause(f"The training process ended with {how} during {phase} without an error; see its last lines.")
 
 
-def _hung(report: Mapping[str, Any]) -> Cause:
-    phase = report.get("phase") or "its work"
+def _hung(report: FailureReport) -> Cause:
+    phase = report.phase or "its work"
     return Cause(
         f"The training process hung during {phase}: it reported nothing for longer than ANNEAL_HANG_SECONDS.",
         advice="The usual cause is a device or file system that does not respond; see the worker's log.",
     )
 
 
-def _cut_off(report: Mapping[str, Any]) -> str:
-    phase = report.get("phase") or "its work"
+def _cut_off(report: FailureReport) -> str:
+    phase = report.phase or "its work"
     why = "The database was unreachable for too long, or the worker was stalled"
     return f"{why}, so the service ended the training process during {phase}"
 
@@ -199,12 +203,12 @@ _TIMER = (
 _WORKER_LOST = "The worker was lost: its machine or its process ended, so the end of the training process is unknown."
 
 
-def _lost_too_often(report: Mapping[str, Any], message: str) -> Cause:
-    if report.get("killed_for") == "hang":
+def _lost_too_often(report: FailureReport, message: str) -> Cause:
+    if report.killed_for == "hang":
         return _hung(report)
-    if report.get("killed_for") == "lease":
+    if report.killed_for == "lease":
         return Cause(f"{_cut_off(report)}.", advice="Once the database is reliably reachable, resume the run.")
-    if report.get("exit_signal") == signal.SIGALRM:
+    if report.exit_signal == signal.SIGALRM:
         return Cause(f"{_TIMER}.", advice="Once the machine is responsive and the database reachable, resume the run.")
     if message.startswith("worker lost") or not message:
         return Cause(_WORKER_LOST, advice="Check that machine; the run can be resumed.")
@@ -212,25 +216,27 @@ def _lost_too_often(report: Mapping[str, Any], message: str) -> Cause:
     return Cause(message[0].upper() + message[1:], advice="Fix the problem, then resume the run.")
 
 
-def _after_a_restart(report: Mapping[str, Any], outcome: str | None) -> Cause:
+def _after_a_restart(report: FailureReport | None, outcome: str | None) -> Cause:
     """Return the cause for an attempt that was followed by another one, so there is nothing to resume."""
-    repair, number = report.get("repair"), report.get("exit_signal")
-    if repair:
-        return Cause(f"The run repaired itself after this attempt: {repair['reason']}.")
-    if report.get("killed_for") == "hang":
+    if report is None:
+        if outcome == "lost":
+            return Cause(_WORKER_LOST, advice="Check that machine.")
+        return Cause(
+            "The attempt was abandoned and the run continues by itself; see its `status` event for the reason."
+        )
+    number = report.exit_signal
+    if report.repair:
+        return Cause(f"The run repaired itself after this attempt: {report.repair.reason}.")
+    if report.killed_for == "hang":
         return _hung(report)
-    if report.get("killed_for") == "lease":
+    if report.killed_for == "lease":
         return Cause(f"{_cut_off(report)}; {_NEXT_ATTEMPT}.")
     if number == signal.SIGALRM:
         return Cause(f"{_TIMER}; {_NEXT_ATTEMPT}.")
     if number in _REQUESTS_TO_END:
         name = signal.Signals(number).name
         return Cause(f"An external signal ({name}), not from the service, ended the training process; {_NEXT_ATTEMPT}.")
-    if report and number is None and report.get("exit_code") is None:
+    if number is None and report.exit_code is None:
         lost = "The process from which training processes are forked was lost, and the training process with it"
         return Cause(f"{lost}; {_NEXT_ATTEMPT}.")
-    if report:
-        return _crash(report)
-    if outcome == "lost":
-        return Cause(_WORKER_LOST, advice="Check that machine.")
-    return Cause("The attempt was abandoned and the run continues by itself; see its `status` event for the reason.")
+    return _crash(report)

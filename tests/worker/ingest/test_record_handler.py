@@ -237,6 +237,37 @@ def test_a_record_that_makes_no_sense_is_a_line_in_the_log(lab: Lab, record: byt
     assert [kind for kind, _ in lab.events()[2:]] == ["log"]
 
 
+def test_an_invalid_detail_of_a_result_does_not_cost_the_run_its_outcome(lab: Lab) -> None:
+    lab.says("result", outcome="completed", step="last", hub="nonsense", output="output")
+    lab.says("result", outcome="perhaps")
+    lab.writer.drain()
+    assert lab.pump.result is not None and lab.pump.result["outcome"] == "completed"
+    assert not {"hub", "step"} & set(lab.pump.result) and lab.pump.result.get("output") == "output"
+    ignored, invalid = (data["line"] for _, data in lab.events()[2:])
+    assert "hub, step" in ignored and "`outcome`" in invalid
+
+
+@pytest.mark.parametrize(
+    ("type", "fields"),
+    [
+        ("phase", {}),
+        ("phase", {"name": 1}),
+        ("message", {"line": ["a"]}),
+        ("config", {"effective": 1, "replaced": [], "facts": {}}),
+        ("checkpoint", {**checkpoint(1), "bytes": "many"}),
+        ("checkpoint", {**checkpoint(1), "step": True}),
+        ("action", {"id": "act_1", "action": "sample", "step": 1, "status": "perhaps"}),
+        ("action", {"id": "act_1", "action": "sample", "step": -1, "status": "done"}),
+    ],
+)
+def test_a_record_with_a_field_of_another_type_is_a_line_in_the_log(
+    lab: Lab, type: str, fields: dict[str, Any]
+) -> None:
+    lab.says(type, **fields)
+    lab.writer.drain()
+    assert [kind for kind, _ in lab.events()[2:]] == ["log"]
+
+
 def test_an_error_that_trying_again_does_not_cure_is_raised_at_once(lab: Lab) -> None:
     def forbidden(_: Any) -> None:
         raise ProgrammingError("SELECT", {}, Exception("permission denied"))

@@ -82,7 +82,7 @@ class MemoryProfiler(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         phases = {"forward_backward": self._forward_backward, "optimizer": self._now()}
-        record = {"step": state.global_step, "attempt": self._run.job["attempt"], **phases}
+        record = {"step": state.global_step, "attempt": self._run.job.attempt, **phases}
         self._run.profile(self._run.memory, record)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:

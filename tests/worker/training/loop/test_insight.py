@@ -13,6 +13,7 @@ from transformers import TrainerControl, TrainerState
 
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.rules import DeviceCapabilities
+from tests.jobs import make_spec
 from tests.worker.training.tiny import Forks, Outcome, make_job, make_pairs, make_prompts
 from worker.training.context import TrainingContext
 from worker.training.loop import memory, throughput
@@ -172,7 +173,7 @@ class TestGpuMemory:
         config = TrainingConfig(base_model="tiny", extra={"memory_profile": True})
         silent: Any = type("Silent", (), {"message": lambda self, line: None})()
         run = TrainingContext(
-            {"output_dir": str(tmp_path), "attempt": 1},
+            make_spec(tmp_path),
             config,
             set(),
             DeviceCapabilities(kind="cuda"),
@@ -280,7 +281,7 @@ class TestDistributions:
             assert any(group["gradients"]["std"] > 0 for group in groups)
         assert not any(part.isdigit() for name in whole[0]["groups"] for part in name.split("."))
 
-        resumed = {"attempt": 2, "output_dir": str(tmp_path / "2" / "a2"), "resume_from": watched.checkpoint(2)}
+        resumed = {"attempt": 2, "attempt_dir": str(tmp_path / "2" / "a2"), "resume_from": watched.checkpoint(2)}
         (tmp_path / "2" / "a2").mkdir()
         again = completed(forks.run(watched.job | resumed))
         assert lines(again.output / "distributions.jsonl") == whole
