@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from sqlalchemy import Connection, Executable, select, update
 
+from app.contracts.events import TRAINER_RECORDS
 from app.contracts.run_status import LIVE
 from app.contracts.trainer import (
     ActionRecord,
@@ -95,9 +96,7 @@ class RecordHandler:
             "checkpoint": self._handle_checkpoint,
             "action": self._handle_action,
             "result": self._handle_result,
-            "eval": self._handle_plain,
-            "progress": self._handle_plain,
-            "sample": self._handle_plain,
+            **dict.fromkeys(TRAINER_RECORDS, self._handle_plain),
         }
 
     def start_from(self, start: StartPoint, secrets: Iterable[str], remarks: Iterable[str]) -> None:

@@ -136,7 +136,16 @@ def test_what_a_killed_trainer_has_written_by_half_goes_with_it(
 ) -> None:
     """A run that is cancelled has no later attempt that would sweep it."""
     storage = Storage(settings)
-    run: Any = SimpleNamespace(id=new_id("run"), epoch=1, attempt=1, device_indexes=[0], backend="fake")
+    run: Any = SimpleNamespace(
+        id=new_id("run"),
+        epoch=1,
+        attempt=1,
+        device_indexes=[0],
+        backend="fake",
+        config={},
+        dataset_id="ds",
+        eval_dataset_id=None,
+    )
     half = storage.attempt_dir(run.id, 1) / ".checkpoint-5.tmp"
     whole = storage.checkpoint_dir(run.id, 1, 4)
 
