@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from app.contracts.stop import StopMode
+from app.contracts.trainer import ActionRequest
 from tests.jobs import make_spec
 from tests.waiting import eventually
 from worker.checkpoint_files import manifest
@@ -21,7 +22,7 @@ from worker.training.checkpointing.snapshot import Snapshot
 from worker.training.failures import TrainingFailure
 from worker.training.loop.actions import Actions
 from worker.training.loop.trainer import ServiceTrainerMixin
-from worker.training.plugins import checkpoint_engines, hooks
+from worker.training.plugins import checkpoint_engines
 from worker.training.plugins.checkpoint_engines import Keeper
 from worker.training.run_state import RunState
 from worker.wire.control import Control
@@ -242,7 +243,7 @@ class TestNoRoom:
         self, training: Training, full: Callable[[bool], None]
     ) -> None:
         full(True)
-        asked = {"id": "act_1", "action": "checkpoint", "parameters": {}}
+        asked = ActionRequest("act_1", "checkpoint", {})
         training.trainer.state.global_step = 3
         training.actions._checkpoint(asked, training.trainer.control)
         training.save(3)
@@ -278,7 +279,7 @@ class TestKeeper:
             copied.append(folder.name)
             assert training.go_on.wait(20)
 
-        monkeypatch.setattr(hooks, "keep", keep)
+        monkeypatch.setattr(checkpoint_engines, "keep", keep)
         training.run.config.trainer_options.checkpoint_engine = object()
         return copied
 
@@ -314,7 +315,7 @@ class TestKeeper:
         def none(*_: Any) -> None:
             raise TrainingFailure("config_error", "no engine")
 
-        monkeypatch.setattr(hooks, "keep", none)
+        monkeypatch.setattr(checkpoint_engines, "keep", none)
         training.run.config.trainer_options.checkpoint_engine = object()
         keeper = Keeper(training.run)
         keeper.keep(training.run.folder)
