@@ -110,7 +110,7 @@ class TestEarlySignals:
             os.kill(process.pid, number)
             said = Said(process)
             assert said.to_the_end().code == 0
-            assert said.record("stopped")["save"] is True
+            assert said.record("stopped")["mode"] == "checkpoint"
         launcher.stop()
 
 

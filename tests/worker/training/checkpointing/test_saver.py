@@ -13,6 +13,7 @@ import torch
 
 from app.contracts.methods import METHODS, TrainingMethod
 from app.contracts.stop import StopMode
+from app.contracts.trainer import ActionRequest
 from tests.jobs import make_spec
 from tests.waiting import eventually
 from worker.checkpoint_files import manifest
@@ -244,7 +245,7 @@ class TestNoRoom:
         self, training: Training, full: Callable[[bool], None]
     ) -> None:
         full(True)
-        asked = {"id": "act_1", "action": "checkpoint", "parameters": {}}
+        asked = ActionRequest("act_1", "checkpoint", {})
         training.trainer.state.global_step = 3
         training.actions._checkpoint(asked, training.trainer.control)
         training.save(3)

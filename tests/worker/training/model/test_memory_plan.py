@@ -60,7 +60,7 @@ def decided(monkeypatch: pytest.MonkeyPatch, free: int, repairs: Any = (), **con
         config=asked,
         machine=DeviceCapabilities(kind="cuda", bf16=True),
         given=set(config),
-        job=SimpleNamespace(auto_repairs=[Repair(**one) for one in repairs]),
+        job=SimpleNamespace(auto_repairs=[Repair(reason="out of memory", **one) for one in repairs]),
     )
     found: Any = SimpleNamespace(architecture=_LLAMA)
     data = Dataset.from_dict({"input_ids": [[1] * 8] * 3 + [[1] * 1024]})
