@@ -103,7 +103,9 @@ def _ended_by(error: Exception, control: Control) -> dict[str, Any]:
         request = control.stop_requested
         return {"outcome": "stopped", "why": request.why if request else "stop"}
     failure = classify(error)
-    error_fields = {"code": failure.code, "message": failure.message}
+    error_fields: dict[str, Any] = {"code": failure.code, "message": failure.message}
+    if failure.details is not None:
+        error_fields["details"] = failure.details.model_dump()
     return {"outcome": "failed", "error": error_fields, "repair": failure.repair}
 
 

@@ -175,13 +175,13 @@ class Reporter:
         why: str | None = None,
         step: int | None = None,
         epoch: float | None = None,
-        error: dict[str, str] | None = None,
+        error: dict[str, Any] | None = None,
         output: str | None = None,
         hub: dict[str, Any] | None = None,
         metrics: dict[str, Any] | None = None,
         repair: dict[str, Any] | None = None,
     ) -> None:
-        """Send the last record; `error` is {code, message}, `output` a folder below the attempt's own.
+        """Send the last record; `error` is {code, message, details}, `output` a folder below the attempt's own.
 
         `hub` is {repo, commit, url} of an output that was pushed, {repo, error} of one that could not be. `repair`
         describes the changes for the next attempt: {kind, step, rows, singled_out}.
