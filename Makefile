@@ -11,7 +11,7 @@ comma := ,
 # Where this is set, every process would compile PyTorch's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo up test test-all lint bench venv chaos mutants fuzz resume-matrix methods estimates prediction docs
+.PHONY: demo up test test-all lint bench venv chaos mutants fuzz resume-matrix methods estimates prediction docs reference
 
 demo: $(SERVICE)  ## fine-tune a small model through the service and watch; MODEL=<hub name> for another
 	@$(BIN)/anneal demo $(if $(MODEL),--model '$(MODEL)')
@@ -47,8 +47,11 @@ mutants: $(READY)  ## build in known bugs, one at a time, and see each caught; O
 fuzz: $(READY)  ## CASES=10000 requests that the API's own description allows, or nearly; SEED=7 makes the same ones
 	@$(BIN)/python -m tests.fuzz $(if $(CASES),--cases $(CASES)) $(if $(SEED),--seed $(SEED))
 
-docs: $(READY)  ## write the README's table of configuration fields anew, from the code
-	@$(BIN)/python -m docs.fields
+docs: .venv/.docs reference  ## build the documentation site into build/site; SERVE=1 serves it with live reload
+	@$(BIN)/python -m mkdocs $(if $(SERVE),serve,build --strict)
+
+reference: $(READY)  ## write the reference pages of docs/reference from the code
+	@$(BIN)/python -m docs.generator
 
 resume-matrix: $(READY)  ## interrupt every method with every adapter at every kind of place, and see it go on exactly
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.worker.training.cells
@@ -93,6 +96,11 @@ $(READY): pyproject.toml constraints.txt
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/npm install --silent --no-audit --no-fund --no-package-lock \
 	  --prefix .venv/node eventsource@4.1.1 eventsource-parser@3.1.1
 	@touch .venv/.node
+
+.venv/.docs: $(READY)
+	@echo "Installing MkDocs …"
+	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -e '.[worker,trackers,dev,docs]' -c constraints.txt
+	@touch .venv/.docs
 
 .venv/.bench: $(READY)
 	@echo "Installing what the benchmarks measure against …"

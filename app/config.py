@@ -46,6 +46,7 @@ class Settings(_HomeSettings):
     redis_url: str | None = None
     """URL of your Redis or Valkey (`redis://…`); unset: the embedded server."""
     host: str = "127.0.0.1"
+    """Address that the API listens on."""
     port: int = Field(default=8700, ge=0, le=65535)
     """Port of the API; 0 selects any free port."""
     slots: int | None = Field(default=None, ge=1, le=256)
@@ -71,7 +72,9 @@ class Settings(_HomeSettings):
     launch: Literal["auto", "zygote", "cold"] = "auto"
     """Launch of training processes: forked from a preloaded process (`zygote`) or `cold`; `auto` prefers the zygote."""
     max_upload_bytes: int = Field(default=4 * 1024**3, ge=1)
+    """Maximum size of an uploaded file, and of the dataset stored from it, in bytes."""
     max_json_bytes: int = Field(default=1024**2, ge=1024)
+    """Maximum size of a JSON request body, in bytes."""
     max_line_bytes: int = Field(default=16 * 1024**2, ge=1024)
     """Maximum size of one row of a dataset, in bytes."""
     keep_events_days: float | None = Field(default=None, ge=0, le=36_500)

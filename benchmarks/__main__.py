@@ -41,7 +41,7 @@ def main() -> int:
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, load {load:.1f}")
     missed = [name for name in names if not _run(name, arguments.scale)]
     if missed:
-        print(f"goals of docs/benchmarks.md missed: {', '.join(missed)}")
+        print(f"goals of docs/internals/benchmarks.md missed: {', '.join(missed)}")
     return 1 if missed else 0
 
 

@@ -27,10 +27,12 @@ def _version(name: str) -> Version:
 def test_every_dependency_that_is_declared_is_pinned_within_its_bounds() -> None:
     groups = [
         PROJECT["dependencies"],
-        PROJECT["optional-dependencies"]["worker"],
+        PROJECT["optional-dependencies"]["server"],
+        [text for text in PROJECT["optional-dependencies"]["worker"] if text != "anneal[server]"],
         PROJECT["optional-dependencies"]["trackers"],
         PROJECT["optional-dependencies"]["s3"],
         PROJECT["optional-dependencies"]["dev"],
+        PROJECT["optional-dependencies"]["docs"],
     ]
     for text in [text for group in groups for text in group]:
         wanted = Requirement(text)

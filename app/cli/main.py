@@ -72,7 +72,13 @@ def demo(
 
 def main() -> None:
     """Entry point of the `anneal` command."""
-    cli()
+    try:
+        cli()
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] in ("app", "worker"):
+            raise
+        typer.echo(f"anneal: {error.name} is not installed; run `pip install 'anneal[server]'`.", err=True)
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

@@ -166,7 +166,7 @@ class BackendRead(BackendCapabilities):
                 "supports_local": True,
                 "supports_remote": True,
                 "supports_distributed": False,
-                "supported_methods": ["full", "lora", "qlora", "dpo", "reward", "rlhf", "sft"],
+                "supported_methods": [method.value for method in TrainingMethod],
                 "max_model_size_b": None,
                 "supported_quantization": ["4bit", "8bit"],
                 "supports_streaming_logs": True,

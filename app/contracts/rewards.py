@@ -14,8 +14,7 @@ from urllib.parse import unquote
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
-from app.contracts.field_types import ModelName, Strict
-from app.contracts.plugins import PluginName
+from app.contracts.field_types import ModelName, PluginName, Strict
 
 _MOST_CHARACTERS = 1000
 
@@ -254,7 +253,7 @@ class ModelReward(_Weighted):
 
 
 class PluginReward(_Weighted):
-    """Result of a function that the operator has installed on the workers (docs/plugins.md)."""
+    """Result of a function that the operator has installed on the workers (docs/guides/plugins.md)."""
 
     type: Literal["plugin"]
     name: PluginName = Field(description="Name of the entry point.")

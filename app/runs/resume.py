@@ -14,7 +14,7 @@ from app.contracts.errors import FieldError
 from app.contracts.run_status import TERMINAL
 from app.contracts.schemas.runs import RunResume
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.raw_config import drop_unknown_fields, given_fields
+from app.contracts.training_config.raw_config import GROUPS, drop_unknown_fields, given_fields
 from app.contracts.training_config.validation import resume_problems
 from app.infra.ids import new_id
 from app.runs import service
@@ -27,8 +27,6 @@ from app.runs.validation.request import requirements
 from app.runs.validation.result import validation_failed
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
-
-_GROUPS = ("dpo", "rlhf", "extra")
 
 
 async def resume(transaction: RunTransaction, settings: Settings, run_id: str, request: RunResume) -> Run:
@@ -117,7 +115,7 @@ def as_asked(config: dict[str, Any], given: set[str]) -> dict[str, Any]:
     """Return the configuration as a user would write it: without defaults, so that they conflict with nothing."""
     asked: dict[str, Any] = {}
     for name, value in config.items():
-        if name in _GROUPS and isinstance(value, dict):
+        if name in GROUPS and isinstance(value, dict):
             members = {member: item for member, item in value.items() if f"{name}.{member}" in given}
             if members:
                 asked[name] = members

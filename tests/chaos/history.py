@@ -149,6 +149,6 @@ class Violation:
     """Violation of a promise."""
 
     promise: int
-    """Its number in docs/reliability.md."""
+    """Its number in docs/internals/promises.md."""
     run_id: str
     what: str

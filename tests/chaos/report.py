@@ -1,4 +1,4 @@
-"""Report of a campaign, with tables for docs/reliability.md."""
+"""Report of a campaign, with tables for docs/internals/promises.md."""
 
 import statistics
 from collections.abc import Mapping

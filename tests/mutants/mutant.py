@@ -47,7 +47,7 @@ class Mutant:
 
     name: str
     promises: tuple[int, ...]
-    """Numbers of the promises in docs/reliability.md."""
+    """Numbers of the promises in docs/internals/promises.md."""
     about: str
     """One sentence that describes the bug."""
     changes: tuple[Change, ...]

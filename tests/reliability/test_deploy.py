@@ -158,7 +158,7 @@ class TestAnOlderDatabase:
             timeout=60,
         )
         assert (api.returncode, api.stderr.strip().splitlines()[-1]) == (1, f"anneal: {sentence}")
-        assert worker.process.training_process.wait(30) == 1
+        assert worker.process.wait(30) == 1
         assert f"anneal: {sentence}" in worker.log.read_text() and "Traceback" not in worker.log.read_text()
 
 

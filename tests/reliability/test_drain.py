@@ -208,7 +208,7 @@ class TestDrain:
         said, _ = cli(stack, "--drain").communicate(timeout=60)
         assert not is_alive(worker.process.pid), "the command returns when the worker has ended"
         assert worker.process.wait(10) == 0
-        assert f"process {worker.process.training_process.pid}) is draining and claims no more runs" in said
+        assert f"process {worker.process.pid}) is draining and claims no more runs" in said
         assert f"Still running: {at_work}" in said
         assert "Drained: 1 worker ended." in said
         shown = stack.run(at_work)

@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
 from app.base_models import resolver
 from app.config import Settings
-from app.contracts.methods import TrainingMethod
+from app.contracts.methods import METHODS
 from app.contracts.schemas.estimates import (
     Confidence,
     Cost,
@@ -269,7 +269,7 @@ def _run_estimate(
         unknown = [Unknown(field=name, reason=reason) for name in fields if name not in known]
     return RunEstimate(
         parameters=Parameters(
-            total=total(model, reward_head=on.config.method is TrainingMethod.reward),
+            total=total(model, reward_head=METHODS[on.config.method].has_reward_head),
             trainable=trained(model, on.config).count,
         ),
         memory_mb=choice.memory.as_megabytes(),

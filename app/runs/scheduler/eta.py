@@ -22,6 +22,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from app.config import Settings
 from app.contracts.run_status import LIVE, TERMINAL
 from app.contracts.schemas.runs import Prediction
+from app.contracts.training_config.field_traits import DURATION
 from app.runs.scheduler import durations
 from app.runs.scheduler.durations import Estimate, PastAttempt, Timings, TypicalDurations, Workload
 from app.runs.scheduler.simulation import PendingRun, PredictedStart, WorkerSlots, simulate_queue
@@ -38,7 +39,7 @@ _PAUSES = 5
 """Minimum pause before the next forecast, as a multiple of the last one's duration."""
 _MOST_RUNS = 1000
 _MOST_LIKE = 20
-_FIELDS = ", ".join(f"'{name}', runs.config->'{name}'" for name in durations.FIELDS)
+_FIELDS = ", ".join(f"'{name}', runs.config->'{name}'" for name in DURATION)
 _RUN = f"""
     runs.id, runs.backend, runs.given, runs.dataset_id, runs.eval_dataset_id, runs.total_steps, runs.attempt,
     runs.started_at, runs.stop_mode, runs.stop_save_checkpoint, runs.current_step, runs.current_epoch,

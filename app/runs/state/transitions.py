@@ -43,6 +43,7 @@ EVENT_COLUMNS = ["run_id", "seq", "type", "attempt", "ts", "data"]
 
 
 def as_json(**fields: Any) -> ColumnElement[Any]:
+    """Return a JSON object of column expressions."""
     pairs = [part for name, value in fields.items() for part in (text(f"'{name}'"), value)]
     return cast(func.json_build_object(*pairs), JSON)
 
@@ -50,6 +51,7 @@ def as_json(**fields: Any) -> ColumnElement[Any]:
 def statement(
     picked: CTE, target: ColumnElement[Any], reason: str, outcome: str | None = None, **values: Any
 ) -> Executable:
+    """Return the transition as one statement that yields the changed rows."""
     moved, parts = move(picked, target, literal(reason), outcome=outcome, **values)
     return select(moved).add_cte(*parts)
 

@@ -163,7 +163,7 @@ class TestSentences:
     def test_a_port_in_use_is_told(self, servers: dict[str, str]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
-            assert f"Port {port} on 127.0.0.1 is taken" in refused(process("api", "--port", str(port), **servers))
+            assert f"Port {port} on 127.0.0.1 is in use" in refused(process("api", "--port", str(port), **servers))
 
     def test_an_address_of_another_machine_is_told(self, servers: dict[str, str]) -> None:
         sentence = refused(process("api", "--port", "0", ANNEAL_HOST="192.0.2.1", **servers))

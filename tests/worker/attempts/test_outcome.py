@@ -126,8 +126,8 @@ def test_copies_are_waited_for_where_what_was_saved_is_wanted(stop: StopAsked | 
     copies = SimpleNamespace(settle=lambda *_: asked.append("settle"))
     settings = SimpleNamespace(save_grace_seconds=1.0)
     host: Any = SimpleNamespace(copies=copies, drained_at=float("inf"), settings=settings)
-    lease: Any = SimpleNamespace(stop=stop)
-    writer: Any = SimpleNamespace(outlive_lease=lambda: None, drain=lambda: asked.append("drain"))
+    lease: Any = SimpleNamespace(run_id="run_1", stop=stop)
+    writer: Any = SimpleNamespace(put=lambda _: None, outlive_lease=lambda: None, drain=lambda: asked.append("drain"))
     supervisor.settle(host, lease, writer)
     assert asked == (["drain", "settle"] if waits else [])
 
@@ -153,7 +153,7 @@ def test_what_a_killed_trainer_has_written_by_half_goes_with_it(
     device = SimpleNamespace(index=0, kind="cpu", for_job=dict)
     job = SimpleNamespace(config={}, secrets={}, start_step=0, start_epoch=0.0, best_loss=None, remarks=[])
     for name, instead in {
-        "prepare": lambda *_: job, "launch": lambda *_: process, "Following": Killed, "Vitals": lambda *_: None,
+        "prepare": lambda *_: job, "launch": lambda *_: process, "Monitor": Killed, "MemoryWatch": lambda *_: None,
     }.items():  # fmt: skip
         monkeypatch.setattr(supervisor, name, instead)
     host: Any = SimpleNamespace(

@@ -344,7 +344,9 @@ class TestTheEndOfARun:
         """What the run is told while it waits for its copies, at most so long."""
         told: list[NewEvent] = []
         lease: Any = SimpleNamespace(run_id=worker.lab.trainer.run_id, **self.LEASE)
-        worker.copies.settle(lease, SimpleNamespace(put=told.append), time.monotonic() + seconds)
+        worker.copies.settle(
+            lease.run_id, lambda: lease.fenced or lease.expired, told.append, time.monotonic() + seconds
+        )
         return [json.loads(event.data) for event in told]
 
     def test_waits_for_the_copies(self, worker: Worker) -> None:
@@ -356,14 +358,14 @@ class TestTheEndOfARun:
     def test_names_what_has_none_when_the_time_is_over(self, worker: Worker) -> None:
         worker.save(10)  # and nobody sends it
         waiting, left = self.settled(worker, 0.3)
-        assert "copying checkpoint-10" in waiting["message"] and "no copy of checkpoint-10" in left["line"]
+        assert "copying checkpoint-10" in waiting["message"] and "no replica of checkpoint-10" in left["line"]
 
     def test_does_not_wait_for_a_store_that_is_away(self, worker: Worker, tmp_path: Path) -> None:
         (tmp_path / "shared").rename(tmp_path / "away")
         worker.save(10)
         worker.copies.start()
         began = time.monotonic()
-        assert "no copy of checkpoint-10" in self.settled(worker, 60)[-1]["line"]
+        assert "no replica of checkpoint-10" in self.settled(worker, 60)[-1]["line"]
         assert time.monotonic() - began < 20
 
 

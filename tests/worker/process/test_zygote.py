@@ -297,7 +297,8 @@ class TestGpu:
 
 _IMPORT_WITH_PRETENDED_GPU = """
 import json, os, torch
-from worker import devices, zygote
+from worker import devices
+from worker.process import zygote
 devices.gpus = lambda: (devices.Device("cuda", 0, "GPU-1", "H100", 80 << 30, (9, 0)),)
 reached, asked = [], []
 def forbidden(name):

@@ -96,9 +96,9 @@ class TestPulse:
 
     def test_a_process_whose_supervisor_is_gone_ends_at_its_next_sign(self) -> None:
         code = (
-            "import socket; from worker.wire.reporter import Report\n"
+            "import socket; from worker.wire.reporter import Reporter\n"
             "ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM); ours.close()\n"
-            "Report(theirs.fileno()).alive(); print('still here')"
+            "Reporter(theirs.fileno()).alive(); print('still here')"
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert (done.returncode, done.stdout) == (1, "")

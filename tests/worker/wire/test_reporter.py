@@ -73,15 +73,15 @@ class TestReport:
         assert len(json.dumps(record)) <= MAX_RECORD_BYTES
 
     def test_by_hand_records_are_lines_on_standard_output(self) -> None:
-        code = "from worker.wire.reporter import Report; Report(None).result('completed', step=2)"
+        code = "from worker.wire.reporter import Reporter; Reporter(None).result('completed', step=2)"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert json.loads(done.stdout)["outcome"] == "completed"
 
     def test_a_process_whose_supervisor_is_gone_ends_at_its_next_record(self) -> None:
         code = (
-            "import socket; from worker.wire.reporter import Report\n"
+            "import socket; from worker.wire.reporter import Reporter\n"
             "ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM); ours.close()\n"
-            "Report(theirs.fileno()).message('x'); print('still here')"
+            "Reporter(theirs.fileno()).message('x'); print('still here')"
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert (done.returncode, done.stdout) == (1, "")

@@ -1,6 +1,6 @@
 """Training steps replaced by installed plugins: each is created, its type checked, and errors name the plugin.
 
-The protocols define each kind; docs/plugins.md has an example of each.
+The protocols define each kind; docs/guides/plugins.md has an example of each.
 """
 
 import hashlib

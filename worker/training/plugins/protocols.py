@@ -1,4 +1,4 @@
-"""Protocols that plugins implement; described in docs/plugins.md."""
+"""Protocols that plugins implement; described in docs/guides/plugins.md."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path

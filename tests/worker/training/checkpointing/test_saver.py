@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from app.contracts.methods import METHODS, TrainingMethod
 from tests.waiting import eventually
 from worker.checkpoint_files import manifest
 from worker.training.checkpointing import fidelity_check, saver
@@ -19,7 +20,7 @@ from worker.training.checkpointing.snapshot import Snapshot
 from worker.training.failures import TrainingFailure
 from worker.training.loop.actions import Actions
 from worker.training.loop.trainer import ServiceTrainerMixin
-from worker.training.plugins import checkpoint_engines, hooks
+from worker.training.plugins import checkpoint_engines
 from worker.training.plugins.checkpoint_engines import Keeper
 from worker.training.run_state import RunState
 from worker.wire.control import Control
@@ -61,11 +62,12 @@ class Training:
         self.run: Any = SimpleNamespace(
             folder=folder, job={"run_id": "run_a", "attempt": 1, "disk_reserve_bytes": reserve}, report=self.report,
             config=config, state=RunState(), save_kind="periodic", ended_by=None, fingerprint={}, is_probe=False,
+            method=METHODS[TrainingMethod.sft],
             journal=SimpleNamespace(save=lambda step: None), control=self.control, stop_requested=None,
         )  # fmt: skip
         weights = torch.nn.Linear(4, 4)
         self.trainer: Any = SimpleNamespace(
-            run=self.run, model=weights, optimizer=torch.optim.SGD(weights.parameters()), OBJECTIVE="eval_loss",
+            run=self.run, model=weights, optimizer=torch.optim.SGD(weights.parameters()),
             state=SimpleNamespace(global_step=0, epoch=0.5, max_steps=10), saved_step=0, pinned_text=list,
             control=SimpleNamespace(should_training_stop=False, should_save=False, should_evaluate=False),
         )  # fmt: skip
@@ -276,7 +278,7 @@ class TestKeeper:
             copied.append(folder.name)
             assert training.go_on.wait(20)
 
-        monkeypatch.setattr(hooks, "keep", keep)
+        monkeypatch.setattr(checkpoint_engines, "keep", keep)
         training.run.config.trainer_options.checkpoint_engine = object()
         return copied
 
@@ -312,7 +314,7 @@ class TestKeeper:
         def none(*_: Any) -> None:
             raise TrainingFailure("config_error", "no engine")
 
-        monkeypatch.setattr(hooks, "keep", none)
+        monkeypatch.setattr(checkpoint_engines, "keep", none)
         training.run.config.trainer_options.checkpoint_engine = object()
         keeper = Keeper(training.run)
         keeper.keep(training.run.folder)

@@ -343,7 +343,7 @@ class TestData:
     def test_an_answer_without_a_number_is_named_where_numbers_are_compared(self, refused: Callable[..., str]) -> None:
         rows = [{"prompt": "p", "answer": "about 7"}, {"prompt": "q", "answer": "unknown"}]
         told = refused("rlhf", "prompt", rows, rlhf=RLHF | {"rewards": [{"type": "numeric_match"}]})
-        assert "line 2: its `answer` 'unknown' holds no number" in told and "line 1" not in told
+        assert "line 2: its `answer` 'unknown' does not contain a number" in told and "line 1" not in told
 
     def test_fewer_prompts_than_a_step_takes_are_refused(self, refused: Callable[..., str]) -> None:
         told = refused("rlhf", "prompt", [{"prompt": "p"}], rlhf=RLHF)

@@ -114,7 +114,7 @@ class TestARunMadeOfPlugins:
         assert config["facts"]["fidelity"] == "exact", config["facts"]["fidelity_reasons"]
         for name in ("model.safetensors", "config.json"):
             assert (again.output / name).read_bytes() == (done.output / name).read_bytes()
-        assert any("`second-folder` had a copy" in record["line"] for record in again.of("message"))
+        assert any("restored from the replica of `second-folder`" in record["line"] for record in again.of("message"))
 
     def test_another_learning_rate_cannot_be_given_to_a_scheduler_that_does_not_say_what_it_makes_of_it(
         self, done: Outcome, forks: Forks, tiny_model: Path, chats: Path, extra: Any, tmp_path: Path

@@ -1,4 +1,4 @@
-"""Tests, mutants and modules named in docs/reliability.md exist."""
+"""Tests, mutants and modules named in docs/internals/promises.md exist."""
 
 import re
 
@@ -7,7 +7,7 @@ import pytest
 from tests.mutants.catalogue import MUTANTS
 from tests.nodes import ROOT, is_left_out, is_test
 
-TEXT = (ROOT / "docs" / "reliability.md").read_text()
+TEXT = (ROOT / "docs" / "internals" / "promises.md").read_text()
 MUTANT = {mutant.name: mutant for mutant in MUTANTS}
 PROMISES = {
     int(number): body
@@ -29,15 +29,15 @@ def mutants_of(number: int) -> list[str]:
     return re.findall(r"`([a-z0-9-]+)`", part(number, "Mutants"))
 
 
-def test_all_twenty_promises_are_there_in_their_order() -> None:
+def test_all_twenty_promises_are_listed_in_order() -> None:
     assert list(PROMISES) == list(range(1, 21))
 
 
 @pytest.mark.parametrize("number", range(1, 21))
-def test_a_promise_has_a_mechanism_tests_and_mutants_and_all_of_them_exist(number: int) -> None:
+def test_each_promise_names_existing_mechanisms_tests_and_mutants(number: int) -> None:
     files = re.findall(r"`((?:app|worker|migrations)/[\w/]+\.py)`", part(number, "Kept by"))
     functions = re.findall(r"`machine\.(\w+)`", part(number, "Kept by"))
-    assert files or functions, "what keeps it is named"
+    assert files or functions, "the mechanism names a file or a transition"
     assert [file for file in files if not (ROOT / file).is_file()] == []
     machine = (ROOT / "app" / "runs" / "state" / "machine.py").read_text()
     assert [name for name in functions if f"def {name}(" not in machine] == []
@@ -48,12 +48,12 @@ def test_a_promise_has_a_mechanism_tests_and_mutants_and_all_of_them_exist(numbe
     assert [name for name in mutants_of(number) if name not in MUTANT] == []
 
 
-def test_every_test_that_is_named_anywhere_exists() -> None:
+def test_every_named_test_exists() -> None:
     assert [test for test in re.findall(r"`(tests/\S+::\S+)`", TEXT) if not is_test(test)] == []
 
 
 @pytest.mark.parametrize("name", MUTANT)
-def test_a_mutant_stands_with_a_promise_that_it_breaks_beside_the_test_that_tells_of_it(name: str) -> None:
+def test_each_mutant_is_listed_with_a_promise_and_its_test(name: str) -> None:
     mutant = MUTANT[name]
     here = [number for number in PROMISES if name in mutants_of(number)]
     assert here, "it is in the document"

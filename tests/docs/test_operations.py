@@ -13,8 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from app.config import Settings
 from tests.server import ApiServer
 
-DOCS = Path(__file__).parents[1] / "docs"
-DOCUMENT = (DOCS / "operations.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+METRICS = (DOCS / "reference" / "metrics.md").read_text()
+OPERATIONS = "".join(path.read_text() for path in sorted((DOCS / "operations").glob("*.md")))
 DASHBOARD = (DOCS / "grafana" / "anneal.json").read_text()
 ALERTS = (DOCS / "grafana" / "alerts.yml").read_text()
 _NAME = re.compile(r"\b(?:anneal|process)_[a-z_]+[a-z]\b")
@@ -68,19 +69,25 @@ def documented(document: str) -> set[str]:
     return {name for row in rows for name in _NAME.findall(row)}
 
 
+def named(text: str) -> set[str]:
+    """Return the metrics of Anneal that a text names, outside of Python and storage names."""
+    return set(re.findall(r"\banneal_(?:[a-z]+_)*(?:total|seconds|up|step|steps|runs|depth|day)\b", text))
+
+
 def test_every_exported_metric_is_documented_and_every_documented_one_exported(exported: dict[str, set[str]]) -> None:
-    assert documented(DOCUMENT) == set(exported)
+    assert documented(METRICS) == set(exported)
+    assert named(OPERATIONS) <= set(exported)
 
 
 def test_labels_are_documented_as_they_are(exported: dict[str, set[str]], shared_api: ApiServer) -> None:
-    rows = [line.split("|")[1:3] for line in DOCUMENT.splitlines() if line.startswith("| `anneal_")]
-    told = {_NAME.findall(names)[0]: set(re.findall(r"`(\w+)`", labels)) for names, labels in rows}
+    rows = [line.split("|")[1:3] for line in METRICS.splitlines() if line.startswith("| `anneal_")]
+    documented_labels = {_NAME.findall(names)[0]: set(re.findall(r"`(\w+)`", labels)) for names, labels in rows}
     families = list(text_string_to_metric_families(shared_api.client.get("/metrics").text))
     for family in families:
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
         name = family.name + ("_total" if family.type == "counter" else "")
-        if labels and name in told:
-            assert told[name] == labels, name
+        if labels and name in documented_labels:
+            assert documented_labels[name] == labels, name
 
 
 def test_dashboard_and_alerts_name_only_what_is_exported(exported: dict[str, set[str]]) -> None:
@@ -136,10 +143,10 @@ def test_every_alert_says_what_it_means_and_how_long_it_waits() -> None:
 
 
 def test_alerts_that_the_document_names_exist() -> None:
-    named = set(re.findall(r"`(Anneal[A-Z]\w+)`", DOCUMENT))
+    named = set(re.findall(r"`(Anneal[A-Z]\w+)`", OPERATIONS))
     assert named and named <= {rule["alert"] for rule in _rules(ALERTS)}
 
 
 def test_variables_that_the_document_names_are_settings() -> None:
-    named = set(re.findall(r"\bANNEAL_([A-Z_]+)\b", DOCUMENT))
+    named = set(re.findall(r"\bANNEAL_([A-Z_]+)\b", OPERATIONS))
     assert {name.lower() for name in named} <= set(Settings.model_fields)

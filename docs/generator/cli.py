@@ -1,0 +1,54 @@
+"""Page of the command line: every command with its arguments and options."""
+
+from collections.abc import Iterator
+from typing import Any, Literal, get_args, get_origin
+
+import typer.main
+
+from app.cli.main import cli
+from docs.generator import markdown
+
+
+def page() -> str:
+    """Return the page."""
+    root: Any = typer.main.get_command(cli)
+    text = markdown.header("Command line", "the commands in `app/cli`")
+    text += f"{markdown.escape(root.help)}\n\n{markdown.escape(root.epilog)}\n\n"
+    for name, command in _walk(root, "anneal"):
+        text += f"## `{name}`\n\n{markdown.escape(_unwrapped(command.help or ''))}\n\n"
+        rows = [_parameter(one) for one in command.params if not getattr(one, "hidden", False) and one.name != "help"]
+        text += markdown.table(("parameter", "type", "default", "meaning"), rows)
+    return text.rstrip("\n") + "\n"
+
+
+def _walk(group: Any, path: str) -> Iterator[tuple[str, Any]]:
+    context = group.make_context(path.rpartition(" ")[2], [], resilient_parsing=True)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        if command.hidden:
+            continue
+        yield f"{path} {name}", command
+        if hasattr(command, "list_commands"):
+            yield from _walk(command, f"{path} {name}")
+
+
+def _unwrapped(text: str) -> str:
+    return "\n\n".join(" ".join(part.split()) for part in text.replace("\b", "").split("\n\n"))
+
+
+def _parameter(one: Any) -> tuple[str, str, str, str]:
+    is_argument = one.param_type_name == "argument"
+    name = f"`{one.metavar or one.name.upper()}`" if is_argument else ", ".join(f"`{opt}`" for opt in one.opts)
+    shown = one.default not in (None, False) and not callable(one.default)
+    default = "required" if one.required else f"`{one.default}`" if shown else ""
+    return name, _type(one), default, markdown.escape(one.help or "")
+
+
+def _type(one: Any) -> str:
+    annotation = one.type_descriptor.annotation
+    if getattr(one, "is_flag", False):
+        return "flag"
+    if get_origin(annotation) is Literal:
+        return ", ".join(f"`{value}`" for value in get_args(annotation))
+    name = "text" if annotation in (str, list[str]) else getattr(annotation, "__name__", str(annotation)).lower()
+    return f"{name}, repeatable" if one.multiple else name

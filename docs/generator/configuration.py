@@ -1,0 +1,81 @@
+"""Page of the training configuration: every field with its type, default and description."""
+
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from app.contracts.rewards import Reward
+from app.contracts.training_config.fields import TrainerOptions, TrainingConfig
+from docs.generator import markdown
+
+_COLUMNS = ("field", "type", "default", "meaning")
+_INTRO = """\
+`POST /v1/runs` takes these fields as `config`. Only `base_model` is required, and an unknown field is an error.
+`POST /v1/runs/validate` reports every problem of a configuration, and its resolved values.
+
+Counts may be written as `"10k"`, `"1.5M"`, `"2**15"`, `"1e4"` or `"10_000"`, and durations as `"2h"`; they are stored as
+numbers. Each method is described in [Methods](../guides/methods.md), rewards in [Rewards](../guides/rewards.md), and
+plugins in [Plugins](../guides/plugins.md).
+
+"""
+
+Row = tuple[str, str, str, str]
+
+
+def page() -> str:
+    """Return the page."""
+    text = markdown.header("Training configuration", "`app/contracts/training_config/fields.py`") + _INTRO
+    for title, rows in sections():
+        text += f"## {title}\n\n" + markdown.table(_COLUMNS, rows)
+    return text.rstrip("\n") + "\n"
+
+
+def sections() -> Iterator[tuple[str, list[Row]]]:
+    """Yield the title and the rows of each section: fields of the run, groups, types of rewards, `extra`."""
+    schema = TrainingConfig.model_json_schema()
+    groups: dict[str, dict[str, Any]] = {}
+    top: list[Row] = []
+    for name, field in schema["properties"].items():
+        target = schema["$defs"].get(_target(field), {})
+        if name == "extra":
+            groups[name] = TrainerOptions.model_json_schema()
+        elif "properties" in target:
+            groups[name] = {**target, "$defs": schema["$defs"]}
+        else:
+            top.append(_row(name, field, schema))
+    yield "Fields of a run", top
+    for name, group in groups.items():
+        yield f"`{name}`", list(_fields(group, f"{name}."))
+        if "rewards" in group["properties"]:
+            yield from _rewards(f"{name}.rewards[]")
+
+
+def _target(field: dict[str, Any]) -> str:
+    refs = [one.get("$ref", "") for one in (field, *field.get("anyOf", ()), *field.get("allOf", ()))]
+    return next((markdown.reference(ref) for ref in refs if ref), "")
+
+
+def _rewards(prefix: str) -> Iterator[tuple[str, list[Row]]]:
+    kinds: tuple[type[BaseModel], ...] = get_args(get_args(Reward)[0])
+    yield f"`{prefix}`, all types", [_row(f"{prefix}.weight", kinds[0].model_json_schema()["properties"]["weight"], {})]
+    for kind in kinds:
+        schema = kind.model_json_schema()
+        name = schema["properties"].pop("type")["const"]
+        del schema["properties"]["weight"]
+        first = ("`type`", f"`{name}`", "", schema["description"])
+        yield f"`{prefix}`, type `{name}`", [first, *_fields(schema, "")]
+
+
+def _fields(schema: dict[str, Any], prefix: str) -> Iterator[Row]:
+    for name, field in schema["properties"].items():
+        yield _row(f"{prefix}{name}", field, schema)
+
+
+def _row(name: str, field: dict[str, Any], schema: dict[str, Any]) -> Row:
+    required = name.rpartition(".")[2] in schema.get("required", ())
+    type_text = markdown.type_text(field, schema.get("$defs", {}))
+    if name.endswith(".rewards"):
+        type_text = "list of rewards"
+    default = markdown.default_text(field, required)
+    return f"`{name}`", type_text, default, markdown.escape(field["description"])

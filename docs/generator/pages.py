@@ -1,0 +1,20 @@
+"""Registry of the reference pages."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from docs.generator import cli, configuration, errors, events, http_api, metrics, schemas, settings
+
+REFERENCE = Path(__file__).parents[1] / "reference"
+
+PAGES: dict[str, Callable[[], str]] = {
+    "configuration.md": configuration.page,
+    "settings.md": settings.page,
+    "http.md": http_api.page,
+    "schemas.md": schemas.page,
+    "events.md": events.page,
+    "errors.md": errors.page,
+    "cli.md": cli.page,
+    "metrics.md": metrics.page,
+}
+"""File name of each generated page, with the function that returns its text."""

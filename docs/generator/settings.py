@@ -1,0 +1,75 @@
+"""Page of the service's settings: every environment variable with its type, default and description."""
+
+import ast
+from pathlib import Path
+from typing import Any
+
+from pydantic_settings import BaseSettings
+
+import app.config
+from docs.generator import markdown
+
+_INTRO = """\
+Every process reads its settings from environment variables. The defaults run everything on one machine.
+
+"""
+_OTHERS = """\
+## Variables of other libraries
+
+| variable | default | meaning |
+| --- | --- | --- |
+| `OMP_NUM_THREADS` | `1` | Threads of a training process on the CPU. On a dedicated machine set it to the number of cores per slot. |
+| `HF_ENDPOINT` | the hub's own | Mirror of the Hugging Face Hub for models, datasets and `push_to_hub`. |
+| `WANDB_BASE_URL`, `WANDB_ENTITY`, `WANDB_PROJECT`, `WANDB_MODE` | W&B's own; project `anneal` | Destination of runs with `report_to: ["wandb"]`, as read by `wandb`; set them for workers. |
+| `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_ENDPOINT_URL` | | Credentials and endpoint for `ANNEAL_CHECKPOINT_URL=s3://…`; set them for workers. |
+| `CUDA_VISIBLE_DEVICES` | all | GPUs that a worker uses. |
+"""
+
+
+def page() -> str:
+    """Return the page."""
+    text = markdown.header("Service settings", "`app/config.py`") + _INTRO
+    text += "## API and workers\n\n" + _table(app.config.Settings)
+    text += "## Command line and Python client\n\n" + _table(app.config.ClientSettings)
+    return text + _OTHERS
+
+
+def _table(model: type[BaseSettings]) -> str:
+    described = _attribute_docstrings()
+    rows = []
+    schema = model.model_json_schema()
+    for name, field in schema["properties"].items():
+        meaning = field.get("description") or described.get(name, "")
+        if not meaning:
+            raise ValueError(f"the setting {name} in app/config.py has no description")
+        kind = markdown.type_text(field, schema.get("$defs", {})).removesuffix(" or null")
+        rows.append((f"`ANNEAL_{name.upper()}`", kind, _default(name, field), markdown.escape(meaning)))
+    return markdown.table(("variable", "type", "default", "meaning"), rows)
+
+
+def _default(name: str, field: dict[str, Any]) -> str:
+    derived = {"home": "`~/.anneal`", "models_root": "`$ANNEAL_HOME/models`", "storage": "`$ANNEAL_HOME/storage`"}
+    if name in derived:
+        return derived[name]
+    value = field.get("default")
+    if value is None or value == "":
+        return ""
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+
+
+def _attribute_docstrings() -> dict[str, str]:
+    """Return the string that follows each attribute in app/config.py."""
+    found = {}
+    for node in ast.walk(ast.parse(Path(app.config.__file__).read_text())):
+        if isinstance(node, ast.ClassDef):
+            for one, after in zip(node.body, node.body[1:], strict=False):
+                if (
+                    isinstance(one, ast.AnnAssign)
+                    and isinstance(one.target, ast.Name)
+                    and isinstance(after, ast.Expr)
+                    and isinstance(after.value, ast.Constant)
+                ):
+                    found[one.target.id] = str(after.value.value)
+    return found
