@@ -191,11 +191,23 @@ class ActionRecord(_Record):
     total_steps: NotRequired[int | None]
 
 
+class AnomalyDetails(TypedDict):
+    """Details of the errors `non_finite_loss` and `loss_spike`."""
+
+    summary: str
+    """Description of the anomaly, in sentences without advice."""
+    in_evaluation: bool
+    """True if an evaluation was non-finite, not a step."""
+    singled_out: list[int]
+    """Rows of the dataset that fail alone, from 0; empty if none does."""
+
+
 class ErrorInfo(TypedDict):
     """Classified error: a stable code and a sentence that says what to do next."""
 
     code: str
     message: str
+    details: NotRequired[AnomalyDetails]
 
 
 class RepairProposal(TypedDict):

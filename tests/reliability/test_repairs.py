@@ -161,20 +161,23 @@ class TestPostmortem:
         assert cause.sentence.endswith(".") and len(cause.sentence) > 10
         json.dumps(cause.changes)
 
-    @pytest.mark.parametrize(("message", "before", "changes"), [
-        ("No row did.", Before([6.9, 4.2, 25.0], has_checkpoint=True), {"learning_rate": 1.0}),
-        ("No row did.", Before(), {"learning_rate": 1.0}),
-        ("`eval_loss` of the evaluation at step 4 is nan.", Before(has_checkpoint=True), {"learning_rate": 1.0}),
-        ("No row did.", Before([6.9, 6.8], has_checkpoint=True), {"on_non_finite": "rewind"}),
-        ("Row 7 stands out when put through the model alone.", Before([6.9, 6.8]), {"on_non_finite": "rewind"}),
-        ("Row 7 stands out when put through the model alone.", Before([6.9, 25.0]), {"learning_rate": 1.0}),
+    @pytest.mark.parametrize(("details", "before", "changes"), [
+        ({}, Before([6.9, 4.2, 25.0], has_checkpoint=True), {"learning_rate": 1.0}),
+        ({}, Before(), {"learning_rate": 1.0}),
+        ({"in_evaluation": True}, Before(has_checkpoint=True), {"learning_rate": 1.0}),
+        ({}, Before([6.9, 6.8], has_checkpoint=True), {"on_non_finite": "rewind"}),
+        ({"singled_out": [7]}, Before([6.9, 6.8]), {"on_non_finite": "rewind"}),
+        ({"singled_out": [7]}, Before([6.9, 25.0]), {"learning_rate": 1.0}),
     ])  # fmt: skip
     def test_a_run_that_diverged_is_to_learn_slower_and_only_a_bad_row_to_be_passed_over(
-        self, message: str, before: Before, changes: dict[str, Any]
+        self, details: dict[str, Any], before: Before, changes: dict[str, Any]
     ) -> None:
-        cause = explain(
-            "non_finite_loss", message, None, {"learning_rate": 10.0, "on_non_finite": "stop"}, None, before
-        )
+        facts = {"in_evaluation": False, "singled_out": [], **details}
+        error = {"code": "non_finite_loss", "message": "", "details": {"summary": "The loss became nan.", **facts}}
+        report = FailureReport.model_validate({"error": error})
+        config = {"learning_rate": 10.0, "on_non_finite": "stop"}
+        cause = explain("non_finite_loss", "The loss became nan. Look at it.", report, config, None, before)
+        assert cause.sentence.startswith("The loss became nan.") and "Look" not in cause.sentence
         assert cause.changes == changes and cause.is_for_new_run == before.was_diverging
         assert ("checkpoint and" in (cause.advice or "")) == ("on_non_finite" in changes and before.has_checkpoint)
 

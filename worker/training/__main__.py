@@ -105,6 +105,8 @@ def _ended_by(error: Exception, control: Control) -> TrainingResult:
         return {"outcome": "stopped", "why": request.why if request else "stop"}
     failure = classify(error)
     error_info: ErrorInfo = {"code": failure.code, "message": failure.message}
+    if failure.details is not None:
+        error_info["details"] = failure.details
     return {"outcome": "failed", "error": error_info, "repair": failure.repair}
 
 

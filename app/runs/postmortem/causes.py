@@ -7,17 +7,15 @@ from typing import Any
 
 from app.contracts.failure_report import FailureReport
 from app.contracts.methods import method_of
+from app.contracts.trainer import AnomalyDetails
 from app.contracts.training_config.raw_config import is_probe
+from app.runs.state.machine import WORKER_LOST
 
 _LONGEST_LIMIT = 365 * 86_400.0
 _NATIVE = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 _REQUESTS_TO_END = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _DIVERGED_RATIO = 1.5
 """Ratio of the last to the lowest loss above which the run diverged: its weights are damaged regardless of the rows."""
-_ROWS_FAIL_ALONE = "out when put through the model alone"
-"""Text of the trainer's message if rows fail on their own."""
-_IN_EVALUATION = "` of the evaluation at step "
-"""Text of the trainer's message if an evaluation, not a step, was non-finite: there is no step to skip."""
 _NEXT_ATTEMPT = "another attempt resumes from the last checkpoint"
 
 
@@ -69,7 +67,7 @@ def explain(
         case "out_of_memory":
             return _out_of_memory(seen, config)
         case "non_finite_loss" | "loss_spike":
-            return _bad_step(code, message or "", config, before)
+            return _bad_step(code, _anomaly(message, report), config, before)
         case "disk_full":
             return _disk_full(message or "", config)
         case "time_limit":
@@ -131,9 +129,17 @@ def _out_of_memory(report: FailureReport, config: Mapping[str, Any]) -> Cause:
     return Cause(sentence, advice="Use a smaller base model, or a device with more memory.")
 
 
-def _bad_step(code: str, message: str, config: Mapping[str, Any], before: Before) -> Cause:
+def _anomaly(message: str | None, report: FailureReport | None) -> AnomalyDetails:
+    """Return the details that the trainer reported; without any, its message is the summary."""
+    if report is not None and report.error is not None and "details" in report.error:
+        return report.error["details"]
+    summary = message or "A step had a non-finite or spiking loss."
+    return {"summary": summary, "in_evaluation": False, "singled_out": []}
+
+
+def _bad_step(code: str, anomaly: AnomalyDetails, config: Mapping[str, Any], before: Before) -> Cause:
     name = "on_non_finite" if code == "non_finite_loss" else "on_spike"
-    sentence = message.partition(" Look at ")[0] or "A step had a non-finite or spiking loss."
+    sentence = anomaly["summary"]
     rate = config.get("learning_rate")
     slower = {"learning_rate": rate / 10} if rate else {}
     if before.was_diverging:
@@ -141,7 +147,7 @@ def _bad_step(code: str, message: str, config: Mapping[str, Any], before: Before
         diverged = f"{sentence} The loss had already risen from {lowest:.4g} to {last:.4g}: the run diverged."
         advice = "The learning rate is probably too high rather than the rows bad; discard the training so far."
         return Cause(diverged, slower, advice, is_for_new_run=True)
-    if _IN_EVALUATION in message:
+    if anomaly["in_evaluation"]:  # there is no step to skip
         return Cause(sentence, slower, "The learning rate is probably too high.")
     if config.get(name) == "rewind":
         advice = "It happened repeatedly: the learning rate is probably too high rather than the rows bad."
@@ -149,7 +155,7 @@ def _bad_step(code: str, message: str, config: Mapping[str, Any], before: Before
     if before.has_checkpoint:
         advice = "Resume with this setting: the run then restores the last checkpoint and skips such steps."
         return Cause(sentence, {name: "rewind"}, advice)
-    if _ROWS_FAIL_ALONE in message:
+    if anomaly["singled_out"]:
         return Cause(sentence, {name: "rewind"}, "Create the run again with this setting: it then skips such steps.")
     advice = "No single row is at fault and there is no checkpoint to restore: the learning rate is probably too high."
     return Cause(sentence, slower, advice)
@@ -210,7 +216,7 @@ def _lost_too_often(report: FailureReport, message: str) -> Cause:
         return Cause(f"{_cut_off(report)}.", advice="Once the database is reliably reachable, resume the run.")
     if report.exit_signal == signal.SIGALRM:
         return Cause(f"{_TIMER}.", advice="Once the machine is responsive and the database reachable, resume the run.")
-    if message.startswith("worker lost") or not message:
+    if message.startswith(WORKER_LOST) or not message:
         return Cause(_WORKER_LOST, advice="Check that machine; the run can be resumed.")
     # The reason why the last attempt could not continue: a missing file, a process that could not be started, …
     return Cause(message[0].upper() + message[1:], advice="Fix the problem, then resume the run.")

@@ -38,6 +38,8 @@ from app.contracts.stop import StopMode
 from app.infra.db import seconds
 from app.runs.state.transitions import EVENT_COLUMNS, actions, as_json, attempts, devices, events, move, runs, statement
 
+WORKER_LOST = "worker lost"
+"""Start of the reason, and of the error message, if the worker of an attempt was lost."""
 _LEAST_PAUSE = 1.0
 _MOST_DOUBLINGS = 6
 
@@ -202,7 +204,7 @@ def reap(lease_seconds: float) -> Executable:
     expired = and_(runs.c.status.in_(LIVE), runs.c.lease_expires_at < func.now(), up_long_enough)
     return _requeue(
         expired,
-        "worker lost: its lease ran out",
+        f"{WORKER_LOST}: its lease ran out",
         "lost",
         counted=True,
         delay_seconds=lease_seconds / 3,
@@ -214,7 +216,7 @@ def reap_dead(worker_ids: list[str]) -> Executable:
     """Reap the runs of workers whose process is known to be gone, without waiting for their leases."""
     owned = and_(runs.c.status.in_(LIVE), runs.c.lease_owner.in_(worker_ids))
     return _requeue(
-        owned, "worker lost: its process is gone", "lost", counted=True, delay_seconds=0.0, skip_locked=True
+        owned, f"{WORKER_LOST}: its process is gone", "lost", counted=True, delay_seconds=0.0, skip_locked=True
     )
 
 

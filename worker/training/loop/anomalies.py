@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from app.contracts.repair import Repair
-from app.contracts.trainer import RepairProposal
+from app.contracts.trainer import AnomalyDetails, RepairProposal
 from app.contracts.training_config.fields import TrainingConfig
 from worker.training.failures import TrainingFailure
 from worker.training.trainer_protocol import ServiceTrainer
@@ -89,7 +89,10 @@ class AnomalyGuard:
         singled_out = _anomalous_rows(trainer, trouble, rows)
         summary = f"At step {step} {trouble.says}. {_describe_rows(rows, singled_out)}"
         wants, field = self._policies[trouble.kind] == "rewind", f"on_{trouble.kind.removeprefix('loss_')}"
-        code = _CODES[trouble.kind]
+        code, details = (
+            _CODES[trouble.kind],
+            AnomalyDetails(summary=summary, in_evaluation=False, singled_out=singled_out),
+        )
         if not wants:
             kept = trainer.saving.kept_step
             again, back = ("Resumed", f"the checkpoint of step {kept}") if kept else ("Created again", "its start")
@@ -97,12 +100,14 @@ class AnomalyGuard:
                 code,
                 f'{summary} Look at these rows, or lower `learning_rate`. {again} with `{field}` set to "rewind", a '
                 f"run goes back to {back} by itself and skips such steps.",
+                details=details,
             )
         if self._rewinds >= self._max_rewinds:
             return TrainingFailure(
                 code,
                 f"{summary} The run has gone back {self._rewinds} times already, the maximum set by "
                 "`extra.max_rewinds`. Look at these rows, or lower `learning_rate`.",
+                details=details,
             )
         repair: RepairProposal = {
             "kind": trouble.kind,
@@ -110,7 +115,7 @@ class AnomalyGuard:
             "rows": rows[:_ROWS_NAMED],
             "singled_out": singled_out,
         }
-        return TrainingFailure(code, summary, repair)
+        return TrainingFailure(code, summary, repair, details)
 
 
 def _limit(recent: Sequence[float], threshold: float) -> float:

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from app.contracts.trainer import AnomalyDetails
 from worker.training.context import TrainingContext
 from worker.training.failures import TrainingFailure
 from worker.training.trainer_protocol import ServiceTrainer
@@ -88,10 +89,11 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
                 run.state.objective, run.state.eval_step = found, state.global_step
             return
         if not math.isfinite(found):
+            summary = f"`{name}` of the evaluation at step {state.global_step} is {found}."
             raise TrainingFailure(
                 "non_finite_loss",
-                f"`{name}` of the evaluation at step {state.global_step} is {found}. Lower `learning_rate`, or "
-                "check the evaluation data.",
+                f"{summary} Lower `learning_rate`, or check the evaluation data.",
+                details=AnomalyDetails(summary=summary, in_evaluation=True, singled_out=[]),
             )
         is_best = run.state.evaluate(found, state.global_step, run.method.higher_is_better)
         if is_best and not control.should_save and state.global_step > 0:  # step 0 is the base model

@@ -88,6 +88,7 @@ class TestRewind:
         assert first.result["error"]["code"] == "non_finite_loss"
         assert first.result["repair"]["singled_out"] == [ROW]
         assert f"row {ROW} of the data set" in first.result["error"]["message"]
+        assert first.result["error"]["details"]["singled_out"] == [ROW]
 
         job = again(job, first)
         second = forks.run(job)
