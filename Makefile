@@ -48,7 +48,7 @@ fuzz: $(READY)  ## CASES=10000 requests that the API's own description allows, o
 	@$(BIN)/python -m tests.fuzz $(if $(CASES),--cases $(CASES)) $(if $(SEED),--seed $(SEED))
 
 docs: .venv/.docs reference  ## build the documentation site into build/site; SERVE=1 serves it with live reload
-	@$(BIN)/python -m mkdocs $(if $(SERVE),serve,build --strict)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(if $(SERVE),serve,build --strict)
 
 reference: $(READY)  ## write the reference pages of docs/reference from the code
 	@$(BIN)/python -m docs.generator

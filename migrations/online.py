@@ -1,4 +1,4 @@
-"""What migrations do to tables that are in use."""
+"""Operations of migrations on tables that are in use."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ from sqlalchemy import text
 
 
 def create_index(name: str, table: str, columns: list[Any], *, unique: bool = False, **options: Any) -> None:
-    """Build an index without keeping anybody from writing; half an index of an earlier try is removed first."""
+    """Build an index without blocking writes; an incomplete index of an earlier try is removed first."""
     with op.get_context().autocommit_block():
         connection = op.get_bind()
-        # It waits for every transaction that runs now, but nobody waits for it.
+        # The build waits for every running transaction, but no transaction waits for it.
         patience = connection.scalar(text("SHOW lock_timeout"))
         connection.execute(text("SET lock_timeout = 0"))
         torn = text("SELECT 1 FROM pg_index WHERE indexrelid = to_regclass(:name) AND NOT indisvalid")

@@ -10,7 +10,7 @@ from docs.generator import markdown
 
 _INTRO = """\
 Every error response is `application/problem+json` (RFC 9457). `code` is stable and meant for programs; `detail` says what
-to do next; `errors` lists the invalid fields. In the texts below `…` stands for a value.
+to do next; `errors` lists the invalid fields. In the texts below `…` represents a value.
 
 ```json
 {"type": "urn:anneal:problem:run_not_found", "title": "Not Found", "status": 404,

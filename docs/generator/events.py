@@ -1,6 +1,7 @@
 """Page of the event types: every model of `app/contracts/events.py` with its fields."""
 
 import inspect
+import json
 from collections.abc import Iterator
 from typing import Any, get_args
 
@@ -22,6 +23,8 @@ def page() -> str:
     shared = tuple(events.Event.model_fields)
     for name, model in models().items():
         text += f"## `{name}`\n\n{markdown.escape(inspect.getdoc(model) or '')}\n\n" + _fields(model, shared)
+        if example := model.model_json_schema().get("example"):
+            text += f"```json\n{json.dumps(example, ensure_ascii=False)}\n```\n\n"
     return text.rstrip("\n") + "\n"
 
 

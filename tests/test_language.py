@@ -1,0 +1,81 @@
+"""Docstrings, comments, messages and documents are in plain technical English, without retired words."""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.nodes import ROOT
+
+FOLDERS = ("app", "worker", "anneal", "docs/generator")
+DOCUMENTS = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md"))]
+SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+SOURCES += sorted((ROOT / "migrations").glob("*.py"))
+
+RETIRED = re.compile(
+    r"\b(told|tells?|telling|heed(s|ed)?|nobody|somebody|whoever|spoilt|mend(s|ed|ing)?|strangers?|leaps?|leapt|"
+    r"lets? go|hands? back|handed back|takes? back|taken back|passed over|computed again|no number|seats?|learnt|"
+    r"anew|begun|thereof|wherein|whence|lest|ought|last words|for good|in vain|stands still|stood still|spelt|whilst|"
+    r"tokenis\w+|normalis\w+|quantis\w+|initialis\w+|optimis\w+|behaviour|colour\w*|licence|honour\w*)\b",
+    re.IGNORECASE,
+)
+"""Words of earlier versions of this project, and British spellings."""
+
+QUESTIONS = re.compile(r"(What|Whether|How|Who|Whose|Which|Where|When|Why)\b")
+MOST_QUESTIONS = 0.01
+"""Fraction of docstrings that may open like a question."""
+
+_CODE = re.compile(r"^```.*?^```$|(`+)[^\n]*?\1|\]\([^)]*\)", re.MULTILINE | re.DOTALL)
+
+
+def docstrings(tree: ast.AST) -> Iterator[str]:
+    """Yield each docstring, those of attributes included."""
+    for node in ast.walk(tree):
+        for one in getattr(node, "body", None) if isinstance(getattr(node, "body", None), list) else ():
+            if isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant) and isinstance(one.value.value, str):
+                yield one.value.value
+
+
+def prose(path: Path) -> Iterator[str]:
+    """Yield comments, docstrings and messages of a module: texts with a space, without code spans."""
+    source = path.read_text()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield _CODE.sub("", node.value)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield _CODE.sub("", token.string)
+
+
+def findings(text: str) -> list[str]:
+    """Return retired words with the text around them."""
+    return [text[max(found.start() - 40, 0) : found.end() + 40] for found in RETIRED.finditer(text)]
+
+
+def test_sources_have_no_retired_words() -> None:
+    found = [f"{path.relative_to(ROOT)}: {one!r}" for path in SOURCES for text in prose(path) for one in findings(text)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_documents_have_no_retired_words(path: Path) -> None:
+    assert findings(_CODE.sub("", path.read_text())) == []
+
+
+def test_docstrings_do_not_open_like_questions() -> None:
+    texts = [text for path in SOURCES for text in docstrings(ast.parse(path.read_text()))]
+    questions = [text.splitlines()[0] for text in texts if QUESTIONS.match(text)]
+    assert len(texts) > 2000
+    assert len(questions) < MOST_QUESTIONS * len(texts), questions
+
+
+@pytest.mark.parametrize(
+    "text", ["The worker is told.", "Nobody reads it.", "It hands back the run.", "Make it anew.", "tokenised rows"]
+)
+def test_retired_words_are_found(text: str) -> None:
+    assert findings(text)
+    assert not findings(_CODE.sub("", f"`{text}`"))
