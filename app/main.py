@@ -38,6 +38,7 @@ from app.api.middleware.security_headers import SecurityHeadersMiddleware
 from app.api_keys.middleware import AuthenticationMiddleware
 from app.api_keys.verifier import KeyVerifier
 from app.audit.middleware import AuditMiddleware
+from app.backends.celery import CeleryBackend
 from app.config import Settings, get_settings
 from app.contracts.backends import BACKEND_RULES
 from app.infra.broker import Broker
@@ -125,6 +126,9 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     api.state.reading_sessions = session_maker(engine.execution_options(isolation_level="AUTOCOMMIT"))
     api.state.snapshot_sessions = session_maker(engine.execution_options(isolation_level="REPEATABLE READ"))
     api.state.auth, api.state.queue, api.state.streams = KeyVerifier(sessions), queue, streams
+    api.state.backends = {
+        name: CeleryBackend(rules, sessions, settings, storage, queue, streams) for name, rules in BACKEND_RULES.items()
+    }
     api.state.curve_reads = asyncio.Semaphore(app.runs.metrics.curves.READS_AT_A_TIME)
     api.state.log_searches = asyncio.Semaphore(app.runs.logs.endpoints.SEARCHES_AT_A_TIME)
     api.state.forecasts = EtaService(settings, sorted(BACKEND_RULES), api.state.reading_sessions)

@@ -105,7 +105,9 @@ def _commands(files: Files) -> Iterator[str]:
             yield f"{name} does not run anneal"
         elif wrong := _no_command(command[1:]):
             yield f"{name}: `{' '.join(command)}` is not a valid command: {wrong}"
-    documented = "\n".join([*files.texts.values(), (ROOT / "docs" / "operations.md").read_text()])
+    documented = "\n".join(
+        [*files.texts.values(), *(page.read_text() for page in (ROOT / "docs" / "operations").glob("*.md"))]
+    )
     for service, line in re.findall(r"docker compose exec (\w+) anneal ([\w -]+)", documented):
         if service not in files.built:
             yield f"there is no service {service} to run `anneal {line}` in"

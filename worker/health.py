@@ -4,6 +4,8 @@ import os
 import time
 from pathlib import Path
 
+from worker.checkpoint_files.disk_space import free_bytes
+
 ROOM_BYTES = 16 * 2**20
 _FIRST_PAUSE_SECONDS = 5.0
 _LONGEST_PAUSE_SECONDS = 30.0
@@ -23,13 +25,13 @@ class WorkerHealth:
         if time.monotonic() < self._paused_until:
             return f"the last run could not be started here: {self._why}"
         try:
-            disk = os.statvfs(self._storage)
+            free = free_bytes(self._storage)
         except OSError as error:
             return f"the storage {self._storage} is not available: {error.strerror}"
         if not (self._storage / "datasets").is_dir():
             # Every run has a dataset, which the API has stored.
             return f"the storage {self._storage} holds no datasets: set the same ANNEAL_STORAGE for API and workers"
-        if disk.f_blocks and disk.f_bavail * disk.f_frsize < ROOM_BYTES:  # some network file systems report no blocks
+        if free is not None and free < ROOM_BYTES:
             return f"the storage {self._storage} is full: free some space, then pending runs are taken"
         if not os.access(self._storage, os.W_OK):
             return f"the storage {self._storage} cannot be written to"

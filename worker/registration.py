@@ -1,13 +1,12 @@
 """Registration of a worker in the database."""
 
 import logging
-import os
 from importlib.metadata import entry_points, version
 
 from sqlalchemy import Connection
 
 from app.contracts.plugins import PLUGINS
-from app.infra.process_identity import ProcessIdentity, start_time
+from app.infra.process_identity import ProcessIdentity
 from app.runs.state import machine as state_machine
 from app.workers import registry
 from worker.devices import Machine
@@ -28,7 +27,7 @@ def installed() -> dict[str, list[str]]:
 
 def release_dead(connection: Connection, host: str) -> None:
     """Reap at once the runs of dead workers of this machine."""
-    here = ProcessIdentity.of(os.getpid(), 0)
+    here = ProcessIdentity.own()
     dead = [
         row.id
         for row in connection.execute(registry.on_host(host))
@@ -44,7 +43,7 @@ def register(
     connection: Connection, worker_id: str, host: str, machine: Machine, backends: list[str], launcher: Launcher
 ) -> None:
     """Write this worker and its devices into the database."""
-    me = ProcessIdentity.of(os.getpid(), start_time(os.getpid()))
+    me = ProcessIdentity.own()
     connection.execute(
         registry.register(
             {

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
 from app.contracts.errors import FieldError
-from app.infra.db import is_database_away
+from app.infra.db import is_away
 from app.infra.ids import new_id
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ def as_api_error(error: BaseException) -> ApiError | None:
         return disk_full()
     if isinstance(original, psycopg.errors.QueryCanceled):
         return took_too_long()
-    if is_database_away(error):
+    if is_away(error):
         return database_unavailable()
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return disk_full()

@@ -1,13 +1,15 @@
-"""Errors and keys in /openapi.json, described once for all endpoints."""
+"""Errors, keys and events in /openapi.json, described once for all endpoints."""
 
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
 
 from app.api.authorization import PUBLIC
 from app.api.errors import MEDIA_TYPE
 from app.contracts.errors import FieldError, ProblemDetails
+from app.contracts.events import EVENTS
 
 _ALWAYS = {
     "400": "The request could not be read.",
@@ -35,6 +37,8 @@ def describe(app: FastAPI) -> dict[str, Any]:
             schemas.pop(unused, None)
         schemas["FieldError"] = FieldError.model_json_schema()
         template = "#/components/schemas/{model}"
+        _, events = models_json_schema([(model, "validation") for model in EVENTS.values()], ref_template=template)
+        schemas |= events["$defs"]
         schemas["ProblemDetails"] = ProblemDetails.model_json_schema(ref_template=template)
         schemas["ProblemDetails"].pop("$defs", None)
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}

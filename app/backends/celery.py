@@ -2,17 +2,20 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
+from starlette.background import BackgroundTasks
 
 from app.config import Settings
-from app.contracts.backends import BACKEND_RULES, TrainingBackend
+from app.contracts.backends import BackendRules, TrainingBackend
 from app.contracts.errors import FieldError
 from app.contracts.schemas.estimates import RunEstimate
 from app.contracts.schemas.runs import RunCreate, RunRead, RunResume, TrainingRun
+from app.contracts.stop import StopMode
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import given_fields, normalize_numbers
 from app.estimator.steps import Data
@@ -20,7 +23,7 @@ from app.infra.broker import Broker
 from app.infra.ids import is_id
 from app.infra.storage import Storage
 from app.runs import serializers, service
-from app.runs.creation import RunContext, create
+from app.runs.creation import RunTransaction, create
 from app.runs.estimates import service as estimates
 from app.runs.estimates.store import estimate_and_store
 from app.runs.events.stream import Streams
@@ -33,30 +36,33 @@ from app.tables.runs import Run
 from app.workers.queries import online_machines
 
 
-class CeleryBackend(TrainingBackend):
-    """Backend that launches a run by inserting a pending row; a worker claims it after a hint over the broker."""
+class CeleryBackend(TrainingBackend[RunTransaction, Run]):
+    """Backend that launches a run by inserting a pending row; a worker claims it after a hint over the broker.
 
-    rules = BACKEND_RULES["celery"]
+    `celery` and `fake` have the same workers and differ only in their rules and trainers.
+    """
 
     def __init__(
         self,
+        rules: BackendRules,
         sessions: async_sessionmaker[AsyncSession],
         settings: Settings,
         storage: Storage,
         queue: Broker,
         streams: Streams,
     ) -> None:
+        self.rules = rules
         self._sessions = sessions
+        self._settings = settings
         self._storage = storage
         self._queue = queue
         self._streams = streams
-        self._around = RunContext(settings, storage, {self.capabilities.name: self.rules})
 
     async def validate_config(self, config: Mapping[str, Any]) -> list[FieldError]:
         """Return the problems of the configuration, also with regard to the devices of online workers."""
         name = self.capabilities.name
         async with self._sessions() as session:
-            machines = await online_machines(session, self._around.settings, name, self.rules)
+            machines = await online_machines(session, self._settings, name, self.rules)
         problems, _ = await asyncio.to_thread(config_problems, self.rules, config, machines=machines)
         return problems
 
@@ -77,8 +83,28 @@ class CeleryBackend(TrainingBackend):
             Data(dataset_size, None),
             self.rules.loads_model,
         )
-        settings, storage = self._around.settings, self._storage
-        return await estimates.estimate(self._sessions, settings, storage, subject)
+        return await estimates.estimate(self._sessions, self._settings, self._storage, subject)
+
+    async def create_run(self, transaction: RunTransaction, request: RunCreate, run_id: str | None = None) -> Run:
+        """Insert the run; after the commit, send a hint to the workers and estimate the run."""
+        run = await create(transaction, self._settings, self._storage, request, run_id)
+        transaction.after_commit.add_task(self._queue.hint)
+        if self.rules.loads_model:
+            transaction.after_commit.add_task(estimate_and_store, self._sessions, self._settings, self._storage, run)
+        return run
+
+    async def stop_run(self, transaction: RunTransaction, run_id: str, mode: StopMode) -> Run:
+        """Store the request; after the commit, notify the run's worker and its readers."""
+        run = await service.stop(transaction.session, run_id, mode)
+        transaction.after_commit.add_task(self._queue.call_worker, run_id)
+        transaction.after_commit.add_task(self._queue.wake, run_id)
+        return run
+
+    async def resume_run(self, transaction: RunTransaction, run_id: str, request: RunResume) -> Run:
+        """Insert the run that continues `run_id`; after the commit, send a hint to the workers."""
+        run = await resume(transaction, self._settings, run_id, request)
+        transaction.after_commit.add_task(self._queue.hint)
+        return run
 
     async def launch(self, run: TrainingRun, dataset_path: Path, output_dir: Path) -> str:
         """Insert the run; raise 422 for a data set or folder outside the storage."""
@@ -91,14 +117,8 @@ class CeleryBackend(TrainingBackend):
         if not is_id(run.run_id, "run") or output_dir != self._storage.run_dir(run.run_id):
             message = f"must be the run's folder below {self._storage.root}, and the run's id must have the form run_…"
             raise validation_failed([FieldError(field="output_dir", code="outside_storage", message=message)])
-        async with self._sessions() as session, session.begin():
-            known = await session.scalar(select(Run.id).where(Run.id == run.run_id))
-            made = None
-            if known is None:
-                made = await create(session, self._around, request, created_by=None, run_id=run.run_id)
-        await self._queue.hint()
-        if made is not None and self.rules.loads_model:
-            await estimate_and_store(self._sessions, self._around.settings, self._storage, made)
+        async with self._transaction() as transaction:
+            await self.create_run(transaction, request, run.run_id)
         return run.run_id
 
     async def get_status(self, run_id: str) -> RunRead:
@@ -115,19 +135,23 @@ class CeleryBackend(TrainingBackend):
 
     async def stop(self, run_id: str, save_checkpoint: bool = True) -> None:
         """Request a stop; raise 409 if the run has already ended by itself."""
-        async with self._sessions() as session, session.begin():
-            await service.stop(session, run_id, "checkpoint" if save_checkpoint else "discard")
-        await self._queue.call_worker(run_id)
-        await self._queue.wake(run_id)
+        async with self._transaction() as transaction:
+            await self.stop_run(transaction, run_id, "checkpoint" if save_checkpoint else "discard")
 
     async def resume(self, run_id: str, checkpoint_path: Path | None = None) -> str:
         """Create a run that resumes from the checkpoint in that folder, or from the newest restorable one."""
-        async with self._sessions() as session, session.begin():
-            wanted = await self._checkpoint_id(session, checkpoint_path) if checkpoint_path else None
-            request = RunResume(checkpoint_id=wanted)
-            child = await resume(session, self._around, run_id, request, created_by=None)
-        await self._queue.hint()
+        async with self._transaction() as transaction:
+            wanted = await self._checkpoint_id(transaction.session, checkpoint_path) if checkpoint_path else None
+            child = await self.resume_run(transaction, run_id, RunResume(checkpoint_id=wanted))
         return child.id
+
+    @asynccontextmanager
+    async def _transaction(self) -> AsyncIterator[RunTransaction]:
+        """Provide a transaction of its own, followed by the tasks for after its commit."""
+        after_commit = BackgroundTasks()
+        async with self._sessions() as session, session.begin():
+            yield RunTransaction(session, after_commit)
+        await after_commit()
 
     def _dataset_id(self, path: Path) -> str:
         dataset_id, extension = path.parent.name, path.suffix.removeprefix(".")

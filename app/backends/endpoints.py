@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter
 
-from app.backends import registry
+from app.api.errors import not_found
 from app.contracts.backends import BACKEND_RULES, BackendRead, BackendRules
 from app.contracts.schemas.page import Page
 
@@ -18,7 +18,9 @@ async def list_backends() -> Page[BackendRead]:
 @router.get("/{name}")
 async def get_backend(name: str) -> BackendRead:
     """Get a backend and its capabilities."""
-    return _read(registry.rules(name))
+    if name not in BACKEND_RULES:
+        raise not_found("backend", name)
+    return _read(BACKEND_RULES[name])
 
 
 def _read(rules: BackendRules) -> BackendRead:

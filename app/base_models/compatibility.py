@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from app.base_models.resolver import WEIGHTS_FILE, BaseModelError, read_json
+from app.contracts.methods import method_of
 from app.estimator.architecture import UnknownArchitecture, impossible_size, read
 from app.estimator.parameters import modules
 
@@ -24,12 +25,12 @@ def conflicts(
             )
         )
     is_adapter = (folder / "adapter_config.json").is_file()
-    method = config.get("method", "qlora")
-    if is_reward_model(folder) and (is_adapter or method != "reward"):
+    method = method_of(config)
+    if is_reward_model(folder) and (is_adapter or not method.has_reward_head):
         what = "an adapter of a reward model" if is_adapter else "a reward model"
         message = f"This is {what}: it scores text and generates none; use it in `rlhf.rewards`, with type `model`."
         found.append(BaseModelError("base_model", message))
-    if needs_weights and not is_adapter and (lacking := _lacking(folder, method == "full")):
+    if needs_weights and not is_adapter and (lacking := _lacking(folder, method.adapter == "forbidden")):
         found.append(BaseModelError("base_model", lacking))
     found += _of_architecture(folder, config)
     length, longest = config.get("max_seq_length"), _longest(folder)
@@ -72,7 +73,8 @@ def _of_architecture(folder: Path, config: Mapping[str, Any]) -> list[BaseModelE
     if wrong := impossible_size(model_config):
         return [BaseModelError("base_model", f"The model's config.json is invalid: {wrong}; correct it there.")]
     names = config.get("target_modules")
-    if config.get("method") == "full" or config.get("lora_r", 1) is None or not isinstance(names, list):
+    has_adapter = method_of(config).adapter != "forbidden" and config.get("lora_r", 1) is not None
+    if not has_adapter or not isinstance(names, list):
         return []
     try:
         there = modules(read(model_config))

@@ -12,7 +12,7 @@ from httpx_sse import ServerSentEvent
 
 from app.client.errors import AnnealError
 from app.client.transport import Backoff, Session
-from app.contracts.events import _TYPES, Event
+from app.contracts.events import EVENTS, Event
 
 log = logging.getLogger(__name__)
 
@@ -123,4 +123,4 @@ class Follower:
 def parse(sent: ServerSentEvent) -> Event:
     """Parse the event in a frame; raises `ValueError` if it is invalid."""
     data = json.loads(sent.data)
-    return _TYPES.get(sent.event, Event).model_validate({"seq": int(sent.id), **data, "type": sent.event})
+    return EVENTS.get(sent.event, Event).model_validate({"seq": int(sent.id), **data, "type": sent.event})

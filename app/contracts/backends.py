@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -12,7 +12,13 @@ from app.contracts.errors import FieldError
 from app.contracts.fake_options import FakeOptions
 from app.contracts.methods import TrainingMethod
 from app.contracts.schemas.estimates import RunEstimate
-from app.contracts.schemas.runs import TrainingRun
+from app.contracts.schemas.runs import RunCreate, RunResume, TrainingRun
+from app.contracts.stop import StopMode
+
+Transaction = TypeVar("Transaction")
+"""A transaction of the service, with the caller on whose behalf it runs."""
+Run = TypeVar("Run")
+"""A stored run."""
 
 
 class BackendCapabilities(BaseModel):
@@ -45,10 +51,11 @@ class BackendRules:
     """True if `base_model` must exist; otherwise any name is accepted."""
 
 
-class TrainingBackend(ABC):
+class TrainingBackend(ABC, Generic[Transaction, Run]):
     """Interface of a backend that executes runs; `tests/app/backends/conformance.py` specifies its behavior.
 
-    Each method runs in its own transaction. Errors that a caller can act on are raised as `app.api.errors.ApiError`.
+    `create_run`, `stop_run` and `resume_run` are part of the caller's transaction; the endpoints use them. Each other
+    method runs in its own transaction. Errors that a caller can act on are raised as `app.api.errors.ApiError`.
     """
 
     rules: BackendRules
@@ -67,6 +74,24 @@ class TrainingBackend(ABC):
         """Estimate time, memory by component, cost, tokens and steps for `dataset_size` rows, with assumptions.
 
         Values that cannot be estimated are null, with a reason. Raises 422 for a configuration that cannot run.
+        """
+
+    @abstractmethod
+    async def create_run(self, transaction: Transaction, request: RunCreate, run_id: str | None = None) -> Run:
+        """Create a pending run; workers are notified after the commit.
+
+        The same idempotency key, or the same `run_id`, returns the same run. Raises 422 with all errors.
+        """
+
+    @abstractmethod
+    async def stop_run(self, transaction: Transaction, run_id: str, mode: StopMode) -> Run:
+        """Request a stop of the run; raise 409 if it has already ended by itself."""
+
+    @abstractmethod
+    async def resume_run(self, transaction: Transaction, run_id: str, request: RunResume) -> Run:
+        """Create a pending run that continues an ended one; the same idempotency key returns the same run.
+
+        Raises 409 while the run is live or without a checkpoint, 422 for changes that cannot be made.
         """
 
     @abstractmethod
@@ -141,7 +166,7 @@ class BackendRead(BackendCapabilities):
                 "supports_local": True,
                 "supports_remote": True,
                 "supports_distributed": False,
-                "supported_methods": ["full", "lora", "qlora", "dpo", "reward", "rlhf", "sft"],
+                "supported_methods": [method.value for method in TrainingMethod],
                 "max_model_size_b": None,
                 "supported_quantization": ["4bit", "8bit"],
                 "supports_streaming_logs": True,

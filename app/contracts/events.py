@@ -1,16 +1,26 @@
-"""Event types of a run: one model per type."""
+"""Events of a run: one model per event type, and the registry of all of them.
 
-from typing import Any, Literal
+The server's list of types, the client's parser, the worker's record handler and the OpenAPI document derive from
+`EVENTS`. Events are stored and sent as the writer built them: nothing validates the path of metrics field by field.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic.config import JsonDict
 
 from app.contracts.field_types import Timestamp
 from app.contracts.run_status import TrainingStatus
+from app.contracts.schemas.runs import RUN_ID, TrainingMetrics
 
-EVENT_TYPES = (
-    "status", "log", "metric", "eval", "checkpoint", "config", "progress", "sample", "action", "repair",
-    "error", "end",
-)  # fmt: skip
+CHECKPOINT_ID = "ckpt_01k3x9m6q2v8s4t0w7y5z1a3b8"
+
+
+def _example(type: str, **payload: Any) -> JsonDict:
+    event: JsonDict = {"type": type, "run_id": RUN_ID, "seq": 41, "ts": "2026-01-02T03:04:05.678Z"}
+    return {"example": {**event, **payload}}
 
 
 class Event(BaseModel):
@@ -18,139 +28,266 @@ class Event(BaseModel):
 
     model_config = ConfigDict(extra="allow", populate_by_name=True)
 
-    type: str
-    run_id: str
-    seq: int
-    ts: Timestamp | None = None
+    is_trainer_record: ClassVar[bool] = False
+    """True if the trainer's record of this type is stored as the event, without any other effect on the run."""
+
+    type: str = Field(description="Type of the event; the `event` field of server-sent events.")
+    run_id: str = Field(description="ID of the run.")
+    seq: int = Field(
+        description="Position in the run's log, from 1 without gaps; the `id` and cursor of server-sent events."
+    )
+    ts: Timestamp | None = Field(
+        default=None, description="Time of the event in UTC, in milliseconds; null for placeholders of pruned events."
+    )
+
+
+class TrainerEvent(Event):
+    """Fields of every event that the trainer reports."""
+
+    non_finite: list[str] = Field(
+        default_factory=list, description="Dotted names of the values that were NaN or infinite and are null here."
+    )
+    truncated: bool = Field(default=False, description="True if long values were cut so that the record could be sent.")
 
 
 class StatusEvent(Event):
     """Status change of the run."""
 
+    model_config = ConfigDict(
+        json_schema_extra=_example("status", attempt=1, reason="training", to="running", **{"from": "initializing"})
+    )
+
     type: Literal["status"]
-    from_: TrainingStatus | None = Field(default=None, alias="from")
-    to: TrainingStatus
-    reason: str | None = None
-    attempt: int = 0
+    from_: TrainingStatus | None = Field(
+        default=None, alias="from", description="Previous status; null for the run's first event."
+    )
+    to: TrainingStatus = Field(description="New status.")
+    reason: str | None = Field(default=None, description="Cause of the change; the error code of a failure.")
+    attempt: int = Field(default=0, description="Number of attempts so far; 0 before the first one.")
 
 
 class LogEvent(Event):
-    """Line printed by the training process, or a message of the service (`stream` is then `anneal`)."""
+    """Line printed by the training process, or a message of the service."""
+
+    model_config = ConfigDict(
+        json_schema_extra=_example("log", line="step 10 loss 2.31", stream="stdout", level="info")
+    )
 
     type: Literal["log"]
-    line: str
-    stream: str = "stdout"
-    level: str = "info"
+    line: str = Field(description="Text without line end; cut if it is very long.")
+    stream: str = Field(
+        default="stdout", description="`stdout` or `stderr` of the training process; `anneal`: message of the service."
+    )
+    level: str = Field(default="info", description="`info`, `warning` or `error`.")
 
 
-class MetricEvent(Event):
+class MetricEvent(TrainerEvent, TrainingMetrics):
     """Training metrics at one step."""
 
+    model_config = ConfigDict(
+        json_schema_extra=_example(
+            "metric", step=10, epoch=0.5, loss=2.31, learning_rate=0.0002, grad_norm=0.9, gpu_memory_mb=15210.4,
+            samples_per_second=12.5, extra={"tokens_per_second": 7031.0},
+        )
+    )  # fmt: skip
+
     type: Literal["metric"]
-    step: int
-    epoch: float | None = None
-    loss: float | None = None
-    learning_rate: float | None = None
-    grad_norm: float | None = None
-    gpu_memory_mb: float | None = None
-    samples_per_second: float | None = None
-    extra: dict[str, Any] = Field(default_factory=dict)
 
 
-class EvalEvent(Event):
+class EvalEvent(TrainerEvent):
     """Result of an evaluation."""
 
+    model_config = ConfigDict(
+        json_schema_extra=_example("eval", step=20, epoch=1.0, metrics={"eval_loss": 2.4, "eval_rows": 64})
+    )
+    is_trainer_record = True
+
     type: Literal["eval"]
-    step: int
-    epoch: float | None = None
-    metrics: dict[str, Any] = Field(default_factory=dict)
+    step: int = Field(description="Optimizer steps before the evaluation.")
+    epoch: float | None = Field(default=None, description="Passes over the data before the evaluation.")
+    metrics: dict[str, Any] = Field(
+        default_factory=dict, description="Metrics by name, such as `eval_loss` in nats per token."
+    )
 
 
 class CheckpointEvent(Event):
     """Checkpoint that a run can resume from."""
 
+    model_config = ConfigDict(
+        json_schema_extra=_example("checkpoint", checkpoint_id=CHECKPOINT_ID, step=40, kind="periodic", bytes=1048576)
+    )
+
     type: Literal["checkpoint"]
-    checkpoint_id: str
-    step: int
-    kind: str
+    checkpoint_id: str = Field(description="ID of the checkpoint.")
+    step: int = Field(description="Optimizer steps that it contains.")
+    kind: str = Field(
+        description="`periodic` (`save_steps` or an action), `stop`, `best` (an evaluation) or `final` (the last step)."
+    )
+    bytes: int | None = Field(default=None, description="Size of its files in bytes.")
 
 
-class ConfigEvent(Event):
-    """Effective configuration of the trainer, the defaults it replaced, and facts such as `total_steps`."""
+class ConfigEvent(TrainerEvent):
+    """Effective configuration of the trainer, the defaults it replaced, and facts known before the first step."""
+
+    model_config = ConfigDict(
+        json_schema_extra=_example(
+            "config",
+            effective={"base_model": "my-model", "method": "lora", "optim": "adamw_torch"},
+            replaced=[
+                {"field": "optim", "requested": "paged_adamw_8bit", "used": "adamw_torch", "reason": "no GPU"},
+            ],
+            facts={"parameters_total": 135_000_000, "parameters_trainable": 460_800, "total_steps": 200},
+        )
+    )
 
     type: Literal["config"]
-    effective: dict[str, Any] = Field(default_factory=dict)
-    replaced: list[dict[str, Any]] = Field(default_factory=list)
-    facts: dict[str, Any] = Field(default_factory=dict)
+    effective: dict[str, Any] = Field(default_factory=dict, description="Configuration fields with the values in use.")
+    replaced: list[dict[str, Any]] = Field(
+        default_factory=list,
+        description="Defaults that the device cannot honor: `field`, `requested`, `used` and `reason`.",
+    )
+    facts: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Parameter counts, device, library versions, `total_steps`, FLOPs per token and further facts.",
+    )
 
 
-class ProgressEvent(Event):
-    """Progress of a phase, in units of that phase."""
+class ProgressEvent(TrainerEvent):
+    """Progress of a phase other than the steps of training."""
+
+    model_config = ConfigDict(
+        json_schema_extra=_example("progress", phase="tokenizing", done=12000, total=52000, message=None)
+    )
+    is_trainer_record = True
 
     type: Literal["progress"]
-    phase: str
-    done: float | None = None
-    total: float | None = None
-    message: str | None = None
+    phase: str = Field(
+        description="Phase, such as `loading`, `tokenizing`, `training`, `evaluating`, `saving`, `exporting`, "
+        "`pushing`, `fetching` or `copying`."
+    )
+    done: float | None = Field(
+        default=None, description="Completed part in the phase's unit: rows, batches, texts, or bytes for transfers."
+    )
+    total: float | None = Field(default=None, description="Whole in the same unit; null if it is not known.")
+    message: str | None = Field(default=None, description="Description for users.")
 
 
-class SampleEvent(Event):
+class SampleEvent(TrainerEvent):
     """Completion generated by the model."""
 
+    model_config = ConfigDict(
+        json_schema_extra=_example(
+            "sample", step=40, prompt="2 + 2 =", completion=" 4", rewards={"exact_match": 1.0}, advantage=0.7
+        )
+    )
+    is_trainer_record = True
+
     type: Literal["sample"]
-    step: int
-    prompt: str
-    completion: str
+    step: int = Field(description="Optimizer steps before the text was generated.")
+    prompt: str = Field(description="Prompt as text.")
+    completion: str = Field(description="Generated text.")
+    action_id: str | None = Field(default=None, description="Action that requested it; null for samples of `rlhf`.")
+    rewards: dict[str, float | None] | None = Field(
+        default=None, description="Value of each reward function by name; null outside `rlhf`."
+    )
+    advantage: float | None = Field(
+        default=None, description="Advantage of the completion in its group; null outside `rlhf`."
+    )
 
 
 class ActionEvent(Event):
-    """Result of an action, which took effect after `step`."""
+    """Result of an action."""
+
+    model_config = ConfigDict(
+        json_schema_extra=_example(
+            "action", action_id="act_01k3x9m6q2v8s4t0w7y5z1a3d0", action="set_learning_rate", step=41, status="done",
+            result={"before": 0.0002, "learning_rate": 0.0001}, message=None,
+        )
+    )  # fmt: skip
 
     type: Literal["action"]
-    action_id: str
-    action: str
-    step: int
-    status: str
-    result: dict[str, Any] | None = None
-    message: str | None = None
+    action_id: str = Field(description="ID of the action.")
+    action: str = Field(description="`checkpoint`, `evaluate`, `sample`, `set_learning_rate` or `extend`.")
+    step: int = Field(description="Optimizer step after which the action took effect.")
+    status: str = Field(description="`done`, `refused` (not attempted) or `failed` (attempted without success).")
+    result: dict[str, Any] | None = Field(default=None, description="Result; its fields depend on the action.")
+    message: str | None = Field(default=None, description="Reason of a refusal or failure.")
 
 
 class RepairEvent(Event):
     """Automatic retry of a failed run with a change: smaller micro-batches, or skipping the step that failed."""
 
+    model_config = ConfigDict(
+        json_schema_extra=_example(
+            "repair", kind="non_finite", step=41, rows=[7, 19], singled_out=[19], changes={}, instead_of={},
+            reason="loss or gradients were non-finite at step 41: back to the checkpoint of step 40, skipping that "
+            "step", back_to=CHECKPOINT_ID, spoilt=None,
+        )
+    )  # fmt: skip
+
     type: Literal["repair"]
-    kind: str
-    reason: str
-    step: int | None = None
-    rows: list[int] = Field(default_factory=list)
-    singled_out: list[int] = Field(default_factory=list)
-    changes: dict[str, Any] = Field(default_factory=dict)
+    kind: str = Field(description="`out_of_memory`, `non_finite` or `loss_spike`.")
+    reason: str = Field(description="Sentence for users.")
+    step: int | None = Field(default=None, description="Optimizer step that is skipped from now on.")
+    rows: list[int] = Field(default_factory=list, description="Rows of the dataset in that step, counted from 0.")
+    singled_out: list[int] = Field(
+        default_factory=list, description="Those of the rows that fail alone: no later step contains one."
+    )
+    changes: dict[str, Any] = Field(
+        default_factory=dict, description="Changed configuration fields (`extra.…` within that group) and their values."
+    )
+    instead_of: dict[str, Any] = Field(default_factory=dict, description="Previous values of the changed fields.")
+    back_to: str | None = Field(
+        default=None, description="Checkpoint to which the run goes back; null: its newest one, or the start."
+    )
+    spoilt: str | None = Field(
+        default=None, description="Checkpoint from which no run resumes any more, because anomalies followed it twice."
+    )
 
 
 class ErrorEvent(Event):
     """Cause of the run's failure."""
 
+    model_config = ConfigDict(
+        json_schema_extra=_example("error", code="bad_data", message="Row 3 has no messages; correct the dataset.")
+    )
+
     type: Literal["error"]
-    code: str
-    message: str
+    code: str = Field(description="Stable error code, in snake_case.")
+    message: str = Field(description="Cause, and a possible remedy.")
 
 
 class EndEvent(Event):
     """Last event of a run."""
 
+    model_config = ConfigDict(json_schema_extra=_example("end", status="completed"))
+
     type: Literal["end"]
-    status: TrainingStatus
+    status: TrainingStatus = Field(description="Final status: `completed`, `failed` or `cancelled`.")
 
 
 class TruncatedEvent(Event):
-    """Placeholder for older events that were pruned."""
+    """Placeholder for older events that were pruned; it is sent, but not stored."""
+
+    model_config = ConfigDict(json_schema_extra=_example("truncated", first_seq=42))
 
     type: Literal["truncated"]
-    first_seq: int
+    first_seq: int = Field(description="`seq` of the oldest stored event.")
 
 
-_TYPES: dict[str, type[Event]] = {
-    "status": StatusEvent, "log": LogEvent, "metric": MetricEvent, "eval": EvalEvent, "checkpoint": CheckpointEvent,
-    "config": ConfigEvent, "progress": ProgressEvent, "sample": SampleEvent, "action": ActionEvent,
-    "repair": RepairEvent, "error": ErrorEvent, "end": EndEvent, "truncated": TruncatedEvent,
-}  # fmt: skip
+EVENTS: Mapping[str, type[Event]] = MappingProxyType(
+    {
+        get_args(model.model_fields["type"].annotation)[0]: model
+        for model in (
+            StatusEvent, LogEvent, MetricEvent, EvalEvent, CheckpointEvent, ConfigEvent, ProgressEvent, SampleEvent,
+            ActionEvent, RepairEvent, ErrorEvent, EndEvent, TruncatedEvent,
+        )
+    }
+)  # fmt: skip
+"""Model of each event type."""
+
+EVENT_TYPES = tuple(kind for kind, model in EVENTS.items() if model is not TruncatedEvent)
+"""Types of stored events, of which a reader can choose."""
+
+TRAINER_RECORDS = frozenset(kind for kind, model in EVENTS.items() if model.is_trainer_record)
+"""Types of which the trainer's record is stored as the event."""

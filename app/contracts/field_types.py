@@ -1,7 +1,8 @@
 """Field types shared by wire models."""
 
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, PlainSerializer, StringConstraints
 
@@ -22,11 +23,43 @@ ModelName = Annotated[
 ]
 """A folder below the models root, a hub name, or the id of a run."""
 
+PluginName = Annotated[str, StringConstraints(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9_.-]+$")]
+
+DatasetFormat = Literal["chat", "prompt_completion", "text", "preference", "prompt"]
+
 
 class Strict(BaseModel):
     """Base class that rejects unknown fields, `"1"` or true for 1, and NaN."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """Annotation of a configuration field: properties that other modules select fields by.
+
+    Every field has one; `app.contracts.training_config.field_traits` collects them.
+    """
+
+    changeable_on_resume: bool = False
+    """A resumed run may change it; changing any other field would silently train something else."""
+    affects: Literal["step_time", "duration"] | None = None
+    """`step_time`: runs with other values take another time per step. `duration`: the prediction of a run's duration
+    reads it."""
+    in_probe: bool = True
+    """A probe uses the value of the run that it measures, rather than the default."""
+    adapter_only: bool = False
+    """Applies only to runs with an adapter."""
+    four_bit_only: bool = False
+    """Applies only to a 4-bit base model."""
+    supervised_only: bool = False
+    """Applies only to supervised methods."""
+    needs_eval_data: bool = False
+    """Applies only to runs with evaluation data."""
+    depends_on_method: bool = False
+    """Its valid values depend on the method."""
+    is_available: bool = True
+    """False if this version accepts only the default."""
 
 
 Timestamp = Annotated[datetime, PlainSerializer(timestamp, return_type=str, when_used="json")]

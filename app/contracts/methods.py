@@ -1,11 +1,16 @@
-"""Training methods and their options."""
+"""Training methods: one row per method, and the models of their options.
 
+Code that depends on the method reads a property of its row, so that a new method needs no other comparison.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from app.contracts.field_types import Strict
+from app.contracts.field_types import DatasetFormat, Strict, Traits
 from app.contracts.rewards import Rewards
 
 
@@ -21,11 +26,7 @@ class TrainingMethod(StrEnum):
     sft = "sft"
 
 
-SUPERVISED = (TrainingMethod.full, TrainingMethod.lora, TrainingMethod.qlora, TrainingMethod.sft)
-"""Methods that learn from examples; the only list of them."""
-
-PREFERENCE = (TrainingMethod.dpo, TrainingMethod.reward)
-"""Methods that learn from pairs of a chosen and a rejected answer."""
+DEFAULT_METHOD = TrainingMethod.qlora
 
 DpoLoss = Literal[
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
@@ -37,14 +38,14 @@ DpoLoss = Literal[
 class DpoOptions(Strict):
     """Options of direct preference optimization; for method `dpo` only."""
 
-    beta: float = Field(
+    beta: Annotated[float, Traits()] = Field(
         default=0.1,
         gt=0,
         le=100,
         description="Controls the deviation from the reference model; higher values stay closer.",
     )
-    loss_type: DpoLoss = Field(default="sigmoid", description="DPO loss function.")
-    label_smoothing: float = Field(
+    loss_type: Annotated[DpoLoss, Traits()] = Field(default="sigmoid", description="DPO loss function.")
+    label_smoothing: Annotated[float, Traits()] = Field(
         default=0.0,
         ge=0,
         lt=0.5,
@@ -55,22 +56,180 @@ class DpoOptions(Strict):
 class RlhfOptions(Strict):
     """Options of reinforcement learning from rewards; for method `rlhf` only."""
 
-    algorithm: Literal["grpo", "rloo"] = Field(
+    algorithm: Annotated[Literal["grpo", "rloo"], Traits()] = Field(
         default="grpo", description="Algorithm that computes the advantages (GRPO or RLOO)."
     )
-    rewards: Rewards = Field(
+    rewards: Annotated[Rewards, Traits()] = Field(
         default_factory=list, description="Reward functions; the reward of a completion is their weighted sum."
     )
-    num_generations: int = Field(
+    num_generations: Annotated[int, Traits()] = Field(
         default=8, ge=2, le=1024, description="Completions per prompt, whose rewards are compared with each other."
     )
-    max_completion_length: int = Field(
+    max_completion_length: Annotated[int, Traits()] = Field(
         default=256, ge=1, le=1_000_000, description="Maximum number of tokens generated per completion."
     )
-    temperature: float = Field(default=1.0, gt=0, le=100, description="Sampling temperature.")
-    beta: float = Field(
+    temperature: Annotated[float, Traits()] = Field(default=1.0, gt=0, le=100, description="Sampling temperature.")
+    beta: Annotated[float, Traits()] = Field(
         default=0.0,
         ge=0,
         le=100,
         description="KL coefficient: keeps the policy close to the base model; 0 disables it.",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """Properties of a training method."""
+
+    name: TrainingMethod
+    summary: str
+    """Data that the method learns from, for the documentation."""
+    objective: Literal["supervised", "preference", "reward", "rl"]
+    trainer: str
+    """Function that trains a run, as `module:function`."""
+    formats: tuple[DatasetFormat, ...]
+    """Accepted dataset formats."""
+    row_noun: Literal["rows", "pairs", "prompts"] = "rows"
+    """Contents of a dataset row: one sequence, two answers to a prompt, or a prompt without an answer."""
+    options: type[Strict] | None = None
+    """Model of the options, which are in the field of the configuration that has the method's name."""
+    adapter: Literal["forbidden", "optional", "required"] = "optional"
+    quantization: Literal["forbidden", "optional", "required"] = "optional"
+    """Quantization of the base model; unless forbidden, 4-bit is the default of a run with an adapter."""
+    has_reference: bool = False
+    """True if the loss compares the model with a frozen reference model."""
+    truncates: bool = True
+    """False if rows that are too long are skipped."""
+    smaller: TrainingMethod | None = None
+    """Method with the same objective that needs less memory."""
+
+    @property
+    def is_supervised(self) -> bool:
+        """True if the loss is that of given tokens, as in pretraining."""
+        return self.objective == "supervised"
+
+    @property
+    def generates(self) -> bool:
+        """True if the model generates completions during training; the options are then `RlhfOptions`."""
+        return self.objective == "rl"
+
+    @property
+    def has_reward_head(self) -> bool:
+        """True if the output is a reward model, which has a score head instead of a language-model head."""
+        return self.objective == "reward"
+
+    @property
+    def has_pairs(self) -> bool:
+        """True if a dataset row makes two sequences."""
+        return self.row_noun == "pairs"
+
+    @property
+    def eval_metric(self) -> Literal["eval_loss", "eval_reward"]:
+        """Evaluation metric by which checkpoints are compared."""
+        return "eval_reward" if self.generates else "eval_loss"
+
+    @property
+    def higher_is_better(self) -> bool:
+        """True if a higher `eval_metric` is better."""
+        return self.eval_metric == "eval_reward"
+
+
+_SUPERVISED_FORMATS: tuple[DatasetFormat, ...] = ("chat", "prompt_completion", "text")
+
+METHODS: Mapping[TrainingMethod, Method] = {
+    method.name: method
+    for method in (
+        Method(
+            name=TrainingMethod.full,
+            summary="examples",
+            objective="supervised",
+            trainer="worker.training.methods.sft:train",
+            formats=_SUPERVISED_FORMATS,
+            adapter="forbidden",
+            quantization="forbidden",
+            smaller=TrainingMethod.lora,
+        ),
+        Method(
+            name=TrainingMethod.lora,
+            summary="examples",
+            objective="supervised",
+            trainer="worker.training.methods.sft:train",
+            formats=_SUPERVISED_FORMATS,
+            adapter="required",
+            quantization="forbidden",
+            smaller=TrainingMethod.qlora,
+        ),
+        Method(
+            name=TrainingMethod.qlora,
+            summary="examples",
+            objective="supervised",
+            trainer="worker.training.methods.sft:train",
+            formats=_SUPERVISED_FORMATS,
+            adapter="required",
+            quantization="required",
+        ),
+        Method(
+            name=TrainingMethod.dpo,
+            summary="pairs of a better and a worse answer",
+            objective="preference",
+            trainer="worker.training.methods.dpo:train",
+            formats=("preference",),
+            row_noun="pairs",
+            options=DpoOptions,
+            has_reference=True,
+        ),
+        Method(
+            name=TrainingMethod.reward,
+            summary="pairs of a better and a worse answer",
+            objective="reward",
+            trainer="worker.training.methods.reward_model:train",
+            formats=("preference",),
+            row_noun="pairs",
+            truncates=False,
+        ),
+        Method(
+            name=TrainingMethod.rlhf,
+            summary="rewards for the completions that the model generates",
+            objective="rl",
+            trainer="worker.training.methods.rlhf:train",
+            formats=("prompt",),
+            row_noun="prompts",
+            options=RlhfOptions,
+            has_reference=True,
+            truncates=False,
+        ),
+        Method(
+            name=TrainingMethod.sft,
+            summary="examples",
+            objective="supervised",
+            trainer="worker.training.methods.sft:train",
+            formats=_SUPERVISED_FORMATS,
+        ),
+    )
+}
+"""Properties of each training method; the only place that lists them."""
+
+OPTION_GROUPS: Mapping[str, type[Strict]] = {
+    method.name.value: method.options for method in METHODS.values() if method.options is not None
+}
+"""Options of methods, by their field in the configuration."""
+
+
+def method_of(config: Mapping[str, Any]) -> Method:
+    """Return the method of a raw or stored configuration; the default one if it names none that is known."""
+    name = config.get("method")
+    return METHODS[TrainingMethod(name) if name in list(METHODS) else DEFAULT_METHOD]
+
+
+def options_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the options of the method in a raw or stored configuration; empty if there are none."""
+    options = config.get(method_of(config).name)
+    return options if isinstance(options, Mapping) else {}
+
+
+def rewards_of(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield field and content of each reward of a raw or stored configuration; malformed entries are skipped."""
+    listed = options_of(config).get("rewards") if method_of(config).generates else None
+    for at, reward in enumerate(listed if isinstance(listed, list) else ()):
+        if isinstance(reward, Mapping):
+            yield f"{method_of(config).name}.rewards.{at}", reward

@@ -5,10 +5,13 @@ Pure pydantic: the API validates with it; `worker/training/plugins/registry.py` 
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
+
+from app.contracts.field_types import PluginName
+from app.contracts.methods import rewards_of
 
 PLUGINS = {
     "recipe": "anneal.recipes",
@@ -26,8 +29,6 @@ _REPLACES = {
     "scheduler": ("lr_scheduler_type",),
 }
 _MOST_CHARACTERS = 8_000
-
-PluginName = Annotated[str, StringConstraints(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9_.-]+$")]
 
 
 class Plugin(BaseModel):
@@ -66,11 +67,9 @@ def named(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     for name in metrics if isinstance(metrics, list) else ():
         if isinstance(name, str):
             yield "extra.metrics", "metrics", name
-    options = config.get("rlhf") if config.get("method") == "rlhf" else None
-    rewards = options.get("rewards") if isinstance(options, Mapping) else None
-    for at, reward in enumerate(rewards if isinstance(rewards, list) else ()):
-        if isinstance(reward, Mapping) and reward.get("type") == "plugin" and isinstance(reward.get("name"), str):
-            yield f"rlhf.rewards.{at}.name", "reward", reward["name"]
+    for field, reward in rewards_of(config):
+        if reward.get("type") == "plugin" and isinstance(reward.get("name"), str):
+            yield f"{field}.name", "reward", reward["name"]
 
 
 def makes_rates(config: Mapping[str, Any]) -> bool:

@@ -14,8 +14,7 @@ from urllib.parse import unquote
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
-from app.contracts.field_types import ModelName, Strict
-from app.contracts.plugins import PluginName
+from app.contracts.field_types import ModelName, PluginName, Strict
 
 _MOST_CHARACTERS = 1000
 

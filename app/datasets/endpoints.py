@@ -11,7 +11,8 @@ from app.api.dependencies import CurrentSettings, CurrentStorage, Session
 from app.api.idempotency import Idempotency
 from app.api.pagination import PageQuery
 from app.audit.log import call_of
-from app.contracts.schemas.datasets import UPLOAD_BODY, DatasetSummary, DatasetView, Format
+from app.contracts.field_types import DatasetFormat
+from app.contracts.schemas.datasets import UPLOAD_BODY, DatasetSummary, DatasetView
 from app.contracts.schemas.page import Page
 from app.datasets import service, sources
 
@@ -64,7 +65,7 @@ async def list_datasets(
     session: Session,
     paging: PageQuery,
     name: Annotated[str | None, Query(max_length=200, description="Part of the name, case-insensitive.")] = None,
-    format: Format | None = None,
+    format: DatasetFormat | None = None,
 ) -> Page[DatasetSummary]:
     """List datasets, newest first."""
     rows, has_more = await service.page(session, service.Filters(name, format), paging)

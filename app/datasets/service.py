@@ -14,7 +14,7 @@ from app.api.idempotency import Idempotency
 from app.api.pagination import Paging, fetch
 from app.audit.log import AuditedCall
 from app.datasets.importer import ImportedFile
-from app.infra.db import is_database_away
+from app.infra.db import is_away
 from app.infra.ids import new_id
 from app.infra.storage import Storage
 from app.tables.datasets import Dataset, UploadKey
@@ -68,7 +68,7 @@ async def keep(
         )
     except Exception as error:
         # If the response to the commit was lost, it may have succeeded; the sweep checks once the database is back.
-        if not is_database_away(error):
+        if not is_away(error):
             await asyncio.to_thread(storage.remove_dataset, id)
         raise
 

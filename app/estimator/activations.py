@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from app.contracts.methods import TrainingMethod
+from app.contracts.methods import METHODS
 from app.contracts.training_config.fields import TrainingConfig
 from app.estimator.architecture import Architecture
 from app.estimator.forward_pass import Attention, Batch, Forward, Loaded
@@ -212,7 +212,7 @@ def _head(
     model: Architecture, config: TrainingConfig, loaded: _Loaded, batch: Batch, value: Value, tape: Tape
 ) -> tuple[int, int]:
     """Return the bytes that the loss keeps in addition to the tape, and its workspace."""
-    if config.method is TrainingMethod.reward:
+    if METHODS[config.method].has_reward_head:
         tape.linear(value, loaded.layer(Weight("score", "linear", 1, model.hidden)))
         return 0, 0
     taught = batch.sequences * (batch.length - 1)

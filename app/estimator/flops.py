@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from app.contracts.methods import TrainingMethod
+from app.contracts.methods import METHODS
 from app.contracts.training_config.fields import TrainingConfig
 from app.estimator.activations import Activations, Checkpointing, Precision, activations
 from app.estimator.architecture import Architecture
@@ -18,7 +18,7 @@ class RunFlops:
     training: float
     """Operations as a worker counts them (`flops_per_token_hardware`), including the reference model."""
     writing: float
-    """Operations for generating completions (`rlhf`)."""
+    """Operations for generating completions."""
     length: int
     """Mean number of tokens that attend to each other."""
 
@@ -42,25 +42,26 @@ def work(
     if _runs_reference(config, planned):
         # The forward pass of the base without its adapter equals that of a fully trained model.
         of_token += walked(config.model_copy(update={"lora_r": None})).forward / shape.tokens
-    written = own.forward / shape.tokens if config.method is TrainingMethod.rlhf else 0.0
+    written = own.forward / shape.tokens if config.generation else 0.0
     return RunFlops(planned.tokens, of_token * planned.tokens, written * planned.tokens, shape.length)
 
 
 def left_out(config: TrainingConfig, planned: Plan) -> list[str]:
     """List, as sentences, the operations that are not counted."""
     found = []
-    if config.method is TrainingMethod.dpo and not _runs_reference(config, planned):
+    method, generation = METHODS[config.method], config.generation
+    if method.has_reference and generation is None and not _runs_reference(config, planned):
         found.append(
-            "Reference log-probabilities are computed once before the first step, in one forward pass on all pairs; "
-            "`flops` and `seconds` do not include it."
+            "Reference log-probabilities are computed once before the first step, in one forward pass on all "
+            f"{method.row_noun}; `flops` and `seconds` do not include it."
         )
-    if config.method is TrainingMethod.rlhf and any(one.type == "model" for one in config.rlhf.rewards):
+    if generation is not None and any(one.type == "model" for one in generation.rewards):
         found.append("Memory and operations of reward models are not included.")
     return found
 
 
 def _runs_reference(config: TrainingConfig, planned: Plan) -> bool:
     """Return True if the reference model runs a forward pass in every step."""
-    if config.method is TrainingMethod.rlhf:
-        return config.rlhf.beta > 0
-    return config.method is TrainingMethod.dpo and config.lora_r is not None and not planned.repeats
+    if config.generation is not None:
+        return config.generation.beta > 0
+    return METHODS[config.method].has_reference and config.lora_r is not None and not planned.repeats

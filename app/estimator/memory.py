@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass
 
-from app.contracts.methods import TrainingMethod
+from app.contracts.methods import METHODS
 from app.contracts.training_config.fields import TrainingConfig
 from app.estimator.activations import Activations, Checkpointing, Precision, activations
 from app.estimator.architecture import Architecture
@@ -29,7 +29,7 @@ class Components:
     adapter: int
     """Adapters, and copies of fully trained modules (`modules_to_save`)."""
     reference: int
-    """Reference copy of the base model, used by `rlhf` without an adapter."""
+    """Reference copy of the base model, used by methods that generate, without an adapter."""
     gradients: int
     optimizer: int
     activations: int
@@ -38,7 +38,7 @@ class Components:
     workspace: int
     """Temporary tensors of the backward pass or the optimizer, whichever is larger."""
     generation: int
-    """KV cache of the completions that `rlhf` generates."""
+    """KV cache of the completions that the model generates."""
     context: int
 
 
@@ -85,7 +85,7 @@ def memory(
     dequantized = _dequantized(model, config, precision)
     optimizer_workspace = _optimizer_workspace(found, optim, precision)
     generation = _generation(model, config, precision)
-    copied = config.method is TrainingMethod.rlhf and config.rlhf.beta > 0 and config.lora_r is None
+    copied = config.generation is not None and config.generation.beta > 0 and config.lora_r is None
     reference = base if copied else 0
     static = base + constants + adapter + reference + optimizer
     kept = held.kept + held.mask + held.head
@@ -123,7 +123,7 @@ def counted_optimizer(config: TrainingConfig) -> str:
 
 def _base(model: Architecture, config: TrainingConfig, precision: Precision) -> tuple[int, int]:
     """Return the bytes of the loaded weights and of their quantization constants."""
-    reward = config.method is TrainingMethod.reward
+    reward = METHODS[config.method].has_reward_head
     doubled = config.trainer_options.double_quant
     base = constants = 0
     for one in weights(model, reward_head=reward):
@@ -188,7 +188,7 @@ def _dequantized(model: Architecture, config: TrainingConfig, precision: Precisi
 
 
 def _generation(model: Architecture, config: TrainingConfig, precision: Precision) -> int:
-    if config.method is not TrainingMethod.rlhf:
+    if config.generation is None:
         return 0
     written = config.batch_size * config.gradient_accumulation_steps
     length = min(config.max_seq_length or 2**31, model.longest or 2**31)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from app.contracts.methods import TrainingMethod
+from app.contracts.methods import METHODS
 from app.contracts.training_config.fields import TrainingConfig
 from app.estimator.activations import Checkpointing, Precision
 from app.estimator.architecture import Architecture
@@ -131,7 +131,7 @@ class MemoryAdvice:
             yield text, needed(model, changed, loaded, micro_batch(model, changed, self._length, self._rows))
         size, steps = _smallest_batch(config)
         single = {"batch_size": size, "gradient_accumulation_steps": steps, "gradient_checkpointing": "auto"}
-        least = max(64, config.rlhf.max_completion_length + 1 if config.method is TrainingMethod.rlhf else 0)
+        least = max(64, config.generation.max_completion_length + 1 if config.generation else 0)
         rows = None if config.packing else self._rows  # shorter packed sequences hold less, so there are more of them
         shorter = self._length // 2
         while shorter >= least:
@@ -155,20 +155,21 @@ def _changes(config: TrainingConfig) -> Iterator[tuple[str, TrainingConfig]]:
             size = config.batch_size // divisor
             text = f"`batch_size` {size} with `gradient_accumulation_steps` {steps * divisor}"
             yield text, changed(batch_size=size, gradient_accumulation_steps=steps * divisor)
+    smaller = METHODS[config.method].smaller
     four_bit = {"load_in_4bit": True, "load_in_8bit": False}
     if config.lora_r is not None:
         if config.load_in_8bit:
             yield "a 4-bit base (`load_in_4bit: true` instead of `load_in_8bit`)", changed(**four_bit)
         elif not config.load_in_4bit:
-            how = "method: qlora" if config.method is TrainingMethod.lora else "load_in_4bit: true"
+            how = f"method: {smaller}" if smaller else "load_in_4bit: true"
             yield f"a 4-bit base (`{how}`)", changed(**four_bit)
         return
-    # Only `full` is replaced by another method; other methods keep theirs and add an adapter by options.
-    full = config.method is TrainingMethod.full
-    how = "`method: lora`" if full else "`lora_r: 16` with `load_in_4bit: false`"
+    if smaller is not None and METHODS[config.method].adapter == "forbidden":
+        how, how_4bit = (f"`method: {name}`" for name in (smaller, METHODS[smaller].smaller))
+    else:
+        how, how_4bit = (f"`lora_r: {_RANK}` with `load_in_4bit: {value}`" for value in ("false", "true"))
     yield f"an adapter ({how}) instead of full training", changed(lora_r=_RANK, load_in_4bit=False)
-    how = "`method: qlora`" if full else "`lora_r: 16` with `load_in_4bit: true`"
-    yield f"an adapter on a 4-bit base ({how}) instead of full training", changed(lora_r=_RANK, **four_bit)
+    yield f"an adapter on a 4-bit base ({how_4bit}) instead of full training", changed(lora_r=_RANK, **four_bit)
 
 
 def _smallest_batch(config: TrainingConfig) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from app.contracts.methods import TrainingMethod
+from app.contracts.methods import METHODS
 from app.contracts.training_config.fields import TrainingConfig
 from app.estimator.architecture import Architecture
 
@@ -136,7 +136,7 @@ def trained(model: Architecture, config: TrainingConfig) -> Trained:
     Raises:
         CannotTrain: A module name matches no weight, or peft rejects the adapter.
     """
-    reward = config.method is TrainingMethod.reward
+    reward = METHODS[config.method].has_reward_head
     every = weights(model, reward_head=reward)
     if config.lora_r is None:
         return Trained(list(every), [], 0, False)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.contracts.methods import PREFERENCE, TrainingMethod
+from app.contracts.methods import METHODS
 from app.contracts.training_config.fields import TrainingConfig
 from app.estimator.architecture import Architecture
 from app.estimator.forward_pass import Attention, Batch
@@ -72,8 +72,8 @@ def micro_batch(model: Architecture, config: TrainingConfig, length: int, rows: 
     `rows`: number of rows or packed sequences; None if not known.
     """
     size = config.batch_size
-    # A data set smaller than a batch makes one smaller batch, except that `rlhf` always generates a full one.
-    if rows is not None and config.method is not TrainingMethod.rlhf:
+    # A data set smaller than a batch makes one smaller batch, except that generation always fills it.
+    if rows is not None and config.generation is None:
         size = min(size, rows)
     if config.packing:
         room = longest(model, config)
@@ -82,7 +82,7 @@ def micro_batch(model: Architecture, config: TrainingConfig, length: int, rows: 
         # Packs are concatenated to one long sequence; without flash attention a mask separates the texts.
         masked = not attention_of(model, config).startswith("flash")
         return Batch(1, size * room, masked=masked, positions_each=True)
-    sequences = size * (2 if config.method in PREFERENCE else 1)
+    sequences = size * (2 if METHODS[config.method].has_pairs else 1)
     return Batch(sequences, length, masked=sequences > 1)
 
 
@@ -99,9 +99,9 @@ def course_of(config: TrainingConfig, data: Data, most: int) -> StepPlan:
         return _data_source_course(config, most)
     assumed: list[str] = []
     mean, largest = _lengths(config, data, most, assumed)
-    if config.method is TrainingMethod.rlhf:
-        mean, largest = mean + config.rlhf.max_completion_length, most
-        assumed.append("Completions are assumed to have `rlhf.max_completion_length` tokens.")
+    if config.generation is not None:
+        mean, largest = mean + config.generation.max_completion_length, most
+        assumed.append(f"Completions are assumed to have `{config.method}.max_completion_length` tokens.")
     mean = max(min(mean, most), 1.0)
     if config.packing:
         assumed.append("Packed sequences are assumed to be full.")
@@ -119,7 +119,7 @@ def _data_source_course(config: TrainingConfig, most: int) -> StepPlan:
 
 def _lengths(config: TrainingConfig, data: Data, most: int, assumed: list[str]) -> tuple[float, int]:
     """Return mean and maximum tokens of a sequence before truncation; append the basis to `assumed`."""
-    pairs = config.method in PREFERENCE
+    pairs = METHODS[config.method].has_pairs
     if data.tokens is not None:
         mean, largest = float(data.tokens["mean"]), int(data.tokens["max"])
         is_old = pairs and data.tokens.get("sequences") is None
@@ -159,21 +159,21 @@ def _rows(config: TrainingConfig, data: Data) -> int:
 def _in_steps(config: TrainingConfig, rows: int, mean: float, largest: int, most: int, assumed: list[str]) -> StepPlan:
     each = config.batch_size * config.gradient_accumulation_steps
     sequences = math.ceil(rows * mean / most) if config.packing else rows
-    if config.method is TrainingMethod.rlhf:
-        epoch_steps = max(rows * config.rlhf.num_generations // each, 1)
+    if config.generation is not None:
+        epoch_steps = max(rows * config.generation.num_generations // each, 1)
     else:
         epoch_steps = math.ceil(math.ceil(sequences / config.batch_size) / config.gradient_accumulation_steps)
     steps = max(config.max_steps or math.ceil(config.epochs * epoch_steps), config.min_steps or 0)
     repeats = steps > epoch_steps
     steps = min(steps, config.stop_at_step or steps)
-    if config.method is TrainingMethod.rlhf:
+    if config.generation is not None:
         tokens = steps * each * mean
     else:
         # The last step of an epoch has the remaining rows, so an epoch never exceeds all rows.
         epoch_tokens = rows * mean
         full_epochs, more = divmod(steps, epoch_steps)
         tokens = full_epochs * epoch_tokens + min(more * each * (most if config.packing else mean), epoch_tokens)
-        tokens *= 2 if config.method in PREFERENCE else 1
+        tokens *= 2 if METHODS[config.method].has_pairs else 1
     one_stream = config.packing and config.trainer_options.packing_strategy == "wrapped"
     return StepPlan(
         steps=steps,

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import psycopg
-import sqlalchemy.exc
 from sqlalchemy import ColumnElement, Engine, create_engine, event, func, literal
 from sqlalchemy.engine import URL, ExceptionContext, make_url
 from sqlalchemy.exc import DBAPIError, InterfaceError, InvalidatePoolError, OperationalError, TimeoutError
@@ -109,22 +108,6 @@ def column(values: Iterable[object]) -> str:
 def session_maker(engine: AsyncEngine) -> async_sessionmaker[AsyncSession]:
     """Create a session factory whose objects stay readable after the commit."""
     return async_sessionmaker(engine, expire_on_commit=False)
-
-
-def is_database_away(error: BaseException) -> bool:
-    """Return True if the database was unreachable or failed, as opposed to a bug in this code."""
-    if isinstance(error, sqlalchemy.exc.DBAPIError) and error.connection_invalidated:
-        return True
-    if isinstance(getattr(error, "orig", None) or error, psycopg.errors.QueryCanceled):
-        return False  # the database is reachable, but busy
-    return isinstance(
-        error,
-        sqlalchemy.exc.OperationalError
-        | sqlalchemy.exc.InterfaceError
-        | sqlalchemy.exc.TimeoutError
-        | psycopg.OperationalError
-        | psycopg.InterfaceError,
-    )
 
 
 def seconds(value: float) -> ColumnElement[Any]:

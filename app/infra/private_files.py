@@ -19,20 +19,21 @@ def make_private_folder(folder: Path) -> Path:
     return folder
 
 
-def write_private(path: Path, text: str) -> None:
-    """Replace `path` atomically, with mode 0600 from its creation."""
+def write_private(path: Path, text: str, *, durable: bool = True) -> None:
+    """Replace `path` atomically, with mode 0600 from its creation; `durable`: its content survives a power failure."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
     temporary.replace(path)
 
 
-def write_private_json(path: Path, value: dict[str, Any]) -> None:
-    """Replace `path` atomically with a JSON object, mode 0600."""
-    write_private(path, json.dumps(value, indent=2) + "\n")
+def write_private_json(path: Path, value: dict[str, Any], *, durable: bool = True) -> None:
+    """Replace `path` atomically with a JSON object, as `write_private` does."""
+    write_private(path, json.dumps(value, indent=2) + "\n", durable=durable)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -1,5 +1,6 @@
 """Identity of a process: id, start time, boot and pid namespace."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,12 +47,6 @@ def start_time(pid: int) -> int:
     return stat.start_time
 
 
-def process_started(pid: int) -> int | None:
-    """Return the start time of a live process in clock ticks since boot; None if there is none, or only a zombie."""
-    stat = process_stat(pid)
-    return None if stat is None or stat.state in "ZX" else stat.start_time
-
-
 @dataclass(frozen=True)
 class ProcessIdentity:
     """Permanent identity of a process: ids are reused, an id with its start time, boot and pid namespace is not."""
@@ -67,8 +62,18 @@ class ProcessIdentity:
         """Return the identity of a process of this boot and namespace."""
         return cls(pid, start_time, boot_id(), pid_namespace())
 
+    @classmethod
+    def own(cls) -> "ProcessIdentity":
+        """Return the identity of this process."""
+        return cls.of(os.getpid(), start_time(os.getpid()))
+
+    @property
+    def is_near(self) -> bool:
+        """True if its process id is valid here: same boot and same pid namespace."""
+        return (self.boot_id, self.namespace) == (boot_id(), pid_namespace())
+
     @property
     def exists(self) -> bool:
         """True if this very process still exists (on this boot, in this namespace) and is not a zombie."""
-        stat = process_stat(self.pid) if self.boot_id == boot_id() else None
+        stat = process_stat(self.pid) if self.is_near else None
         return stat is not None and stat.start_time == self.start_time and stat.state not in "ZX"

@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from app.config import Settings
 from app.infra.clock import utc_now
 from app.infra.ids import id_at
-from app.workers.queries import FRESH_LEASES
+from app.workers.queries import IS_FRESH, silence_seconds
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ _TIMEOUT_SECONDS = 3.0
 # Live and pending runs are few and have partial indexes, which require literal statuses. Ended runs accumulate, so only
 # those created within a day are read, a range of the primary key.
 _QUERY = text(
-    """
+    f"""
     WITH live AS MATERIALIZED (
         SELECT id, status, current_step, total_steps FROM runs
         WHERE status IN ('initializing', 'running', 'checkpointing')
@@ -48,7 +48,7 @@ _QUERY = text(
         WHERE id < coalesce((SELECT min(id) FROM recent), 'run_z') AND ended_at > now() - make_interval(secs => :window)
     ), present AS (
         SELECT id, state FROM workers
-        WHERE state <> 'offline' AND heartbeat_at > clock_timestamp() - make_interval(secs => :silence)
+        WHERE state <> 'offline' AND {IS_FRESH}
     )
     SELECT
         (SELECT json_object_agg(status, n) FROM (SELECT status, count(*) AS n FROM live GROUP BY status) AS s) AS live,
@@ -96,7 +96,7 @@ class Snapshots:
     def __init__(self, engine: AsyncEngine, settings: Settings) -> None:
         """Create the cache; do not share `engine` with requests, whose load could look like a database outage."""
         self._engine = engine
-        self._silence = settings.lease_seconds * FRESH_LEASES
+        self._silence = silence_seconds(settings.lease_seconds)
         self._lock = asyncio.Lock()
         self._taken_at = -FRESH_SECONDS
         self._latest: Snapshot | None = None

@@ -1,16 +1,17 @@
 """Create runs: validation, idempotency, default experiment and insertion."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import select
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.ext.asyncio import AsyncSession
+from starlette.background import BackgroundTasks
 
 from app.api.idempotency import Idempotency, key_reused
 from app.config import Settings
-from app.contracts.backends import BackendRules
+from app.contracts.backends import BACKEND_RULES
 from app.contracts.schemas.runs import RunCheck, RunCreate
 from app.infra.ids import new_id
 from app.infra.storage import Storage
@@ -36,31 +37,28 @@ async def default_experiment(session: AsyncSession, created_by: str | None) -> E
 
 
 @dataclass(frozen=True)
-class RunContext:
-    """Context of decisions about a run, apart from the database."""
+class RunTransaction:
+    """Transaction that creates or changes runs, with its caller and the tasks that follow its commit."""
 
-    settings: Settings
-    storage: Storage
-    rules: Mapping[str, BackendRules]
-    """Rules of every backend, by name."""
+    session: AsyncSession
+    after_commit: BackgroundTasks
+    caller_id: str | None = None
+    """API key of the caller; None for the service itself."""
+    idempotency: Idempotency | None = None
 
 
 async def create(
-    session: AsyncSession,
-    around: RunContext,
-    request: RunCreate,
-    created_by: str | None,
-    idempotency: Idempotency | None = None,
-    run_id: str | None = None,
+    transaction: RunTransaction, settings: Settings, storage: Storage, request: RunCreate, run_id: str | None = None
 ) -> Run:
-    """Create a run, or raise 422 with all errors; the same idempotency key returns the same run."""
-    if earlier := await replayed(session, created_by, idempotency):
+    """Create a run, or raise 422 with all errors; the same idempotency key or `run_id` returns the same run."""
+    session, caller_id = transaction.session, transaction.caller_id
+    if earlier := await replayed(session, caller_id, transaction.idempotency):
         return earlier
-    found = await validate_request(session, around.settings, around.storage, around.rules, request)
+    found = await validate_request(session, settings, storage, request)
     if found.errors or found.config is None:
         raise validation_failed(found.errors)
     if request.experiment_id is None:
-        experiment_id = (await default_experiment(session, created_by)).id
+        experiment_id = (await default_experiment(session, caller_id)).id
     else:
         experiment_id = request.experiment_id
     values = {
@@ -74,16 +72,16 @@ async def create(
         "config": found.config.model_dump(mode="json"),
         "given": found.given,
         "base_run_id": found.base_run_id,
-        "requirements": requirements(around.rules[request.backend], found.config, found.given),
+        "requirements": requirements(BACKEND_RULES[request.backend], found.config, found.given),
         "priority": request.priority,
         "max_restarts": request.max_restarts,
     }
-    return await insert(session, values, created_by, idempotency, reward_run_ids=found.reward_run_ids)
+    return await insert(transaction, values, reward_run_ids=found.reward_run_ids)
 
 
-async def check(session: AsyncSession, around: RunContext, request: RunCreate) -> RunCheck:
+async def check(session: AsyncSession, settings: Settings, storage: Storage, request: RunCreate) -> RunCheck:
     """Validate a request as `create` does, without creating anything."""
-    found: ValidationResult = await validate_request(session, around.settings, around.storage, around.rules, request)
+    found: ValidationResult = await validate_request(session, settings, storage, request)
     return RunCheck(
         valid=not found.errors,
         errors=found.errors,
@@ -104,10 +102,8 @@ async def replayed(session: AsyncSession, created_by: str | None, idempotency: I
 
 
 async def insert(
-    session: AsyncSession,
+    transaction: RunTransaction,
     values: dict[str, Any],
-    created_by: str | None,
-    idempotency: Idempotency | None,
     reason: str = "created",
     reward_run_ids: Sequence[str] = (),
 ) -> Run:
@@ -115,9 +111,10 @@ async def insert(
 
     `reward_run_ids` are other runs whose outputs are its reward models; the caller has locked them.
     """
+    session, idempotency = transaction.session, transaction.idempotency
     values = {
         **values,
-        "created_by": created_by,
+        "created_by": transaction.caller_id,
         "idempotency_key": idempotency.key if idempotency else None,
         "request_digest": idempotency.digest if idempotency else None,
     }
@@ -128,4 +125,4 @@ async def insert(
             await session.execute(postgresql.insert(RunRewardModel), uses)
         return Run(**made)
     # A duplicate of this request came first and has committed: the insert waited for that.
-    return await replayed(session, created_by, idempotency) or await get(session, values["id"])
+    return await replayed(session, transaction.caller_id, idempotency) or await get(session, values["id"])

@@ -1,18 +1,39 @@
-"""Dependencies and response shared by the endpoints that create a run."""
+"""Dependencies shared by the endpoints of runs: backends, and the context of requests that create a run."""
 
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from fastapi import BackgroundTasks, Depends, Request, Response
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy import select
 
 from app.api.authorization import CurrentCaller
-from app.api.dependencies import CurrentSettings, CurrentStorage, IdempotencyKey, Session
+from app.api.dependencies import CurrentStorage, IdempotencyKey, Session
 from app.api.idempotency import Idempotency
-from app.contracts.backends import BACKEND_RULES
-from app.runs.creation import RunContext
+from app.contracts.backends import TrainingBackend
+from app.contracts.schemas.runs import RunRead
+from app.infra.storage import Storage
+from app.runs import serializers
+from app.runs.creation import RunTransaction
 from app.tables.runs import Run
+
+Backend = TrainingBackend[RunTransaction, Run]
+
+_DEFAULT = "celery"
+
+
+def backend(request: Request, name: str | None) -> Backend:
+    """Return a backend by name; the default one for an unknown name, which it refuses with all other errors."""
+    backends: Mapping[str, Backend] = request.app.state.backends
+    return backends.get(name or _DEFAULT, backends[_DEFAULT])
+
+
+async def _backend_of_run(request: Request, session: Session, run_id: str) -> Backend:
+    """Return the backend of an existing run."""
+    return backend(request, await session.scalar(select(Run.backend).where(Run.id == run_id)))
+
+
+BackendOfRun = Annotated[Backend, Depends(_backend_of_run, scope="function")]
 
 
 @dataclass(frozen=True)
@@ -21,41 +42,33 @@ class NewRunRequest:
 
     request: Request
     response: Response
-    session: AsyncSession
-    around: RunContext
-    caller_id: str | None
-    after_commit: BackgroundTasks
+    storage: Storage
+    _transaction: RunTransaction
     _key: str | None
 
-    async def idempotency(self, call: str) -> Idempotency | None:
-        """Return the caller's idempotency key for the call at this path, if any; raise 422 for an invalid one."""
-        return Idempotency.of(self._key, call, await self.request.body())
+    async def transaction(self, call: str) -> RunTransaction:
+        """Return the transaction of the call at this path; raise 422 for an invalid idempotency key."""
+        idempotency = Idempotency.of(self._key, call, await self.request.body())
+        return replace(self._transaction, idempotency=idempotency)
 
-    def accept(self, run: Run) -> None:
-        """Respond with 202 and the run's location; workers are notified after the commit."""
+    async def accepted(self, run: Run) -> RunRead:
+        """Respond with 202 and the run, with its location."""
         self.response.status_code = 202
         self.response.headers["Location"] = f"/v1/runs/{run.id}"
-        self.after_commit.add_task(self.request.app.state.queue.hint)
+        return await serializers.run_read(self._transaction.session, self.storage, run)
 
 
-async def _making(
+async def _new_run(
     request: Request,
     response: Response,
     session: Session,
-    settings: CurrentSettings,
     storage: CurrentStorage,
     caller: CurrentCaller,
     after_commit: BackgroundTasks,
     idempotency_key: IdempotencyKey = None,
 ) -> NewRunRequest:
-    around = RunContext(settings, storage, BACKEND_RULES)
-    return NewRunRequest(request, response, session, around, caller.key_id, after_commit, idempotency_key)
+    transaction = RunTransaction(session, after_commit, caller.key_id)
+    return NewRunRequest(request, response, storage, transaction, idempotency_key)
 
 
-NewRun = Annotated[NewRunRequest, Depends(_making, scope="function")]
-
-
-async def curve_read_slot(request: Request) -> AsyncIterator[None]:
-    """Limit concurrent reads of curves; requests wait before the session takes a connection, so that they hold none."""
-    async with request.app.state.curve_reads:
-        yield
+NewRun = Annotated[NewRunRequest, Depends(_new_run, scope="function")]

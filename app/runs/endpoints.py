@@ -1,4 +1,4 @@
-"""Endpoints of `/v1/runs`: translate between HTTP and `service`, `listing`, `removal`, `resume` and `curves`."""
+"""Endpoints of `/v1/runs`: translate between HTTP, the backends that execute runs, and the services of this folder."""
 
 from typing import Annotated
 
@@ -9,6 +9,7 @@ from app.api.dependencies import CurrentSettings, CurrentStorage, Reading, Sessi
 from app.api.errors import invalid
 from app.api.pagination import PageQuery
 from app.audit import log as audit
+from app.config import Settings
 from app.contracts.backends import BACKEND_RULES
 from app.contracts.errors import FieldError
 from app.contracts.run_status import TrainingStatus
@@ -28,15 +29,14 @@ from app.contracts.schemas.runs import (
     RunSummary,
     RunToEstimate,
 )
-from app.infra.broker import Broker
+from app.infra.storage import Storage
 from app.runs import comparison, deletion, queries, serializers, service, stop_outlook
 from app.runs.checkpoints.service import best_good
-from app.runs.creation import RunContext, check, create, replayed
-from app.runs.dependencies import NewRun, curve_read_slot
+from app.runs.creation import RunTransaction, check, replayed
+from app.runs.dependencies import BackendOfRun, NewRun, backend
 from app.runs.estimates import probe, store
 from app.runs.estimates import service as estimates
-from app.runs.estimates.store import estimate_and_store
-from app.runs.resume import resume
+from app.runs.metrics.dependencies import curve_read_slot
 from app.runs.scheduler.eta import EtaService
 from app.runs.validation.request import validate_request
 from app.runs.validation.result import validation_failed
@@ -48,45 +48,43 @@ router = APIRouter(prefix="/runs", tags=["runs"])
     "/estimate",
     responses={202: {"model": Estimated, "description": "With `probe`: a probe run was queued."}},
 )
-async def estimate_run(body: RunToEstimate, new: NewRun) -> Estimated:
+async def estimate_run(body: RunToEstimate, new: NewRun, settings: CurrentSettings) -> Estimated:
     """Estimate memory, steps, tokens, time and cost of a run, and the devices it fits on, without creating it.
 
     With `probe`, a short run also measures it: two steps on the longest rows, of which nothing is kept. The probe is
     queued like any other run.
     """
-    idempotency = None
+    sessions, storage, expected = new.request.app.state.sessions, new.storage, None
+    # Separate short sessions, so that no row stays locked and no connection in use during the computation.
     if body.probe:
-        idempotency = await new.idempotency("/v1/runs/estimate")
+        transaction = await new.transaction("/v1/runs/estimate")
+        async with sessions() as reading:
+            if earlier := await replayed(reading, transaction.caller_id, transaction.idempotency):
+                expected = await store.get(reading, earlier.id)
     else:
         audit.skip_audit(new.request)
-    sessions, expected = new.request.app.state.sessions, None
-    # Separate short sessions, so that no row stays locked and no connection in use during the computation.
-    async with sessions() as reading:
-        if earlier := await replayed(reading, new.caller_id, idempotency):
-            expected = await store.get(reading, earlier.id)
     if expected is None:
         async with sessions() as reading:
-            subject = await _subject(reading, new.around, body)
-        computed = await estimates.estimate(sessions, new.around.settings, new.around.storage, subject)
+            subject = await _subject(reading, settings, storage, body)
+        computed = await estimates.estimate(sessions, settings, storage, subject)
         if not body.probe:
             return Estimated(**dict(computed))
         config = subject.config
         expected = KeptEstimate(**dict(computed), eval_split=config.eval_split, stop_at_step=config.stop_at_step)
-    run = await create(new.session, new.around, probe.request_of(body), new.caller_id, idempotency)
-    await store.store(new.session, run.id, expected)
-    new.accept(run)
-    shown = await serializers.run_read(new.session, new.around.storage, run)
+    run = await backend(new.request, body.backend).create_run(transaction, probe.request_of(body))
+    await store.store(transaction.session, run.id, expected)
+    shown = await new.accepted(run)
     return Estimated(**dict(expected), probe_run_id=run.id, measured=shown.measured, probe=shown.probe)
 
 
-async def _subject(session: AsyncSession, around: RunContext, body: RunToEstimate) -> estimates.Subject:
+async def _subject(
+    session: AsyncSession, settings: Settings, storage: Storage, body: RunToEstimate
+) -> estimates.Subject:
     # An estimate must work before the weights are downloaded; a probe loads them.
-    found = await validate_request(
-        session, around.settings, around.storage, around.rules, body, needs_weights=body.probe
-    )
+    found = await validate_request(session, settings, storage, body, needs_weights=body.probe)
     if found.errors or found.config is None:
         raise validation_failed(found.errors)
-    rules = around.rules[body.backend]
+    rules = BACKEND_RULES[body.backend]
     if body.probe and not rules.loads_model:
         message = f"backend `{body.backend}` loads no model, so there is nothing to measure; omit `probe`"
         raise invalid([FieldError(field="probe", code="not_supported", message=message)])
@@ -97,14 +95,8 @@ async def _subject(session: AsyncSession, around: RunContext, body: RunToEstimat
 @router.post("", status_code=202)
 async def create_run(body: RunCreate, new: NewRun) -> RunRead:
     """Create a run. It waits until a worker is free, and survives any restart."""
-    idempotency = await new.idempotency("/v1/runs")
-    run = await create(new.session, new.around, body, new.caller_id, idempotency)
-    new.accept(run)
-    if BACKEND_RULES[run.backend].loads_model:
-        new.after_commit.add_task(
-            estimate_and_store, new.request.app.state.sessions, new.around.settings, new.around.storage, run
-        )
-    return await serializers.run_read(new.session, new.around.storage, run)
+    run = await backend(new.request, body.backend).create_run(await new.transaction("/v1/runs"), body)
+    return await new.accepted(run)
 
 
 @router.post("/validate")
@@ -112,7 +104,7 @@ async def validate_run(
     body: RunCreate, session: Session, settings: CurrentSettings, storage: CurrentStorage
 ) -> RunCheck:
     """Validate a run without creating it: return its errors and the effective configuration."""
-    return await check(session, RunContext(settings, storage, BACKEND_RULES), body)
+    return await check(session, settings, storage, body)
 
 
 @router.get("", response_model=Page[RunSummary])
@@ -192,7 +184,7 @@ async def delete_run(run_id: str, request: Request, session: Session, after_comm
 )
 async def stop_run(
     run_id: str,
-    request: Request,
+    backend: BackendOfRun,
     session: Session,
     settings: CurrentSettings,
     storage: CurrentStorage,
@@ -206,10 +198,8 @@ async def stop_run(
     mode = (body or RunStop()).how
     found_no_best = mode == "best" and await best_good(session, run_id) is None
     mode = "checkpoint" if found_no_best else mode
-    run = await service.stop(session, run_id, mode)
+    run = await backend.stop_run(RunTransaction(session, after_commit), run_id, mode)
     outlook = await stop_outlook.outlook(session, run, mode, settings.save_grace_seconds, found_no_best=found_no_best)
-    after_commit.add_task(_queue(request).call_worker, run_id)
-    after_commit.add_task(_queue(request).wake, run_id)
     return await serializers.run_stopped(session, storage, run, outlook)
 
 
@@ -218,19 +208,12 @@ async def stop_run(
     status_code=202,
     responses={409: {"description": "The run has not ended yet, or has no checkpoint."}},
 )
-async def resume_run(run_id: str, new: NewRun, body: RunResume | None = None) -> RunRead:
+async def resume_run(run_id: str, backend: BackendOfRun, new: NewRun, body: RunResume | None = None) -> RunRead:
     """Resume a run that has ended. Returns a new run whose parent is this one."""
-    idempotency = await new.idempotency(f"/v1/runs/{run_id}/resume")
-    run = await resume(new.session, new.around, run_id, body or RunResume(), new.caller_id, idempotency)
-    new.accept(run)
-    return await serializers.run_read(new.session, new.around.storage, run)
+    transaction = await new.transaction(f"/v1/runs/{run_id}/resume")
+    return await new.accepted(await backend.resume_run(transaction, run_id, body or RunResume()))
 
 
 def _forecasts(request: Request) -> EtaService:
     forecasts: EtaService = request.app.state.forecasts
     return forecasts
-
-
-def _queue(request: Request) -> Broker:
-    queue: Broker = request.app.state.queue
-    return queue

@@ -8,18 +8,19 @@ from sqlalchemy import Select, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.api.errors import ApiError, conflict, invalid
-from app.api.idempotency import Idempotency
+from app.config import Settings
+from app.contracts.backends import BACKEND_RULES
 from app.contracts.errors import FieldError
 from app.contracts.run_status import TERMINAL
 from app.contracts.schemas.runs import RunResume
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.raw_config import drop_unknown_fields, given_fields
+from app.contracts.training_config.raw_config import GROUPS, drop_unknown_fields, given_fields
 from app.contracts.training_config.validation import resume_problems
 from app.infra.ids import new_id
 from app.runs import service
 from app.runs.actions.service import changes
 from app.runs.checkpoints.service import furthest_good, preferred
-from app.runs.creation import RunContext, insert, replayed
+from app.runs.creation import RunTransaction, insert, replayed
 from app.runs.validation.config import config_problems
 from app.runs.validation.destinations import destination_problems
 from app.runs.validation.request import requirements
@@ -27,28 +28,20 @@ from app.runs.validation.result import validation_failed
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
 
-_GROUPS = ("dpo", "rlhf", "extra")
 
-
-async def resume(
-    session: AsyncSession,
-    around: RunContext,
-    run_id: str,
-    request: RunResume,
-    created_by: str | None,
-    idempotency: Idempotency | None = None,
-) -> Run:
+async def resume(transaction: RunTransaction, settings: Settings, run_id: str, request: RunResume) -> Run:
     """Create a run that continues `run_id` from a checkpoint; the same idempotency key returns the same run.
 
     Raises 409 while the run is live (`run_is_live`) or without a checkpoint (`no_checkpoint`), 422 for changes that
     cannot be made (`not_changeable_on_resume`) and when no step is left (`nothing_left_to_train`).
     """
-    if earlier := await replayed(session, created_by, idempotency):
+    session = transaction.session
+    if earlier := await replayed(session, transaction.caller_id, transaction.idempotency):
         return earlier
     parent = await _ended(session, run_id)
-    sent = await destination_problems(session, around.settings, {**parent.config, **request.config})
+    sent = await destination_problems(session, settings, {**parent.config, **request.config})
     changed = {} if request.from_ == "start" else await changes(session, parent.id)
-    config, given = await asyncio.to_thread(_configuration, around, parent, changed, request, sent)
+    config, given = await asyncio.to_thread(_configuration, parent, changed, request, sent)
     if request.from_ == "start":
         if request.checkpoint_id is not None:
             message = 'cannot be given together with `"from": "start"`; choose one'
@@ -69,7 +62,7 @@ async def resume(
         "given": given,
         "base_run_id": parent.base_run_id,
         "devices_needed": parent.devices_needed,
-        "requirements": requirements(around.rules[parent.backend], config, given),
+        "requirements": requirements(BACKEND_RULES[parent.backend], config, given),
         "priority": parent.priority,
         "max_restarts": parent.max_restarts,
         "parent_run_id": parent.id,
@@ -80,7 +73,7 @@ async def resume(
     reason = f"resumes {parent.id} " + (f"from step {checkpoint.step}" if checkpoint else "from the start")
     # The parent is locked, which also keeps its reward models.
     reward_runs = await service.reward_run_ids(session, parent)
-    return await insert(session, values, created_by, idempotency, reason, reward_runs)
+    return await insert(transaction, values, reason, reward_runs)
 
 
 async def _ended(session: AsyncSession, run_id: str) -> Run:
@@ -95,7 +88,7 @@ async def _ended(session: AsyncSession, run_id: str) -> Run:
 
 
 def _configuration(
-    around: RunContext, parent: Run, changed: dict[str, Any], request: RunResume, sent: list[FieldError]
+    parent: Run, changed: dict[str, Any], request: RunResume, sent: list[FieldError]
 ) -> tuple[TrainingConfig, list[str]]:
     """Return the parent's configuration with the overrides, and the names of all fields that a user set.
 
@@ -105,7 +98,7 @@ def _configuration(
     merged: dict[str, Any] = {**parent.config, **changed, **request.config}
     given = set(parent.given) | given_fields(changed) | given_fields(request.config)
     asked = as_asked(merged, given)
-    wrong, _ = config_problems(around.rules.get(parent.backend), asked, parent.eval_dataset_id is not None)
+    wrong, _ = config_problems(BACKEND_RULES.get(parent.backend), asked, parent.eval_dataset_id is not None)
     reported = {problem.field for problem in refused}
     problems = refused + [problem for problem in wrong if problem.field.split(".")[0] not in reported]
     if problems:
@@ -122,7 +115,7 @@ def as_asked(config: dict[str, Any], given: set[str]) -> dict[str, Any]:
     """Return the configuration as a user would write it: without defaults, so that they conflict with nothing."""
     asked: dict[str, Any] = {}
     for name, value in config.items():
-        if name in _GROUPS and isinstance(value, dict):
+        if name in GROUPS and isinstance(value, dict):
             members = {member: item for member, item in value.items() if f"{name}.{member}" in given}
             if members:
                 asked[name] = members

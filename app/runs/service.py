@@ -6,7 +6,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.api.errors import conflict, not_found
-from app.contracts.methods import TrainingMethod
+from app.contracts.methods import method_of
 from app.contracts.schemas.runs import RunEdit
 from app.contracts.stop import StopMode
 from app.infra.ids import is_id
@@ -24,7 +24,7 @@ async def get(session: AsyncSession, run_id: str) -> Run:
 
 async def reward_run_ids(session: AsyncSession, run: Run) -> Sequence[str]:
     """Return other runs whose outputs are reward models of the run, oldest first."""
-    if run.config.get("method") != TrainingMethod.rlhf:
+    if not method_of(run.config).generates:
         return []
     query = select(RunRewardModel.reward_run_id).where(RunRewardModel.run_id == run.id)
     return (await session.scalars(query.order_by(RunRewardModel.reward_run_id))).all()

@@ -26,13 +26,13 @@ def drain(settings: Settings, timeout: float | None = None, console: Console | N
     found = read_statuses(settings.home)
     workers = [note for note in found if note.signal(DRAIN_SIGNAL)]
     for note in found:
-        if not note.is_near and not note.draining:
+        if not note.process.is_near and not note.draining:
             view.say(f"Worker {note.id} belongs to another machine or container; drain it there.")
     if not workers:
         view.say(f"No worker runs on this machine with ANNEAL_HOME={settings.home}; nothing to drain.")
         return 0
     for note in workers:
-        view.say(f"Worker {note.id} (process {note.pid}) is draining and claims no more runs.")
+        view.say(f"Worker {note.id} (process {note.process.pid}) is draining and claims no more runs.")
     try:
         return _wait(settings, {note.id: note for note in workers}, timeout, view)
     except KeyboardInterrupt:
@@ -48,7 +48,7 @@ def _wait(settings: Settings, workers: dict[str, WorkerStatus], timeout: float |
         while workers:
             latest = {note.id: note for note in read_statuses(settings.home)}
             workers = {worker_id: latest.get(worker_id, note) for worker_id, note in workers.items()}
-            for note in [note for note in workers.values() if not note.is_alive]:
+            for note in [note for note in workers.values() if not note.process.exists]:
                 view.say(_ended(note))
                 del workers[note.id]
                 gone += 1
@@ -61,7 +61,7 @@ def _wait(settings: Settings, workers: dict[str, WorkerStatus], timeout: float |
                     note.signal(SHUTDOWN_SIGNAL)
             if save_requested and workers and waited > settings.save_grace_seconds + _MORE_SECONDS:
                 for note in workers.values():
-                    view.say(f"Worker {note.id} (process {note.pid}) does not exit. Check its log, or kill it.")
+                    view.say(f"Worker {note.id} (process {note.process.pid}) does not exit. Check its log, or kill it.")
                 return 1
             if workers:
                 time.sleep(_LOOK_SECONDS)

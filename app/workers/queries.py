@@ -1,18 +1,32 @@
 """Queries for the workers and devices that are online."""
 
-from typing import Any
-
-from sqlalchemy import func, select
+from sqlalchemy import ColumnExpressionArgument, TextClause, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.config import Settings
 from app.contracts.backends import BackendRules
 from app.contracts.training_config.rules import DeviceCapabilities
-from app.infra.db import seconds
 from app.tables.workers import Device, Worker
 
-FRESH_LEASES = 3
-"""Lease times without a heartbeat after which a worker counts as offline."""
+_FRESH_LEASES = 3
+
+IS_FRESH = "workers.heartbeat_at > clock_timestamp() - make_interval(secs => :silence)"
+"""SQL condition: the worker has sent a heartbeat recently enough to count as present; see `silence_seconds`."""
+
+
+def silence_seconds(lease_seconds: float) -> float:
+    """Return the seconds without a heartbeat after which a worker counts as offline."""
+    return _FRESH_LEASES * lease_seconds
+
+
+def is_fresh(lease_seconds: float) -> TextClause:
+    """Return the condition `IS_FRESH` for queries on `Worker`."""
+    return text(IS_FRESH).bindparams(silence=silence_seconds(lease_seconds))
+
+
+def online(settings: Settings, backend: str) -> tuple[ColumnExpressionArgument[bool], ...]:
+    """Return the conditions on `Worker` for those that claim runs of this backend now."""
+    return (Worker.state == "online", is_fresh(settings.lease_seconds), Worker.backends.contains([backend]))
 
 
 async def online_machines(
@@ -22,7 +36,7 @@ async def online_machines(
     if rules is None or not rules.machine_matters:
         return []
     query = select(Device.kind).distinct().join(Worker, Worker.id == Device.worker_id)
-    kinds = (await session.scalars(query.where(*_online(settings, backend)))).all()
+    kinds = (await session.scalars(query.where(*online(settings, backend)))).all()
     # The features of a GPU are known only on its worker; here all are assumed to be present.
     return [
         DeviceCapabilities(kind="cuda", bf16=True, flash_attention=True, flash_attention_3=True)
@@ -32,10 +46,6 @@ async def online_machines(
     ]
 
 
-async def _worker_online(session: AsyncSession, settings: Settings, backend: str) -> bool:
-    return await session.scalar(select(Worker.id).where(*_online(settings, backend)).limit(1)) is not None
-
-
-def _online(settings: Settings, backend: str) -> tuple[Any, ...]:
-    fresh = func.clock_timestamp() - seconds(settings.lease_seconds * FRESH_LEASES)
-    return (Worker.state == "online", Worker.heartbeat_at > fresh, Worker.backends.contains([backend]))
+async def is_any_online(session: AsyncSession, settings: Settings, backend: str) -> bool:
+    """Return True if at least one worker claims runs of this backend now."""
+    return await session.scalar(select(Worker.id).where(*online(settings, backend)).limit(1)) is not None

@@ -3,16 +3,15 @@
 from collections import defaultdict
 from dataclasses import dataclass
 
-from sqlalchemy import func, select
+from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.api.pagination import Paging, fetch
 from app.config import Settings
 from app.contracts.run_status import LIVE
-from app.infra.db import seconds
 from app.tables.runs import Run
 from app.tables.workers import Device, Worker
-from app.workers.queries import FRESH_LEASES
+from app.workers.queries import is_fresh
 
 
 @dataclass(frozen=True)
@@ -37,13 +36,12 @@ async def page(session: AsyncSession, settings: Settings, paging: Paging) -> tup
     held = select(Run.lease_owner, Run.id).where(Run.status.in_(LIVE), Run.lease_owner.in_(ids))
     for owner, run_id in (await session.execute(held.order_by(Run.id))).all():
         runs[owner].append(run_id)
-    since = func.clock_timestamp() - seconds(settings.lease_seconds * FRESH_LEASES)
-    stale = select(Worker.id).where(Worker.id.in_(ids), Worker.heartbeat_at <= since)
-    silent = set((await session.scalars(stale)).all())
+    present = select(Worker.id).where(Worker.id.in_(ids), is_fresh(settings.lease_seconds))
+    fresh = set((await session.scalars(present)).all())
     return [
         Presence(
             worker,
-            "offline" if worker.id in silent else worker.state,
+            worker.state if worker.id in fresh else "offline",
             devices[worker.id],
             runs[worker.id],
         )

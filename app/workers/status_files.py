@@ -1,6 +1,5 @@
 """Workers of this machine and ANNEAL_HOME: status files below `run/workers`, and signals; needs no database."""
 
-import json
 import os
 import signal
 import threading
@@ -8,9 +7,9 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from app.infra.process_identity import boot_id, pid_namespace, process_started
+from app.infra.private_files import read_json, write_private_json
+from app.infra.process_identity import ProcessIdentity
 
 DRAIN_SIGNAL = signal.SIGUSR1
 """Signal to a worker to claim no more runs and to exit when its current runs have finished."""
@@ -23,38 +22,25 @@ _KEPT_SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """Status file of a worker; `process_started`, boot id and namespace make its process id unique."""
+    """Status file of a worker."""
 
     id: str
-    pid: int
-    process_started: int
-    boot_id: str
-    namespace: str
+    process: ProcessIdentity
     draining: bool = False
     runs: dict[str, list[int | None]] = field(default_factory=dict)
     """Current runs, each with its step and total steps as far as they are known."""
 
-    @property
-    def is_near(self) -> bool:
-        """True if its process id is valid here: same boot and same pid namespace."""
-        return (self.boot_id, self.namespace) == (boot_id(), pid_namespace())
-
-    @property
-    def is_alive(self) -> bool:
-        """True if exactly this process is running."""
-        return self.is_near and process_started(self.pid) == self.process_started
-
     def signal(self, number: signal.Signals) -> bool:
         """Send a signal to exactly this process, never to another one that reused its id; False if it has ended."""
-        if not self.is_near:
+        if not self.process.is_near:
             return False
         try:
-            process = os.pidfd_open(self.pid)
+            process = os.pidfd_open(self.process.pid)
         except ProcessLookupError:
             return False
         try:
             # Check after opening the pidfd: from here on a reuse of the id by another process is detected.
-            if not self.is_alive:
+            if not self.process.exists:
                 return False
             signal.pidfd_send_signal(process, number)
         except ProcessLookupError:
@@ -70,14 +56,13 @@ class WorkerStatusFile:
     def __init__(self, home: Path, worker_id: str) -> None:
         self._folder = _folder(home)
         self._lock = threading.Lock()
-        pid = os.getpid()
-        self._note = WorkerStatus(worker_id, pid, process_started(pid) or 0, boot_id(), pid_namespace())
+        self._note = WorkerStatus(worker_id, ProcessIdentity.own())
 
     def open(self) -> None:
         """Write the first status, and delete status files of workers that ended long ago."""
         for path in self._folder.glob("*.json"):
             note = _read(path)
-            if note is not None and (not note.is_near or note.is_alive):
+            if note is not None and (not note.process.is_near or note.process.exists):
                 continue  # of another machine or container, or still running
             with suppress(OSError):
                 # `anneal up` may still need to know that a worker was drained on purpose.
@@ -110,11 +95,9 @@ class WorkerStatusFile:
         return self._folder / f"{self._note.id}.json"
 
     def _write(self, note: WorkerStatus) -> None:
-        fresh = self._path.with_suffix(".new")
         with suppress(OSError):
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            fresh.write_text(json.dumps(asdict(note)))
-            fresh.replace(self._path)
+            write_private_json(self._path, asdict(note), durable=False)
 
 
 def read_statuses(home: Path) -> list[WorkerStatus]:
@@ -125,7 +108,8 @@ def read_statuses(home: Path) -> list[WorkerStatus]:
 
 def was_drained(home: Path, pid: int) -> bool:
     """Return True if the ended worker with this process id had been requested to drain."""
-    return any(note.pid == pid and note.draining and note.is_near and not note.is_alive for note in read_statuses(home))
+    ended = (note for note in read_statuses(home) if note.process.is_near and not note.process.exists)
+    return any(note.process.pid == pid and note.draining for note in ended)
 
 
 def _folder(home: Path) -> Path:
@@ -133,8 +117,8 @@ def _folder(home: Path) -> Path:
 
 
 def _read(path: Path) -> WorkerStatus | None:
+    found = read_json(path)
     try:
-        found: Any = json.loads(path.read_text())
-        return WorkerStatus(**found)
-    except (OSError, ValueError, TypeError):
+        return None if found is None else WorkerStatus(**{**found, "process": ProcessIdentity(**found["process"])})
+    except (KeyError, TypeError):
         return None

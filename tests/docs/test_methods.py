@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.contracts.methods import RlhfOptions, TrainingMethod
+from app.contracts.methods import METHODS, RlhfOptions
 from app.contracts.training_config.validation import config_errors
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
@@ -20,7 +20,10 @@ def test_configuration_is_valid(config: dict[str, object]) -> None:
 
 
 def test_every_method_and_reward_is_described() -> None:
-    assert all(f"`{method}`" in TEXT for method in TrainingMethod)
+    for method in METHODS.values():
+        formats = ", ".join(f"`{name}`" for name in method.formats)
+        assert f"\n| `{method.name}` | {method.summary} | {formats} |" in TEXT
+        assert method.options is None or f'"{method.name}": {{' in TEXT
     rewards = json.dumps(RlhfOptions.model_json_schema())
     kinds = set(re.findall(r'"const": "(\w+)"', rewards))
     assert len(kinds) == 8

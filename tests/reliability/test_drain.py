@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from celery import Celery
 
 from app.config import Settings
 from app.infra.broker import QUEUE, TASK, celery_app
-from app.infra.process_identity import boot_id, pid_namespace, process_started
+from app.infra.process_identity import ProcessIdentity, start_time
 from app.server import REQUEST_GRACE_SECONDS
 from app.workers import status_files
 from tests.reliability.draining import (
@@ -292,39 +293,37 @@ class TestNotes:
     def test_a_process_that_was_given_a_workers_id_later_is_never_signalled(
         self, stranger: subprocess.Popen[bytes], tmp_path: Path
     ) -> None:
-        started = process_started(stranger.pid)
-        assert started is not None
-        here = {"boot_id": boot_id(), "namespace": pid_namespace()}
-        others: list[dict[str, Any]] = [
-            {**here, "process_started": started - 1},
-            {**here, "process_started": started, "boot_id": "another"},
-            {**here, "process_started": started, "namespace": "pid:[1]"},
+        here = ProcessIdentity.of(stranger.pid, start_time(stranger.pid))
+        others = [
+            replace(here, start_time=here.start_time - 1),
+            replace(here, boot_id="another"),
+            replace(here, namespace="pid:[1]"),
         ]
         folder = tmp_path / "run" / "workers"
         folder.mkdir(parents=True)
         for n, other in enumerate(others):
-            note = status_files.WorkerStatus(id=f"wrk_{n}", pid=stranger.pid, **other)
+            note = status_files.WorkerStatus(f"wrk_{n}", other)
             assert not note.signal(signal.SIGTERM)
-            (folder / f"{note.id}.json").write_text(json.dumps(note.__dict__))
+            (folder / f"{note.id}.json").write_text(json.dumps(asdict(note)))
         said, _ = cli(tmp_path, "--drain").communicate(timeout=30)
         assert re.search(r"wrk_1 belongs to another machine", said) and "nothing to drain" in said
         assert stranger.poll() is None
-        right = status_files.WorkerStatus(id="wrk", pid=stranger.pid, process_started=started, **here)
+        right = status_files.WorkerStatus("wrk", here)
         assert right.signal(signal.SIGTERM)
         assert stranger.wait(10) == -signal.SIGTERM
 
     def test_a_new_worker_clears_away_the_notes_of_dead_ones(self, settings: Settings) -> None:
         folder = settings.home / "run" / "workers"
         folder.mkdir(parents=True)
-        dead = status_files.WorkerStatus("wrk_dead", 2**22 + 1, 1, boot_id(), pid_namespace())
-        (folder / "wrk_dead.json").write_text(json.dumps(dead.__dict__))
+        dead = status_files.WorkerStatus("wrk_dead", ProcessIdentity.of(2**22 + 1, 1))
+        (folder / "wrk_dead.json").write_text(json.dumps(asdict(dead)))
         (folder / "wrk_torn.json").write_text("{")
-        drained = status_files.WorkerStatus("wrk_drained", 2**22 + 2, 1, boot_id(), pid_namespace(), draining=True)
-        (folder / "wrk_drained.json").write_text(json.dumps(drained.__dict__))
+        drained = status_files.WorkerStatus("wrk_drained", ProcessIdentity.of(2**22 + 2, 1), draining=True)
+        (folder / "wrk_drained.json").write_text(json.dumps(asdict(drained)))
         notebook = status_files.WorkerStatusFile(settings.home, "wrk_new")
         notebook.open()
         assert sorted(note.id for note in status_files.read_statuses(settings.home)) == ["wrk_drained", "wrk_new"]
-        assert status_files.was_drained(settings.home, drained.pid) and not status_files.was_drained(
+        assert status_files.was_drained(settings.home, drained.process.pid) and not status_files.was_drained(
             settings.home, os.getpid()
         )
         notebook.close()

@@ -11,6 +11,7 @@ from typing import Any
 from sqlalchemy import Connection, Executable, exists, func, select
 from sqlalchemy.orm import aliased
 
+from app.contracts.methods import method_of, options_of
 from app.runs.checkpoints import retention
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Attempt
@@ -156,7 +157,7 @@ def _smaller(config: Mapping[str, Any], phase: str) -> tuple[dict[str, Any], dic
     if phase == "evaluating":
         at_once = int(config.get("extra", {}).get("eval_batch_size") or batch)
         # The completions of a prompt stay together.
-        together = int(config["rlhf"]["num_generations"]) if config.get("method") == "rlhf" else 1
+        together = int(options_of(config)["num_generations"]) if method_of(config).generates else 1
         fewer = at_once // 2 // together * together
         return ({"extra.eval_batch_size": fewer}, {"extra.eval_batch_size": at_once}) if fewer else None
     if phase not in ("training", "saving"):

@@ -12,7 +12,7 @@ from typing import Any
 from sqlalchemy import Connection, Engine, Executable, func, select
 
 from app.base_models import resolver
-from app.contracts.methods import TrainingMethod
+from app.contracts.methods import rewards_of
 from app.contracts.plugins import has_copies
 from app.runs.actions.replay import done_behind
 from app.runs.checkpoints import retention
@@ -193,10 +193,8 @@ def _base_model(host: WorkerContext, connection: Connection, run: Any) -> dict[s
 
 def _reward_models(host: WorkerContext, connection: Connection, run: Any) -> list[dict[str, Any]]:
     """Return the models of the rewards of type `model`, in the order of these rewards."""
-    if run.config.get("method") != TrainingMethod.rlhf:
-        return []
-    rewards = run.config["rlhf"]["rewards"]
-    return [_locate_model(host, connection, run, reward["model"]) for reward in rewards if reward["type"] == "model"]
+    models = [reward["model"] for _, reward in rewards_of(run.config) if reward["type"] == "model"]
+    return [_locate_model(host, connection, run, model) for model in models]
 
 
 def _locate_model(

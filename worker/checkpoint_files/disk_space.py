@@ -9,6 +9,12 @@ _OVERHEAD_DIVISOR = 50
 """Allowance for data around the tensors: headers, the optimizer's structure, the manifest."""
 
 
+def free_bytes(folder: Path) -> int | None:
+    """Return the free bytes of the folder's file system; None if it counts no blocks, as some network ones do."""
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize if disk.f_blocks else None
+
+
 class DiskSpace:
     """Free disk space of one folder."""
 
@@ -19,11 +25,8 @@ class DiskSpace:
 
     def lacking(self, size: int) -> str | None:
         """Return why a checkpoint with tensors of `size` bytes does not fit, in sentences; None if it fits."""
-        disk = os.statvfs(self._folder)
-        if not disk.f_blocks:
-            return None  # some network file systems count no blocks
-        needed, free = size + size // _OVERHEAD_DIVISOR + _OVERHEAD_BYTES, disk.f_bavail * disk.f_frsize
-        if needed + self._reserve <= free:
+        needed, free = size + size // _OVERHEAD_DIVISOR + _OVERHEAD_BYTES, free_bytes(self._folder)
+        if free is None or needed + self._reserve <= free:
             return None
         return (
             f"it needs {_mib(needed)}, and {self._folder} has {_mib(free)} free, of which {_mib(self._reserve)} must "

@@ -9,6 +9,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Executable, select, update
 
+from app.contracts.events import TRAINER_RECORDS
 from app.contracts.run_status import LIVE
 from app.infra.ids import new_id
 from app.infra.storage import checkpoint_name
@@ -31,7 +32,6 @@ from worker.wire.heartbeat import HEARTBEAT
 
 _TAIL_LINES = 50
 _MAX_STEPS = 2**31 - 1
-_PLAIN_EVENTS = {"eval", "progress", "sample"}
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class RecordHandler:
         }.get(kind)
         if take:
             take(record, ts)
-        elif kind in _PLAIN_EVENTS:
+        elif kind in TRAINER_RECORDS:
             self._writer.put(NewEvent.of(kind, ts, record))
         else:
             raise ValueError(f"unknown type {kind!r}")

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from app.infra.process_identity import ProcessIdentity, ProcessStat, boot_id, pid_namespace, process_stat, start_time
+from app.infra.private_files import write_private_json
+from app.infra.process_identity import ProcessIdentity, ProcessStat, boot_id, pid_namespace, process_stat
 
 log = logging.getLogger(__name__)
 
@@ -48,12 +49,9 @@ def kill_session(leader: ProcessIdentity, pidfd: int | None = None) -> list[int]
 def record(folder: Path, trainer: ProcessIdentity) -> Path:
     """Record that this process has started `trainer`, for `sweep` after a crash; return the file."""
     folder.mkdir(parents=True, exist_ok=True)
-    worker = ProcessIdentity.of(os.getpid(), start_time(os.getpid()))
     path = folder / f"{trainer.pid}-{trainer.start_time}.json"
-    text = json.dumps({"trainer": asdict(trainer), "worker": asdict(worker)})
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
+    identities = {"trainer": asdict(trainer), "worker": asdict(ProcessIdentity.own())}
+    write_private_json(path, identities, durable=False)
     return path
 
 

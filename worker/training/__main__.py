@@ -6,6 +6,7 @@ forks from there, and an OpenMP thread or a CUDA context in the zygote would bre
 
 import contextlib
 import os
+import pkgutil
 import signal
 import sys
 import traceback
@@ -17,14 +18,13 @@ import datasets
 import transformers
 from pydantic import ValidationError
 
-from app.contracts.methods import SUPERVISED, TrainingMethod
+from app.contracts.methods import METHODS, TrainingMethod
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import drop_unknown_fields
 from app.contracts.training_config.resolution import Replacement, resolve
 from app.contracts.training_config.validation import config_errors
 from worker.training.context import TrainingContext
 from worker.training.failures import Stopped, TrainingFailure, classify
-from worker.training.methods import dpo, reward_model, rlhf, sft
 from worker.training.model.loader import machine_of
 from worker.training.output import hub_push
 from worker.training.plugins import hooks
@@ -34,10 +34,7 @@ from worker.wire.journal import Journal
 from worker.wire.reporter import Reporter, parse_args
 
 _RECIPES: dict[TrainingMethod, Callable[[TrainingContext, list[Replacement]], dict[str, Any]]] = {
-    **dict.fromkeys(SUPERVISED, sft.train),
-    TrainingMethod.dpo: dpo.train,
-    TrainingMethod.reward: reward_model.train,
-    TrainingMethod.rlhf: rlhf.train,
+    method.name: pkgutil.resolve_name(method.trainer) for method in METHODS.values()
 }
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from app.contracts.methods import METHODS, Method
 from app.contracts.stop import StopRequest
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.rules import DeviceCapabilities
@@ -55,6 +56,11 @@ class TrainingContext:
     def folder(self) -> Path:
         """Folder of the attempt, for checkpoints and output."""
         return Path(self.job["output_dir"])
+
+    @property
+    def method(self) -> Method:
+        """Properties of the training method."""
+        return METHODS[self.config.method]
 
     @property
     def is_probe(self) -> bool:

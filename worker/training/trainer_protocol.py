@@ -1,7 +1,7 @@
 """The part of a trainer that checkpointing, plugins and the helpers of the loop use."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from app.contracts.training_config.resolution import Replacement
 from worker.training.context import TrainingContext
@@ -9,10 +9,6 @@ from worker.training.context import TrainingContext
 
 class ServiceTrainer(Protocol):
     """A trainer of TRL with the service's additions; members without a precise type are those of transformers."""
-
-    OBJECTIVE: ClassVar[str]
-    """Evaluation metric by which checkpoints are compared."""
-    HIGHER_IS_BETTER: ClassVar[bool]
 
     run: TrainingContext
     facts: dict[str, Any]

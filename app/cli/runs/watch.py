@@ -24,6 +24,7 @@ from app.contracts.events import (
     ProgressEvent,
     StatusEvent,
 )
+from app.contracts.methods import method_of
 
 if TYPE_CHECKING:
     from app.client.client import Anneal
@@ -112,7 +113,7 @@ class WatchState:
     step: int
     total: int | None
     learns_from_rewards: bool = False
-    """True for RLHF runs: their evaluations show the reward, because the loss says little."""
+    """True for runs that generate: their evaluations show the reward, because the loss says little."""
     loss: float | None = None
     evaluated: float | None = None
     phase: str = ""
@@ -123,7 +124,7 @@ class WatchState:
     def of(cls, run: "RunRead") -> "WatchState":
         """Create the state from the run at the start of watching."""
         last = run.metrics_history[-1].loss if run.metrics_history else None
-        rewarded = run.config.get("method") == "rlhf"
+        rewarded = method_of(run.config).higher_is_better
         return cls(
             run.id, run.name, run.status, run.current_step, run.total_steps, rewarded, loss=last,
             prediction=run.prediction,

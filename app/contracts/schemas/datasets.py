@@ -1,11 +1,11 @@
 """Wire models of datasets."""
 
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.config import JsonDict
 
-from app.contracts.field_types import Timestamp
+from app.contracts.field_types import DatasetFormat, Timestamp
 
 _SUMMARY: JsonDict = {
     "id": "ds_01k3x9m6q2v8s4t0w7y5z1a3b7",
@@ -37,7 +37,6 @@ _STATISTICS: JsonDict = {
     "p95": 402,
     "max": 2210,
 }
-Format = Literal["chat", "prompt_completion", "text", "preference", "prompt"]
 
 
 class TokenStatistics(BaseModel):
@@ -67,7 +66,7 @@ class DatasetSummary(BaseModel):
 
     id: str
     name: str
-    format: Format
+    format: DatasetFormat
     rows: int
     bytes: int
     sha256: str
@@ -111,7 +110,7 @@ class HubImport(BaseModel):
     revision: str | None = Field(default=None, max_length=100, pattern=r"^\w[\w./-]*$")
     """Branch, tag or commit; defaults to the main branch."""
     name: str | None = Field(default=None, min_length=1, max_length=200)
-    format: Format | None = None
+    format: DatasetFormat | None = None
     columns: dict[str, str] | None = None
     tokenizer: str | None = Field(default=None, min_length=1, max_length=300)
 
@@ -145,7 +144,7 @@ UPLOAD_BODY: dict[str, Any] = {
                     },
                     "format": {
                         "type": "string",
-                        "enum": list(get_args(Format)),
+                        "enum": list(get_args(DatasetFormat)),
                         "description": "Dataset format; by default detected from the columns.",
                     },
                     "file_format": {

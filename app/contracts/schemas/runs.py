@@ -185,14 +185,23 @@ class RunCheck(BaseModel):
 class TrainingMetrics(BaseModel):
     """Metrics of one step."""
 
-    step: int
-    epoch: float | None = None
-    loss: float | None = None
-    learning_rate: float | None = None
-    grad_norm: float | None = None
-    gpu_memory_mb: float | None = None
-    samples_per_second: float | None = None
-    extra: dict[str, Any] = Field(default_factory=dict)
+    step: int = Field(description="Optimizer steps of the run so far, this one included.")
+    epoch: float | None = Field(default=None, description="Passes over the data so far, with the fraction.")
+    loss: float | None = Field(
+        default=None, description="Mean loss of the steps since the last metric, in the unit of the method's loss."
+    )
+    learning_rate: float | None = Field(default=None, description="Learning rate of the step.")
+    grad_norm: float | None = Field(default=None, description="L2 norm of the gradients before clipping.")
+    gpu_memory_mb: float | None = Field(
+        default=None, description="Peak GPU memory since the last metric, in MiB; null without a GPU."
+    )
+    samples_per_second: float | None = Field(
+        default=None,
+        description="Rows trained per second since the last metric, without the time of saves and evaluations.",
+    )
+    extra: dict[str, Any] = Field(
+        default_factory=dict, description="Further measurements by name, such as `tokens_per_second` or `mfu`."
+    )
 
 
 class TrainingRun(BaseModel):

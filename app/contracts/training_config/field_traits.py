@@ -1,8 +1,43 @@
-"""Traits of configuration fields."""
+"""Configuration fields by their traits, which are declared with the fields; fields of a group have dotted names."""
 
-CHANGEABLE_ON_RESUME = frozenset({
-    "epochs", "max_steps", "min_steps", "save_steps", "save_total_limit", "logging_steps", "eval_steps",
-    "time_limit_seconds", "stop_at_step", "early_stopping_patience", "learning_rate", "weight_decay",
-    "report_to", "push_to_hub", "on_non_finite", "on_spike", "on_out_of_memory",
-})  # fmt: skip
-"""Fields that a resumed run may change; changing any other would silently train something else."""
+from collections.abc import Iterator, Mapping
+
+from pydantic import BaseModel
+
+from app.contracts.field_types import Traits
+from app.contracts.methods import OPTION_GROUPS
+from app.contracts.training_config.fields import TrainerOptions, TrainingConfig
+
+
+def _declared(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Traits]]:
+    for name, field in model.model_fields.items():
+        yield from ((f"{prefix}{name}", one) for one in field.metadata if isinstance(one, Traits))
+
+
+TRAITS: Mapping[str, Traits] = dict(
+    [
+        *_declared(TrainingConfig),
+        *(one for group, model in OPTION_GROUPS.items() for one in _declared(model, f"{group}.")),
+        *_declared(TrainerOptions, "extra."),
+    ]
+)
+
+CHANGEABLE_ON_RESUME = frozenset(name for name, traits in TRAITS.items() if traits.changeable_on_resume)
+
+STEP_TIME = tuple(name for name, traits in TRAITS.items() if traits.affects == "step_time")
+
+DURATION = tuple(name for name, traits in TRAITS.items() if traits.affects is not None)
+
+NOT_IN_PROBE = frozenset(name for name, traits in TRAITS.items() if not traits.in_probe)
+
+ADAPTER_ONLY = tuple(name for name, traits in TRAITS.items() if traits.adapter_only)
+
+FOUR_BIT_ONLY = tuple(name for name, traits in TRAITS.items() if traits.four_bit_only)
+
+SUPERVISED_ONLY = tuple(name for name, traits in TRAITS.items() if traits.supervised_only)
+
+NEEDS_EVAL_DATA = tuple(name for name, traits in TRAITS.items() if traits.needs_eval_data)
+
+DEPENDS_ON_METHOD = frozenset(name for name, traits in TRAITS.items() if traits.depends_on_method)
+
+NOT_AVAILABLE = tuple(name for name, traits in TRAITS.items() if not traits.is_available)

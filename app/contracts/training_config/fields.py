@@ -4,9 +4,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, StringConstraints
 
-from app.contracts.field_types import ModelName, Strict
+from app.contracts.field_types import ModelName, Strict, Traits
 from app.contracts.human_numbers import COUNT, SECONDS
-from app.contracts.methods import DpoOptions, RlhfOptions, TrainingMethod
+from app.contracts.methods import DEFAULT_METHOD, METHODS, DpoOptions, RlhfOptions, TrainingMethod
 from app.contracts.plugins import Plugin
 
 Steps = Annotated[int, Field(ge=1, le=100_000_000), COUNT]
@@ -47,69 +47,83 @@ Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3"]
 class TrainerOptions(Strict):
     """Fields of `extra`: options of the trainer that few runs need."""
 
-    max_grad_norm: float = Field(
+    max_grad_norm: Annotated[float, Traits()] = Field(
         default=1.0, ge=0, le=1e6, description="Maximum gradient norm for clipping; 0 disables clipping."
     )
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="Beta1 of Adam and Lion optimizers.")
-    adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="Beta2 of Adam and Lion optimizers.")
-    adam_epsilon: float = Field(
+    adam_beta1: Annotated[float, Traits()] = Field(
+        default=0.9, ge=0, lt=1, description="Beta1 of Adam and Lion optimizers."
+    )
+    adam_beta2: Annotated[float, Traits()] = Field(
+        default=0.999, ge=0, lt=1, description="Beta2 of Adam and Lion optimizers."
+    )
+    adam_epsilon: Annotated[float, Traits()] = Field(
         default=1e-8, gt=0, le=1, description="Epsilon of Adam optimizers, for numerical stability."
     )
-    packing_strategy: Literal["bfd", "wrapped"] = Field(
+    packing_strategy: Annotated[Literal["bfd", "wrapped"], Traits(supervised_only=True)] = Field(
         default="bfd",
         description="`bfd` packs whole documents by best-fit decreasing; `wrapped` concatenates all documents and "
         "splits the result into sequences.",
     )
-    eval_on_start: bool = Field(default=False, description="Also evaluate before the first step.")
-    eval_batch_size: int | None = Field(
+    eval_on_start: Annotated[bool, Traits(in_probe=False, needs_eval_data=True)] = Field(
+        default=False, description="Also evaluate before the first step."
+    )
+    eval_batch_size: Annotated[int | None, Traits(in_probe=False, needs_eval_data=True)] = Field(
         default=None, ge=1, le=4096, description="Batch size per device for evaluation; `null` uses `batch_size`."
     )
-    double_quant: bool = Field(
+    double_quant: Annotated[bool, Traits(four_bit_only=True)] = Field(
         default=True, description="Nested quantization: also quantize the constants of 4-bit quantization."
     )
-    metrics: list[MetricName] = Field(
+    metrics: Annotated[list[MetricName], Traits(in_probe=False, supervised_only=True, needs_eval_data=True)] = Field(
         default_factory=list,
         max_length=20,
         description="Metric functions for evaluations, installed on the workers by the operator.",
     )
-    peak_tflops: float | None = Field(
+    peak_tflops: Annotated[float | None, Traits()] = Field(
         default=None,
         gt=0,
         le=1e6,
         description="Peak throughput of the device in TFLOP/s, for `mfu`; `null` uses the known value of the device.",
     )
-    spike_threshold: float = Field(
+    spike_threshold: Annotated[float, Traits(in_probe=False)] = Field(
         default=6.0,
         ge=1,
         le=1000,
         description="Loss spike: this many times its usual noise above the median of the last 16 steps.",
     )
-    max_rewinds: int = Field(default=3, ge=0, le=100, description="Maximum number of automatic rewinds per run.")
-    distributions_steps: int | None = Field(
+    max_rewinds: Annotated[int, Traits(in_probe=False)] = Field(
+        default=3, ge=0, le=100, description="Maximum number of automatic rewinds per run."
+    )
+    distributions_steps: Annotated[int | None, Traits(in_probe=False)] = Field(
         default=None,
         ge=1,
         le=100_000_000,
         description="Steps between two histograms of weights and gradients; above 1,000, every second is dropped.",
     )
-    memory_profile: bool | Literal["steps"] = Field(
+    memory_profile: Annotated[bool | Literal["steps"], Traits(in_probe=False)] = Field(
         default=False,
         description="Record the memory use of every step in a file of the output (above 10,000 steps, every second is "
         "dropped); `true` also records every allocation on a GPU.",
     )
-    probe: bool = Field(
+    probe: Annotated[bool, Traits(in_probe=False)] = Field(
         default=False,
         description="Only measure: train two steps on the longest rows and save nothing. "
         "`POST /v1/runs/estimate` with `probe` creates such runs.",
     )
-    recipe: Plugin | None = Field(
+    recipe: Annotated[Plugin | None, Traits()] = Field(
         default=None,
         description='`{"type": name, …}`: installed recipe that replaces that of the method (docs/guides/plugins.md).',
     )
-    data_source: Plugin | None = Field(default=None, description="Plugin that provides the rows instead of the file.")
-    model_factory: Plugin | None = Field(default=None, description="Plugin that creates the base model.")
-    optimizer: Plugin | None = Field(default=None, description="Plugin that replaces `optim`.")
-    scheduler: Plugin | None = Field(default=None, description="Plugin that replaces `lr_scheduler_type`.")
-    checkpoint_engine: Plugin | None = Field(
+    data_source: Annotated[Plugin | None, Traits()] = Field(
+        default=None, description="Plugin that provides the rows instead of the file."
+    )
+    model_factory: Annotated[Plugin | None, Traits()] = Field(
+        default=None, description="Plugin that creates the base model."
+    )
+    optimizer: Annotated[Plugin | None, Traits()] = Field(default=None, description="Plugin that replaces `optim`.")
+    scheduler: Annotated[Plugin | None, Traits()] = Field(
+        default=None, description="Plugin that replaces `lr_scheduler_type`."
+    )
+    checkpoint_engine: Annotated[Plugin | None, Traits(in_probe=False)] = Field(
         default=None, description="Plugin that stores a replica of each checkpoint."
     )
 
@@ -126,139 +140,192 @@ class TrainingConfig(Strict):
         }
     )  # fmt: skip
 
-    base_model: ModelName = Field(
+    base_model: Annotated[ModelName, Traits(affects="duration")] = Field(
         description="Folder below the models root, hub name, or `run_…` for the output of a finished run."
     )
-    method: Annotated[TrainingMethod, Field(strict=False)] = Field(
-        default=TrainingMethod.qlora,
+    method: Annotated[TrainingMethod, Field(strict=False), Traits(affects="step_time")] = Field(
+        default=DEFAULT_METHOD,
         description="Training method: determines the objective, and which weights are trained.",
     )
 
-    lora_r: int | None = Field(default=16, ge=1, le=4096, description="LoRA rank; `null` trains all weights.")
-    lora_alpha: int = Field(
+    lora_r: Annotated[int | None, Traits(affects="step_time", adapter_only=True, depends_on_method=True)] = Field(
+        default=16, ge=1, le=4096, description="LoRA rank; `null` trains all weights."
+    )
+    lora_alpha: Annotated[int, Traits(adapter_only=True)] = Field(
         default=32, ge=1, le=65_536, description="LoRA scaling factor: adapters are scaled by `lora_alpha / lora_r`."
     )
-    lora_dropout: float = Field(default=0.05, ge=0, lt=1, description="Dropout probability of the LoRA layers.")
-    target_modules: list[ModuleName] | None = Field(
+    lora_dropout: Annotated[float, Traits(adapter_only=True)] = Field(
+        default=0.05, ge=0, lt=1, description="Dropout probability of the LoRA layers."
+    )
+    target_modules: Annotated[list[ModuleName] | None, Traits(affects="step_time", adapter_only=True)] = Field(
         default=None,
         min_length=1,
         max_length=200,
         description="Names of the modules that get an adapter; `null`: all linear layers.",
     )
-    use_rslora: bool = Field(default=False, description="Rank-stabilized LoRA: scale by `lora_alpha / sqrt(lora_r)`.")
-    use_dora: bool = Field(default=False, description="Weight-decomposed LoRA (DoRA).")
-    modules_to_save: list[ModuleName] | None = Field(
+    use_rslora: Annotated[bool, Traits(adapter_only=True)] = Field(
+        default=False, description="Rank-stabilized LoRA: scale by `lora_alpha / sqrt(lora_r)`."
+    )
+    use_dora: Annotated[bool, Traits(affects="step_time", adapter_only=True)] = Field(
+        default=False, description="Weight-decomposed LoRA (DoRA)."
+    )
+    modules_to_save: Annotated[list[ModuleName] | None, Traits(affects="step_time", adapter_only=True)] = Field(
         default=None,
         min_length=1,
         max_length=200,
         description="Modules that are trained in full and saved with the adapter.",
     )
 
-    learning_rate: float = Field(default=2e-4, gt=0, le=10, description="Peak learning rate.")
-    batch_size: BatchSize = Field(
+    learning_rate: Annotated[float, Traits(changeable_on_resume=True)] = Field(
+        default=2e-4, gt=0, le=10, description="Peak learning rate."
+    )
+    batch_size: Annotated[BatchSize, Traits(affects="step_time")] = Field(
         default=4,
         description="Sequences per device and micro-batch. `rlhf`: completions; `batch_size` x "
         "`gradient_accumulation_steps` of them are generated at once.",
     )
-    gradient_accumulation_steps: MicroBatches = Field(default=4, description="Micro-batches per optimizer step.")
-    epochs: float = Field(default=3, gt=0, le=10_000, description="Number of passes over the data; may be a fraction.")
-    max_steps: Steps | None = Field(default=None, description="Total number of optimizer steps; overrides `epochs`.")
-    min_steps: Steps | None = Field(
+    gradient_accumulation_steps: Annotated[MicroBatches, Traits(affects="step_time")] = Field(
+        default=4, description="Micro-batches per optimizer step."
+    )
+    epochs: Annotated[float, Traits(changeable_on_resume=True, affects="duration")] = Field(
+        default=3, gt=0, le=10_000, description="Number of passes over the data; may be a fraction."
+    )
+    max_steps: Annotated[Steps | None, Traits(changeable_on_resume=True, affects="duration")] = Field(
+        default=None, description="Total number of optimizer steps; overrides `epochs`."
+    )
+    min_steps: Annotated[Steps | None, Traits(changeable_on_resume=True, affects="duration")] = Field(
         default=None, description="Minimum number of optimizer steps; the data is repeated until then."
     )
-    warmup_ratio: float = Field(default=0.03, ge=0, lt=1, description="Fraction of steps used for linear warmup.")
-    weight_decay: float = Field(default=0.01, ge=0, le=10, description="Weight decay; not applied to biases and norms.")
-    optim: Optimizer = Field(default="paged_adamw_8bit", description="Optimizer.")
-    lr_scheduler_type: Scheduler = Field(default="cosine", description="Learning-rate schedule.")
-    neftune_noise_alpha: float | None = Field(
+    warmup_ratio: Annotated[float, Traits()] = Field(
+        default=0.03, ge=0, lt=1, description="Fraction of steps used for linear warmup."
+    )
+    weight_decay: Annotated[float, Traits(changeable_on_resume=True)] = Field(
+        default=0.01, ge=0, le=10, description="Weight decay; not applied to biases and norms."
+    )
+    optim: Annotated[Optimizer, Traits()] = Field(default="paged_adamw_8bit", description="Optimizer.")
+    lr_scheduler_type: Annotated[Scheduler, Traits()] = Field(default="cosine", description="Learning-rate schedule.")
+    neftune_noise_alpha: Annotated[float | None, Traits(supervised_only=True)] = Field(
         default=None, gt=0, le=1000, description="NEFTune noise on embeddings; `null` disables it."
     )
 
-    load_in_4bit: bool = Field(
+    load_in_4bit: Annotated[bool, Traits(affects="step_time", depends_on_method=True)] = Field(
         default=True,
         description="Load the base model in 4-bit; if unset, false for `full`, `lora`, without adapter and with 8-bit.",
     )
-    load_in_8bit: bool = Field(default=False, description="Load the base model in 8-bit.")
-    bnb_4bit_compute_dtype: DType = Field(default="bfloat16", description="Compute data type of 4-bit layers.")
-    bnb_4bit_quant_type: Literal["nf4", "fp4"] = Field(default="nf4", description="4-bit data type (NF4 or FP4).")
+    load_in_8bit: Annotated[bool, Traits(affects="step_time", depends_on_method=True)] = Field(
+        default=False, description="Load the base model in 8-bit."
+    )
+    bnb_4bit_compute_dtype: Annotated[DType, Traits(four_bit_only=True)] = Field(
+        default="bfloat16", description="Compute data type of 4-bit layers."
+    )
+    bnb_4bit_quant_type: Annotated[Literal["nf4", "fp4"], Traits(four_bit_only=True)] = Field(
+        default="nf4", description="4-bit data type (NF4 or FP4)."
+    )
 
-    gradient_checkpointing: bool | Literal["selective", "auto"] = Field(
+    gradient_checkpointing: Annotated[bool | Literal["selective", "auto"], Traits(affects="step_time")] = Field(
         default="auto",
         description="Recompute activations in the backward pass to save memory at the cost of time: `true` for all "
         "layers, `selective` for every second one, `auto` only as far as the memory requires.",
     )
-    activation_offload: bool = Field(default=False, description="Offload activations to host memory.")
-    attn_implementation: Attention | None = Field(
+    activation_offload: Annotated[bool, Traits(affects="step_time", is_available=False)] = Field(
+        default=False, description="Offload activations to host memory."
+    )
+    attn_implementation: Annotated[Attention | None, Traits(affects="step_time")] = Field(
         default=None, description="Attention implementation; `null` selects the best for the device."
     )
-    torch_compile: bool = Field(default=False, description="Compile the model with `torch.compile`.")
+    torch_compile: Annotated[bool, Traits(affects="step_time", is_available=False)] = Field(
+        default=False, description="Compile the model with `torch.compile`."
+    )
 
-    max_seq_length: Length | None = Field(
+    max_seq_length: Annotated[Length | None, Traits(affects="step_time")] = Field(
         default=2048,
         description="Maximum length in tokens: longer sequences are truncated (`reward` and `rlhf` skip longer pairs "
         "and prompts); `null` uses the model's own limit.",
     )
-    packing: bool = Field(default=False, description="Pack several documents into one sequence.")
-    truncation_mode: Literal["keep_start", "keep_end"] = Field(
+    packing: Annotated[bool, Traits(affects="step_time", supervised_only=True)] = Field(
+        default=False, description="Pack several documents into one sequence."
+    )
+    truncation_mode: Annotated[Literal["keep_start", "keep_end"], Traits()] = Field(
         default="keep_start", description="Which end of a sequence that is too long is kept."
     )
-    loss_on: Literal["all", "completion", "assistant"] = Field(
+    loss_on: Annotated[Literal["all", "completion", "assistant"], Traits(supervised_only=True)] = Field(
         default="all",
         description="Tokens in the loss: `all`; the `completion` (of a chat: its last answer); all `assistant` ones.",
     )
-    overfit_first_batch: bool = Field(default=False, description="Train on the first batch only, as a sanity check.")
-    seed: int = Field(
+    overfit_first_batch: Annotated[bool, Traits()] = Field(
+        default=False, description="Train on the first batch only, as a sanity check."
+    )
+    seed: Annotated[int, Traits()] = Field(
         default=42, ge=0, le=2**32 - 1, description="Random seed of Python, NumPy, torch and the data order."
     )
 
-    save_steps: Steps = Field(default=100, description="Steps between two checkpoints.")
-    save_total_limit: int | None = Field(
+    save_steps: Annotated[Steps, Traits(changeable_on_resume=True, affects="duration")] = Field(
+        default=100, description="Steps between two checkpoints."
+    )
+    save_total_limit: Annotated[int | None, Traits(changeable_on_resume=True)] = Field(
         default=3, ge=1, le=10_000, description="Maximum number of checkpoints to keep; `null` keeps all."
     )
-    logging_steps: Steps = Field(default=10, description="Steps between two logged metrics.")
-    eval_steps: Steps | None = Field(default=None, description="Steps between two evaluations.")
-    eval_split: float = Field(default=0.0, ge=0, lt=1, description="Fraction of the data held out for evaluation.")
-
-    time_limit_seconds: Seconds | None = Field(
-        default=None, description="Save and stop after this training time in seconds."
+    logging_steps: Annotated[Steps, Traits(changeable_on_resume=True)] = Field(
+        default=10, description="Steps between two logged metrics."
     )
-    stop_at_step: Steps | None = Field(default=None, description="Save and stop after this step of the run.")
-    early_stopping_patience: int | None = Field(
+    eval_steps: Annotated[Steps | None, Traits(changeable_on_resume=True, affects="duration", in_probe=False)] = Field(
+        default=None, description="Steps between two evaluations."
+    )
+    eval_split: Annotated[float, Traits(affects="step_time", in_probe=False)] = Field(
+        default=0.0, ge=0, lt=1, description="Fraction of the data held out for evaluation."
+    )
+
+    time_limit_seconds: Annotated[
+        Seconds | None, Traits(changeable_on_resume=True, affects="duration", in_probe=False)
+    ] = Field(default=None, description="Save and stop after this training time in seconds.")
+    stop_at_step: Annotated[Steps | None, Traits(changeable_on_resume=True, affects="duration", in_probe=False)] = (
+        Field(default=None, description="Save and stop after this step of the run.")
+    )
+    early_stopping_patience: Annotated[
+        int | None, Traits(changeable_on_resume=True, affects="duration", in_probe=False)
+    ] = Field(
         default=None,
         ge=1,
         le=10_000,
         description="Stop after this many evaluations without a better loss (`rlhf`: reward).",
     )
-    on_non_finite: Literal["stop", "rewind"] = Field(
+    on_non_finite: Annotated[Literal["stop", "rewind"], Traits(changeable_on_resume=True, in_probe=False)] = Field(
         default="stop",
         description="On NaN or Inf loss or gradients: `stop` fails the run; `rewind` restores the last checkpoint and "
         "skips the batch. Either way its rows are reported.",
     )
-    on_spike: Literal["ignore", "stop", "rewind"] = Field(
+    on_spike: Annotated[Literal["ignore", "stop", "rewind"], Traits(changeable_on_resume=True, in_probe=False)] = Field(
         default="ignore", description="On a loss spike (`extra.spike_threshold`): as `on_non_finite`, or ignore it."
     )
-    on_out_of_memory: Literal["repair", "stop"] = Field(
+    on_out_of_memory: Annotated[Literal["repair", "stop"], Traits(changeable_on_resume=True, in_probe=False)] = Field(
         default="repair",
         description="On out of memory: `repair` continues from the last checkpoint with smaller micro-batches and as "
         "many more of them, then with `gradient_checkpointing`; `stop` fails the run.",
     )
 
-    revision: str | None = Field(
+    revision: Annotated[str | None, Traits()] = Field(
         default=None, min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./-]*$",
         description="Branch, tag or commit of a hub model.",
     )  # fmt: skip
-    report_to: list[Literal["wandb", "mlflow", "tensorboard"]] = Field(
-        default_factory=list, max_length=3, description="Experiment trackers that also receive the metrics."
-    )
-    push_to_hub: str | None = Field(
+    report_to: Annotated[
+        list[Literal["wandb", "mlflow", "tensorboard"]], Traits(changeable_on_resume=True, in_probe=False)
+    ] = Field(default_factory=list, max_length=3, description="Experiment trackers that also receive the metrics.")
+    push_to_hub: Annotated[str | None, Traits(changeable_on_resume=True, in_probe=False)] = Field(
         default=None, max_length=193, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}$",
         description="Hub name (`owner/name`) to push the output to; a new repository is private.",
     )  # fmt: skip
-    dpo: DpoOptions = Field(default_factory=DpoOptions, description="Options of method `dpo`.")
-    rlhf: RlhfOptions = Field(default_factory=RlhfOptions, description="Options of method `rlhf`.")
-    extra: dict[str, Any] = Field(
+    dpo: Annotated[DpoOptions, Traits()] = Field(default_factory=DpoOptions, description="Options of method `dpo`.")
+    rlhf: Annotated[RlhfOptions, Traits(affects="step_time")] = Field(
+        default_factory=RlhfOptions, description="Options of method `rlhf`."
+    )
+    extra: Annotated[dict[str, Any], Traits(affects="step_time")] = Field(
         default_factory=dict, description="Further options of the trainer; unknown ones are an error."
     )
+
+    @property
+    def generation(self) -> RlhfOptions | None:
+        """Options of the method if it generates completions, else None."""
+        return getattr(self, self.method) if METHODS[self.method].generates else None
 
     @property
     def trainer_options(self) -> TrainerOptions:

@@ -4,10 +4,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 from app.contracts.human_numbers import HumanNumber
-from app.contracts.methods import DpoOptions, RlhfOptions
+from app.contracts.methods import OPTION_GROUPS
 from app.contracts.training_config.fields import TrainingConfig
 
-_GROUPS = ("dpo", "rlhf", "extra")
+GROUPS = (*OPTION_GROUPS, "extra")
+"""Fields that contain fields."""
 
 PROBE_STEPS = 2
 """Steps of a probe (`extra.probe`)."""
@@ -15,8 +16,8 @@ PROBE_STEPS = 2
 
 def given_fields(config_input: Mapping[str, Any]) -> set[str]:
     """Return the names of the fields that the user set, dotted within a group (`dpo.beta`)."""
-    names = {name for name in config_input if name not in _GROUPS}
-    for group in _GROUPS:
+    names = {name for name in config_input if name not in GROUPS}
+    for group in GROUPS:
         members = config_input.get(group)
         if isinstance(members, Mapping):
             names |= {f"{group}.{member}" for member in members}
@@ -32,7 +33,7 @@ def drop_unknown_fields(stored: Mapping[str, Any], given: Iterable[str]) -> dict
     """
     given = set(given)
     kept = {name: value for name, value in stored.items() if name in TrainingConfig.model_fields or name in given}
-    for name, model in (("dpo", DpoOptions), ("rlhf", RlhfOptions)):
+    for name, model in OPTION_GROUPS.items():
         if isinstance(kept.get(name), Mapping):
             known = {*model.model_fields, *(one.partition(".")[2] for one in given if one.startswith(f"{name}."))}
             kept[name] = {member: value for member, value in kept[name].items() if member in known}

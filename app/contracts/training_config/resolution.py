@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from app.contracts.errors import FieldError
-from app.contracts.methods import TrainingMethod
+from app.contracts.methods import METHODS
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.rules import DeviceCapabilities, machine_conflicts, method_conflicts, wants_adapter
 
@@ -42,7 +42,7 @@ def resolve(config: TrainingConfig, given: Iterable[str], machine: DeviceCapabil
     if not adapter:
         update["lora_r"] = None
     if "load_in_4bit" not in given and (
-        config.method in (TrainingMethod.full, TrainingMethod.lora) or not adapter or config.load_in_8bit
+        METHODS[config.method].quantization == "forbidden" or not adapter or config.load_in_8bit
     ):
         update["load_in_4bit"] = False
     if config.lr_scheduler_type == "constant" and "warmup_ratio" not in given:

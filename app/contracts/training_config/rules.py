@@ -9,13 +9,9 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from app.contracts.errors import FieldError
-from app.contracts.methods import SUPERVISED, DpoOptions, TrainingMethod
+from app.contracts.methods import METHODS, OPTION_GROUPS, DpoOptions, RlhfOptions
+from app.contracts.training_config.field_traits import ADAPTER_ONLY, FOUR_BIT_ONLY, NEEDS_EVAL_DATA, SUPERVISED_ONLY
 from app.contracts.training_config.fields import TrainingConfig
-
-_ADAPTER_FIELDS = (
-    "lora_r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora", "modules_to_save",
-)  # fmt: skip
-
 
 _SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")
 """Losses of `dpo` that allow for reversed pairs."""
@@ -37,47 +33,41 @@ def field_error(field: str, code: str, message: str) -> FieldError:
 
 def wants_adapter(config: TrainingConfig) -> bool:
     """Return True if an adapter is trained rather than all weights."""
-    return config.method is not TrainingMethod.full and config.lora_r is not None
+    return METHODS[config.method].adapter != "forbidden" and config.lora_r is not None
 
 
 def method_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldError]:
     """Return conflicts of fields with the method or each other; `given` are the fields that the user set."""
     found = []
-    method = config.method
+    method = METHODS[config.method]
     if config.load_in_8bit and config.load_in_4bit and "load_in_4bit" in given:
         found.append(field_error("load_in_8bit", "conflict", "and `load_in_4bit` cannot both be true; choose one"))
     for name in ("load_in_4bit", "load_in_8bit"):
         if not (getattr(config, name) and name in given):
             continue
-        if method is TrainingMethod.full:
-            found.append(
-                field_error(
-                    name, "conflict", "cannot be used with method `full`, which trains all weights; leave it out"
-                )
-            )
-        elif method is TrainingMethod.lora:
-            found.append(field_error(name, "conflict", "cannot be used with method `lora`; use method `qlora`"))
+        if method.adapter == "forbidden":
+            message = f"cannot be used with method `{method.name}`, which trains all weights; leave it out"
+            found.append(field_error(name, "conflict", message))
+        elif method.quantization == "forbidden":
+            message = f"cannot be used with method `{method.name}`; use method `{method.smaller}`"
+            found.append(field_error(name, "conflict", message))
         elif config.lora_r is None:
             found.append(
                 field_error(
                     name, "conflict", "needs an adapter, because quantized weights cannot be trained; set `lora_r`"
                 )
             )
-    if method in (TrainingMethod.lora, TrainingMethod.qlora) and config.lora_r is None:
-        found.append(
-            field_error("lora_r", "conflict", f"cannot be null with method `{method}`; use method `full` or `sft`")
-        )
+    if method.adapter == "required" and config.lora_r is None:
+        message = f"cannot be null with method `{method.name}`; use method `full` or `sft`"
+        found.append(field_error("lora_r", "conflict", message))
     unquantized = "load_in_4bit" in given and not config.load_in_4bit and not config.load_in_8bit
-    if method is TrainingMethod.qlora and unquantized:
-        found.append(
-            field_error(
-                "load_in_4bit", "conflict", "is false, but method `qlora` needs a 4-bit or 8-bit base model; use `lora`"
-            )
-        )
+    if method.quantization == "required" and unquantized:
+        message = f"is false, but method `{method.name}` needs a 4-bit or 8-bit base model; use `lora`"
+        found.append(field_error("load_in_4bit", "conflict", message))
     if not wants_adapter(config):
         found += [
             field_error(name, "conflict", "applies only to adapters, and this run trains all weights; leave it out")
-            for name in _ADAPTER_FIELDS
+            for name in ADAPTER_ONLY
             if name in given and getattr(config, name) is not None
         ]
     elif config.target_modules and "lm_head" in config.target_modules:
@@ -87,18 +77,17 @@ def method_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldError
             )
         )
     four_bit = config.load_in_4bit and not config.load_in_8bit and wants_adapter(config)
-    if not four_bit or method in (TrainingMethod.full, TrainingMethod.lora):
+    if not four_bit or method.quantization == "forbidden":
         found += [
             field_error(name, "conflict", "applies only to a 4-bit base model, and this run has none; leave it out")
-            for name in ("bnb_4bit_compute_dtype", "bnb_4bit_quant_type", "extra.double_quant")
+            for name in FOUR_BIT_ONLY
             if name in given
         ]
     found += _objective_conflicts(config, given)
-    for group in ("dpo", "rlhf"):
-        if method != group and any(name.split(".")[0] == group for name in given):
-            found.append(
-                field_error(group, "conflict", f"applies only to method `{group}`, and the method is `{method}`")
-            )
+    for group in OPTION_GROUPS:
+        if method.name != group and any(name.split(".")[0] == group for name in given):
+            message = f"applies only to method `{group}`, and the method is `{method.name}`"
+            found.append(field_error(group, "conflict", message))
     if config.lr_scheduler_type == "constant" and "warmup_ratio" in given and config.warmup_ratio > 0:
         found.append(
             field_error("warmup_ratio", "conflict", "has no effect with `constant`; use `constant_with_warmup`")
@@ -131,35 +120,27 @@ def method_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldError
 def _objective_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldError]:
     """Return fields that apply to another objective than that of the method."""
     found = []
-    method = config.method
-    if method not in SUPERVISED:
-        asked = {
-            "packing": config.packing,
-            "loss_on": "loss_on" in given,
-            "neftune_noise_alpha": config.neftune_noise_alpha is not None,
-            "extra.packing_strategy": "extra.packing_strategy" in given,
-            "extra.metrics": "extra.metrics" in given,
-        }
+    method = METHODS[config.method]
+    if not method.is_supervised:
+        message = f"applies only to supervised methods, and the method is `{method.name}`; leave it out"
         found += [
-            field_error(
-                name, "conflict", f"applies only to supervised methods, and the method is `{method}`; leave it out"
-            )
-            for name, is_asked in asked.items()
-            if is_asked
+            field_error(name, "conflict", message)
+            for name in SUPERVISED_ONLY
+            # Null and false turn a feature off; fields of `extra` have no such value.
+            if name in given and getattr(config, name, True) not in (None, False)
         ]
-    left_out = {TrainingMethod.reward: "pairs", TrainingMethod.rlhf: "prompts"}.get(method)
-    if left_out and "truncation_mode" in given:
-        message = f"has no effect with method `{method}`, which skips {left_out} that are too long; leave it out"
+    if not method.truncates and "truncation_mode" in given:
+        skips = f"skips {method.row_noun} that are too long"
+        message = f"has no effect with method `{method.name}`, which {skips}; leave it out"
         found.append(field_error("truncation_mode", "conflict", message))
-    if method is TrainingMethod.dpo:
+    if method.options is DpoOptions:
         found += _dpo_conflicts(config.dpo, given)
-    if method is TrainingMethod.rlhf:
-        found += _rlhf_conflicts(config, given)
-        if config.on_spike != "ignore":
-            message = (
-                "cannot be used with method `rlhf`, whose loss does not measure how well a step went; leave it out"
-            )
-            found.append(field_error("on_spike", "conflict", message))
+    if config.generation is not None:
+        found += _generation_conflicts(config, config.generation, given)
+    if method.generates and config.on_spike != "ignore":
+        loss = "whose loss does not measure how well a step went"
+        message = f"cannot be used with method `{method.name}`, {loss}; leave it out"
+        found.append(field_error("on_spike", "conflict", message))
     if "extra.spike_threshold" in given and config.on_spike == "ignore":
         found.append(field_error("extra.spike_threshold", "conflict", "has no effect while `on_spike` is `ignore`"))
     return found
@@ -177,41 +158,41 @@ def _dpo_conflicts(dpo: DpoOptions, given: set[str]) -> list[FieldError]:
     return []
 
 
-def _rlhf_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldError]:
+def _generation_conflicts(config: TrainingConfig, options: RlhfOptions, given: set[str]) -> list[FieldError]:
     found = []
-    rlhf = config.rlhf
-    if all(reward.weight == 0 for reward in rlhf.rewards):
+    group = config.method.value
+    if all(reward.weight == 0 for reward in options.rewards):
         message = "needs at least one reward with a non-zero weight: without one there is nothing to learn"
-        found.append(field_error("rlhf.rewards", "needs_rewards", message))
-    if config.max_seq_length is not None and rlhf.max_completion_length >= config.max_seq_length:
+        found.append(field_error(f"{group}.rewards", "needs_rewards", message))
+    if config.max_seq_length is not None and options.max_completion_length >= config.max_seq_length:
         message = (
             f"must be below `max_seq_length` ({config.max_seq_length}), which includes the prompt; lower the one or "
             "raise the other"
         )
-        found.append(field_error("rlhf.max_completion_length", "conflict", message))
+        found.append(field_error(f"{group}.max_completion_length", "conflict", message))
     together = config.batch_size * config.gradient_accumulation_steps
-    if together % rlhf.num_generations:
+    if together % options.num_generations:
         message = (
-            f"is {rlhf.num_generations}, which does not divide `batch_size` x `gradient_accumulation_steps` = "
-            f"{together} completions per step; set {_fitting(config)}"
+            f"is {options.num_generations}, which does not divide `batch_size` x `gradient_accumulation_steps` = "
+            f"{together} completions per step; set {_fitting(config, options)}"
         )
-        found.append(field_error("rlhf.num_generations", "conflict", message))
+        found.append(field_error(f"{group}.num_generations", "conflict", message))
     evaluated = config.extra.get("eval_batch_size")
-    if isinstance(evaluated, int) and "extra.eval_batch_size" in given and evaluated % rlhf.num_generations:
-        message = f"must be a multiple of `rlhf.num_generations` ({rlhf.num_generations})"
+    if isinstance(evaluated, int) and "extra.eval_batch_size" in given and evaluated % options.num_generations:
+        message = f"must be a multiple of `{group}.num_generations` ({options.num_generations})"
         found.append(field_error("extra.eval_batch_size", "conflict", message))
     return found
 
 
-def _fitting(config: TrainingConfig) -> str:
+def _fitting(config: TrainingConfig, options: RlhfOptions) -> str:
     """Describe the nearest values with which a step contains only whole groups."""
-    wanted, steps = config.rlhf.num_generations, config.gradient_accumulation_steps
+    wanted, steps = options.num_generations, config.gradient_accumulation_steps
     each = wanted // math.gcd(wanted, config.batch_size)
     near_steps = [n for n in (steps // each * each, (steps // each + 1) * each) if 1 <= n <= 65_536]
     together = config.batch_size * steps
     divisors = [n for n in range(2, 1025) if together % n == 0]
     near_groups = [n for n in divisors if n < wanted][-1:] + [n for n in divisors if n > wanted][:1]
-    choices = {"gradient_accumulation_steps": near_steps, "rlhf.num_generations": near_groups}
+    choices = {"gradient_accumulation_steps": near_steps, f"{config.method}.num_generations": near_groups}
     return ", or ".join(f"`{name}` to {' or '.join(map(str, values))}" for name, values in choices.items() if values)
 
 
@@ -244,16 +225,16 @@ def eval_conflicts(config: TrainingConfig, given: set[str], has_eval_dataset: bo
             )
         )
     found += [
-        field_error(f"extra.{name}", "needs_eval_data", "needs evaluation data; set `eval_dataset_id` or `eval_split`")
-        for name in ("eval_batch_size", "eval_on_start", "metrics")
-        if f"extra.{name}" in given and config.extra.get(name) and not has_data
+        field_error(name, "needs_eval_data", "needs evaluation data; set `eval_dataset_id` or `eval_split`")
+        for name in NEEDS_EVAL_DATA
+        if name in given and config.extra.get(name.removeprefix("extra.")) and not has_data
     ]
     return found
 
 
 def data_conflicts(config: TrainingConfig, given: set[str], dataset_format: str | None) -> list[FieldError]:
     """Return fields that conflict with the format of the dataset; None: it is not known yet."""
-    if config.method not in SUPERVISED:
+    if not METHODS[config.method].is_supervised:
         return []
     found = []
     if dataset_format is not None and config.loss_on == "assistant" and dataset_format != "chat":

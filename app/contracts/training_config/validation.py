@@ -12,8 +12,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from app.contracts.errors import FieldError
+from app.contracts.methods import OPTION_GROUPS
 from app.contracts.plugins import doubled
-from app.contracts.training_config.field_traits import CHANGEABLE_ON_RESUME
+from app.contracts.training_config.field_traits import CHANGEABLE_ON_RESUME, NOT_AVAILABLE
 from app.contracts.training_config.fields import TrainerOptions, TrainingConfig
 from app.contracts.training_config.raw_config import given_fields, normalize_numbers
 from app.contracts.training_config.rules import (
@@ -83,10 +84,7 @@ def resume_problems(parent_config: Mapping[str, Any], overrides: Mapping[str, An
 
 
 def _not_available_yet(config: TrainingConfig) -> list[FieldError]:
-    wanted: dict[str, bool | str] = {
-        "activation_offload": config.activation_offload,
-        "torch_compile": config.torch_compile,
-    }
+    wanted = {name: getattr(config, name) for name in NOT_AVAILABLE}
     return [
         field_error(
             name,
@@ -123,7 +121,7 @@ def _from_pydantic(errors: list[ErrorDetails], model: type[BaseModel], *prefix: 
         parts = [str(part) or '""' for part in error["loc"]]
         if parts and parts[0] in _CHOICES:
             parts = parts[:1]  # one error per field, not one per member of its union
-        if parts[:2] == ["rlhf", "rewards"]:
+        if parts[0:1] and parts[0] in OPTION_GROUPS and parts[1:2] == ["rewards"]:
             del parts[3:4]  # the discriminator that pydantic adds
             parts += ["type"] if error["type"] in _NO_TYPE else []
         name = _printable(".".join([*prefix, *parts]) or "config")[:200]

@@ -11,7 +11,7 @@ from app.api.idempotency import Idempotency, key_reused
 from app.api.pagination import Paging, fetch
 from app.contracts import plugins
 from app.contracts.errors import FieldError
-from app.contracts.methods import TrainingMethod
+from app.contracts.methods import method_of
 from app.contracts.run_status import TERMINAL
 from app.contracts.schemas.actions import AnyAction, EvaluateAction, ExtendAction, SampleAction, SetLearningRateAction
 from app.contracts.training_config.raw_config import is_probe
@@ -125,7 +125,7 @@ def _problems(run: Run, wanted: AnyAction) -> Sequence[FieldError]:
     if isinstance(wanted, EvaluateAction) and run.eval_dataset_id is None and not config.get("eval_split"):
         message = "the run has no evaluation data; create it with `eval_dataset_id` or `eval_split`, and `eval_steps`"
         return [FieldError(field="action", code="no_evaluation_data", message=message)]
-    if isinstance(wanted, SampleAction) and config.get("method") == TrainingMethod.reward:
+    if isinstance(wanted, SampleAction) and method_of(config).has_reward_head:
         message = "a reward model scores texts and cannot generate any; sample a run of another method"
         return [FieldError(field="action", code="not_for_this_method", message=message)]
     if isinstance(wanted, SetLearningRateAction | ExtendAction) and plugins.makes_rates(config):

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from sqlalchemy import select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.contracts.methods import TrainingMethod
+from app.contracts.methods import METHODS
 from app.contracts.training_config.fields import TrainingConfig
 from app.estimator.flops import RunFlops
 from app.runs.scheduler.durations import similarity_key
@@ -92,14 +92,15 @@ def _is_like(reported: dict[str, Any], config: TrainingConfig, length: int) -> b
 
 
 async def _others(session: AsyncSession, config: TrainingConfig) -> list[str]:
-    """Return the newest runs that have trained; runs that generate (`rlhf`) are compared only with each other."""
+    """Return the newest runs that have trained; runs that generate are compared only with each other."""
     query = select(AttemptTimings.run_id, AttemptTimings.likeness).order_by(
         AttemptTimings.run_id.desc(), AttemptTimings.attempt.desc()
     )
     rows = (await session.execute(query.limit(_LATEST_OF_ALL))).all()
-    writes = config.method is TrainingMethod.rlhf
+    generating = tuple(_likeness(method.name, "") for method in METHODS.values() if method.generates)
+    generates = config.generation is not None
     ours = [one for one in rows if one.likeness.startswith(f"{_BACKEND} ")]
-    found = [one.run_id for one in ours if one.likeness.startswith(_likeness(TrainingMethod.rlhf, "")) == writes]
+    found = [one.run_id for one in ours if one.likeness.startswith(generating) == generates]
     return list(dict.fromkeys(found))[:_LATEST]
 
 

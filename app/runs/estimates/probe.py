@@ -7,28 +7,24 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from app.contracts.methods import method_of
 from app.contracts.schemas.estimates import KeptEstimate, Measured, ProbeResult
 from app.contracts.schemas.runs import MOST_TAGS, RunCreate, RunToEstimate, TrainingMetrics
+from app.contracts.training_config.field_traits import NOT_IN_PROBE
 from app.contracts.training_config.raw_config import PROBE_STEPS, is_probe, normalize_numbers
 from app.runs.estimates.history import facts_of
 from app.tables.runs import Attempt, Run
 
 TAG = "probe"
-_NEEDS_EVALUATIONS = ("eval_steps", "eval_split", "early_stopping_patience")
-_EXTERNAL_OUTPUTS = ("report_to", "push_to_hub")
-_PROTECTIONS = ("on_non_finite", "on_spike", "time_limit_seconds", "stop_at_step")
-_EXTRA = (
-    "eval_on_start", "eval_batch_size", "metrics", "distributions_steps", "memory_profile", "checkpoint_engine",
-    "spike_threshold", "max_rewinds",
-)  # fmt: skip
 
 
 def request_of(asked: RunToEstimate) -> RunCreate:
     """Build the probe for a requested run; `asked` has passed validation."""
-    left_out = {*_NEEDS_EVALUATIONS, *_EXTERNAL_OUTPUTS, *_PROTECTIONS, "extra"}
-    config = {name: value for name, value in asked.config.items() if name not in left_out}
-    extra = {name: value for name, value in (asked.config.get("extra") or {}).items() if name not in _EXTRA}
-    name = asked.name or f"{config.get('method', 'qlora')} of {config['base_model']}"
+    config = {name: value for name, value in asked.config.items() if name not in NOT_IN_PROBE}
+    extra = {
+        name: value for name, value in (asked.config.get("extra") or {}).items() if f"extra.{name}" not in NOT_IN_PROBE
+    }
+    name = asked.name or f"{method_of(config).name} of {config['base_model']}"
     return RunCreate(
         experiment_id=asked.experiment_id,
         name=f"probe of {name}"[:200],
@@ -119,7 +115,7 @@ def _steps(config: Mapping[str, Any], estimate: KeptEstimate | None, counted: in
     The trainer's count includes packing and dropped rows, but not the settings that a probe omits.
     """
     is_open = config.get("max_steps") is None
-    is_rough = is_open and (config.get("packing") or config.get("method") == "rlhf")
+    is_rough = is_open and (config.get("packing") or method_of(config).generates)
     expected = estimate.steps if estimate else None
     if counted is None or not (is_rough or expected is None):
         return expected

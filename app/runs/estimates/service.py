@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sqlalchemy import func, select
+from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
 from app.base_models import resolver
 from app.config import Settings
-from app.contracts.methods import TrainingMethod
+from app.contracts.methods import METHODS
 from app.contracts.schemas.estimates import (
     Confidence,
     Cost,
@@ -33,13 +33,12 @@ from app.estimator.flops import RunFlops, left_out, work
 from app.estimator.memory import CONTEXT
 from app.estimator.parameters import CannotTrain, total, trained
 from app.estimator.steps import Data, course_of, longest, plan
-from app.infra.db import seconds as interval
 from app.infra.storage import Storage
 from app.runs.estimates.history import Speed, speed
 from app.tables.datasets import Dataset
 from app.tables.runs import Run
 from app.tables.workers import Device, Worker
-from app.workers.queries import FRESH_LEASES
+from app.workers.queries import online
 
 _MOST_CONFIG_BYTES = 2**20
 _WITH_PARAMETERS = "Unknown, because the model's parameters are unknown."
@@ -149,10 +148,8 @@ async def data_of(session: AsyncSession, dataset_id: str) -> Data:
 
 async def _devices(session: AsyncSession, settings: Settings, backend: str) -> list[EstimatedDevice]:
     """Return the kinds of devices that online workers offer, GPUs and largest memory first."""
-    fresh = func.clock_timestamp() - interval(settings.lease_seconds * FRESH_LEASES)
     query = select(Device.kind, Device.name, Device.memory_mb).distinct().join(Worker, Worker.id == Device.worker_id)
-    online = query.where(Worker.state == "online", Worker.heartbeat_at > fresh, Worker.backends.contains([backend]))
-    rows = (await session.execute(online)).all()
+    rows = (await session.execute(query.where(*online(settings, backend)))).all()
     found = [EstimatedDevice(kind=row.kind, name=row.name, memory_mb=row.memory_mb) for row in rows]
     return sorted(found, key=lambda one: (one.kind == "cuda", one.memory_mb or 0), reverse=True)
 
@@ -272,7 +269,7 @@ def _run_estimate(
         unknown = [Unknown(field=name, reason=reason) for name in fields if name not in known]
     return RunEstimate(
         parameters=Parameters(
-            total=total(model, reward_head=on.config.method is TrainingMethod.reward),
+            total=total(model, reward_head=METHODS[on.config.method].has_reward_head),
             trainable=trained(model, on.config).count,
         ),
         memory_mb=choice.memory.as_megabytes(),

@@ -33,7 +33,7 @@ _EXAMPLE = (
             "description": "Stored events after the cursor, then live ones, until the run ends.",
             "content": {
                 "text/event-stream": {"schema": responses.EVENTS_SCHEMA, "example": _EXAMPLE},
-                "application/x-ndjson": {"schema": {"type": "string"}},
+                "application/x-ndjson": {"schema": responses.LINES_SCHEMA},
             },
         },
         204: {"description": "The run has ended and the cursor is at or after its `end`: no more events follow."},

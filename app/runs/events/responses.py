@@ -13,6 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from app.api.errors import ApiError
 from app.contracts.errors import FieldError
+from app.contracts.events import EVENTS
 from app.contracts.run_status import TERMINAL
 from app.infra import async_tasks
 from app.runs.events import stream
@@ -26,12 +27,27 @@ EVENTS_SCHEMA: dict[str, Any] = {
     "description": "One event of the stream.",
     "properties": {
         "id": {"type": "string", "description": "Cursor from which to continue: the event's `seq`."},
-        "event": {"type": "string"},
-        "data": {"type": "string", "description": "A JSON object on one line."},
-        "retry": {"type": "integer"},
+        "event": {"type": "string", "enum": list(EVENTS)},
+        "data": {
+            "type": "string",
+            "contentMediaType": "application/json",
+            "description": "A JSON object on one line: the fields of the type's model ("
+            + ", ".join(model.__name__ for model in EVENTS.values())
+            + ") except `type`.",
+        },
+        "retry": {"type": "integer", "description": "Milliseconds to wait before a reconnect."},
     },
 }
 """Schema of a `text/event-stream` item, for /openapi.json."""
+LINES_SCHEMA: dict[str, Any] = {
+    "description": "One event; the body has one per line.",
+    "oneOf": [{"$ref": f"#/components/schemas/{model.__name__}"} for model in EVENTS.values()],
+    "discriminator": {
+        "propertyName": "type",
+        "mapping": {kind: f"#/components/schemas/{model.__name__}" for kind, model in EVENTS.items()},
+    },
+}
+"""Schema of an `application/x-ndjson` line; `app.api.openapi` adds the models to the document."""
 
 LastEventId = Annotated[
     str | None, Header(description="Cursor that an EventSource sends on reconnect; takes precedence over `after`.")

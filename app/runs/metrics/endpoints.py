@@ -6,8 +6,8 @@ from fastapi import APIRouter, Depends, Query
 
 from app.api.dependencies import Snapshot
 from app.contracts.schemas.runs import RunMetrics
-from app.runs.dependencies import curve_read_slot
 from app.runs.metrics import curves
+from app.runs.metrics.dependencies import curve_read_slot
 
 router = APIRouter(prefix="/runs", tags=["runs"])
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from app.contracts.methods import method_of
 from app.contracts.training_config.raw_config import is_probe
 
 _LONGEST_LIMIT = 365 * 86_400.0
@@ -116,10 +117,10 @@ def _out_of_memory(report: Mapping[str, Any], config: Mapping[str, Any]) -> Caus
         batch, micro_batches = config["batch_size"], config["gradient_accumulation_steps"]
         changes = {"batch_size": 1, "gradient_accumulation_steps": batch * micro_batches}
         return Cause(sentence, changes, "A step then has the same rows, processed one at a time.")
-    method = config.get("method")
-    if method in ("full", "lora"):
-        smaller = "lora" if method == "full" else "qlora"
-        return Cause(sentence, {"method": smaller}, f"Method `{smaller}` needs a fraction of the memory of `{method}`.")
+    method = method_of(config)
+    if smaller := method.smaller:
+        advice = f"Method `{smaller}` needs a fraction of the memory of `{method.name}`."
+        return Cause(sentence, {"method": smaller.value}, advice)
     length = config.get("max_seq_length")
     if phase != "loading" and length and length > 256:
         return Cause(sentence, {"max_seq_length": length // 2}, "Longer rows are truncated or dropped.")

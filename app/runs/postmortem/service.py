@@ -11,7 +11,7 @@ from app.api.errors import conflict
 from app.contracts.backends import BACKEND_RULES
 from app.contracts.run_status import TERMINAL
 from app.contracts.schemas.postmortem import AttemptEnd, CorrectedRequest, Correction, PostMortem
-from app.contracts.training_config.field_traits import CHANGEABLE_ON_RESUME
+from app.contracts.training_config.field_traits import CHANGEABLE_ON_RESUME, DEPENDS_ON_METHOD
 from app.runs import service
 from app.runs.checkpoints.service import furthest_good
 from app.runs.metrics.points import recent
@@ -20,8 +20,6 @@ from app.runs.resume import as_asked
 from app.runs.validation.config import config_problems
 from app.tables.runs import Attempt, Run
 
-_REPLACED = {"qlora": ("load_in_4bit", "load_in_8bit", "lora_r"), "lora": ("load_in_4bit", "load_in_8bit", "lora_r")}
-"""Fields that the user may have set and that are invalid with the advised method."""
 _LOSSES = 1000
 """Number of newest points used to detect a rising loss."""
 _UNSUCCESSFUL = ("failed", "lost", "retried", "repaired")
@@ -100,7 +98,7 @@ async def _before(session: AsyncSession, run: Run) -> Before:
 
 async def _correction(session: AsyncSession, run: Run, cause: Cause) -> Correction | None:
     changes = cause.changes
-    replaced = _REPLACED.get(changes.get("method", ""), ())
+    replaced = DEPENDS_ON_METHOD if "method" in changes else ()
     asked = as_asked(run.config, set(run.given))
     config = {name: value for name, value in asked.items() if name not in replaced} | changes
     problems, _ = await asyncio.to_thread(

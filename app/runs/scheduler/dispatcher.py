@@ -15,10 +15,11 @@ from app.config import Settings
 from app.infra import async_tasks
 from app.infra.broker import Broker
 from app.infra.clock import utc_now
-from app.infra.db import is_database_away
+from app.infra.db import is_away
 from app.runs.state import machine
 from app.tables.events import ensure_partitions
 from app.tables.workers import Worker
+from app.workers.queries import IS_FRESH, silence_seconds
 
 log = logging.getLogger(__name__)
 
@@ -133,8 +134,8 @@ class Dispatcher:
 
 def silent_workers(lease_seconds: float) -> Any:
     """Mark workers without a heartbeat for three leases as offline; their next heartbeat brings them back."""
-    silence = text("clock_timestamp() - make_interval(secs => :silence)").bindparams(silence=3 * lease_seconds)
-    return update(Worker).where(Worker.state != "offline", Worker.heartbeat_at < silence).values(state="offline")
+    is_silent = text(f"NOT {IS_FRESH}").bindparams(silence=silence_seconds(lease_seconds))
+    return update(Worker).where(Worker.state != "offline", is_silent).values(state="offline")
 
 
 async def _hint(connection: AsyncConnection) -> int:
@@ -151,8 +152,8 @@ def _is_absence(error: Exception) -> bool:
     """Return True if the database could not be reached, as opposed to a busy pool, a lock or a bug."""
     if isinstance(error, OSError):
         return True
-    if isinstance(error, TimeoutError) or not is_database_away(error):
+    if isinstance(error, TimeoutError) or not is_away(error):
         return False
     state = getattr(getattr(error, "orig", None) or error, "sqlstate", None)
     # Connection failures, shutdowns, and a read-only server, which accepts no lease renewals either.
-    return state is None or state[:2] in ("08", "57") or state == "25006"
+    return state is None or state.startswith(("08", "57P")) or state == "25006"

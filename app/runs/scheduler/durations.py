@@ -15,7 +15,9 @@ from statistics import median
 from typing import Any
 
 from app.contracts.fake_options import FakeOptions
+from app.contracts.methods import DEFAULT_METHOD, method_of
 from app.contracts.schemas.runs import Confidence
+from app.contracts.training_config.field_traits import STEP_TIME
 from app.contracts.training_config.raw_config import PROBE_STEPS, is_probe
 
 OWN_PART = 0.1
@@ -31,20 +33,6 @@ _OUTLIER = 3.0
 _ROUNDING = 1e-6
 
 _LEVELS: tuple[Confidence, ...] = ("low", "medium", "high")
-
-_TWINS = (
-    "method", "lora_r", "target_modules", "use_dora", "modules_to_save", "batch_size", "gradient_accumulation_steps",
-    "load_in_4bit", "load_in_8bit", "gradient_checkpointing", "activation_offload", "torch_compile",
-    "attn_implementation", "max_seq_length", "packing", "eval_split", "rlhf", "extra",
-)  # fmt: skip
-
-_BOUNDS = (
-    "base_model", "epochs", "max_steps", "min_steps", "eval_steps", "save_steps", "time_limit_seconds", "stop_at_step",
-    "early_stopping_patience",
-)  # fmt: skip
-
-FIELDS = (*_TWINS, *_BOUNDS)
-"""Configuration fields that affect the duration of a run."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +127,7 @@ def similarity_key(backend: str, config: Mapping[str, Any]) -> str:
     """Return the key shared by runs that are used to predict each other."""
     # A probe trains only on the longest rows: it is no basis for other runs.
     which = "probe of " if is_probe(config) else ""
-    return f"{which}{backend} {config.get('method', 'qlora')} {config.get('base_model')}"[:500]
+    return f"{which}{backend} {config.get('method', DEFAULT_METHOD)} {config.get('base_model')}"[:500]
 
 
 def task(
@@ -153,11 +141,12 @@ def task(
     next_step: int = 0,
     told_steps: int | None = None,
 ) -> Workload:
-    """Return the work that a configuration (`FIELDS` of it, defaults included) defines for rows of these datasets.
+    """Return the work that a configuration defines for rows of these datasets.
 
-    `told_steps` is the total that the trainer reported last: it knows the rows, and any extension of the run.
+    It reads the `DURATION` fields, defaults included. `told_steps` is the total that the trainer reported last: it
+    knows the rows, and any extension of the run.
     """
-    same = {name: config.get(name) for name in _TWINS}
+    same = {name: config.get(name) for name in STEP_TIME}
     digest = hashlib.sha256(json.dumps([same, *datasets], sort_keys=True, default=str).encode())
     sequences = (config.get("batch_size") or 1) * (config.get("gradient_accumulation_steps") or 1)
     total = told_steps or _total_steps(backend, config, set(given), rows, sequences)
@@ -191,7 +180,7 @@ def _total_steps(
     if extra.get("data_source") is not None:
         return None  # its rows are not those of the file
     # The number of packed sequences, and of rows that are skipped, is known only after tokenization.
-    if rows is None or config.get("packing") or config.get("method") == "rlhf":
+    if rows is None or config.get("packing") or method_of(config).generates:
         return None
     held_out = float(config.get("eval_split") or 0)
     steps = math.ceil(float(config.get("epochs") or 1) * math.ceil(rows * (1 - held_out) / sequences))

@@ -22,11 +22,12 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from app.config import Settings
 from app.contracts.run_status import LIVE, TERMINAL
 from app.contracts.schemas.runs import Prediction
+from app.contracts.training_config.field_traits import DURATION
 from app.runs.scheduler import durations
 from app.runs.scheduler.durations import Estimate, PastAttempt, Timings, TypicalDurations, Workload
 from app.runs.scheduler.simulation import PendingRun, PredictedStart, WorkerSlots, simulate_queue
 from app.tables.base import sql_list
-from app.workers.queries import FRESH_LEASES
+from app.workers.queries import IS_FRESH, silence_seconds
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ _PAUSES = 5
 """Minimum pause before the next forecast, as a multiple of the last one's duration."""
 _MOST_RUNS = 1000
 _MOST_LIKE = 20
-_FIELDS = ", ".join(f"'{name}', runs.config->'{name}'" for name in durations.FIELDS)
+_FIELDS = ", ".join(f"'{name}', runs.config->'{name}'" for name in DURATION)
 _RUN = f"""
     runs.id, runs.backend, runs.given, runs.dataset_id, runs.eval_dataset_id, runs.total_steps, runs.attempt,
     runs.started_at, runs.stop_mode, runs.stop_save_checkpoint, runs.current_step, runs.current_epoch,
@@ -70,11 +71,11 @@ _PENDING = text(f"""
     ) AS runs {_WITH}
     ORDER BY runs.priority DESC, runs.id LIMIT {_MOST_RUNS}
 """)
-_WORKERS = text("""
+_WORKERS = text(f"""
     SELECT workers.id, workers.backends, min(devices.kind) AS kind, min(devices.name) AS device,
         coalesce(max(devices.memory_mb), 0) AS memory_mb, array_agg(devices.run_id ORDER BY devices.index) AS runs
     FROM workers JOIN devices ON devices.worker_id = workers.id
-    WHERE workers.state = 'online' AND workers.heartbeat_at > clock_timestamp() - make_interval(secs => :fresh)
+    WHERE workers.state = 'online' AND {IS_FRESH}
     GROUP BY workers.id ORDER BY workers.id
 """)
 # One attempt per run, the longest: a run that was lost or repaired many times must not dominate the history.
@@ -154,7 +155,7 @@ async def _forecast(
         pending = (await session.execute(_PENDING, {"backends": list(backends)})).all()
         if not live and not pending:
             return {}, {}
-        workers = (await session.execute(_WORKERS, {"fresh": settings.lease_seconds * FRESH_LEASES})).all()
+        workers = (await session.execute(_WORKERS, {"silence": silence_seconds(settings.lease_seconds)})).all()
         wanted = {durations.similarity_key(run.backend, run.config) for run in (*live, *pending)}
         past = (await session.execute(_PAST, {"likenesses": sorted(wanted)})).all()
     # In a thread: a thousand pending runs take some tenths of a second, which must not block other requests.

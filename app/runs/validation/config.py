@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from app.contracts.backends import BackendRules
 from app.contracts.errors import FieldError
-from app.contracts.methods import TrainingMethod
+from app.contracts.methods import DEFAULT_METHOD, METHODS
 from app.contracts.training_config.rules import DeviceCapabilities
 from app.contracts.training_config.validation import config_errors
 
@@ -62,8 +62,8 @@ def _option_problems(options: Any, extra: Any) -> list[FieldError]:
 def _capability_problems(rules: BackendRules, config: Mapping[str, Any]) -> list[FieldError]:
     found = []
     can = rules.capabilities
-    method = config.get("method", TrainingMethod.qlora)
-    if method in list(TrainingMethod) and method not in can.supported_methods:
+    method = config.get("method", DEFAULT_METHOD)
+    if method in list(METHODS) and method not in can.supported_methods:
         methods = ", ".join(f"`{name}`" for name in can.supported_methods)
         found.append(
             FieldError(

@@ -5,15 +5,8 @@ from typing import Any, Literal
 
 from app.contracts import rewards
 from app.contracts.errors import FieldError
-from app.contracts.methods import PREFERENCE, SUPERVISED, TrainingMethod
+from app.contracts.methods import DEFAULT_METHOD, METHODS, method_of, rewards_of
 from app.tables.datasets import Dataset
-
-_FORMATS: dict[TrainingMethod, tuple[str, ...]] = {
-    **dict.fromkeys(SUPERVISED, ("chat", "prompt_completion", "text")),
-    **dict.fromkeys(PREFERENCE, ("preference",)),
-    TrainingMethod.rlhf: ("prompt",),
-}
-"""Dataset formats that each method accepts."""
 
 Place = Literal["dataset_id", "eval_dataset_id"]
 
@@ -33,22 +26,13 @@ def data_problems(
         yield from _split(config, dataset)
 
 
-def rewards_of(config: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield the index and the content of each reward as the user wrote it, if it is an object."""
-    options = config.get("rlhf") if config.get("method") == TrainingMethod.rlhf else None
-    listed = options.get("rewards") if isinstance(options, Mapping) else None
-    for at, reward in enumerate(listed if isinstance(listed, list) else []):
-        if isinstance(reward, Mapping):
-            yield at, reward
-
-
 def _format(config: Mapping[str, Any], place: Place, dataset: Dataset) -> Iterator[FieldError]:
-    method = config.get("method", TrainingMethod.qlora)
-    formats = _FORMATS.get(TrainingMethod(method), ()) if method in list(TrainingMethod) else ()
-    if formats and dataset.format not in formats:
-        wanted = ", ".join(f"`{item}`" for item in formats)
+    method = method_of(config)
+    is_known = config.get("method", DEFAULT_METHOD) in list(METHODS)
+    if is_known and dataset.format not in method.formats:
+        wanted = ", ".join(f"`{item}`" for item in method.formats)
         message = (
-            f"method `{method}` trains on {wanted}, and this dataset is `{dataset.format}`; upload the rows "
+            f"method `{method.name}` trains on {wanted}, and this dataset is `{dataset.format}`; upload the rows "
             "in that format, or choose another method"
         )
         yield FieldError(field=place, code="wrong_dataset_format", message=message)

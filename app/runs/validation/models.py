@@ -11,10 +11,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.base_models import resolver
 from app.base_models.compatibility import conflicts, is_reward_model
 from app.config import Settings
-from app.contracts.methods import TrainingMethod
+from app.contracts.methods import method_of, rewards_of
 from app.contracts.training_config.raw_config import given_fields
 from app.infra.storage import Storage
-from app.runs.validation.dataset import rewards_of
 from app.runs.validation.result import ValidationResult
 from app.tables.runs import Run
 
@@ -59,8 +58,8 @@ async def _check_reward_models(
     found: ValidationResult,
 ) -> None:
     refused = {error.field for error in found.errors}
-    for at, reward in rewards_of(config):
-        name, place = reward.get("model"), f"config.rlhf.rewards.{at}.model"
+    for field, reward in rewards_of(config):
+        name, place = reward.get("model"), f"config.{field}.model"
         if reward.get("type") != "model" or not isinstance(name, str) or place in refused:
             continue
         is_run = resolver.is_run(name)
@@ -98,7 +97,7 @@ async def _output_attempt(session: AsyncSession, run_id: str, role: Literal["bas
             + ("resume it, or" if run.status in ("failed", "cancelled") else "wait until it is, or")
             + " use another model.",
         )
-    if role == "reward" and run.method != TrainingMethod.reward:
+    if role == "reward" and not method_of({"method": run.method}).has_reward_head:
         raise resolver.BaseModelError(
             "not_a_reward_model",
             f"Run {run_id} was trained with method `{run.method}`; use a run of method `reward`.",

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import ColumnElement, select
+from sqlalchemy import ColumnExpressionArgument, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.contracts.errors import FieldError
@@ -13,7 +13,7 @@ from app.tables.workers import Worker
 
 
 async def plugin_problems(
-    session: AsyncSession, online: tuple[ColumnElement[bool], ...], config: Mapping[str, Any]
+    session: AsyncSession, online: tuple[ColumnExpressionArgument[bool], ...], config: Mapping[str, Any]
 ) -> tuple[list[FieldError], list[FieldError]]:
     """Return errors for plugins that no `online` worker has, and warnings for those that only some have.
 

@@ -8,7 +8,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.config import Settings
-from app.contracts.backends import BackendRules
+from app.contracts.backends import BACKEND_RULES, BackendRules
 from app.contracts.errors import FieldError
 from app.contracts.schemas.runs import RunCreate
 from app.contracts.training_config.fields import TrainingConfig
@@ -24,14 +24,13 @@ from app.runs.validation.plugins import plugin_problems
 from app.runs.validation.result import ValidationResult
 from app.tables.datasets import Dataset
 from app.tables.experiments import Experiment
-from app.workers.queries import _online, _worker_online, online_machines
+from app.workers.queries import is_any_online, online, online_machines
 
 
 async def validate_request(
     session: AsyncSession,
     settings: Settings,
     storage: Storage,
-    known: Mapping[str, BackendRules],
     request: RunCreate,
     *,
     needs_weights: bool = True,
@@ -41,9 +40,9 @@ async def validate_request(
     Without `needs_weights`, the weights of the base model may be missing.
     """
     found = ValidationResult()
-    rules = known.get(request.backend)
+    rules = BACKEND_RULES.get(request.backend)
     if rules is None:
-        names = ", ".join(f"`{name}`" for name in sorted(known))
+        names = ", ".join(f"`{name}`" for name in sorted(BACKEND_RULES))
         found.refuse("backend", "unknown_backend", f"unknown backend; choose one of {names}")
     if request.experiment_id is not None:
         await _check_experiment(session, request.experiment_id, found)
@@ -63,7 +62,7 @@ async def validate_request(
     reported = {problem.field for problem in wrong}
     wrong += [one for one in await destination_problems(session, settings, request.config) if one.field not in reported]
     if rules is not None and rules.options is None:
-        refused, warned = await plugin_problems(session, _online(settings, request.backend), request.config)
+        refused, warned = await plugin_problems(session, online(settings, request.backend), request.config)
         wrong += [one for one in refused if one.field not in reported]
         found.warnings += [_about_config(problem) for problem in warned]
     found.errors += [_about_config(problem) for problem in wrong]
@@ -71,7 +70,7 @@ async def validate_request(
     config = normalize_numbers(request.config)
     await _check_base_model(session, settings, storage, config, loads_model, found, needs_weights=needs_weights)
     await _check_reward_models(session, settings, storage, request.config, loads_model, found)
-    if rules is not None and not await _worker_online(session, settings, request.backend):
+    if rules is not None and not await is_any_online(session, settings, request.backend):
         found.warnings.append(
             FieldError(
                 field="backend",

@@ -12,6 +12,7 @@ from sqlalchemy import Engine
 from app.api.errors import ApiError
 from app.backends.celery import CeleryBackend
 from app.config import Settings
+from app.contracts.backends import BACKEND_RULES
 from app.contracts.methods import TrainingMethod
 from app.contracts.schemas.runs import TrainingRun
 from app.infra.broker import Broker
@@ -24,9 +25,9 @@ from tests.rows import events_of, run_row
 
 
 class Conformance:
-    """Subclasses set `kind` and a configuration that the backend accepts."""
+    """Subclasses set `name` and a configuration that the backend accepts."""
 
-    kind: ClassVar[type[CeleryBackend]]
+    name: ClassVar[str]
     config: ClassVar[dict[str, Any]]
     wrong_config: ClassVar[dict[str, Any]]
     """Two fields that are wrong, each in its own way."""
@@ -47,7 +48,7 @@ class Conformance:
         queue = Broker(settings)
         streams = Streams(database, queue)
         await queue.start()
-        yield self.kind(session_maker(database), settings, storage, queue, streams)
+        yield CeleryBackend(BACKEND_RULES[self.name], session_maker(database), settings, storage, queue, streams)
         await streams.close()
         await queue.close()
         await database.dispose()

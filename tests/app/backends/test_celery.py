@@ -8,7 +8,7 @@ from tests.rows import add_worker
 
 
 class TestCeleryBackend(Conformance):
-    kind = CeleryBackend
+    name = "celery"
     config = {"base_model": "org/model"}
     wrong_config = {"epochs": -1, "extra": {"unheard_of": 1}}
 

@@ -29,9 +29,9 @@ MUTANTS = (
         about="The hint is sent before its run is committed, so the worker that receives it finds nothing.",
         changes=(
             Change(
-                "app/runs/endpoints.py",
-                "body, new.caller_id, idempotency)\n    new.accept(run)",
-                "body, new.caller_id, idempotency)\n    await new.request.app.state.queue.hint()",
+                "app/backends/celery.py",
+                "transaction.after_commit.add_task(self._queue.hint)\n        if",
+                "await self._queue.hint()\n        if",
             ),
         ),
         test=f"{_TOLD}::TestAHint::test_comes_when_its_run_can_be_claimed",
@@ -42,9 +42,9 @@ MUTANTS = (
         about="The worker is notified of a stop before it is committed, so its lease renewal does not return it.",
         changes=(
             Change(
-                "app/runs/endpoints.py",
-                "after_commit.add_task(_queue(request).call_worker, run_id)",
-                "await _queue(request).call_worker(run_id)",
+                "app/backends/celery.py",
+                "transaction.after_commit.add_task(self._queue.call_worker, run_id)",
+                "await self._queue.call_worker(run_id)",
             ),
         ),
         test=f"{_TOLD}::TestARequestToStop::test_is_told_to_the_worker_when_it_can_be_seen",

@@ -236,8 +236,8 @@ def _about(trainer: ServiceTrainer, facts: dict[str, Any]) -> "_About":
                 "loss": run.state.last_metric.get("loss", run.state.loss),
                 "best_loss": run.state.best_loss,
                 # Only if measured with exactly these weights: it decides which checkpoint is the best.
-                trainer.OBJECTIVE: run.state.objective if run.state.eval_step == step else None,
-                f"best_{trainer.OBJECTIVE}": run.state.best_objective,
+                run.method.eval_metric: run.state.objective if run.state.eval_step == step else None,
+                f"best_{run.method.eval_metric}": run.state.best_objective,
             },
         },
     )

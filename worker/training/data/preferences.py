@@ -22,6 +22,8 @@ from worker.training.rewards import answer_problem
 
 VERSION = 1
 """Version of the code that makes tokens from pairs, here and in `encoding`. Increase it when the output changes."""
+ANSWER_COLUMNS = ("chosen_ids", "rejected_ids")
+"""Columns of token ids that follow those of the prompt, if that is in a column of its own."""
 _ROWS_AT_ONCE = 1000
 _IDS = pa.list_(pa.int32())
 

@@ -79,7 +79,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         metrics: dict[str, float],
         **_: Any,
     ) -> None:
-        run, name = self.run, self.trainer.OBJECTIVE
+        run, name = self.run, self.run.method.eval_metric
         found = metrics.get(name)
         if found is None:
             return
@@ -93,7 +93,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
                 f"`{name}` of the evaluation at step {state.global_step} is {found}. Lower `learning_rate`, or "
                 "check the evaluation data.",
             )
-        is_best = run.state.evaluate(found, state.global_step, self.trainer.HIGHER_IS_BETTER)
+        is_best = run.state.evaluate(found, state.global_step, run.method.higher_is_better)
         if is_best and not control.should_save and state.global_step > 0:  # step 0 is the base model
             control.should_save = True
             run.save_kind = "best"

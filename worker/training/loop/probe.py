@@ -7,9 +7,9 @@ import pyarrow.compute as pc  # type: ignore[import-untyped]
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from app.contracts.methods import TrainingMethod
+from app.contracts.methods import RlhfOptions
 from app.contracts.training_config.fields import TrainingConfig
-from worker.training.data.preferences import PromptEncoder
+from worker.training.data.preferences import ANSWER_COLUMNS, PromptEncoder
 
 STEPS = 2
 """The first step is a warm-up and creates the optimizer's state: only in the second is everything in memory at once."""
@@ -22,8 +22,8 @@ def longest_rows(data: Dataset, config: TrainingConfig, tokenizer: PreTrainedTok
     `tokenizer` tokenizes.
     """
     count = config.batch_size * config.gradient_accumulation_steps
-    if config.method is TrainingMethod.rlhf:
-        count //= config.rlhf.num_generations
+    if config.generation is not None:
+        count //= config.generation.num_generations
     order = np.argsort(-lengths(data, tokenizer), kind="stable")
     return data.select(order[:count])
 
@@ -35,14 +35,14 @@ def lengths(data: Dataset, tokenizer: PreTrainedTokenizerBase | None = None) -> 
         return np.array([len(ids) for _, ids in encoder.encode([encoder.prepare(row) for row in data])], np.int64)
     if "input_ids" in data.column_names:
         return _column_lengths(data, "input_ids")
-    answers = np.maximum(_column_lengths(data, "chosen_ids"), _column_lengths(data, "rejected_ids"))
+    answers = np.maximum.reduce([_column_lengths(data, name) for name in ANSWER_COLUMNS if name in data.column_names])
     prompts = _column_lengths(data, "prompt_ids") if "prompt_ids" in data.column_names else 0
     return np.asarray(answers + prompts, np.int64)
 
 
-def probe_generation_args(config: TrainingConfig) -> dict[str, Any]:
-    """Return arguments of an `rlhf` trainer that make every completion as long as allowed, and keep the row order."""
-    return {"generation_kwargs": {"min_new_tokens": config.rlhf.max_completion_length}, "shuffle_dataset": False}
+def probe_generation_args(options: RlhfOptions) -> dict[str, Any]:
+    """Return arguments of a trainer that make every completion as long as allowed, and keep the row order."""
+    return {"generation_kwargs": {"min_new_tokens": options.max_completion_length}, "shuffle_dataset": False}
 
 
 def _column_lengths(data: Dataset, column: str) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -9,7 +9,6 @@ import numpy
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from app.contracts.methods import TrainingMethod
 from worker.training.context import TrainingContext
 from worker.training.data.preferences import is_conversational
 from worker.training.failures import Stopped
@@ -70,7 +69,7 @@ class _HeartbeatAndStop(StoppingCriteria):  # type: ignore[misc]
 
 
 def _is_chat(run: TrainingContext) -> bool:
-    if run.config.method in (TrainingMethod.dpo, TrainingMethod.rlhf):
+    if not run.method.is_supervised:
         return is_conversational(run.job["dataset"]["path"])
     return bool(run.job["dataset"]["format"] == "chat")
 

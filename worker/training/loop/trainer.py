@@ -16,6 +16,7 @@ from app.contracts.training_config.resolution import Replacement
 from worker.training.checkpointing import fidelity_check, saver
 from worker.training.context import TrainingContext
 from worker.training.data.dataset import RowIdCollator
+from worker.training.data.preferences import ANSWER_COLUMNS
 from worker.training.failures import Stopped
 from worker.training.loop import sampling
 from worker.training.loop.actions import Actions
@@ -41,9 +42,6 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
     MEASURES: ClassVar[Mapping[str, str]] = {}
     """Metrics of the trainer: its own names, and the names used here. Each is part of metrics (unchanged) and of
     evaluations (with the prefix `eval_`)."""
-    OBJECTIVE: ClassVar[str] = "eval_loss"
-    """Evaluation metric that ranks checkpoints."""
-    HIGHER_IS_BETTER: ClassVar[bool] = False
     NOT_COUNTED: ClassVar[str | None] = None
     """Work of the method that is part of the step time, but not of the operations that MFU is computed from."""
 
@@ -88,7 +86,8 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
     def pinned_text(self) -> list[int]:
         """Return the token ids of the text used by the fidelity check, before a save and after a load."""
         first = self.train_dataset[0]
-        return [*first.get("prompt_ids", ()), *first["chosen_ids" if "chosen_ids" in first else "input_ids"]]
+        column = next(name for name in (*ANSWER_COLUMNS, "input_ids") if name in first)
+        return [*first.get("prompt_ids", ()), *first[column]]
 
     def tell_facts(self) -> None:
         """Report the configuration in effect, the defaults that were replaced and the initial run info."""

@@ -163,8 +163,8 @@ def finish(trainer: ServiceTrainerMixin, start: BaseModelSource, facts: dict[str
         "metrics": {
             "loss": state.loss,
             "best_loss": state.best_loss,
-            trainer.OBJECTIVE: state.objective,
-            f"best_{trainer.OBJECTIVE}": state.best_objective,
+            run.method.eval_metric: state.objective,
+            f"best_{run.method.eval_metric}": state.best_objective,
             "tokens": state.tokens,
         },
     }

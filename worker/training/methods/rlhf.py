@@ -44,8 +44,6 @@ class RewardedTrainer(ServiceTrainerMixin):
         "completions/mean_length": "completion_length",
         "completions/clipped_ratio": "completions_cut",
     }
-    OBJECTIVE: ClassVar[str] = "eval_reward"
-    HIGHER_IS_BETTER: ClassVar[bool] = True
     NOT_COUNTED: ClassVar[str] = "generating the completions, and reward models"
 
     def passes_reference(self) -> bool:
@@ -188,7 +186,7 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> dict[str, Any]:
             "steps_per_generation": config.gradient_accumulation_steps,
         }
         if run.is_probe:
-            arguments |= probe.probe_generation_args(config)
+            arguments |= probe.probe_generation_args(wanted)
         if wanted.beta > 0 and config.lora_r is None:
             # TRL loads the reference model itself, from the same weights as the policy.
             arguments["model_init_kwargs"] = {**start.options, "use_safetensors": True}

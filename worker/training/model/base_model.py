@@ -15,7 +15,7 @@ from peft import PeftConfig, PeftModel
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from app.contracts.methods import TrainingMethod
+from app.contracts.methods import METHODS
 from app.contracts.training_config.fields import TrainingConfig
 from worker.checkpoint_files import resume_fidelity
 from worker.training.failures import TrainingFailure, in_one_line
@@ -248,7 +248,7 @@ def _has_no_weights(folder: Path, name: str, config: TrainingConfig) -> bool:
     """Return True if the folder has an architecture without weights, which only `full` can start from."""
     if any(path.name.endswith(_WEIGHTS) for path in folder.iterdir()):
         return False
-    if config.method is not TrainingMethod.full:
+    if METHODS[config.method].adapter != "forbidden":
         raise TrainingFailure(
             "config_error",
             f"The folder {name} contains a configuration but no weights, and method `{config.method}` needs weights: "

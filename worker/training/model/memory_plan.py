@@ -8,7 +8,6 @@ from datasets import Dataset
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from app.contracts.methods import TrainingMethod
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.resolution import Replacement
 from app.estimator import memory_planner
@@ -17,9 +16,8 @@ from app.estimator.architecture import UnknownArchitecture, read
 from app.estimator.parameters import CannotTrain
 from app.estimator.steps import micro_batch
 from worker.training.context import TrainingContext
+from worker.training.data.preferences import ANSWER_COLUMNS
 from worker.training.model.base_model import BaseModelSource
-
-_ANSWERS = ("chosen_ids", "rejected_ids")
 
 
 def choose_checkpointing(
@@ -62,9 +60,9 @@ def _choose(run: TrainingContext, found: BaseModelSource, length: int, rows: int
 
 def longest_row(data: Dataset, config: TrainingConfig, max_length: int) -> int:
     """Return the number of tokens of the longest sequence that the model will see, at most `max_length`."""
-    if config.method is TrainingMethod.rlhf or config.packing:
+    if config.generation is not None or config.packing:
         return max_length
-    answers = [name for name in _ANSWERS if name in data.column_names]
+    answers = [name for name in ANSWER_COLUMNS if name in data.column_names]
     if not answers:
         return max(min(_longest(data, "input_ids"), max_length), 2)
     prompt = _longest(data, "prompt_ids") if "prompt_ids" in data.column_names else 0

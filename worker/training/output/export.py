@@ -44,7 +44,7 @@ def export(trainer: ServiceTrainerMixin, base: BaseModelSource, facts: dict[str,
         if run.config.trainer_options.memory_profile:
             write_profile(run, staging)
         where = run.config.push_to_hub or str(final)
-        card = model_card(run.job, run.config, facts, versions(), run.state, where, trainer.OBJECTIVE)
+        card = model_card(run.job, run.config, facts, versions(), run.state, where, run.method.eval_metric)
         (staging / "README.md").write_text(card)
         manifest.commit(staging, final, run.report.alive)
     except Exception as error:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from app.contracts.methods import TrainingMethod
+from app.contracts.methods import METHODS
 from app.contracts.training_config.fields import TrainingConfig
 from worker.training.run_state import RunState
 
@@ -24,7 +24,7 @@ def model_card(
     by.
     """
     adapter = config.lora_r is not None
-    is_reward_model = config.method is TrainingMethod.reward
+    is_reward_model = METHODS[config.method].has_reward_head
     name, hub = job["base_model"]["name"], job["base_model"].get("hub")
     data, held_out = job["dataset"], job.get("eval_dataset")
     last = state.last_metric

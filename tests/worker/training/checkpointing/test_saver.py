@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from app.contracts.methods import METHODS, TrainingMethod
 from tests.waiting import eventually
 from worker.checkpoint_files import manifest
 from worker.training.checkpointing import fidelity_check, saver
@@ -61,11 +62,12 @@ class Training:
         self.run: Any = SimpleNamespace(
             folder=folder, job={"run_id": "run_a", "attempt": 1, "disk_reserve_bytes": reserve}, report=self.report,
             config=config, state=RunState(), save_kind="periodic", ended_by=None, fingerprint={}, is_probe=False,
+            method=METHODS[TrainingMethod.sft],
             journal=SimpleNamespace(save=lambda step: None), control=self.control, stop_requested=None,
         )  # fmt: skip
         weights = torch.nn.Linear(4, 4)
         self.trainer: Any = SimpleNamespace(
-            run=self.run, model=weights, optimizer=torch.optim.SGD(weights.parameters()), OBJECTIVE="eval_loss",
+            run=self.run, model=weights, optimizer=torch.optim.SGD(weights.parameters()),
             state=SimpleNamespace(global_step=0, epoch=0.5, max_steps=10), saved_step=0, pinned_text=list,
             control=SimpleNamespace(should_training_stop=False, should_save=False, should_evaluate=False),
         )  # fmt: skip
