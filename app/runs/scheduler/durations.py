@@ -202,14 +202,14 @@ def step_seconds(windows: Sequence[tuple[int, float]]) -> float | None:
 def typical_durations(past: Iterable[PastAttempt], wanted: Workload, device: str | None = None) -> TypicalDurations:
     """Return typical durations for a run on a device: of twins on it, else twins, else others on it, else others."""
 
-    def likeness(one: PastAttempt) -> tuple[bool, bool]:
+    def similarity_key(one: PastAttempt) -> tuple[bool, bool]:
         return one.timings.twin == wanted.twin, one.device == device
 
     usable = [one for one in past if one.timings.mean is not None]
     if not usable:
         return TypicalDurations()
-    are_twins, is_here = max(map(likeness, usable))
-    chosen = [one.timings for one in usable if likeness(one) == (are_twins, is_here)]
+    are_twins, is_here = max(map(similarity_key, usable))
+    chosen = [one.timings for one in usable if similarity_key(one) == (are_twins, is_here)]
     total = _median(one.total_steps for one in chosen) if are_twins else None
     return TypicalDurations(
         runs=len(chosen),
