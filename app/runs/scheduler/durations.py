@@ -241,8 +241,9 @@ def estimate(wanted: Workload, so_far: Timings | None, like: TypicalDurations) -
     training = steps * each
     if wanted.time_limit is not None:
         spent = now.training + max(now.start_step - wanted.first_step, 0) * each
-        training = min(training, max(wanted.time_limit - spent, 0.0))
-        steps = int(training / each) if each else steps
+        allowed = max(wanted.time_limit - spent, 0.0)
+        if allowed < training:
+            training, steps = allowed, int(allowed / each)
     evaluation, save = _first(now.evaluation, like.evaluation), _first(now.save, like.save)
     last = now.step + steps - 1  # evaluations and saves after the last step are part of finishing
     seconds = (
