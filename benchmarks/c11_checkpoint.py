@@ -123,7 +123,7 @@ def _job(folder: Path, model: Path, rows: Path, **more: Any) -> Path:
         gradient_accumulation_steps=1, learning_rate=RATE, optim="adamw_torch", max_seq_length=LENGTH,
         logging_steps=1, save_total_limit=None, gradient_checkpointing=False, **more,
     )  # fmt: skip
-    path = Path(job["output_dir"]) / "job.json"
+    path = Path(job["attempt_dir"]) / "job.json"
     path.write_text(json.dumps(job))
     return path
 

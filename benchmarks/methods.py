@@ -186,12 +186,12 @@ def _run(folder: Path, model: Path, path: Path, form: str, held_out: Path | None
     if held_out is not None:
         config["extra"] = {"eval_on_start": True, "eval_batch_size": 16}
     job = {
-        "run_id": "run_table", "attempt": 1, "backend": "celery", "config": config, "given": list(config),
+        "run_id": "run_table", "attempt": 1, "backend": "celery", "config": config, "user_set_fields": list(config),
         "dataset": {"id": "ds", "path": str(path), "format": form, "rows": None, "sha256": None},
         "eval_dataset": held_out and {"id": "ds", "path": str(held_out), "format": form, "rows": None, "sha256": None},
         "base_model": {"name": "base", "path": str(model), "hub": None, "revision": None}, "reward_models": [],
-        "output_dir": str(output), "resume_from": None, "journal": str(folder / "journal.jsonl"),
-        "device": {"kind": "cpu", "index": 0, "id": "cpu"}, "trust_remote_code": False, "offline": True,
+        "attempt_dir": str(output), "resume_from": None, "journal": str(folder / "journal.jsonl"),
+        "device": {"kind": "cpu", "index": 0, "id": "cpu"}, "trust_remote_code": False, "hub_allowed": False,
         "worker": {"id": "wrk_table", "host": "here"},
     }  # fmt: skip
     (folder / "job.json").write_text(json.dumps(job))

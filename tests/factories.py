@@ -133,7 +133,7 @@ class Trainer:
     def cancel_on_request(self) -> "Trainer":
         """Cancel the run after a stop request, with the current attempt's output."""
         with self.engine.begin() as connection:
-            connection.execute(machine.request_stop(self.run_id, True))
+            connection.execute(machine.request_stop(self.run_id, "checkpoint"))
             connection.execute(update(Run).where(Run.id == self.run_id).values(output_attempt=self.attempt))
         return self.cancel()
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import psutil
 
 from app.config import Settings, visible_gpus
+from app.contracts.device import AssignedDevice
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,9 @@ class Device:
     capability: tuple[int, int] | None = None
     """Compute capability of a GPU, such as (9, 0)."""
 
-    def for_job(self) -> dict[str, Any]:
-        """Return kind, index and id, as passed to the training process."""
-        return {"kind": self.kind, "index": self.index, "id": self.id}
+    def for_job(self) -> AssignedDevice:
+        """Return the device as a training process knows it."""
+        return AssignedDevice(self.kind, self.index, self.id)
 
 
 @dataclass(frozen=True)

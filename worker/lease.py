@@ -3,11 +3,11 @@
 import logging
 import threading
 import time
-from typing import Any
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from app.contracts.stop import StopAsked
+from app.contracts.stop import StopRequest
+from app.contracts.trainer import ActionRequest, ControlMessage
 from app.infra.log_setup import in_this_context
 from app.runs.state import machine
 from worker.context import WorkerContext
@@ -31,10 +31,9 @@ class Lease:
     def __init__(self, host: WorkerContext, run_id: str, epoch: int, sent: float) -> None:
         self.run_id = run_id
         self.epoch = epoch
-        self.stop: StopAsked | None = None
-        self.ends_with_epoch = False
-        """True if the run is to stop at the end of its current epoch."""
-        self.actions: list[dict[str, Any]] = []
+        self.requested_stop: StopRequest | None = None
+        """Stop in effect when the lease was last renewed, at once or at the end of the epoch."""
+        self.actions: list[ActionRequest] = []
         """Actions still pending when the lease was last renewed, to be done between two steps; oldest first."""
         self.fenced = False
         """True if this worker no longer owns the run."""
@@ -57,6 +56,12 @@ class Lease:
         # A thread blocked in a statement of a frozen server must not keep the worker from ending.
         self._thread.join(_JOIN_SECONDS)
         self._host.release(self)
+
+    @property
+    def stop(self) -> StopRequest | None:
+        """Immediate stop in effect: no trainer may start any more, and a live one has a grace period."""
+        requested = self.requested_stop
+        return requested if requested is not None and requested.is_immediate else None
 
     @property
     def kill_at(self) -> float:
@@ -86,7 +91,7 @@ class Lease:
     def guard(self, process: TrainingProcess) -> None:
         """Send the trainer its deadline, now and with every renewal."""
         self._process = process
-        process.send({"renew_until": self.kill_at})
+        process.send(ControlMessage(renew_until=self.kill_at))
         self.renew_now()  # fetches requests made while the run waited
 
     def renew_now(self) -> None:
@@ -119,13 +124,10 @@ class Lease:
             return True
         self._longest_silence = self.longest_silence
         self._sent = sent
-        if row.stop_requested_at is not None:
-            finish = not row.stop_save_checkpoint and row.stop_mode == "best"
-            self.stop = StopAsked(save=row.stop_save_checkpoint, finish=finish)
-        self.ends_with_epoch = row.stop_mode == "epoch_end"
-        self.actions = row.actions or []
+        self.requested_stop = StopRequest(row.stop_mode) if row.stop_mode else None
+        self.actions = [ActionRequest(**one) for one in row.actions or []]
         if self._process:
-            self._process.send({"renew_until": self.kill_at})
+            self._process.send(ControlMessage(renew_until=self.kill_at))
         return True
 
 

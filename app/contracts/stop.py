@@ -1,31 +1,42 @@
-"""Stop modes and stop requests."""
+"""Stop modes and stop requests: one type from the API's request to the training loop."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 StopMode = Literal["checkpoint", "epoch_end", "best", "discard"]
 
+StopReason = Literal["stop", "drain"]
+"""`stop`: a user ends the run; `drain`: the worker shuts down, and the run continues in another attempt."""
 
-@dataclass(frozen=True)
-class StopAsked:
-    """Request to end the run."""
-
-    save: bool
-    finish: bool = False
-    """Nothing is saved, but a checkpoint being written is completed: it may be the best one."""
-
-
-Why = Literal["stop", "drain"]
+_SAVES_LESS: tuple[StopMode, ...] = ("checkpoint", "best", "discard")
+"""Modes of immediate stops; each saves less than the one before it."""
 
 
 @dataclass(frozen=True)
 class StopRequest:
-    """Request to end early.
+    """Request to end training early."""
 
-    `save` asks for a checkpoint first; `why` distinguishes a user's stop from a worker's drain.
-    """
+    mode: StopMode
+    """`checkpoint`: save and end. `epoch_end`: train to the end of the epoch, save and end. `best`: save nothing, but
+    complete a checkpoint that is being written, since it may be the best one. `discard`: end without saving."""
+    why: StopReason = "stop"
 
-    save: bool
-    why: Why
-    finish: bool = False
-    """True if a checkpoint that is being written is still wanted although nothing else is to be saved."""
+    @property
+    def is_immediate(self) -> bool:
+        """True if training ends after the current step, and not with the epoch."""
+        return self.mode != "epoch_end"
+
+    @property
+    def saves_checkpoint(self) -> bool:
+        """True if a checkpoint of the last step is saved before the end."""
+        return self.mode in ("checkpoint", "epoch_end")
+
+    def combined_with(self, earlier: "StopRequest | None") -> "StopRequest":
+        """Return the immediate stop in effect after `earlier` and this one.
+
+        A user's stop outranks a drain, and a request that saves less outranks one that saves more.
+        """
+        if earlier is None:
+            return self
+        mode = max(earlier.mode, self.mode, key=_SAVES_LESS.index)
+        return StopRequest(mode, "stop" if "stop" in (earlier.why, self.why) else "drain")

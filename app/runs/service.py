@@ -53,11 +53,7 @@ async def stop(session: AsyncSession, run_id: str, mode: StopMode = "checkpoint"
 
     Mode `best` requires that a best checkpoint exists.
     """
-    asked = (
-        machine.request_stop_at_epoch_end(run_id)
-        if mode == "epoch_end"
-        else machine.request_stop(run_id, mode == "checkpoint", mode)
-    )
+    asked = machine.request_stop_at_epoch_end(run_id) if mode == "epoch_end" else machine.request_stop(run_id, mode)
     moved = (await session.execute(asked)).mappings().one_or_none()
     run = await get(session, run_id)
     if moved is None and run.status != "cancelled":

@@ -17,7 +17,7 @@ async def outlook(
 
     `found_no_best` means that the best checkpoint was requested, and there is none.
     """
-    mode = _in_force(run)
+    mode = run.stop_mode or asked
     seconds = await slowest_save(session, run.id)
     saves = mode in ("checkpoint", "epoch_end") and run.status in ("running", "checkpointing")
     needed = await _needed(session, run, seconds) if saves and seconds is not None else None
@@ -42,12 +42,6 @@ async def outlook(
         grace_suffices=suffices,
         message=" ".join(parts),
     )
-
-
-def _in_force(run: Run) -> StopMode:
-    if run.stop_mode in ("epoch_end", "best", "discard"):
-        return run.stop_mode  # type: ignore[return-value]
-    return "checkpoint" if run.stop_save_checkpoint else "discard"  # from a version without modes
 
 
 async def _needed(session: AsyncSession, run: Run, save_seconds: float) -> float:

@@ -3,10 +3,11 @@
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, CheckConstraint, ForeignKey, Index, UniqueConstraint, func, text
+from sqlalchemy import JSON, BigInteger, CheckConstraint, ForeignKey, Index, Text, UniqueConstraint, func, text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from app.contracts.run_status import LIVE, STATUSES, TERMINAL
+from app.contracts.stop import StopMode
 from app.tables.base import Base, Owned, sql_list
 
 
@@ -108,7 +109,7 @@ class Run(Owned, Base):
     max_restarts: Mapped[int] = mapped_column(server_default=text("3"))
     stop_requested_at: Mapped[datetime | None]
     stop_save_checkpoint: Mapped[bool] = mapped_column(server_default=text("true"))
-    stop_mode: Mapped[str | None]
+    stop_mode: Mapped[StopMode | None] = mapped_column(Text)
     """Stop mode: checkpoint, best or discard; or epoch_end, with `stop_requested_at` null until the epoch ends."""
     hinted_at: Mapped[datetime | None]
     not_before: Mapped[datetime] = mapped_column(server_default=func.now())

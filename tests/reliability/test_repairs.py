@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from app.contracts.failure_report import FailureReport
 from app.runs.postmortem.causes import Before, explain
 from tests.stack import Stack
 from tests.waiting import eventually
@@ -140,7 +141,7 @@ class TestPostmortem:
         assert found["correction"] is None
         assert (
             "hung during evaluating"
-            in explain("worker_lost", "", {"killed_for": "hang", "phase": "evaluating"}, {}).sentence
+            in explain("worker_lost", "", FailureReport(killed_for="hang", phase="evaluating"), {}).sentence
         )
 
     def test_where_nothing_went_wrong_there_is_none(self, stack: Stack) -> None:
@@ -156,22 +157,27 @@ class TestPostmortem:
     ])  # fmt: skip
     def test_every_code_has_a_sentence(self, code: str) -> None:
         config = {"batch_size": 4, "gradient_accumulation_steps": 1, "learning_rate": 1e-4, "time_limit_seconds": 60.0}
-        cause = explain(code, "It said why.", {}, config)
+        cause = explain(code, "It said why.", None, config)
         assert cause.sentence.endswith(".") and len(cause.sentence) > 10
         json.dumps(cause.changes)
 
-    @pytest.mark.parametrize(("message", "before", "changes"), [
-        ("No row did.", Before([6.9, 4.2, 25.0], has_checkpoint=True), {"learning_rate": 1.0}),
-        ("No row did.", Before(), {"learning_rate": 1.0}),
-        ("`eval_loss` of the evaluation at step 4 is nan.", Before(has_checkpoint=True), {"learning_rate": 1.0}),
-        ("No row did.", Before([6.9, 6.8], has_checkpoint=True), {"on_non_finite": "rewind"}),
-        ("Row 7 stands out when put through the model alone.", Before([6.9, 6.8]), {"on_non_finite": "rewind"}),
-        ("Row 7 stands out when put through the model alone.", Before([6.9, 25.0]), {"learning_rate": 1.0}),
+    @pytest.mark.parametrize(("details", "before", "changes"), [
+        ({}, Before([6.9, 4.2, 25.0], has_checkpoint=True), {"learning_rate": 1.0}),
+        ({}, Before(), {"learning_rate": 1.0}),
+        ({"in_evaluation": True}, Before(has_checkpoint=True), {"learning_rate": 1.0}),
+        ({}, Before([6.9, 6.8], has_checkpoint=True), {"on_non_finite": "rewind"}),
+        ({"singled_out": [7]}, Before([6.9, 6.8]), {"on_non_finite": "rewind"}),
+        ({"singled_out": [7]}, Before([6.9, 25.0]), {"learning_rate": 1.0}),
     ])  # fmt: skip
     def test_a_run_that_diverged_is_to_learn_slower_and_only_a_bad_row_to_be_passed_over(
-        self, message: str, before: Before, changes: dict[str, Any]
+        self, details: dict[str, Any], before: Before, changes: dict[str, Any]
     ) -> None:
-        cause = explain("non_finite_loss", message, {}, {"learning_rate": 10.0, "on_non_finite": "stop"}, None, before)
+        facts = {"in_evaluation": False, "singled_out": [], **details}
+        error = {"code": "non_finite_loss", "message": "", "details": {"summary": "The loss became nan.", **facts}}
+        report = FailureReport.model_validate({"error": error})
+        config = {"learning_rate": 10.0, "on_non_finite": "stop"}
+        cause = explain("non_finite_loss", "The loss became nan. Look at it.", report, config, None, before)
+        assert cause.sentence.startswith("The loss became nan.") and "Look" not in cause.sentence
         assert cause.changes == changes and cause.is_for_new_run == before.was_diverging
         assert ("checkpoint and" in (cause.advice or "")) == ("on_non_finite" in changes and before.has_checkpoint)
 
@@ -182,7 +188,7 @@ class TestPostmortem:
         }  # fmt: skip
         seen = []
         while repair := auto_repair.propose_repair(config, "training", "out_of_memory", None):
-            config, _ = auto_repair.apply(config, [repair.stored()])
+            config, _ = auto_repair.apply(config, [repair])
             seen.append(config["batch_size"])
             assert config["batch_size"] * config["gradient_accumulation_steps"] == 24
         assert all(later <= before for before, later in pairwise(seen)) and seen[-2:] == [1, 1]
@@ -194,7 +200,7 @@ class TestPostmortem:
         ("the file of dataset ds_1 is not in this worker's storage (1 times …)", "The file of dataset ds_1"),
     ])  # fmt: skip
     def test_a_run_that_was_given_up_too_often_is_told_why(self, message: str, says: str) -> None:
-        assert explain("worker_lost", message, {}, {}, "failed").sentence.startswith(says)
+        assert explain("worker_lost", message, None, {}, "failed").sentence.startswith(says)
 
     @pytest.mark.parametrize(("report", "says"), [
         ({"exit_signal": signal.SIGKILL, "killed_for": "lease"}, "The database was unreachable for too long"),
@@ -212,13 +218,15 @@ class TestPostmortem:
     def test_an_attempt_that_another_follows_is_blamed_on_nobody_else_and_leaves_nothing_to_resume(
         self, report: dict[str, Any], says: str
     ) -> None:
-        report = {"exit_code": None, "exit_signal": None, "killed_for": None, "phase": "training", **report}
-        cause = explain(None, None, report, {}, "retried")
+        report = {"phase": "training", **report}
+        cause = explain(None, None, FailureReport(**report), {}, "retried")
         assert cause.sentence.startswith(says) and "another attempt resumes" in cause.sentence
         assert cause.advice is None
         for number in (signal.SIGSEGV, signal.SIGKILL):  # its end got lost with its worker
-            assert "esume" not in (explain(None, None, {**report, "exit_signal": number}, {}, "lost").advice or "")
-        assert "esume" not in (explain(None, None, {}, {}, "lost").advice or "")
+            assert "esume" not in (
+                explain(None, None, FailureReport(**{**report, "exit_signal": number}), {}, "lost").advice or ""
+            )
+        assert "esume" not in (explain(None, None, None, {}, "lost").advice or "")
 
     @pytest.mark.parametrize(("report", "says"), [
         ({"killed_for": "lease"}, "The database was unreachable"),
@@ -226,7 +234,7 @@ class TestPostmortem:
     ])  # fmt: skip
     def test_a_run_that_was_cut_off_too_often_can_be_resumed(self, report: dict[str, Any], says: str) -> None:
         message = "the database was unreachable for 40 s; the run continues from its last checkpoint (4 times …)"
-        cause = explain("worker_lost", message, {**report, "phase": "training"}, {}, "failed")
+        cause = explain("worker_lost", message, FailureReport(**{**report, "phase": "training"}), {}, "failed")
         assert cause.sentence.startswith(says) and "another attempt" not in cause.sentence
         assert cause.advice is not None and "resume" in cause.advice
 
@@ -236,9 +244,9 @@ class TestPostmortem:
             "batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-4, "time_limit_seconds": 60.0,
             "method": "lora", "max_seq_length": 2048, "on_out_of_memory": "stop", "extra": {"probe": True},
         }  # fmt: skip
-        cause = explain(code, "It said why.", {"phase": "training"}, config)
+        cause = explain(code, "It said why.", FailureReport(phase="training"), config)
         assert cause.changes == {} and cause.advice is not None and "probe" in cause.advice
         if code == "out_of_memory":
             assert "`batch_size` 1" in cause.advice
-            short = explain(code, None, {"phase": "training"}, {**config, "batch_size": 1, "method": "qlora"})
+            short = explain(code, None, FailureReport(phase="training"), {**config, "batch_size": 1, "method": "qlora"})
             assert short.changes == {} and short.advice is not None and "`max_seq_length` 1024" in short.advice

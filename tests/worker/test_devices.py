@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from app.config import Settings
+from app.contracts.device import AssignedDevice
 from worker import devices
 
 
@@ -74,7 +75,7 @@ class TestCpu:
         machine = devices.find(Settings(home=tmp_path))
         assert machine.slots == 1
         (cpu,) = machine.devices
-        assert cpu.for_job() == {"kind": "cpu", "index": 0, "id": "cpu-0"}
+        assert cpu.for_job() == AssignedDevice("cpu", 0, "cpu-0")
         assert cpu.name
         assert cpu.memory_bytes == machine.memory_bytes
 
@@ -97,8 +98,8 @@ class TestGpu:
         driver = install(monkeypatch, 2)
         machine = devices.find(Settings(home=tmp_path))
         assert [device.for_job() for device in machine.devices] == [
-            {"kind": "cuda", "index": 0, "id": "GPU-0abc"},
-            {"kind": "cuda", "index": 1, "id": "GPU-1abc"},
+            AssignedDevice("cuda", 0, "GPU-0abc"),
+            AssignedDevice("cuda", 1, "GPU-1abc"),
         ]
         assert machine.devices[0].capability == (9, 0)
         assert machine.devices[0].memory_bytes == 80 << 30

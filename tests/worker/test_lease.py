@@ -8,6 +8,7 @@ from sqlalchemy import Engine, event
 
 import app.infra.clock
 from app.config import Settings
+from app.contracts.trainer import ControlMessage
 from app.runs.scheduler.dispatcher import Dispatcher
 from tests.rows import add_run, add_worker, claim, run_row
 from worker import lease
@@ -20,9 +21,9 @@ class Process:
     """Stands for a training process: remembers what it was sent."""
 
     def __init__(self) -> None:
-        self.sent: list[dict[str, Any]] = []
+        self.sent: list[ControlMessage] = []
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: ControlMessage) -> None:
         self.sent.append(message)
 
 
@@ -73,7 +74,7 @@ def test_a_renewal_counts_from_when_it_was_sent_however_late_its_answer(
     assert mine._renew()
     event.remove(engine, "commit", dawdle)
     assert mine.kill_at == 1001.0 + settings.kill_after_seconds
-    assert process.sent[-1] == {"renew_until": mine.kill_at}
+    assert process.sent[-1] == ControlMessage(renew_until=mine.kill_at)
     clock.now = mine.kill_at
     assert mine.expired
 

@@ -13,14 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from worker.wire.control import Control
-from worker.wire.reporter import Reporter, parse_args
+from worker.wire.reporter import Reporter
 
 libc = ctypes.CDLL(None)
 
 
 def start(arguments: list[str]) -> tuple[dict[str, Any], Reporter, Control]:
-    job, report_fd, control_fd = parse_args(arguments)
-    return job, Reporter(report_fd), Control.start(control_fd)
+    path, _, report_fd, _, control_fd = arguments
+    return json.loads(Path(path).read_text()), Reporter(int(report_fd)), Control.start(int(control_fd))
+
+
+def send(report: Reporter, type: str, **fields: Any) -> None:
+    """Send a record that only these tests know."""
+    report.send({"type": type, **fields})  # type: ignore[arg-type]
 
 
 def quick(arguments: list[str]) -> int:
@@ -32,7 +37,8 @@ def quick(arguments: list[str]) -> int:
 def about(arguments: list[str]) -> int:
     """Tell what a training process sees of the world."""
     _, report, _ = start(arguments)
-    report.send(
+    send(
+        report,
         "about",
         pid=os.getpid(),
         session=os.getsid(0),
@@ -52,7 +58,7 @@ def secretive(arguments: list[str]) -> int:
     shown = [
         Path(f"/proc/{pid}/{name}").read_bytes() for pid in ("self", os.getppid()) for name in ("environ", "cmdline")
     ]
-    report.send("secret", token=os.environ.get("HF_TOKEN"), shown=b"".join(shown).decode())
+    send(report, "secret", token=os.environ.get("HF_TOKEN"), shown=b"".join(shown).decode())
     return 0
 
 
@@ -116,7 +122,7 @@ def wait_for_stop(arguments: list[str]) -> int:
     # Looks again and again: a signal just before a wait that has no end would not be handled before its end.
     while (request := control.stop_requested) is None:
         select.select([], [], [], 0.05)
-    report.send("stopped", save=request.save, why=request.why)
+    send(report, "stopped", mode=request.mode, why=request.why)
     return 0
 
 
@@ -128,7 +134,7 @@ def hang(arguments: list[str]) -> int:
         children.append(os.fork())
         if children[-1] == 0:
             signal.pause()
-    report.send("hanging", children=children)
+    send(report, "hanging", children=children)
     ctypes.PyDLL(None).pause()  # keeps the interpreter lock
     return 0
 
@@ -147,14 +153,14 @@ def late_child(arguments: list[str]) -> int:
 def count_threads(arguments: list[str]) -> int:
     """Tell how many threads the kernel sees in the parent."""
     _, report, _ = start(arguments)
-    report.send("threads", parent=len(list(Path(f"/proc/{os.getppid()}/task").iterdir())))
+    send(report, "threads", parent=len(list(Path(f"/proc/{os.getppid()}/task").iterdir())))
     return 0
 
 
 def loaded(arguments: list[str]) -> int:
     """Tell whether a module is imported already."""
     job, report, _ = start(arguments)
-    report.send("loaded", loaded=job["module"] in sys.modules)
+    send(report, "loaded", loaded=job["module"] in sys.modules)
     return 0
 
 
@@ -166,7 +172,7 @@ def multiply(arguments: list[str]) -> int:
 
     torch.set_num_threads(2)
     product = torch.ones(512, 512) @ torch.ones(512, 512)
-    report.send("product", warm=warm, total=float(product.sum()), cuda=torch.cuda.is_initialized())
+    send(report, "product", warm=warm, total=float(product.sum()), cuda=torch.cuda.is_initialized())
     return 0
 
 
@@ -174,5 +180,5 @@ def write_job(folder: Path, **job: Any) -> Path:
     """A job file in a folder of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "job.json"
-    path.write_text(json.dumps(job))
+    path.write_text(json.dumps(job, default=vars))
     return path

@@ -5,49 +5,23 @@ on whichever worker it runs.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from sqlalchemy import Connection, Executable, exists, func, select
 from sqlalchemy.orm import aliased
 
 from app.contracts.methods import method_of, options_of
+from app.contracts.repair import Repair
+from app.contracts.trainer import RepairProposal
 from app.runs.checkpoints import retention
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Attempt
+from worker.claimed_run import ClaimedRun
 
 OUT_OF_MEMORY = "out_of_memory"
 
 
-@dataclass(frozen=True)
-class Repair:
-    """One repair; `asdict` gives its stored form, which is also the data of the `repair` event."""
-
-    kind: str
-    """`out_of_memory`, `non_finite` or `loss_spike`."""
-    reason: str
-    """Sentence for users."""
-    step: int | None = None
-    """Step that is skipped from now on."""
-    rows: list[int] = field(default_factory=list)
-    """Rows of the dataset that make up that step, from 0."""
-    singled_out: list[int] = field(default_factory=list)
-    """Those of the rows that fail on their own: no later step may contain one."""
-    changes: dict[str, Any] = field(default_factory=dict)
-    """Configuration fields and their new values; `extra.…` for fields of that group."""
-    instead_of: dict[str, Any] = field(default_factory=dict)
-    """Previous values of these fields."""
-    back_to: str | None = None
-    """Checkpoint from which the run continues; None for the start."""
-    spoilt: str | None = None
-    """Checkpoint after which anomalies occurred too often; no run resumes from it any more."""
-
-    def stored(self) -> dict[str, Any]:
-        """Return the repair as JSON."""
-        return asdict(self)
-
-
-def resolve_repair(connection: Connection, run: Any, repair: Repair) -> Repair:
+def resolve_repair(connection: Connection, run: ClaimedRun, repair: Repair) -> Repair:
     """Complete a repair before it is stored and reported: one that rewinds also names the checkpoint, `back_to`.
 
     If an attempt that went back to a checkpoint meets another anomaly before it has saved the next one, it goes back
@@ -62,23 +36,25 @@ def resolve_repair(connection: Connection, run: Any, repair: Repair) -> Repair:
     good = list(connection.execute(_checkpoints_before(run, repair.step)).all())
     if not good:
         start = "the checkpoint that the run was resumed from" if run.resume_checkpoint_id else "the start"
-        return replace(repair, reason=_reason(repair, start))
+        return repair.model_copy(update={"reason": _reason(repair, start)})
     here, *before = good
     if not (before and not here.pinned and not repair.singled_out and _started_at_rewind(connection, run, here)):
-        return replace(repair, reason=_reason(repair, f"the checkpoint of step {here.step}"), back_to=here.id)
+        return repair.model_copy(
+            update={"reason": _reason(repair, f"the checkpoint of step {here.step}"), "back_to": here.id}
+        )
     why = f"anomalies occurred twice after that of step {here.step}, and no row was singled out"
     reason = _reason(repair, f"the checkpoint of step {before[0].step} ({why})")
-    return replace(repair, reason=reason, back_to=before[0].id, spoilt=here.id)
+    return repair.model_copy(update={"reason": reason, "back_to": before[0].id, "spoilt": here.id})
 
 
-def _checkpoints_before(run: Any, step: int) -> Executable:
+def _checkpoints_before(run: ClaimedRun, step: int) -> Executable:
     """Select the two latest checkpoints before this step: the attempt's own, or those that it may have started from."""
     columns = (Checkpoint.id, Checkpoint.step, Checkpoint.pinned)
     found: Executable = retention.restorable(run.id, below_step=step).with_only_columns(*columns).limit(2)  # type: ignore[attr-defined]
     return found
 
 
-def _started_at_rewind(connection: Connection, run: Any, checkpoint: Any) -> bool:
+def _started_at_rewind(connection: Connection, run: ClaimedRun, checkpoint: Any) -> bool:
     """Return True if this attempt started at a checkpoint to which an earlier one went back with no row singled out."""
     this = (Attempt.run_id == run.id, Attempt.attempt == run.attempt, Attempt.start_step == checkpoint.step)
     earlier = aliased(Attempt)
@@ -96,27 +72,27 @@ def _reason(repair: Repair, where: str) -> str:
     return f"{repair.reason}: back to {where}, skipping that step"
 
 
-def remember(connection: Connection, run: Any, repair: Mapping[str, Any]) -> None:
+def remember(connection: Connection, run: ClaimedRun, repair: Repair) -> None:
     """Mark the checkpoint that a repair (as `resolve_repair`) names as corrupt, so that no run resumes from it."""
-    if repair["spoilt"]:
+    if repair.spoilt:
         why = "anomalies occurred twice after it, without another checkpoint in between, and no row was singled out"
-        connection.execute(retention.mark_corrupt(repair["spoilt"], why, run.id, run.epoch))
+        connection.execute(retention.mark_corrupt(repair.spoilt, why, run.id, run.epoch))
 
 
-def propose_repair(config: Mapping[str, Any], phase: str, code: str, found: Mapping[str, Any] | None) -> Repair | None:
+def propose_repair(config: Mapping[str, Any], phase: str, code: str, found: RepairProposal | None) -> Repair | None:
     """Return a repair for a run that failed with `code`; None if there is none, or repairs are disabled.
 
     `config` is what the attempt actually used, `found` what the trainer itself proposes.
     """
     if found is not None:
-        step = int(found["step"])
+        step = found["step"]
         found_text = "the loss spiked" if found["kind"] == "loss_spike" else "loss or gradients were non-finite"
         return Repair(
-            str(found["kind"]),
-            f"{found_text} at step {step}",
-            step,
-            [int(row) for row in found["rows"]],
-            [int(row) for row in found["singled_out"]],
+            kind=found["kind"],
+            reason=f"{found_text} at step {step}",
+            step=step,
+            rows=found["rows"],
+            singled_out=found["singled_out"],
         )
     if code != OUT_OF_MEMORY or config.get("on_out_of_memory") != "repair":
         return None
@@ -125,23 +101,24 @@ def propose_repair(config: Mapping[str, Any], phase: str, code: str, found: Mapp
         return None
     changes, instead_of = smaller
     changed = ", ".join(f"{name} {value} instead of {instead_of[name]}" for name, value in changes.items())
-    return Repair(OUT_OF_MEMORY, f"out of memory while {phase}: {changed}", changes=changes, instead_of=instead_of)
+    reason = f"out of memory while {phase}: {changed}"
+    return Repair(kind=OUT_OF_MEMORY, reason=reason, changes=changes, instead_of=instead_of)
 
 
-def previous_repairs(connection: Connection, run_id: str) -> list[dict[str, Any]]:
+def previous_repairs(connection: Connection, run_id: str) -> list[Repair]:
     """Return the repairs of a run so far, in order."""
     rows = connection.execute(
         select(Attempt.report)
         .where(Attempt.run_id == run_id, Attempt.report["repair"].is_not(None))
         .order_by(Attempt.attempt)
     )
-    return [row.report["repair"] for row in rows if row.report.get("repair")]
+    return [Repair.model_validate(row.report["repair"]) for row in rows if row.report.get("repair")]
 
 
-def apply(config: Mapping[str, Any], repairs: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], set[str]]:
+def apply(config: Mapping[str, Any], repairs: Sequence[Repair]) -> tuple[dict[str, Any], set[str]]:
     """Return the repaired configuration and the names of the changed fields."""
     repaired, names = dict(config), set()
-    for name, value in (change for one in repairs for change in one["changes"].items()):
+    for name, value in (change for one in repairs for change in one.changes.items()):
         group, _, member = name.rpartition(".")
         if group:
             repaired[group] = {**repaired.get(group, {}), member: value}

@@ -1,14 +1,14 @@
 """Failure report of an attempt: exit status, memory timeline and last log lines."""
 
-from typing import Any
-
 from sqlalchemy import Connection, exists, select, update
 
+from app.contracts.failure_report import FailureReport, KillReason
+from app.contracts.repair import Repair
 from app.runs.events.log import NewEvent
 from app.tables.runs import Attempt, Run
 from worker.attempts import auto_repair
-from worker.attempts.auto_repair import Repair
 from worker.attempts.memory_watch import MemoryWatch
+from worker.claimed_run import ClaimedRun
 from worker.ingest.record_handler import RecordHandler
 from worker.ingest.spool import RunUpdate
 from worker.process.training_process import Exit
@@ -17,31 +17,27 @@ _LONGEST_LINE = 2000
 
 
 def build_failure_report(
-    pump: RecordHandler, vitals: MemoryWatch, end: Exit, killed_for: str | None, repair: Repair | None
-) -> dict[str, Any]:
-    """Build the failure report of an attempt as a JSON object.
-
-    Keys: `exit_code`, `exit_signal`, `killed_by_kernel`, `killed_for`, `phase`, `step`, `error`, `peaks`, `memory` (a
-    timeline), `last_lines`, `repair`.
-    """
-    return {
-        "exit_code": end.code,
-        "exit_signal": end.signal,
-        "killed_by_kernel": end.out_of_memory,
-        "killed_for": killed_for,
-        "phase": pump.phase,
-        "step": pump.step,
-        "error": (pump.result or {}).get("error"),
-        "peaks": vitals.peaks,
-        "memory": vitals.timeline,
-        "last_lines": [line[:_LONGEST_LINE] for line in pump.tail],
-        "repair": repair.stored() if repair else None,
-    }
+    pump: RecordHandler, vitals: MemoryWatch, end: Exit, killed_for: KillReason | None, repair: Repair | None
+) -> FailureReport:
+    """Build the failure report of an attempt."""
+    return FailureReport(
+        exit_code=end.code,
+        exit_signal=end.signal,
+        killed_by_kernel=end.out_of_memory,
+        killed_for=killed_for,
+        phase=pump.phase,
+        step=pump.step,
+        error=pump.result.get("error") if pump.result else None,
+        peaks=vitals.peaks,
+        memory=vitals.timeline,
+        last_lines=[line[:_LONGEST_LINE] for line in pump.tail],
+        repair=repair,
+    )
 
 
-def store_failure_report(run: Any, report: dict[str, Any], at: float) -> RunUpdate:
+def store_failure_report(run: ClaimedRun, report: FailureReport, at: float) -> RunUpdate:
     """Return an update that stores the report with the attempt and, if there is a repair, its event."""
-    repair = report["repair"]
+    repair = report.repair
 
     def keep(connection: Connection) -> None:
         this = (Attempt.run_id == run.id, Attempt.attempt == run.attempt)
@@ -50,6 +46,6 @@ def store_failure_report(run: Any, report: dict[str, Any], at: float) -> RunUpda
         if repair:
             auto_repair.remember(connection, run, repair)
         ours = exists().where(Run.id == run.id, Run.epoch == run.epoch)
-        connection.execute(update(Attempt).where(*this, ours).values(report=report))
+        connection.execute(update(Attempt).where(*this, ours).values(report=report.model_dump(mode="json")))
 
-    return RunUpdate(keep, NewEvent.of("repair", at, repair) if repair else None)
+    return RunUpdate(keep, NewEvent.of("repair", at, repair.model_dump()) if repair else None)

@@ -1,6 +1,5 @@
 """Job of a training process: resolved from a claimed run and written as a file into its attempt's folder."""
 
-import json
 import logging
 import os
 import pwd
@@ -12,8 +11,19 @@ from typing import Any
 from sqlalchemy import Connection, Engine, Executable, func, select
 
 from app.base_models import resolver
+from app.contracts.device import AssignedDevice
+from app.contracts.job import (
+    DataSource,
+    JobSpec,
+    ModelSource,
+    ResumePoint,
+    TokenCacheLocation,
+    TrackerServers,
+    WorkerInfo,
+)
 from app.contracts.methods import rewards_of
 from app.contracts.plugins import has_copies
+from app.contracts.trainer import ActionRequest
 from app.runs.actions.replay import done_behind
 from app.runs.checkpoints import retention
 from app.secrets import store
@@ -25,6 +35,7 @@ from worker.attempts import auto_repair
 from worker.checkpoint_files import manifest
 from worker.checkpoint_store import cleanup, restore
 from worker.checkpoint_store.restore import RestoreControl, RestoreOutcome
+from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
 
 log = logging.getLogger(__name__)
@@ -70,7 +81,7 @@ class Job:
     """Environment variables for the training process alone; they are written to no file."""
 
 
-def prepare(host: WorkerContext, run: Any, device: dict[str, Any], patience: RestoreControl) -> Job:
+def prepare(host: WorkerContext, run: ClaimedRun, device: AssignedDevice, patience: RestoreControl) -> Job:
     """Resolve dataset, base model and checkpoint of a claimed run and write its job file.
 
     Raises:
@@ -95,31 +106,32 @@ def prepare(host: WorkerContext, run: Any, device: dict[str, Any], patience: Res
         base_model = _base_model(host, connection, run)
         reward_models = _reward_models(host, connection, run)
         secrets = _secrets(host, connection, run, [base_model, *reward_models])
-        job = {
-            "run_id": run.id,
-            "attempt": run.attempt,
-            "backend": run.backend,
-            "config": config,
-            "given": sorted({*run.given, *changed}),
-            "repairs": repaired,
-            "dataset": dataset,
-            "eval_dataset": evaluation,
-            "base_model": base_model,
-            "reward_models": reward_models,
-            "output_dir": str(folder),
-            "token_cache": _token_cache(host),
-            "disk_reserve_bytes": host.settings.disk_reserve_bytes,
-            "resume_from": _resume(host, checkpoint),
-            "actions": connection.execute(done_behind(run.id, checkpoint.step if checkpoint else 0)).scalar_one(),
-            "journal": str(host.storage.journal(run.id)),
-            "device": device,
-            "trust_remote_code": host.settings.trust_remote_code,
-            "offline": not host.settings.allow_hub,
-            "trackers": {"mlflow_tracking_uri": host.settings.mlflow_tracking_uri},
-            "worker": {"id": host.id, "host": host.name},
-        }
+        replayed = connection.execute(done_behind(run.id, checkpoint.step if checkpoint else 0)).scalar_one()
+        job = JobSpec(
+            run_id=run.id,
+            attempt=run.attempt,
+            backend=run.backend,
+            config=config,
+            user_set_fields=frozenset({*run.given, *changed}),
+            auto_repairs=repaired,
+            dataset=dataset,
+            eval_dataset=evaluation,
+            base_model=base_model,
+            reward_models=reward_models,
+            attempt_dir=folder,
+            token_cache=_token_cache(host),
+            disk_reserve_bytes=host.settings.disk_reserve_bytes,
+            resume_from=_resume(host, checkpoint),
+            replayed_actions=[ActionRequest(**one) for one in replayed],
+            journal=host.storage.journal(run.id),
+            device=device,
+            trust_remote_code=host.settings.trust_remote_code,
+            hub_allowed=host.settings.allow_hub,
+            trackers=TrackerServers(mlflow_tracking_uri=host.settings.mlflow_tracking_uri),
+            worker=WorkerInfo(id=host.id, host=host.name),
+        )
     return Job(
-        path=_write(host, run.id, folder, job),
+        path=_write(host, job),
         start_step=checkpoint.step if checkpoint else 0,
         start_epoch=checkpoint.epoch if checkpoint else 0.0,
         best_loss=checkpoint.metrics.get("best_loss") if checkpoint else None,
@@ -129,21 +141,22 @@ def prepare(host: WorkerContext, run: Any, device: dict[str, Any], patience: Res
     )
 
 
-def _write(host: WorkerContext, run_id: str, folder: Path, job: dict[str, Any]) -> Path:
+def _write(host: WorkerContext, job: JobSpec) -> Path:
     """Create the attempt's folder and its job file.
 
     The worker keeps ownership of the run's folder, so that a trainer that runs as another user cannot interfere with
     what is written here. What the trainer writes is given to its user last: its attempt's folder and the journal.
     """
+    folder = job.attempt_dir
     path = folder / "job.json"
     if path.exists():
         return path  # an earlier try got this far before the database became unavailable
     folder.mkdir(exist_ok=True)
-    path.write_text(json.dumps(job, indent=1))
+    path.write_text(job.to_json())
     user = host.settings.trainer_user
     if user:
         account = pwd.getpwnam(user)
-        journal = os.open(host.storage.journal(run_id), os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
+        journal = os.open(job.journal, os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
         try:
             os.fchown(journal, account.pw_uid, account.pw_gid)
         finally:
@@ -152,7 +165,7 @@ def _write(host: WorkerContext, run_id: str, folder: Path, job: dict[str, Any]) 
     return path
 
 
-def _token_cache(host: WorkerContext) -> dict[str, Any] | None:
+def _token_cache(host: WorkerContext) -> TokenCacheLocation | None:
     """Return the folder in which trainers share tokenized data; None if it is disabled or cannot be created.
 
     It belongs to the user that trains, and no other user may read or write it, because one trainer trains on what
@@ -171,10 +184,10 @@ def _token_cache(host: WorkerContext) -> dict[str, Any] | None:
     except OSError as error:
         log.warning("tokenized data is not cached: %s", error)
         return None
-    return {"folder": str(folder), "limit_bytes": limit}
+    return TokenCacheLocation(folder=folder, limit_bytes=limit)
 
 
-def _dataset(host: WorkerContext, connection: Connection, dataset_id: str) -> dict[str, Any]:
+def _dataset(host: WorkerContext, connection: Connection, dataset_id: str) -> DataSource:
     row = connection.execute(select(Dataset.__table__).where(Dataset.id == dataset_id)).one()
     path = host.storage.dataset_file(row.id, row.extension)
     if not path.is_file():
@@ -184,35 +197,37 @@ def _dataset(host: WorkerContext, connection: Connection, dataset_id: str) -> di
             "set the same ANNEAL_STORAGE for API and workers",
             is_passing=True,
         )
-    return {"id": row.id, "path": str(path), "format": row.format, "rows": row.rows, "sha256": row.sha256}
+    return DataSource(id=row.id, path=path, format=row.format, rows=row.rows, sha256=row.sha256)
 
 
-def _base_model(host: WorkerContext, connection: Connection, run: Any) -> dict[str, Any]:
+def _base_model(host: WorkerContext, connection: Connection, run: ClaimedRun) -> ModelSource:
     return _locate_model(host, connection, run, run.config["base_model"], run.config.get("revision"))
 
 
-def _reward_models(host: WorkerContext, connection: Connection, run: Any) -> list[dict[str, Any]]:
+def _reward_models(host: WorkerContext, connection: Connection, run: ClaimedRun) -> list[ModelSource]:
     """Return the models of the rewards of type `model`, in the order of these rewards."""
     models = [reward["model"] for _, reward in rewards_of(run.config) if reward["type"] == "model"]
     return [_locate_model(host, connection, run, model) for model in models]
 
 
 def _locate_model(
-    host: WorkerContext, connection: Connection, run: Any, name: str, revision: str | None = None
-) -> dict[str, Any]:
+    host: WorkerContext, connection: Connection, run: ClaimedRun, name: str, revision: str | None = None
+) -> ModelSource:
     if run.backend == "fake":
-        return {"name": name, "path": None, "hub": name if resolver.is_hub_name(name) else None, "revision": None}
+        return ModelSource(name=name, path=None, hub=name if resolver.is_hub_name(name) else None, revision=None)
     output_attempt = None
     if resolver.is_run(name):
         output_attempt = connection.scalar(select(Run.output_attempt).where(Run.id == name))
     try:
-        return dict(resolver.locate(host.settings, host.storage, name, output_attempt, revision))
+        located = resolver.locate(host.settings, host.storage, name, output_attempt, revision)
     except resolver.BaseModelError as error:
         code = "config_error" if error.code == "model_not_allowed" else "model_not_found"
         raise JobError(code, error.message) from error
+    path = Path(located["path"]) if located["path"] is not None else None
+    return ModelSource(name=located["name"], path=path, hub=located["hub"], revision=located["revision"])
 
 
-def _secrets(host: WorkerContext, connection: Connection, run: Any, models: list[dict[str, Any]]) -> dict[str, str]:
+def _secrets(host: WorkerContext, connection: Connection, run: ClaimedRun, models: list[ModelSource]) -> dict[str, str]:
     """Return the secrets that this run needs and that are set, by the environment variable that libraries read."""
     wanted: dict[str, str] = {}
     needs_hub = run.config.get("push_to_hub") or any(_may_need_hub(model) for model in models)
@@ -228,22 +243,22 @@ def _secrets(host: WorkerContext, connection: Connection, run: Any, models: list
         raise JobError("internal", str(error), is_passing=True) from error
 
 
-def _may_need_hub(model: dict[str, Any]) -> bool:
+def _may_need_hub(model: ModelSource) -> bool:
     # An adapter names its own base model, which may be on the Hub.
-    return bool(model["hub"] or (model["path"] and (Path(model["path"]) / "adapter_config.json").is_file()))
+    return bool(model.hub or (model.path and (model.path / "adapter_config.json").is_file()))
 
 
-def _resume(host: WorkerContext, checkpoint: Any) -> dict[str, Any] | None:
+def _resume(host: WorkerContext, checkpoint: Any) -> ResumePoint | None:
     if checkpoint is None:
         return None
-    return {
-        "path": str(host.storage.named_checkpoint(checkpoint.run_id, checkpoint.attempt, checkpoint.name)),
-        "step": checkpoint.step,
-        "manifest_sha256": checkpoint.manifest_sha256,
-    }
+    return ResumePoint(
+        path=host.storage.named_checkpoint(checkpoint.run_id, checkpoint.attempt, checkpoint.name),
+        step=checkpoint.step,
+        manifest_sha256=checkpoint.manifest_sha256,
+    )
 
 
-def _newest_good(host: WorkerContext, run: Any, remarks: list[str], patience: RestoreControl) -> Any:
+def _newest_good(host: WorkerContext, run: ClaimedRun, remarks: list[str], patience: RestoreControl) -> Any:
     """Return the furthest checkpoint whose files all match its manifest; None means start from the beginning.
 
     `retention.retire` keeps every checkpoint that this may return: the furthest one, and those saved by an attempt that
@@ -286,7 +301,7 @@ def _newest_good(host: WorkerContext, run: Any, remarks: list[str], patience: Re
     return None
 
 
-def _pause(engine: Engine, run: Any) -> float | None:
+def _pause(engine: Engine, run: ClaimedRun) -> float | None:
     """Return the seconds to wait for what is unavailable, longer each time; None after hours, when tries count again.
 
     Counts the attempts since the last one that started training.
@@ -297,7 +312,7 @@ def _pause(engine: Engine, run: Any) -> float | None:
     return min(_WAIT_SECONDS * waits, _MAX_WAIT_SECONDS) if waits <= _MAX_WAITS else None
 
 
-def _candidates(engine: Engine, run: Any) -> Iterator[Any]:
+def _candidates(engine: Engine, run: ClaimedRun) -> Iterator[Any]:
     """Yield this run's checkpoints, then the one it was created to resume and those before it, through all ancestors.
 
     Each query ends before its rows are verified: reading gigabytes must not keep a transaction open.

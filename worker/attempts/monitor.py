@@ -2,8 +2,10 @@
 
 import signal
 import time
-from typing import Literal
 
+from app.contracts.failure_report import KillReason
+from app.contracts.stop import StopRequest
+from app.contracts.trainer import ControlMessage
 from app.runs.events.log import LeaseFenced
 from worker.attempts.memory_watch import MemoryWatch
 from worker.context import WorkerContext
@@ -14,8 +16,6 @@ from worker.process.training_process import Exit, TrainingProcess
 
 _NO_SAVE_GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
-
-KillReason = Literal["stop", "drain", "lease", "hang"]
 
 
 class Monitor:
@@ -38,9 +38,8 @@ class Monitor:
         self._vitals = vitals
         self._asked_at: float | None = None
         self._grace = 0.0
-        self._asked: dict[str, object] = {}
+        self._sent_stop: StopRequest | None = None
         self._has_asked_for_checkpoint = False
-        self._has_sent_epoch_end = False
         self._sent_actions: set[str] = set()
         """Ids of the actions already sent to the process."""
         self._backpressure_at = time.monotonic()
@@ -87,38 +86,39 @@ class Monitor:
 
     def _enforce_stop(self) -> KillReason | None:
         """Send a stop request (or the worker's own shutdown) and enforce it at the end of the grace period."""
-        stop = self._lease.stop
-        why: KillReason = "stop" if stop else "drain"
-        save, finish = (stop.save, stop.finish) if stop else (True, False)
-        grace = self._host.settings.save_grace_seconds if save or finish else _NO_SAVE_GRACE_SECONDS
+        stop = self._lease.stop or StopRequest("checkpoint", "drain")
+        grace = _NO_SAVE_GRACE_SECONDS if stop.mode == "discard" else self._host.settings.save_grace_seconds
         now = time.monotonic()
         if self._asked_at is None or grace < self._grace:
             self._asked_at = now  # a request that keeps less than before gets its own grace period
         self._grace = grace
-        asked: dict[str, object] = {"save": save, "why": why, "finish": finish}
-        if asked != self._asked and self._process.send({"stop": asked}):  # sent again if it keeps less than before
-            self._asked = asked
+        self._send_stop(stop)
         if not self._pump.has_begun:
-            return why  # nothing to save
+            return stop.why  # nothing to save
         if now - self._asked_at <= grace:
             return None
         self._pump.say(f"the training process did not stop within {grace:.0f} s and was killed", "warning")
-        return why
+        return stop.why
 
     def _send_requests(self) -> None:
         """Send newly requested actions to the trainer; retry at the next poll if its socket is full."""
-        if self._lease.ends_with_epoch and not self._has_sent_epoch_end:
-            self._has_sent_epoch_end = self._process.send({"stop_at": "epoch_end"})
+        if self._lease.requested_stop is not None:
+            self._send_stop(self._lease.requested_stop)
         for action in self._lease.actions:
-            if action["id"] in self._sent_actions:
+            if action.id in self._sent_actions:
                 continue
-            if not self._process.send({"action": action}):
+            if not self._process.send(ControlMessage(action=action)):
                 break  # later actions must not overtake it
-            self._sent_actions.add(action["id"])
+            self._sent_actions.add(action.id)
+
+    def _send_stop(self, stop: StopRequest) -> None:
+        """Send a stop request, once, and again when it changes."""
+        if stop != self._sent_stop and self._process.send(ControlMessage(stop=stop)):
+            self._sent_stop = stop
 
     def _save_during_outage(self) -> None:
         """Request a checkpoint while there is time if the database does not answer for long; once per outage."""
         is_silent = self._lease.silent_seconds >= self._host.settings.save_after_seconds
         if is_silent and not self._has_asked_for_checkpoint and self._pump.has_begun:
-            self._process.send({"checkpoint": {}})
+            self._process.send(ControlMessage(checkpoint=True))
         self._has_asked_for_checkpoint = is_silent

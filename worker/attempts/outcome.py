@@ -1,12 +1,13 @@
 """Outcomes of an attempt and the transitions that end it."""
 
 import signal
-from typing import Any
 
 from sqlalchemy import Executable
 
+from app.contracts.failure_report import KillReason
+from app.contracts.trainer import TrainingResult
 from app.runs.state import machine
-from worker.attempts.monitor import KillReason
+from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
 from worker.ingest.record_handler import RecordHandler
 from worker.lease import Lease, LeaseLost
@@ -21,47 +22,56 @@ _TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 def needs_failure_report(pump: RecordHandler, killed_for: KillReason | None) -> bool:
     """Return True if the end of the attempt needs a failure report."""
-    outcome = (pump.result or {}).get("outcome")
+    outcome = pump.result["outcome"] if pump.result else None
     return outcome == "failed" or (outcome is None and killed_for not in ("stop", "drain"))
 
 
 def conclude(
-    host: WorkerContext, run: Any, lease: Lease, pump: RecordHandler, end: Exit, killed_for: KillReason | None
+    host: WorkerContext, run: ClaimedRun, lease: Lease, pump: RecordHandler, end: Exit, killed_for: KillReason | None
 ) -> Executable:
     """Return the transition that follows from the trainer's result and the exit of its process.
 
     Raises:
         LeaseLost: The lease expired first.
     """
-    result = pump.result or {}
-    outcome = result.get("outcome")
-    if outcome == "completed":
-        reason = result.get("why") or "training is complete"
-        pushed = result.get("hub")
-        if isinstance(pushed, dict) and pushed.get("url"):
-            reason += f"; pushed to {str(pushed['url'])[:300]}"
-        return machine.complete(run.id, run.epoch, output(run, result), reason)
-    if outcome == "stopped" and result.get("why") == "time_limit":
-        step = result.get("step")
-        message = f"the time limit of the configuration was reached at step {step}; resume the run to continue"
-        return machine.fail(run.id, run.epoch, "time_limit", message, output(run, result))
-    if outcome == "stopped" and result.get("why") == "stop_at_step":
-        return machine.complete(run.id, run.epoch, output(run, result), "stop_at_step was reached")
-    if outcome == "stopped" and result.get("why") == "epoch_end":
-        return machine.cancel(run.id, run.epoch)
-    if outcome == "failed":
-        error = result.get("error") or {}
-        return machine.fail(run.id, run.epoch, error.get("code", "internal"), error.get("message", ""))
-    if killed_for == "lease" or (end.signal == signal.SIGALRM and not outcome):
+    result = pump.result
+    if result is not None and (reported := _reported_end(run, result)) is not None:
+        return reported
+    if killed_for == "lease" or (end.signal == signal.SIGALRM and result is None):
         raise LeaseLost(run.id)  # noticed by this worker, or by the trainer's own timer
     if killed_for == "hang":
         return hung(host, run, pump)
-    if outcome == "stopped" or killed_for or end.signal in _TERMINATION_SIGNALS:
+    if result is not None or killed_for or end.signal in _TERMINATION_SIGNALS:
         return ended_on_request(host, run, lease)
     return crashed(run, pump, end)
 
 
-def ended_on_request(host: WorkerContext, run: Any, lease: Lease) -> Executable:
+def _reported_end(run: ClaimedRun, result: TrainingResult) -> Executable | None:
+    """Return the transition that the trainer's result determines; None if the run was stopped on request."""
+    why = result.get("why")
+    match result["outcome"]:
+        case "completed":
+            reason = why or "training is complete"
+            hub = result.get("hub")
+            if hub and hub.get("url"):
+                reason += f"; pushed to {hub['url'][:300]}"
+            return machine.complete(run.id, run.epoch, output(run, result), reason)
+        case "failed":
+            error = result.get("error") or {"code": "internal", "message": ""}
+            return machine.fail(run.id, run.epoch, error["code"], error["message"])
+    match why:
+        case "time_limit":
+            step = result.get("step")
+            message = f"the time limit of the configuration was reached at step {step}; resume the run to continue"
+            return machine.fail(run.id, run.epoch, "time_limit", message, output(run, result))
+        case "stop_at_step":
+            return machine.complete(run.id, run.epoch, output(run, result), "stop_at_step was reached")
+        case "epoch_end":
+            return machine.cancel(run.id, run.epoch)
+    return None
+
+
+def ended_on_request(host: WorkerContext, run: ClaimedRun, lease: Lease) -> Executable:
     """Return the transition of a run whose trainer ended on request."""
     # A service manager signals worker and trainer at once: the trainer may be gone before the worker handles the
     # signal.
@@ -73,7 +83,7 @@ def ended_on_request(host: WorkerContext, run: Any, lease: Lease) -> Executable:
     return machine.release(run.id, run.epoch, "released: the worker is shutting down")
 
 
-def could_not_start(host: WorkerContext, run: Any, why: str) -> Executable:
+def could_not_start(host: WorkerContext, run: ClaimedRun, why: str) -> Executable:
     """Return the transition of a run that could not be started, where the run or this worker may be the cause.
 
     So it is tried again a limited number of times, for a while preferably by another worker.
@@ -82,7 +92,7 @@ def could_not_start(host: WorkerContext, run: Any, why: str) -> Executable:
     return machine.retry(run.id, run.epoch, why, _RETRY_SECONDS)
 
 
-def lease_lost(run: Any, lease: Lease) -> Executable:
+def lease_lost(run: ClaimedRun, lease: Lease) -> Executable:
     """Return the transition of a run whose lease expired; it counts as a loss, which any newer checkpoint clears."""
     if lease.stop:
         return machine.cancel(run.id, run.epoch)
@@ -96,19 +106,19 @@ def lease_lost(run: Any, lease: Lease) -> Executable:
     return machine.retry(run.id, run.epoch, f"{what}; the run continues from its last checkpoint", _RETRY_SECONDS)
 
 
-def hung(host: WorkerContext, run: Any, pump: RecordHandler) -> Executable:
+def hung(host: WorkerContext, run: ClaimedRun, pump: RecordHandler) -> Executable:
     """Return the transition of a run whose trainer was killed because it was silent for too long."""
     silence = f"it had neither reported nor printed anything for {host.settings.hang_seconds:.0f} s"
     reason = f"the training process hung during {pump.phase} and was killed: {silence}"
     return machine.retry(run.id, run.epoch, reason, _RETRY_SECONDS)
 
 
-def output(run: Any, result: dict[str, Any]) -> int | None:
+def output(run: ClaimedRun, result: TrainingResult) -> int | None:
     """Return the attempt whose folder holds the fine-tuned model, if the trainer exported one."""
     return run.attempt if result.get("output") else None
 
 
-def crashed(run: Any, pump: RecordHandler, end: Exit) -> Executable:
+def crashed(run: ClaimedRun, pump: RecordHandler, end: Exit) -> Executable:
     """Return the transition of a run whose trainer ended without a result, by its exit and with its last lines."""
     if end.launcher_lost:
         reason = "the process that training processes are forked from was lost"

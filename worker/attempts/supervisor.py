@@ -5,24 +5,25 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial
-from typing import Any
 
 from sqlalchemy import Executable
 from sqlalchemy.exc import SQLAlchemyError
 
+from app.contracts.failure_report import KillReason
+from app.contracts.repair import Repair
 from app.infra.db import is_away
 from app.infra.lean_structlog import bound_contextvars
 from app.runs.events.log import LeaseFenced
 from app.runs.state import machine
 from worker.attempts import auto_repair, failure_report
-from worker.attempts.auto_repair import Repair
 from worker.attempts.job_builder import Job, JobError, prepare
 from worker.attempts.memory_watch import MemoryWatch
-from worker.attempts.monitor import KillReason, Monitor
+from worker.attempts.monitor import Monitor
 from worker.attempts.outcome import conclude, could_not_start, ended_on_request, lease_lost, needs_failure_report
 from worker.checkpoint_store import cleanup
 from worker.checkpoint_store.remote_store import TransferCancelled
 from worker.checkpoint_store.restore import RestoreControl
+from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
 from worker.devices import Device
 from worker.ingest.event_writer import EventWriter
@@ -59,25 +60,27 @@ def _claim(worker_id: str, backends: tuple[str, ...], lease_seconds: float, kind
     return machine.claim(worker_id, list(backends), lease_seconds, kind, memory_mb)
 
 
-def claim(host: WorkerContext) -> Any:
+def claim(host: WorkerContext) -> ClaimedRun | None:
     """Claim a run and its devices; None if there is none or the database is unavailable."""
     memory = max(device.memory_bytes // 2**20 for device in host.machine.devices)
     statement = _claim(host.id, tuple(host.backends), host.settings.lease_seconds, host.kind, memory)
     try:
         with host.engine.begin() as connection:
-            run = connection.execute(statement).one_or_none()
+            row = connection.execute(statement).one_or_none()
     except SQLAlchemyError as error:
         if not is_away(error):
             raise
         log.warning("no run is claimed, the database is unavailable: %s", error)
         return None
-    if run is not None:
-        log.info("%s: attempt %d starts", run.id, run.attempt, extra={"run_id": run.id, "attempt": run.attempt})
-        host.wake(run.id)
+    if row is None:
+        return None
+    run = ClaimedRun.of(row)
+    log.info("%s: attempt %d starts", run.id, run.attempt, extra={"run_id": run.id, "attempt": run.attempt})
+    host.wake(run.id)
     return run
 
 
-def supervise(host: WorkerContext, run: Any, claimed_at: float) -> None:
+def supervise(host: WorkerContext, run: ClaimedRun, claimed_at: float) -> None:
     """Run a claimed run to its end, or release it; in every case no process of it is left."""
     with (
         bound_contextvars(run_id=run.id, attempt=run.attempt),
@@ -95,7 +98,7 @@ def supervise(host: WorkerContext, run: Any, claimed_at: float) -> None:
     host.wake(run.id)
 
 
-def run_attempt_to_outcome(host: WorkerContext, run: Any, lease: Lease, writer: EventWriter) -> Ending:
+def run_attempt_to_outcome(host: WorkerContext, run: ClaimedRun, lease: Lease, writer: EventWriter) -> Ending:
     """Run one attempt and store everything it reported; return the transition that ends it.
 
     The lease binds only the trainer. Once the trainer has ended, it is safe to wait for the database: either this
@@ -125,7 +128,7 @@ def run_attempt_to_outcome(host: WorkerContext, run: Any, lease: Lease, writer: 
         return partial(machine.fail, run.id, run.epoch, "internal", f"{error!r}; see the worker's log")
 
 
-def attempt(host: WorkerContext, run: Any, lease: Lease, writer: EventWriter) -> Executable:
+def attempt(host: WorkerContext, run: ClaimedRun, lease: Lease, writer: EventWriter) -> Executable:
     """Prepare, launch and monitor one training process; return the transition that ends the attempt.
 
     Raises:
@@ -181,14 +184,14 @@ def settle(host: WorkerContext, lease: Lease, writer: EventWriter) -> None:
     After a repair nothing waits: the device would be idle each time, and the run most probably continues on this
     worker.
     """
-    if host.copies and (lease.stop is None or lease.stop.save or lease.stop.finish):
+    if host.copies and (lease.stop is None or lease.stop.mode != "discard"):
         writer.outlive_lease()
         writer.drain()  # every saved checkpoint is queued for replication now
         until = min(host.drained_at, time.monotonic()) + host.settings.save_grace_seconds
         host.copies.settle(lease.run_id, lambda: lease.fenced or lease.expired, writer.put, until)
 
 
-def launch(host: WorkerContext, run: Any, lease: Lease, job: Job, device: Device) -> TrainingProcess:
+def launch(host: WorkerContext, run: ClaimedRun, lease: Lease, job: Job, device: Device) -> TrainingProcess:
     """Start the training process, with its deadline in force before it does anything.
 
     Raises:
@@ -222,9 +225,10 @@ def is_unwanted(host: WorkerContext, lease: Lease) -> bool:
 
 def repair_of(job: Job, device: Device, pump: RecordHandler, end: Exit, killed_for: KillReason | None) -> Repair | None:
     """Return a repair with which another attempt continues the run; None if none is known or wanted."""
-    result, config = pump.result or {}, pump.effective or job.config
-    if result.get("outcome") == "failed":
-        code = (result.get("error") or {}).get("code", "internal")
+    result, config = pump.result, pump.effective or job.config
+    if result is not None and result["outcome"] == "failed":
+        error = result.get("error")
+        code = error["code"] if error else "internal"
         return auto_repair.propose_repair(config, pump.phase, code, result.get("repair"))
     # On a GPU it was the machine's memory that ran out, and a smaller batch does not need less of it.
     if not result and end.out_of_memory and not killed_for and device.kind == "cpu":
@@ -232,7 +236,7 @@ def repair_of(job: Job, device: Device, pump: RecordHandler, end: Exit, killed_f
     return None
 
 
-def plan(host: WorkerContext, run: Any, repair: Repair) -> Repair:
+def plan(host: WorkerContext, run: ClaimedRun, repair: Repair) -> Repair:
     """Return the repair, completed with the checkpoint that it goes back to."""
     with host.engine.connect() as connection:
         return auto_repair.resolve_repair(connection, run, repair)

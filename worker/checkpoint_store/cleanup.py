@@ -3,7 +3,6 @@
 import logging
 import shutil
 from pathlib import Path
-from typing import Any
 
 from sqlalchemy import Connection, select
 
@@ -11,6 +10,7 @@ from app.runs.checkpoints import retention
 from app.tables.runs import Run
 from app.tables.workers import Worker
 from worker.checkpoint_store.owner import StoreOwner
+from worker.claimed_run import ClaimedRun
 
 log = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ _LEFTOVERS = (".checkpoint-*", ".deleted-*", ".output.tmp", "base_model")
 _FETCHED = "a*/.checkpoint-*.wrk_*.run_*"
 
 
-def before_attempt(host: StoreOwner, run: Any) -> None:
+def before_attempt(host: StoreOwner, run: ClaimedRun) -> None:
     """Remove what a kill left half written or half removed; no trainer of an earlier attempt is alive.
 
     A trainer of a later attempt may be: this worker may have been suspended since its claim and have lost the run.
@@ -40,7 +40,7 @@ def after_attempt(host: StoreOwner, run_id: str, attempt: int) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _half_fetched(host: StoreOwner, connection: Connection, run: Any) -> list[Path]:
+def _half_fetched(host: StoreOwner, connection: Connection, run: ClaimedRun) -> list[Path]:
     """Return what dead workers left half fetched, for any run, in the folders of this run's ancestors."""
     found: list[Path] = []
     parent = run.parent_run_id

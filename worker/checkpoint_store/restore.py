@@ -21,6 +21,7 @@ from worker.checkpoint_store.remote_store import (
     StoreUnavailable,
     TransferCancelled,
 )
+from worker.claimed_run import ClaimedRun
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class RestoreControl:
 
 
 def restore_checkpoint(
-    host: StoreOwner, run: Any, checkpoint: Any, place: Path, wrong: list[str], patience: RestoreControl
+    host: StoreOwner, run: ClaimedRun, checkpoint: Any, place: Path, wrong: list[str], patience: RestoreControl
 ) -> RestoreResult:
     """Replace what is `wrong` at `place` with the replica of `checkpoint`, for an attempt of `run`.
 
@@ -105,7 +106,7 @@ def restore_checkpoint(
 
 
 def _fetch(
-    host: StoreOwner, remote: RemoteStore, run: Any, checkpoint: Any, place: Path, patience: RestoreControl
+    host: StoreOwner, remote: RemoteStore, run: ClaimedRun, checkpoint: Any, place: Path, patience: RestoreControl
 ) -> None:
     lacking = DiskSpace(host.storage.root, host.settings.disk_reserve_bytes).lacking(checkpoint.bytes)
     if lacking:

@@ -5,6 +5,8 @@ import math
 from collections import deque
 from typing import Any, Protocol
 
+from app.contracts.job import JobSpec
+from app.contracts.trainer import ActionRequest, ActionStatus
 from app.contracts.training_config.fields import TrainingConfig
 from worker.wire.control import Control
 from worker.wire.reporter import Reporter
@@ -15,7 +17,7 @@ _WORDS = ("it", "learns", "what", "the", "rows", "say", "and", "writes", "some",
 class ActionTarget(Protocol):
     """The part of the fake trainer that its actions use."""
 
-    job: dict[str, Any]
+    job: JobSpec
     config: TrainingConfig
     control: Control
     report: Reporter
@@ -47,13 +49,13 @@ class Actions:
 
     def __init__(self, training: ActionTarget) -> None:
         self._training = training
-        self._replayed: deque[dict[str, Any]] = deque(training.job.get("actions", ()))
-        self._saves: list[dict[str, Any]] = []
+        self._replayed = deque(training.job.replayed_actions)
+        self._saves: list[ActionRequest] = []
 
     def do_again(self) -> None:
         """Repeat the actions of an earlier attempt that followed the finished step, even if training stops after it."""
         step = self._training.state.step
-        while self._replayed and self._replayed[0]["step"] <= step:
+        while self._replayed and (self._replayed[0].step or 0) <= step:
             self._take(self._replayed.popleft())
 
     def take(self) -> None:
@@ -70,13 +72,13 @@ class Actions:
         """Return the fields of a checkpoint's record that answer the actions which requested it."""
         answered, self._saves = self._saves, []
         return {
-            "actions": [{"id": one["id"], "action": one["action"]} for one in answered],
-            "pinned": any(one["parameters"].get("pin") for one in answered),
+            "actions": [{"id": one.id, "action": one.action} for one in answered],
+            "pinned": any(one.parameters.get("pin") for one in answered),
         }
 
-    def _take(self, asked: dict[str, Any]) -> None:
-        training, parameters = self._training, asked["parameters"]
-        match asked["action"]:
+    def _take(self, asked: ActionRequest) -> None:
+        training, parameters = self._training, asked.parameters
+        match asked.action:
             case "checkpoint":
                 self._saves.append(asked)
             case "evaluate":
@@ -93,7 +95,7 @@ class Actions:
             case "extend":
                 self._extend(asked, **parameters)
 
-    def _extend(self, asked: dict[str, Any], max_steps: int | None = None, epochs: float | None = None) -> None:
+    def _extend(self, asked: ActionRequest, max_steps: int | None = None, epochs: float | None = None) -> None:
         training = self._training
         before = training.total
         total = max_steps or max(1, math.ceil((epochs or 0) * training.rows / training.per_step))
@@ -105,11 +107,11 @@ class Actions:
         self._answer(asked, "done", result=result, total_steps=total)
         training.tell_config()
 
-    def _sample(self, asked: dict[str, Any], prompts: list[str], max_new_tokens: int, temperature: float) -> None:
+    def _sample(self, asked: ActionRequest, prompts: list[str], max_new_tokens: int, temperature: float) -> None:
         training = self._training
         texts = [self._generated(prompt, max_new_tokens, temperature) for prompt in prompts]
         for prompt, text in zip(prompts, texts, strict=True):
-            training.report.sample(training.state.step, prompt, text, action_id=asked["id"])
+            training.report.sample(training.state.step, prompt, text, action_id=asked.id)
         pairs = zip(prompts, texts, strict=True)
         samples = [{"prompt": prompt, "completion": text} for prompt, text in pairs]
         self._answer(asked, "done", result={"samples": samples})
@@ -118,8 +120,8 @@ class Actions:
         digest = hashlib.sha256(f"{self._training.state.chain} {prompt} {temperature}".encode()).digest()
         return " ".join(_WORDS[byte % len(_WORDS)] for byte in digest[: min(most, 8)])
 
-    def _answer(self, asked: dict[str, Any], status: str, **more: Any) -> None:
+    def _answer(self, asked: ActionRequest, status: ActionStatus, **more: Any) -> None:
         training = self._training
         training.report.action(
-            asked["id"], asked["action"], step=training.state.step, epoch=training.epoch(), status=status, **more
+            asked.id, asked.action, step=training.state.step, epoch=training.epoch(), status=status, **more
         )

@@ -5,13 +5,14 @@ import errno
 import os
 import resource
 import signal
-from typing import Any
+
+from app.contracts.trainer import RepairProposal
 
 
 class Failure(Exception):
     """Failure with a stable code."""
 
-    def __init__(self, code: str, message: str, repair: dict[str, Any] | None = None) -> None:
+    def __init__(self, code: str, message: str, repair: RepairProposal | None = None) -> None:
         super().__init__(message)
         self.code = code
         self.repair = repair

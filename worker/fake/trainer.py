@@ -21,16 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from app.contracts.fake_options import FakeOptions
+from app.contracts.job import JobSpec
+from app.contracts.trainer import ErrorInfo, RepairProposal, TrainingResult
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import drop_unknown_fields
 from worker.checkpoint_files import manifest, resume_fidelity
 from worker.fake.actions import Actions
 from worker.fake.faults import Failure, classify, crash
+from worker.wire.arguments import parse_args
 from worker.wire.control import Control
 from worker.wire.journal import Journal
-from worker.wire.reporter import Reporter, parse_args
+from worker.wire.reporter import Reporter
 
-_ROWS_WITHOUT_DATASET = 1000
+_ROWS_IF_UNKNOWN = 1000
 
 
 @dataclass
@@ -65,8 +68,9 @@ def main(argv: list[str]) -> int:
     control.stop_on_sigterm()
     journal: Journal | None = None
     step = 0
+    result: TrainingResult
     try:
-        journal = Journal(job["journal"], job["attempt"])
+        journal = Journal(job.journal, job.attempt)
         journal.start()
         training = FakeTrainer(job, report, control, journal)
         try:
@@ -75,7 +79,7 @@ def main(argv: list[str]) -> int:
             step = training.state.step
     except Exception as problem:
         traceback.print_exc()
-        error = {"code": classify(problem), "message": str(problem) or type(problem).__name__}
+        error: ErrorInfo = {"code": classify(problem), "message": str(problem) or type(problem).__name__}
         repair = problem.repair if isinstance(problem, Failure) else None
         result = {"outcome": "failed", "step": step, "error": error, "repair": repair}
     if journal is not None:
@@ -88,28 +92,28 @@ def main(argv: list[str]) -> int:
 class FakeTrainer:
     """Simulated training of one run, from its first to its last step."""
 
-    def __init__(self, job: dict[str, Any], report: Reporter, control: Control, journal: Journal) -> None:
+    def __init__(self, job: JobSpec, report: Reporter, control: Control, journal: Journal) -> None:
         self.job = job
         self.report = report
         self.control = control
         self.journal = journal
-        self.folder = Path(job["output_dir"])
-        self.config = TrainingConfig.model_validate(drop_unknown_fields(job["config"], job.get("given", ())))
+        self.folder = job.attempt_dir
+        self.config = TrainingConfig.model_validate(drop_unknown_fields(job.config, job.user_set_fields))
         self.options = FakeOptions.stored(self.config.extra)
-        self.rows = int((job.get("dataset") or {}).get("rows") or _ROWS_WITHOUT_DATASET)
+        self.rows = job.dataset.rows or _ROWS_IF_UNKNOWN
         self.per_step = self.config.batch_size * self.config.gradient_accumulation_steps
         self.total = self._total_steps()
-        self.faulty = job["attempt"] <= (self.options.faults_until_attempt or job["attempt"])
-        self.state = _State(0, hashlib.sha256(str(self.config.seed).encode()).hexdigest(), str(job["run_id"]))
+        self.faulty = job.attempt <= (self.options.faults_until_attempt or job.attempt)
+        self.state = _State(0, hashlib.sha256(str(self.config.seed).encode()).hexdigest(), job.run_id)
         self.saved_step = 0
-        self.bad_steps = {repair["step"] for repair in job.get("repairs", ())}
+        self.bad_steps = {repair.step for repair in job.auto_repairs}
         """Steps that an earlier attempt found to corrupt the run."""
         self.improved = False
         """True if the evaluation of the current step is the best so far."""
         self.fingerprint = {
             "backend": "fake",
-            "dataset": (job.get("dataset") or {}).get("sha256"),
-            "device": job["device"]["kind"],
+            "dataset": job.dataset.sha256,
+            "device": job.device.kind if job.device else "cpu",
             "versions": {"python": sys.version.split()[0]},
         }
         self.actions = Actions(self)
@@ -117,7 +121,7 @@ class FakeTrainer:
         if not self.options.ignore_stop:
             control.on_stop(lambda _request: self.asked.set())
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> TrainingResult:
         """Load, train, save and export; return the fields of the result record."""
         self.report.phase("loading")
         self.asked.wait(self.options.load_seconds)
@@ -125,7 +129,7 @@ class FakeTrainer:
         self.facts = {
             "parameters_total": self.options.checkpoint_bytes // 4,
             "parameters_trainable": self.options.checkpoint_bytes // 4,
-            "device": self.job["device"]["id"],
+            "device": self.job.device.id if self.job.device else "cpu",
             "versions": self.fingerprint["versions"],
             **resume_fidelity.facts(self._differences()),
         }
@@ -144,7 +148,7 @@ class FakeTrainer:
         request = self.control.stop_requested
         if why in ("stop", "drain", "epoch_end"):
             self.state.ended_by = why if why == "epoch_end" else None
-            if request is None or request.save:
+            if request is None or request.saves_checkpoint:
                 self._save("stop")
             return {"outcome": "stopped", "why": why, "step": self.state.step, "epoch": self.epoch()}
         self._save("stop" if why else "final")
@@ -161,8 +165,8 @@ class FakeTrainer:
     def _total_steps(self) -> int:
         if self.config.max_steps is not None:
             return self.config.max_steps
-        given = self.job.get("given", [])
-        if "epochs" in given and "extra.steps" not in given and self.job.get("dataset"):
+        given = self.job.user_set_fields
+        if "epochs" in given and "extra.steps" not in given:
             return max(1, math.ceil(self.config.epochs * self.rows / self.per_step))
         return self.options.steps
 
@@ -187,7 +191,7 @@ class FakeTrainer:
         return request.why if request is not None and (limit is None or request.why == "stop") else limit
 
     def _limit_reached(self) -> str | None:
-        if self.control.ends_with_epoch and self.state.step > self.saved_step and self._is_epoch_over():
+        if self.control.stop_at_epoch_end and self.state.step > self.saved_step and self._is_epoch_over():
             return "epoch_end"
         limit, at = self.config.time_limit_seconds, self.config.stop_at_step
         if limit is not None and self.state.seconds >= limit:
@@ -260,7 +264,7 @@ class FakeTrainer:
             -spread * spread / 2, spread
         )
 
-    def _rewind(self, step: int, samples: list[int]) -> dict[str, Any] | None:
+    def _rewind(self, step: int, samples: list[int]) -> RepairProposal | None:
         if self.config.on_non_finite != "rewind":
             return None
         return {"kind": "non_finite", "step": step, "rows": samples, "singled_out": []}
@@ -349,23 +353,23 @@ class FakeTrainer:
         )
 
     def _resume(self) -> None:
-        source = self.job.get("resume_from")
+        source = self.job.resume_from
         if source is None:
             return
-        folder = Path(source["path"])
-        wrong = manifest.verify(folder, source["manifest_sha256"])
+        folder = source.path
+        wrong = manifest.verify(folder, source.manifest_sha256)
         if wrong:
             raise Failure("internal", f"checkpoint {folder.name} is corrupt: {'; '.join(wrong)}")
         self.state = _State(**json.loads((folder / "state.json").read_text()))
         self.saved_step = self.state.step
-        if self.state.run_id != self.job["run_id"]:  # a new run that continues another has its own clock and limits
-            self.state.run_id, self.state.first_step, self.state.seconds = self.job["run_id"], self.state.step, 0.0
+        if self.state.run_id != self.job.run_id:  # a new run that continues another has its own clock and limits
+            self.state.run_id, self.state.first_step, self.state.seconds = self.job.run_id, self.state.step, 0.0
             self.state.changed, self.state.ended_by = {}, None
         self.change()
 
     def _differences(self) -> list[str]:
-        source = self.job.get("resume_from")
-        return resume_fidelity.fingerprint_differences(Path(source["path"]), self.fingerprint) if source else []
+        source = self.job.resume_from
+        return resume_fidelity.fingerprint_differences(source.path, self.fingerprint) if source else []
 
     def _export(self) -> None:
         self.report.phase("exporting")

@@ -1,14 +1,13 @@
 """Results of actions: the update of the action's row and the event that reports it."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from sqlalchemy import Executable, func, update
 
+from app.contracts.trainer import ActionRecord
 from app.runs.events.log import NewEvent
 from app.tables.actions import RunAction
-
-_OUTCOMES = ("done", "refused", "failed")
+from worker.claimed_run import ClaimedRun
 
 
 @dataclass(frozen=True)
@@ -19,18 +18,18 @@ class ActionResult:
     event: NewEvent
 
 
-def action_result(run: Any, record: dict[str, Any], ts: float) -> ActionResult:
-    """Build the row update and the event from a trainer's record `{id, action, step, status, result, message}`.
+def action_result(run: ClaimedRun, record: ActionRecord, ts: float) -> ActionResult:
+    """Build the row update and the event from a trainer's record.
 
     An attempt that resumes from an earlier step repeats actions. A repeated action is reported again and stays `done`,
     with its new result, or with the previous one if the repetition fails.
 
     Raises:
-        ValueError, KeyError, TypeError: The record is invalid.
+        ValueError: The step is out of range.
     """
     status, step = record["status"], record["step"]
-    if status not in _OUTCOMES or isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**31:
-        raise ValueError(f"invalid action result: status {status!r} at step {step!r}")
+    if not 0 <= step < 2**31:
+        raise ValueError(f"an action cannot take effect after step {step}")
     reported = {name: record.get(name) for name in ("action", "step", "status", "result", "message")}
     outcome = {
         "status": status,
@@ -40,7 +39,7 @@ def action_result(run: Any, record: dict[str, Any], ts: float) -> ActionResult:
         "message": record.get("message"),
         "finished_at": func.clock_timestamp(),
     }
-    action_id = str(record["id"])
+    action_id = record["id"]
     before = ("waiting", "done") if status == "done" else ("waiting",)
     asked = (RunAction.id == action_id, RunAction.run_id == run.id, RunAction.status.in_(before))
     change = update(RunAction).where(*asked).values(outcome)

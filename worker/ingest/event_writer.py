@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from sqlalchemy import Connection
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
@@ -14,6 +14,7 @@ from app.infra.log_setup import in_this_context
 from app.runs.events import log as event_log
 from app.runs.events.log import LeaseFenced, NewEvent, Progress
 from app.runs.metrics.rollups import Rollups
+from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
 from worker.ingest.spool import RunUpdate, Spool
 from worker.lease import Lease, LeaseLost
@@ -36,7 +37,7 @@ T = TypeVar("T")
 class EventWriter:
     """Queue of events and changes of one attempt, stored in this order in transactions of up to 100 ms each."""
 
-    def __init__(self, host: WorkerContext, run: Any, lease: Lease) -> None:
+    def __init__(self, host: WorkerContext, run: ClaimedRun, lease: Lease) -> None:
         self.progress: Progress | None = None
         """Progress of the trainer; stored with the next events."""
         self._host = host

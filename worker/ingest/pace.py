@@ -1,6 +1,5 @@
 """Timings of the phases of an attempt by the worker's monotonic clock, on which later predictions are based."""
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -14,8 +13,7 @@ from app.runs.scheduler import durations
 from app.runs.scheduler.durations import Timings
 from app.tables.runs import AttemptTimings, Run
 from app.tables.workers import Device
-
-log = logging.getLogger(__name__)
+from worker.claimed_run import ClaimedRun
 
 _SECONDS_BETWEEN_WRITES = 0.5
 _MAX_WINDOWS = 64
@@ -24,7 +22,7 @@ _MAX_WINDOWS = 64
 class AttemptTimer:
     """Timer that receives each phase and metric of one attempt; `is_due` says when there is something to store."""
 
-    def __init__(self, run: Any) -> None:
+    def __init__(self, run: ClaimedRun) -> None:
         self._run = run
         self._claimed = self._added_at = self._reached = time.monotonic()
         self._phase = ""
@@ -32,14 +30,8 @@ class AttemptTimer:
         self._counts: dict[str, int] = {"evaluating": 0, "saving": 0}
         self._windows: deque[tuple[int, float]] = deque(maxlen=_MAX_WINDOWS)
         self._written: float | None = None
-        self._timings = Timings()
-        self._is_broken = False
-        try:
-            task = durations.task(run.backend, run.config, run.given, None, (run.dataset_id, run.eval_dataset_id))
-            self._timings = Timings(twin=task.twin, work=task.work)
-        except Exception:  # any error: no attempt may fail for lack of a prediction
-            log.exception("no timings are recorded for predictions: the configuration of %s cannot be read", run.id)
-            self._is_broken = True
+        twin = durations.config_digest(run.config, run.dataset_id, run.eval_dataset_id)
+        self._timings = Timings(twin=twin, work=durations.step_size(run.config))
         self.has_begun = False
         """True once the first step is reached, so that there is something to store."""
 
@@ -49,7 +41,7 @@ class AttemptTimer:
         if phase in self._counts and phase != self._phase:
             self._counts[phase] += 1
         self._phase = phase
-        if phase == "training" and not self.has_begun and not self._is_broken:
+        if phase == "training" and not self.has_begun:
             self.has_begun = True
             self._reached = self._added_at
             loading = self._added_at - self._claimed
@@ -111,7 +103,7 @@ class AttemptTimer:
         self._added_at = now
 
 
-def _statement(run: Any, timings: dict[str, Any], behind: float) -> Executable:
+def _statement(run: ClaimedRun, timings: dict[str, Any], behind: float) -> Executable:
     device = select(func.min(Device.name)).where(Device.run_id == run.id).scalar_subquery()
     measured_at = func.clock_timestamp() - func.make_interval(0, 0, 0, 0, 0, 0, behind)
     like = literal(durations.similarity_key(run.backend, run.config))

@@ -2,15 +2,25 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from pydantic import TypeAdapter
 from sqlalchemy import Connection, Executable, select, update
 
 from app.contracts.events import TRAINER_RECORDS
 from app.contracts.run_status import LIVE
+from app.contracts.trainer import (
+    ActionRecord,
+    CheckpointRecord,
+    ConfigRecord,
+    MessageRecord,
+    PhaseRecord,
+    ResultRecord,
+    TrainingResult,
+)
 from app.infra.ids import new_id
 from app.infra.storage import checkpoint_name
 from app.runs.checkpoints import retention
@@ -19,12 +29,13 @@ from app.runs.state import machine
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
 from worker.checkpoint_store.cleanup import remove_folders
+from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
 from worker.ingest.action_results import action_result
 from worker.ingest.event_writer import EventWriter
 from worker.ingest.log_lines import LogLines
 from worker.ingest.pace import AttemptTimer
-from worker.ingest.record_parser import parse_record
+from worker.ingest.record_parser import invalid_fields, parse_record, validated
 from worker.ingest.redaction import Redactor
 from worker.ingest.spool import RunUpdate
 from worker.process.channel import Source
@@ -32,6 +43,12 @@ from worker.wire.heartbeat import HEARTBEAT
 
 _TAIL_LINES = 50
 _MAX_STEPS = 2**31 - 1
+_MESSAGE = TypeAdapter(MessageRecord)
+_CONFIG = TypeAdapter(ConfigRecord)
+_PHASE = TypeAdapter(PhaseRecord)
+_CHECKPOINT = TypeAdapter(CheckpointRecord)
+_ACTION = TypeAdapter(ActionRecord)
+_RESULT: TypeAdapter[ResultRecord] = TypeAdapter(ResultRecord)
 
 
 @dataclass(frozen=True)
@@ -46,9 +63,9 @@ class StartPoint:
 class RecordHandler:
     """Handler of a trainer's output, which it passes to the writer; it stores nothing itself and never waits."""
 
-    def __init__(self, host: WorkerContext, run: Any, writer: EventWriter) -> None:
-        self.result: dict[str, Any] | None = None
-        """Result record of the trainer: outcome, error, output."""
+    def __init__(self, host: WorkerContext, run: ClaimedRun, writer: EventWriter) -> None:
+        self.result: TrainingResult | None = None
+        """Result that the trainer has reported."""
         self.effective: dict[str, Any] | None = None
         """Configuration that the trainer actually uses, once it has reported it."""
         self.phase = "loading"
@@ -71,6 +88,16 @@ class RecordHandler:
         self._lines = LogLines(redact=self._redact)
         self._status = "initializing"
         self._stopwatch = AttemptTimer(run)
+        self._handlers: dict[str, Callable[[dict[str, Any], float], None]] = {
+            "message": self._handle_message,
+            "config": self._handle_config,
+            "metric": self._handle_metric,
+            "phase": self._handle_phase,
+            "checkpoint": self._handle_checkpoint,
+            "action": self._handle_action,
+            "result": self._handle_result,
+            **dict.fromkeys(TRAINER_RECORDS, self._handle_plain),
+        }
 
     def start_from(self, start: StartPoint, secrets: Iterable[str], remarks: Iterable[str]) -> None:
         """Start from the job's checkpoint; metrics beyond its step are rolled back."""
@@ -110,35 +137,26 @@ class RecordHandler:
         try:
             if record is None:
                 raise ValueError("it is not an object with a `type`")
-            self._dispatch(record.pop("type"), record, record.pop("ts", None) or now)
+            ts = record.pop("ts", None) or now
+            if (handle := self._handlers.get(record["type"])) is None:
+                raise ValueError(f"unknown type {record['type']!r}")
+            handle(record, ts)
         except (ValueError, KeyError, TypeError, OverflowError, OSError) as error:
             shown = repr(self._redact.cut(data.decode(errors="replace"), 200))
             self.say(f"the training process sent an invalid record ({error!r}): {shown}", "error")
 
-    def _dispatch(self, kind: str, record: dict[str, Any], ts: float) -> None:
-        take = {
-            "message": self._handle_message,
-            "config": self._handle_config,
-            "metric": self._handle_metric,
-            "phase": self._handle_phase,
-            "checkpoint": self._handle_checkpoint,
-            "action": self._handle_action,
-            "result": self._handle_result,
-        }.get(kind)
-        if take:
-            take(record, ts)
-        elif kind in TRAINER_RECORDS:
-            self._writer.put(NewEvent.of(kind, ts, record))
-        else:
-            raise ValueError(f"unknown type {kind!r}")
-
     def _handle_message(self, record: dict[str, Any], ts: float) -> None:
-        line = {"line": str(record.get("line", "")), "stream": "anneal", "level": record.get("level", "info")}
+        message = validated(_MESSAGE, record)
+        line = {"line": message["line"], "stream": "anneal", "level": message.get("level", "info")}
         self._writer.put(NewEvent.of("log", ts, line))
 
+    def _handle_plain(self, record: dict[str, Any], ts: float) -> None:
+        """Store a record that is an event as it is."""
+        self._writer.put(NewEvent.of(record.pop("type"), ts, record))
+
     def _handle_config(self, record: dict[str, Any], ts: float) -> None:
-        effective = record.get("effective")
-        self.effective = effective if isinstance(effective, dict) else None
+        effective = self.effective = validated(_CONFIG, record)["effective"]
+        del record["type"]
 
         def keep(connection: Connection) -> None:
             connection.execute(
@@ -150,6 +168,8 @@ class RecordHandler:
         self._writer.put(RunUpdate(keep, NewEvent.of("config", ts, record)))
 
     def _handle_metric(self, record: dict[str, Any], ts: float) -> None:
+        """Store a `MetricRecord`; frequent, so that only what is used here is checked."""
+        del record["type"]
         loss, best = record.get("loss"), self._bests[-1][1]
         self._set_total(record.pop("total_steps", None))
         event = NewEvent.of("metric", ts, record)
@@ -177,8 +197,11 @@ class RecordHandler:
             self._stopwatch.total(self._total_steps)
 
     def _handle_result(self, record: dict[str, Any], _ts: float) -> None:
-        self.result = record
-        self._stopwatch.end(str(record.get("outcome")))
+        # An invalid detail, perhaps of a plugin, must not cost a run its outcome.
+        if ignored := sorted(invalid_fields(_RESULT, record) - {"outcome"}):
+            self.say(f"invalid fields of the result are ignored: {', '.join(ignored)}", "warning")
+        self.result = validated(_RESULT, {name: value for name, value in record.items() if name not in ignored})
+        self._stopwatch.end(self.result["outcome"])
         self._store_timings(self._stopwatch.has_begun)
 
     def _store_timings(self, is_due: bool) -> None:
@@ -186,7 +209,8 @@ class RecordHandler:
             self._writer.put(RunUpdate(self._stopwatch.note()))
 
     def _handle_phase(self, record: dict[str, Any], ts: float) -> None:
-        self.phase = str(record["name"])
+        entered = validated(_PHASE, record)
+        self.phase = entered["name"]
         run_id, epoch = self._run.id, self._run.epoch
         start = self._start
         self._stopwatch.enter(self.phase, start.step)
@@ -194,7 +218,7 @@ class RecordHandler:
         self._writer.put(NewEvent.of("progress", ts, progress))
         if self.phase == "training" and not self.has_begun:
             self.has_begun = True
-            self._set_total(record.get("total_steps"))
+            self._set_total(entered.get("total_steps"))
             self._transition(
                 machine.begin(run_id, epoch, start.step, start.epoch, self._total_steps, self._bests[-1][1]), "running"
             )
@@ -215,21 +239,22 @@ class RecordHandler:
         self._status = target
         self._writer.put(RunUpdate(apply))
 
-    def _handle_checkpoint(self, record: dict[str, Any], ts: float) -> None:
+    def _handle_checkpoint(self, received: dict[str, Any], ts: float) -> None:
+        record = validated(_CHECKPOINT, received)
         checkpoint_id = new_id("ckpt")
         run = self._run
         step = _count(record["step"], "step")
         # The name becomes the path of a folder that is removed later.
         if record["name"] != checkpoint_name(step):
             raise ValueError(f"a checkpoint at step {step} must be named {checkpoint_name(step)}")
-        metrics = record.get("metrics") or {}
+        epoch, metrics = record.get("epoch") or 0.0, record.get("metrics") or {}
         row = {
             "id": checkpoint_id,
             "run_id": run.id,
             "attempt": run.attempt,
             "name": record["name"],
             "step": step,
-            "epoch": record.get("epoch") or 0.0,
+            "epoch": epoch,
             "kind": record["kind"],
             "bytes": record["bytes"],
             "manifest_sha256": record["manifest_sha256"],
@@ -261,13 +286,24 @@ class RecordHandler:
 
         if self._writer.progress is None or self._writer.progress.step < step:
             # It is reported once it is on disk, and training may have continued meanwhile.
-            self._set_progress(step, float(row["epoch"]))
+            self._set_progress(step, epoch)
         data = {"checkpoint_id": checkpoint_id, "step": row["step"], "kind": row["kind"], "bytes": row["bytes"]}
         event = NewEvent.of("checkpoint", ts, data)
         # One transaction: an action is done when its checkpoint exists, and the checkpoint does not exist without it.
         found = {"checkpoint_id": checkpoint_id, "pinned": row["pinned"]}
         answered = [
-            action_result(run, {**asked, "step": step, "status": "done", "result": found}, ts)
+            action_result(
+                run,
+                {
+                    "type": "action",
+                    "id": asked["id"],
+                    "action": asked["action"],
+                    "step": step,
+                    "status": "done",
+                    "result": found,
+                },
+                ts,
+            )
             for asked in record.get("actions", ())
         ]
         more = tuple(one.event for one in answered)
@@ -280,7 +316,8 @@ class RecordHandler:
 
         self._writer.put(RunUpdate(keep, event, stored, more))
 
-    def _handle_action(self, record: dict[str, Any], ts: float) -> None:
+    def _handle_action(self, received: dict[str, Any], ts: float) -> None:
+        record = validated(_ACTION, received)
         answered = action_result(self._run, record, ts)
         if record.get("total_steps"):
             self._set_total(record["total_steps"])

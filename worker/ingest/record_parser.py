@@ -2,7 +2,9 @@
 
 import json
 import math
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from worker.ingest.redaction import Redactor
 
@@ -25,6 +27,31 @@ def parse_record(data: bytes, redact: Redactor) -> dict[str, Any] | None:
         return None
     cleaned: dict[str, Any] = clean_record(record, redact)
     return cleaned
+
+
+Validated = TypeVar("Validated")
+
+
+def validated(type_of: TypeAdapter[Validated], record: dict[str, Any]) -> Validated:
+    """Return `record` as the type that the contract declares for it.
+
+    Raises:
+        ValueError: A field is missing or has another type.
+    """
+    try:
+        return type_of.validate_python(record, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise ValueError(f"`{'.'.join(map(str, first['loc']))}`: {first['msg']}") from None
+
+
+def invalid_fields(type_of: TypeAdapter[Any], record: dict[str, Any]) -> set[str]:
+    """Return the names of the fields that do not have the type that the contract declares."""
+    try:
+        type_of.validate_python(record, strict=True)
+    except ValidationError as error:
+        return {str(one["loc"][0]) for one in error.errors(include_url=False, include_input=False)}
+    return set()
 
 
 def clean_record(record: Any, redact: Redactor) -> Any:

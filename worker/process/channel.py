@@ -9,13 +9,14 @@ send buffer (208 KiB or more), beyond which a program that does not split its wr
 (`worker.process.child` splits Python's writes). A socket cannot be opened through /dev/stdout.
 """
 
-import json
 import select
 import shutil
 import socket
 import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
+
+from app.contracts.trainer import ControlMessage
 
 Source = Literal["report", "stdout", "stderr"]
 SOURCES: tuple[Source, ...] = ("report", "stdout", "stderr")
@@ -81,10 +82,10 @@ class Channel:
             everything.extend(pieces)
         return everything
 
-    def send(self, message: dict[str, Any]) -> bool:
+    def send(self, message: ControlMessage) -> bool:
         """Send a message to the trainer without waiting; return False if it is gone, not reading or closed."""
         try:
-            self._control.send(json.dumps(message, ensure_ascii=False).encode())
+            self._control.send(message.to_json())
         except OSError:  # may happen in any thread, also after `close`
             return False
         return True

@@ -25,6 +25,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from app.contracts.device import AssignedDevice
+from app.contracts.stop import StopRequest
+from app.contracts.trainer import ControlMessage
 from worker.wire.control import Control
 
 _PR_SET_PDEATHSIG = 1
@@ -51,8 +54,7 @@ class LaunchSpec:
     arguments: list[str]
     folder: str
     """Working directory of the process."""
-    device: dict[str, Any]
-    """`{"kind": "cpu" | "cuda", "index": n, "id": "GPU-…"}`"""
+    device: AssignedDevice
     lock_paths: list[str] = field(default_factory=list)
     deadline: float | None = None
     """CLOCK_MONOTONIC time in seconds at which the kernel ends the process unless a renewal arrives."""
@@ -66,7 +68,8 @@ class LaunchSpec:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "LaunchSpec":
-        return cls(**json.loads(text))
+        fields = json.loads(text)
+        return cls(**{**fields, "device": AssignedDevice(**fields["device"])})
 
 
 def die_with_parent(parent: int) -> None:
@@ -112,8 +115,7 @@ def _receive_secrets(control: int) -> dict[str, str]:
     packet = os.read(control, _LARGEST_SECRETS)
     if not packet:
         os._exit(1)  # the supervisor is gone
-    secrets: dict[str, str] = json.loads(packet)["secrets"]
-    return secrets
+    return ControlMessage.from_json(packet).secrets or {}
 
 
 def _prepare(start: LaunchSpec, fds: Sequence[int], parent: int) -> None:
@@ -133,7 +135,7 @@ def _prepare(start: LaunchSpec, fds: Sequence[int], parent: int) -> None:
     with open("/proc/self/oom_score_adj", "w") as score:  # noqa: PTH123
         score.write(_OOM_SCORE_ADJ)  # under memory pressure the kernel kills a trainer, never a database
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump of a model would fill the disk
-    os.environ["CUDA_VISIBLE_DEVICES"] = start.device["id"] if start.device["kind"] == "cuda" else ""
+    os.environ["CUDA_VISIBLE_DEVICES"] = start.device.id if start.device.kind == "cuda" else ""
     os.chdir(start.folder)
 
 
@@ -169,7 +171,7 @@ def _handle_termination_signals(control: Control) -> None:
     """Treat termination signals as stop requests from now on; those already pending are delivered now."""
     control.stop_on_sigterm()
     for number in TERMINATION_SIGNALS - {signal.SIGTERM}:
-        signal.signal(number, lambda _number, _frame: control.request_stop(save=True, why="drain"))
+        signal.signal(number, lambda _number, _frame: control.request_stop(StopRequest("checkpoint", "drain")))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, TERMINATION_SIGNALS)
 
 

@@ -20,9 +20,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 from app.config import Settings
+from app.contracts.device import AssignedDevice
 from worker.process import process_group
 from worker.process.child import TERMINATION_SIGNALS, LaunchSpec
 from worker.process.spawn import (
@@ -111,7 +112,7 @@ class Launcher:
         self,
         entry: str,
         job_path: Path,
-        device: dict[str, Any],
+        device: AssignedDevice,
         lock_paths: Sequence[Path] = (),
         *,
         renew_until: Callable[[], float] | None = None,

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from app.contracts.trainer import ControlMessage
 from app.infra.process_identity import ProcessIdentity, start_time
 from worker.process.channel import Channel
 from worker.process.child import LaunchSpec
@@ -53,7 +54,7 @@ class LaunchRequest:
     def open_channel(self) -> Channel:
         """Open a channel in which the secrets are already queued, so that only the new process reads them."""
         channel = Channel()
-        if self._secrets and not channel.send({"secrets": self._secrets}):
+        if self._secrets and not channel.send(ControlMessage(secrets=self._secrets)):
             channel.close()
             raise OSError("the secrets could not be sent")
         return channel

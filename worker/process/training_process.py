@@ -8,8 +8,9 @@ import socket
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
+from app.contracts.trainer import ControlMessage
 from app.infra.process_identity import ProcessIdentity
 from worker.process import process_group
 from worker.process.channel import Channel
@@ -128,8 +129,8 @@ class TrainingProcess:
         """Set the file from which a later worker learns of this process; `close` removes it."""
         self._record = record
 
-    def send(self, message: dict[str, Any]) -> bool:
-        """Send a renewal, an action or a stop request, as `worker.wire.control` expects; False if it is gone."""
+    def send(self, message: ControlMessage) -> bool:
+        """Send a message; return False if the process is gone or its socket is full."""
         return self.channel.send(message)
 
     def poll(self) -> Exit | None:

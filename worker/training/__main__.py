@@ -12,13 +12,14 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import datasets
 import transformers
 from pydantic import ValidationError
 
+from app.contracts.job import JobSpec
 from app.contracts.methods import METHODS, TrainingMethod
+from app.contracts.trainer import ErrorInfo, TrainingResult
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import drop_unknown_fields
 from app.contracts.training_config.resolution import Replacement, resolve
@@ -29,11 +30,12 @@ from worker.training.model.loader import machine_of
 from worker.training.output import hub_push
 from worker.training.plugins import hooks
 from worker.training.tracking import trackers
+from worker.wire.arguments import parse_args
 from worker.wire.control import Control
 from worker.wire.journal import Journal
-from worker.wire.reporter import Reporter, parse_args
+from worker.wire.reporter import Reporter
 
-_RECIPES: dict[TrainingMethod, Callable[[TrainingContext, list[Replacement]], dict[str, Any]]] = {
+_RECIPES: dict[TrainingMethod, Callable[[TrainingContext, list[Replacement]], TrainingResult]] = {
     method.name: pkgutil.resolve_name(method.trainer) for method in METHODS.values()
 }
 
@@ -45,14 +47,16 @@ def main(argv: list[str]) -> int:
     control = Control.start(control_fd)
     control.stop_on_sigterm()
     journal: Journal | None = None
+    result: TrainingResult
     try:
-        journal = Journal(job["journal"], job["attempt"])
+        journal = Journal(job.journal, job.attempt)
         journal.start()
         _quiet_libraries()
         result = _train(job, report, control, journal)
     except Exception as error:
         result = _ended_by(error, control)
-        if result.get("error", {}).get("code") == "internal":
+        error_info = result.get("error")
+        if error_info and error_info["code"] == "internal":
             traceback.print_exc()
     # The result is the last record: a late SIGTERM must not end the process before it is sent.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -63,21 +67,21 @@ def main(argv: list[str]) -> int:
     return 1 if result["outcome"] == "failed" else 0
 
 
-def _train(job: dict[str, Any], report: Reporter, control: Control, journal: Journal) -> dict[str, Any]:
-    machine = machine_of(job.get("device"))
-    given = set(job.get("given", ()))
-    config = drop_unknown_fields(job["config"], given)
+def _train(job: JobSpec, report: Reporter, control: Control, journal: Journal) -> TrainingResult:
+    machine = machine_of(job.device)
+    given = set(job.user_set_fields)
+    config = drop_unknown_fields(job.config, given)
     try:
         asked = TrainingConfig.model_validate(config)
     except ValidationError as error:
-        found = config_errors(config, has_eval_dataset=job.get("eval_dataset") is not None)
+        found = config_errors(config, has_eval_dataset=job.eval_dataset is not None)
         text = " ".join(problem.message for problem in found) or str(error)
         raise TrainingFailure("config_error", text) from error
     effective = resolve(asked, given, machine)
     if effective.problems:
         raise TrainingFailure("config_error", " ".join(problem.message for problem in effective.problems))
     run = TrainingContext(job, effective.config, given, machine, report, control, journal)
-    run.state.run_id = str(job["run_id"])
+    run.state.run_id = job.run_id
     hooks.check(run.config)
     hub_push.check(run)
     run.trackers = trackers.open_trackers(job, run.config, report)
@@ -94,14 +98,16 @@ def _train(job: dict[str, Any], report: Reporter, control: Control, journal: Jou
     return result
 
 
-def _ended_by(error: Exception, control: Control) -> dict[str, Any]:
+def _ended_by(error: Exception, control: Control) -> TrainingResult:
     """Build the result of an attempt that ended with an exception."""
     if isinstance(error, Stopped):
         request = control.stop_requested
         return {"outcome": "stopped", "why": request.why if request else "stop"}
     failure = classify(error)
-    error_fields = {"code": failure.code, "message": failure.message}
-    return {"outcome": "failed", "error": error_fields, "repair": failure.repair}
+    error_info: ErrorInfo = {"code": failure.code, "message": failure.message}
+    if failure.details is not None:
+        error_info["details"] = failure.details
+    return {"outcome": "failed", "error": error_info, "repair": failure.repair}
 
 
 def _quiet_libraries() -> None:

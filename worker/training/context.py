@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from app.contracts.job import JobSpec, ResumePoint
 from app.contracts.methods import METHODS, Method
 from app.contracts.stop import StopRequest
 from app.contracts.training_config.fields import TrainingConfig
@@ -24,7 +25,7 @@ _SECONDS_BETWEEN_PROGRESS = 0.5
 class TrainingContext:
     """Context that all parts of a training process share."""
 
-    job: dict[str, Any]
+    job: JobSpec
     config: TrainingConfig
     """Configuration in effect, with every default resolved for this machine, model and data."""
     given: set[str]
@@ -55,7 +56,7 @@ class TrainingContext:
     @property
     def folder(self) -> Path:
         """Folder of the attempt, for checkpoints and output."""
-        return Path(self.job["output_dir"])
+        return self.job.attempt_dir
 
     @property
     def method(self) -> Method:
@@ -75,10 +76,9 @@ class TrainingContext:
         return [self.history, *(history for history, wanted in asked if wanted)]
 
     @property
-    def resume_from(self) -> dict[str, Any] | None:
-        """Checkpoint to resume from: path, step and hash of its manifest."""
-        resume: dict[str, Any] | None = self.job.get("resume_from")
-        return resume
+    def resume_from(self) -> ResumePoint | None:
+        """Checkpoint to resume from."""
+        return self.job.resume_from
 
     @property
     def stop_requested(self) -> StopRequest | None:
@@ -108,6 +108,14 @@ class TrainingContext:
     def _keep(self, record: dict[str, Any]) -> None:
         self.history.append(record)
         self.trackers.add(record)
+
+    def profile(self, history: History, record: dict[str, Any]) -> None:
+        """Append a record to a history with a maximum, unless it is full; report once when it becomes full."""
+        if history.is_full:
+            return
+        history.append(record)
+        if history.is_full:
+            self.report.message(f"`{history.name}` is full after step {record['step']:,}; later steps are left out.")
 
     def progress(self, phase: str, done: int, total: int) -> None:
         """Report the progress of a phase, at most twice a second and at its end.

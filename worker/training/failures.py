@@ -2,7 +2,8 @@
 
 import errno
 from collections.abc import Iterator
-from typing import Any
+
+from app.contracts.trainer import AnomalyDetails, RepairProposal
 
 OUT_OF_MEMORY = "out_of_memory"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -19,12 +20,16 @@ _LONGEST_LINE = 300
 class TrainingFailure(Exception):
     """A failure with a stable code and a sentence that says what to do next."""
 
-    def __init__(self, code: str, message: str, repair: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, code: str, message: str, repair: RepairProposal | None = None, details: AnomalyDetails | None = None
+    ) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
         self.repair = repair
         """Changes for the next attempt, if the configuration asks for a repair: kind, step and rows."""
+        self.details = details
+        """Facts for the post-mortem."""
 
 
 class Stopped(Exception):

@@ -1,10 +1,9 @@
 """State of a run beyond the trainer's own: saved in every checkpoint, restored on resume."""
 
 import json
-import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ METRICS = "metrics.jsonl"
 DISTRIBUTIONS = "distributions.jsonl"
 MEMORY = "memory_profile.jsonl"
 MOST_RECORDS = {DISTRIBUTIONS: 1000, MEMORY: 10_000}
-"""Maximum number of records: the files are part of every checkpoint, and a run may have millions of steps."""
+"""Maximum number of records, the first ones: the files are part of every checkpoint."""
 
 
 @dataclass
@@ -120,58 +119,33 @@ class History:
     """File of an attempt with one line per record of a kind since the first step of training.
 
     `metrics.jsonl` has metrics and evaluations. Records are never kept in memory, since a long run has very many.
-    When a file with a maximum reaches it, every second line is dropped, repeatedly: the rest stays evenly spaced.
     """
 
     def __init__(self, folder: Path, name: str = METRICS) -> None:
+        self.name = name
         self._path = folder / name
         self._max_records = MOST_RECORDS.get(name)
         self._count = 0
-        self._spacing = 1
-        """Power of two; only steps that it divides are kept."""
 
     def begin(self, checkpoint: Path | None) -> None:
         """Start with the lines of a checkpoint, or with none."""
         if checkpoint is None:
-            self._path.unlink(missing_ok=True)
+            self._path.write_bytes(b"")
         else:
             shutil.copyfile(checkpoint / self._path.name, self._path)
-        if self._max_records is not None:
-            steps = [json.loads(line)["step"] for line in self._lines()]
-            self._count = len(steps)
-            # The spacing follows from the steps that are left; thinning leaves more than a quarter of the maximum.
-            common = math.gcd(*steps)
-            self._spacing = common & -common if len(steps) > self._max_records // 4 else 1
+        with self._path.open("rb") as file:
+            self._count = sum(1 for _ in file)
 
-    def wants(self, step: int) -> bool:
-        """Return True if a line for this step would be kept."""
-        return step % self._spacing == 0
+    @property
+    def is_full(self) -> bool:
+        """True if the file has a maximum and has reached it."""
+        return self._max_records is not None and self._count >= self._max_records
 
     def append(self, record: dict[str, Any]) -> None:
-        """Append a line, if its step is kept; floats are preserved exactly."""
-        if self._max_records is not None and not self.wants(record["step"]):
-            return
+        """Append a line; floats are preserved exactly."""
         with self._path.open("a") as file:
             file.write(json.dumps(record) + "\n")
         self._count += 1
-        while self._max_records is not None and self._count > self._max_records and self._spacing <= record["step"]:
-            self._spacing *= 2
-            self._thin()
-
-    def _thin(self) -> None:
-        thinned = self._path.with_suffix(".thinned")
-        self._count = 0
-        with thinned.open("w") as file:
-            for line in self._lines():
-                if self.wants(json.loads(line)["step"]):
-                    file.write(line)
-                    self._count += 1
-        thinned.replace(self._path)
-
-    def _lines(self) -> Iterator[str]:
-        if self._path.exists():
-            with self._path.open() as file:
-                yield from file
 
     def copy_to(self, folder: Path) -> None:
         """Write all lines so far into a checkpoint or an output; without any, an empty file."""

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from app.contracts.stop import StopMode
 from app.contracts.training_config.resolution import Replacement
 from worker.training.context import TrainingContext
 
@@ -46,8 +47,8 @@ class ServiceTrainer(Protocol):
     _save_rng_state: Any
     _save_scaler: Any
 
-    def end_early(self, why: str, save: bool, finish: bool = False) -> None:
-        """End training after the current step, with or without a checkpoint."""
+    def end_early(self, why: str, mode: StopMode) -> None:
+        """End training after the current step, with what the stop mode saves."""
 
     def evaluation_is_due(self) -> bool:
         """Return True if the configuration schedules an evaluation after the current step."""

@@ -3,7 +3,6 @@
 Imports nothing heavy: the `fake` backend and the tests use it without torch.
 """
 
-import json
 import os
 import select
 import signal
@@ -12,9 +11,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
-from app.contracts.stop import StopRequest, Why
+from app.contracts.stop import StopRequest
+from app.contracts.trainer import ActionRequest, ControlMessage
 
 
 class Control:
@@ -27,8 +27,8 @@ class Control:
         self._request: StopRequest | None = None
         self._callbacks: list[Callable[[StopRequest], None]] = []
         self._wants_checkpoint = threading.Event()
-        self._actions: deque[dict[str, Any]] = deque()
-        self.ends_with_epoch = False
+        self._actions: deque[ActionRequest] = deque()
+        self.stop_at_epoch_end = False
         """True if training is to end with the current epoch."""
         self._handles_sigterm = False
 
@@ -53,7 +53,7 @@ class Control:
 
     @property
     def stop_requested(self) -> StopRequest | None:
-        """Stop request in effect, if any."""
+        """Immediate stop in effect, if any."""
         return self._request
 
     def take_checkpoint_request(self) -> bool:
@@ -62,30 +62,26 @@ class Control:
         self._wants_checkpoint.clear()
         return wanted
 
-    def take_action(self) -> dict[str, Any] | None:
-        """Return the next requested action: its id, action and parameters; None if there is none."""
+    def take_action(self) -> ActionRequest | None:
+        """Return the next requested action; None if there is none."""
         return self._actions.popleft() if self._actions else None
 
     def on_stop(self, callback: Callable[[StopRequest], None]) -> None:
-        """Call `callback` (from another thread or a signal handler) when a stop is requested or changes."""
+        """Call `callback` (from another thread or a signal handler) when an immediate stop is requested or changes."""
         with self._lock:
             self._callbacks.append(callback)
             request = self._request
         if request is not None:
             callback(request)
 
-    def request_stop(self, save: bool, why: Why, finish: bool = False) -> None:
-        """Request this process to stop.
-
-        A user's stop outranks a drain, and a request that saves less outranks one that saves more.
-        """
+    def request_stop(self, request: StopRequest) -> None:
+        """Request this process to stop: with the epoch, or combined with the immediate stop in effect."""
+        if not request.is_immediate:
+            self.stop_at_epoch_end = True
+            return
         with self._lock:
             before = self._request
-            if before is not None:
-                why = "stop" if "stop" in (before.why, why) else "drain"
-                finish = (before.save or before.finish) and (save or finish)
-                save = before.save and save
-            request = StopRequest(save=save, why=why, finish=finish and not save)
+            request = request.combined_with(before)
             if request == before:
                 return
             self._request = request
@@ -101,7 +97,7 @@ class Control:
         if self._handles_sigterm:
             return
         self._handles_sigterm = True
-        signal.signal(signal.SIGTERM, lambda _number, _frame: self.request_stop(save=True, why="drain"))
+        signal.signal(signal.SIGTERM, lambda _number, _frame: self.request_stop(StopRequest("checkpoint", "drain")))
         # A pool ends its workers with SIGTERM and waits for them; they must not inherit the handler, and a
         # signal during the fork must not be lost to it.
         term = {signal.SIGTERM}
@@ -120,29 +116,26 @@ class Control:
         waiting.register(channel, select.POLLIN)
         while waiting.poll(0):
             message = _receive(channel)
-            deadline = max(deadline, float(message.pop("renew_until", deadline)))
-            self._handle(message)
+            deadline = max(deadline, message.renew_until or deadline)
+            self._handle(replace(message, renew_until=None))
         arm_deadline(deadline)
 
     def _listen(self, channel: socket.socket) -> None:
         while True:
             self._handle(_receive(channel))
 
-    def _handle(self, message: dict[str, Any]) -> None:
-        if "renew_until" in message:
-            arm_deadline(float(message["renew_until"]))
-        if "checkpoint" in message:
+    def _handle(self, message: ControlMessage) -> None:
+        if message.renew_until is not None:
+            arm_deadline(message.renew_until)
+        if message.checkpoint:
             self._wants_checkpoint.set()
-        if "action" in message:
-            self._actions.append(message["action"])
-        if "stop_at" in message:
-            self.ends_with_epoch = True
-        if "stop" in message:
-            stop = message["stop"]
-            self.request_stop(bool(stop["save"]), stop["why"], bool(stop.get("finish")))
+        if message.action is not None:
+            self._actions.append(message.action)
+        if message.stop is not None:
+            self.request_stop(message.stop)
 
 
-def _receive(channel: socket.socket) -> dict[str, Any]:
+def _receive(channel: socket.socket) -> ControlMessage:
     """Return the next message; end this process if the supervisor is gone."""
     try:
         packet = channel.recv(64 * 1024)
@@ -150,8 +143,7 @@ def _receive(channel: socket.socket) -> dict[str, Any]:
         packet = b""
     if not packet:
         os._exit(1)  # any further work could conflict with the next attempt
-    message: dict[str, Any] = json.loads(packet)
-    return message
+    return ControlMessage.from_json(packet)
 
 
 def arm_deadline(until: float) -> None:

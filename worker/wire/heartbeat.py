@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-HEARTBEAT = b'{"type": "alive"}'
+HEARTBEAT = b'{"type": "heartbeat"}'
 """Heartbeat record, which is recognized by its bytes."""
 
 _SECONDS_BETWEEN = 1.0

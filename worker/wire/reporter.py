@@ -3,42 +3,26 @@
 Imports nothing heavy: the `fake` backend and the tests use it without torch.
 """
 
-import argparse
 import json
 import os
-import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Unpack, cast
 
+from app.contracts.trainer import (
+    ActionStatus,
+    AnsweredAction,
+    ErrorInfo,
+    HubPush,
+    RepairProposal,
+    SampleOrigin,
+    SampleRecord,
+    TrainerRecord,
+)
 from worker.wire.heartbeat import Heartbeat
 
 MAX_RECORD_BYTES = 128 * 1024
 """A record is one datagram, and a datagram must fit into the socket's send buffer."""
-
-
-def parse_args(argv: Sequence[str]) -> tuple[dict[str, Any], int | None, int | None]:
-    """Parse the arguments of a training process: `job.json [--report-fd N] [--control-fd M]`.
-
-    Returns the job (the parsed file), the descriptor for records and the one for requests; both are None in a run by
-    hand. A file that cannot be read is reported as a failed result, and ends the process.
-    """
-    parser = argparse.ArgumentParser(description="Run one training job.")
-    parser.add_argument("job", type=Path, help="JSON file that describes the job")
-    parser.add_argument("--report-fd", type=int, default=None, help="send records here, not to standard output")
-    parser.add_argument("--control-fd", type=int, default=None, help="receive renewals and requests here")
-    given = parser.parse_args(list(argv))
-    try:
-        job = json.loads(given.job.read_text())
-    except (OSError, ValueError) as problem:
-        job = problem
-    if not isinstance(job, dict):
-        why = job if isinstance(job, Exception) else "it must hold a JSON object"
-        error = {"code": "internal", "message": f"The job file {given.job.name} cannot be read: {why}"}
-        Reporter(given.report_fd).result("failed", error=error)
-        sys.exit(1)
-    return job, given.report_fd, given.control_fd
 
 
 class Reporter:
@@ -52,12 +36,13 @@ class Reporter:
         """Send to `descriptor`, a connected datagram socket or None."""
         self._descriptor, self.alive = descriptor, Heartbeat(descriptor).beat
 
-    def send(self, type: str, **fields: Any) -> None:
-        """Send one record; `ts` (Unix seconds) is added, and long strings of an oversized record are cut.
+    def send(self, record: TrainerRecord) -> None:
+        """Send one record; sets its `ts`, and long strings of an oversized record are cut.
 
         Blocks while the supervisor is behind. Ends the process when the supervisor is gone.
         """
-        payload = _encode({"type": type, "ts": time.time(), **fields})
+        record["ts"] = time.time()
+        payload = _encode(record)
         if self._descriptor is None:
             write_all(1, payload + b"\n")
             return
@@ -69,16 +54,15 @@ class Reporter:
 
     def config(self, effective: dict[str, Any], replaced: list[dict[str, Any]], facts: dict[str, Any]) -> None:
         """Report the configuration in effect, replaced defaults (field, requested, used, reason), initial run info."""
-        self.send("config", effective=effective, replaced=replaced, facts=facts)
+        self.send({"type": "config", "effective": effective, "replaced": replaced, "facts": facts})
 
     def phase(self, name: str, *, start_step: int | None = None, total_steps: int | None = None) -> None:
         """Enter a phase: loading, tokenizing, training, evaluating, saving or exporting."""
-        steps = {"start_step": start_step, "total_steps": total_steps}
-        self.send("phase", name=name, **{key: value for key, value in steps.items() if value is not None})
+        self.send({"type": "phase", "name": name, "start_step": start_step, "total_steps": total_steps})
 
     def progress(self, phase: str, done: float, total: float | None = None, message: str | None = None) -> None:
         """Report the progress of a phase, in units of that phase."""
-        self.send("progress", phase=phase, done=done, total=total, message=message)
+        self.send({"type": "progress", "phase": phase, "done": done, "total": total, "message": message})
 
     def metric(
         self,
@@ -95,21 +79,23 @@ class Reporter:
     ) -> None:
         """Report the measurements of one optimizer step."""
         self.send(
-            "metric",
-            step=step,
-            epoch=epoch,
-            loss=loss,
-            learning_rate=learning_rate,
-            grad_norm=grad_norm,
-            gpu_memory_mb=gpu_memory_mb,
-            samples_per_second=samples_per_second,
-            total_steps=total_steps,
-            extra=extra or {},
+            {
+                "type": "metric",
+                "step": step,
+                "epoch": epoch,
+                "loss": loss,
+                "learning_rate": learning_rate,
+                "grad_norm": grad_norm,
+                "gpu_memory_mb": gpu_memory_mb,
+                "samples_per_second": samples_per_second,
+                "total_steps": total_steps,
+                "extra": extra or {},
+            }
         )
 
     def eval(self, step: int, metrics: dict[str, Any], *, epoch: float | None = None) -> None:
         """Report the result of an evaluation after `step`."""
-        self.send("eval", step=step, epoch=epoch, metrics=metrics)
+        self.send({"type": "eval", "step": step, "epoch": epoch, "metrics": metrics})
 
     def checkpoint(
         self,
@@ -120,7 +106,7 @@ class Reporter:
         bytes: int,
         manifest_sha256: str,
         seconds: float,
-        actions: Sequence[dict[str, Any]] = (),
+        actions: Sequence[AnsweredAction] = (),
         pinned: bool = False,
         epoch: float | None = None,
         metrics: dict[str, Any] | None = None,
@@ -131,17 +117,19 @@ class Reporter:
         a `pinned` one is kept; `metrics` contains loss and best_loss, to which a rollback returns.
         """
         self.send(
-            "checkpoint",
-            name=name,
-            step=step,
-            epoch=epoch,
-            kind=kind,
-            bytes=bytes,
-            manifest_sha256=manifest_sha256,
-            seconds=seconds,
-            actions=list(actions),
-            pinned=pinned,
-            metrics=metrics or {},
+            {
+                "type": "checkpoint",
+                "name": name,
+                "step": step,
+                "epoch": epoch,
+                "kind": kind,
+                "bytes": bytes,
+                "manifest_sha256": manifest_sha256,
+                "seconds": seconds,
+                "actions": list(actions),
+                "pinned": pinned,
+                "metrics": metrics or {},
+            }
         )
 
     def action(
@@ -150,23 +138,35 @@ class Reporter:
         action: str,
         *,
         step: int,
-        status: str,
+        status: ActionStatus,
         epoch: float | None = None,
         result: dict[str, Any] | None = None,
         message: str | None = None,
         total_steps: int | None = None,
     ) -> None:
-        """Report the result of an action: `status` is done, refused or failed; it took effect after `step`."""
-        about = {"id": id, "action": action, "step": step, "epoch": epoch, "status": status}
-        self.send("action", **about, result=result, message=message, total_steps=total_steps)
+        """Report the result of an action, which took effect after `step`."""
+        self.send(
+            {
+                "type": "action",
+                "id": id,
+                "action": action,
+                "step": step,
+                "epoch": epoch,
+                "status": status,
+                "result": result,
+                "message": message,
+                "total_steps": total_steps,
+            }
+        )
 
-    def sample(self, step: int, prompt: str, completion: str, **more: Any) -> None:
+    def sample(self, step: int, prompt: str, completion: str, **origin: Unpack[SampleOrigin]) -> None:
         """Report a text that the model generated."""
-        self.send("sample", step=step, prompt=prompt, completion=completion, **more)
+        sample = {"type": "sample", "step": step, "prompt": prompt, "completion": completion, **origin}
+        self.send(cast(SampleRecord, sample))
 
     def message(self, line: str, level: str = "info") -> None:
         """Report a message to the user, shown among the log lines."""
-        self.send("message", level=level, line=line)
+        self.send({"type": "message", "level": level, "line": line})
 
     def result(
         self,
@@ -175,19 +175,27 @@ class Reporter:
         why: str | None = None,
         step: int | None = None,
         epoch: float | None = None,
-        error: dict[str, str] | None = None,
+        error: ErrorInfo | None = None,
         output: str | None = None,
-        hub: dict[str, Any] | None = None,
-        metrics: dict[str, Any] | None = None,
-        repair: dict[str, Any] | None = None,
+        hub: HubPush | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        repair: RepairProposal | None = None,
     ) -> None:
-        """Send the last record; `error` is {code, message}, `output` a folder below the attempt's own.
-
-        `hub` is {repo, commit, url} of an output that was pushed, {repo, error} of one that could not be. `repair`
-        describes the changes for the next attempt: {kind, step, rows, singled_out}.
-        """
-        ended = {"outcome": outcome, "why": why, "step": step, "epoch": epoch, "error": error}
-        self.send("result", **ended, output=output, hub=hub, metrics=metrics, repair=repair)
+        """Send the last record; its fields are those of `TrainingResult`."""
+        self.send(
+            {
+                "type": "result",
+                "outcome": outcome,
+                "why": why,
+                "step": step,
+                "epoch": epoch,
+                "error": error,
+                "output": output,
+                "hub": hub,
+                "metrics": metrics,
+                "repair": repair,
+            }
+        )
 
 
 def write_all(descriptor: int, data: bytes) -> None:
@@ -197,7 +205,7 @@ def write_all(descriptor: int, data: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def _encode(record: dict[str, Any]) -> bytes:
+def _encode(record: Mapping[str, Any]) -> bytes:
     payload = json.dumps(record, default=plain).encode()
     longest = MAX_RECORD_BYTES // 8
     while len(payload) > MAX_RECORD_BYTES:

@@ -4,20 +4,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from app.contracts.failure_report import MemoryPoint
 from app.contracts.field_types import Timestamp
 from app.contracts.run_status import TrainingStatus
 from app.contracts.schemas.runs import RUN_ID
-
-
-class MemoryPoint(BaseModel):
-    """Memory use of an attempt at one time."""
-
-    seconds: float = Field(description="Seconds since the start of the attempt.")
-    phase: str
-    host_mb: int = Field(description="Host memory of the training process and its child processes.")
-    host_free_mb: int
-    device_mb: int | None = Field(default=None, description="GPU memory in use by all processes.")
-    device_free_mb: int | None = None
 
 
 class AttemptEnd(BaseModel):

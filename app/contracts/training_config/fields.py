@@ -97,12 +97,12 @@ class TrainerOptions(Strict):
         default=None,
         ge=1,
         le=100_000_000,
-        description="Steps between two histograms of weights and gradients; above 1,000, every second is dropped.",
+        description="Steps between two histograms of weights and gradients; the first 1,000 are kept.",
     )
     memory_profile: Annotated[bool | Literal["steps"], Traits(in_probe=False)] = Field(
         default=False,
-        description="Record the memory use of every step in a file of the output (above 10,000 steps, every second is "
-        "dropped); `true` also records every allocation on a GPU.",
+        description="Record the memory use of each of the first 10,000 steps in a file of the output; `true` also "
+        "records every allocation on a GPU.",
     )
     probe: Annotated[bool, Traits(in_probe=False)] = Field(
         default=False,

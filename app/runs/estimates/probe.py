@@ -7,6 +7,7 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from app.contracts.failure_report import FailureReport
 from app.contracts.methods import method_of
 from app.contracts.schemas.estimates import KeptEstimate, Measured, ProbeResult
 from app.contracts.schemas.runs import MOST_TAGS, RunCreate, RunToEstimate, TrainingMetrics
@@ -55,12 +56,13 @@ async def probe_result(
     if not is_probe(run.config):
         return None
     query = select(Attempt.report).where(Attempt.run_id == run.id, Attempt.attempt == run.attempt)
-    report = await session.scalar(query) if run.status == "failed" else None
-    return _result(run, estimate, measured, await facts_of(session, run.id), report or {})
+    stored = await session.scalar(query) if run.status == "failed" else None
+    report = FailureReport.model_validate(stored or {})
+    return _result(run, estimate, measured, await facts_of(session, run.id), report)
 
 
 def _result(
-    run: Run, estimate: KeptEstimate | None, measured: Measured | None, facts: dict[str, Any], report: dict[str, Any]
+    run: Run, estimate: KeptEstimate | None, measured: Measured | None, facts: dict[str, Any], report: FailureReport
 ) -> ProbeResult:
     device = facts.get("device_name") or facts.get("device")
     steps = _steps(run.config, estimate, facts.get("whole_run_steps"))
@@ -89,14 +91,14 @@ def _result(
     )
 
 
-def _out_of_memory(run: Run, steps: int | None, facts: dict[str, Any], report: dict[str, Any]) -> ProbeResult:
+def _out_of_memory(run: Run, steps: int | None, facts: dict[str, Any], report: FailureReport) -> ProbeResult:
     """Return the result of a probe that ran out of memory; `report` is the attempt's failure report.
 
     Running out of host memory says nothing about a GPU, so `fits` is null then.
     """
-    why, phase, device = run.error_message or "", report.get("phase"), facts.get("device")
+    why, phase, device = run.error_message or "", report.phase, facts.get("device")
     # Tokenization always uses host memory.
-    on_host = report.get("killed_by_kernel") or phase == "tokenizing"
+    on_host = report.killed_by_kernel or phase == "tokenizing"
     if on_host and device != "cpu":
         during = f" during {phase}" if phase else ""
         sentence = f"The host ran out of memory{during}, so nothing was measured about the device."

@@ -5,18 +5,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from app.contracts.failure_report import FailureReport
 from app.contracts.methods import method_of
+from app.contracts.trainer import AnomalyDetails
 from app.contracts.training_config.raw_config import is_probe
+from app.runs.state.machine import WORKER_LOST
 
 _LONGEST_LIMIT = 365 * 86_400.0
 _NATIVE = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 _REQUESTS_TO_END = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _DIVERGED_RATIO = 1.5
 """Ratio of the last to the lowest loss above which the run diverged: its weights are damaged regardless of the rows."""
-_ROWS_FAIL_ALONE = "out when put through the model alone"
-"""Text of the trainer's message if rows fail on their own."""
-_IN_EVALUATION = "` of the evaluation at step "
-"""Text of the trainer's message if an evaluation, not a step, was non-finite: there is no step to skip."""
 _NEXT_ATTEMPT = "another attempt resumes from the last checkpoint"
 
 
@@ -51,23 +50,24 @@ class Before:
 def explain(
     code: str | None,
     message: str | None,
-    report: Mapping[str, Any],
+    report: FailureReport | None,
     config: Mapping[str, Any],
     outcome: str | None = None,
     before: Before = Before(),
 ) -> Cause:
     """Return the probable cause of an end with this error.
 
-    `report` is the supervisor's failure report, empty if there is none; `config` is the configuration of the last
+    `report` is the attempt's failure report, None if there is none; `config` is the configuration of the last
     attempt, `outcome` its outcome, and `before` the state of the run until then.
     """
     if is_probe(config):
         return _probe_cause(code, message, report, config, outcome)
+    seen = report or FailureReport()
     match code:
         case "out_of_memory":
-            return _out_of_memory(report, config)
+            return _out_of_memory(seen, config)
         case "non_finite_loss" | "loss_spike":
-            return _bad_step(code, message or "", config, before)
+            return _bad_step(code, _anomaly(message, report), config, before)
         case "disk_full":
             return _disk_full(message or "", config)
         case "time_limit":
@@ -77,9 +77,9 @@ def explain(
                 "The run reached its `time_limit_seconds`.", changes, "The new limit allows the same time again."
             )
         case "trainer_crashed":
-            return _crash(report, resume="Resume the run")
+            return _crash(seen, resume="Resume the run")
         case "worker_lost":
-            return _lost_too_often(report, message or "")
+            return _lost_too_often(seen, message or "")
         case None:
             return _after_a_restart(report, outcome)
         case _:
@@ -87,7 +87,7 @@ def explain(
 
 
 def _probe_cause(
-    code: str | None, message: str | None, report: Mapping[str, Any], config: Mapping[str, Any], outcome: str | None
+    code: str | None, message: str | None, report: FailureReport | None, config: Mapping[str, Any], outcome: str | None
 ) -> Cause:
     """Return the cause for a probe; changes are advised for the run that it measures, not for the probe."""
     # A probe never repairs itself, so this is not advised.
@@ -101,15 +101,17 @@ def _probe_cause(
     return Cause(cause.sentence, advice=f"The measured run may fit with {changes}: request a probe with these values.")
 
 
-def _out_of_memory(report: Mapping[str, Any], config: Mapping[str, Any]) -> Cause:
-    phase = report.get("phase") or "training"
-    where, seen = ("The machine", "host") if report.get("killed_by_kernel") else ("The device", "device")
-    last = (report.get("memory") or [{}])[-1]
-    usage = ""
-    if f"{seen}_mb" in last:
-        usage = f": shortly before, {last[f'{seen}_mb']:,} MB were in use and {last[f'{seen}_free_mb']:,} MB free"
+def _out_of_memory(report: FailureReport, config: Mapping[str, Any]) -> Cause:
+    phase = report.phase or "training"
+    where = "The machine" if report.killed_by_kernel else "The device"
+    last = report.memory[-1] if report.memory else None
+    used = free = None
+    if last is not None:
+        host, device = (last.host_mb, last.host_free_mb), (last.device_mb, last.device_free_mb)
+        used, free = host if report.killed_by_kernel else device
+    usage = "" if used is None else f": shortly before, {used:,} MB were in use and {free:,} MB free"
     sentence = f"{where} ran out of memory while {phase}{usage}."
-    if report.get("killed_by_kernel") and "device_mb" in last:
+    if report.killed_by_kernel and last is not None and last.device_mb is not None:
         return Cause(sentence, advice="Add memory to the machine, or run fewer trainings on it at the same time.")
     if config.get("on_out_of_memory") == "stop" and phase not in ("loading", "tokenizing"):
         return Cause(sentence, {"on_out_of_memory": "repair"}, "The run then reduces its micro-batch size itself.")
@@ -127,9 +129,17 @@ def _out_of_memory(report: Mapping[str, Any], config: Mapping[str, Any]) -> Caus
     return Cause(sentence, advice="Use a smaller base model, or a device with more memory.")
 
 
-def _bad_step(code: str, message: str, config: Mapping[str, Any], before: Before) -> Cause:
+def _anomaly(message: str | None, report: FailureReport | None) -> AnomalyDetails:
+    """Return the details that the trainer reported; without any, its message is the summary."""
+    if report is not None and report.error is not None and "details" in report.error:
+        return report.error["details"]
+    summary = message or "A step had a non-finite or spiking loss."
+    return {"summary": summary, "in_evaluation": False, "singled_out": []}
+
+
+def _bad_step(code: str, anomaly: AnomalyDetails, config: Mapping[str, Any], before: Before) -> Cause:
     name = "on_non_finite" if code == "non_finite_loss" else "on_spike"
-    sentence = message.partition(" Look at ")[0] or "A step had a non-finite or spiking loss."
+    sentence = anomaly["summary"]
     rate = config.get("learning_rate")
     slower = {"learning_rate": rate / 10} if rate else {}
     if before.was_diverging:
@@ -137,7 +147,7 @@ def _bad_step(code: str, message: str, config: Mapping[str, Any], before: Before
         diverged = f"{sentence} The loss had already risen from {lowest:.4g} to {last:.4g}: the run diverged."
         advice = "The learning rate is probably too high rather than the rows bad; discard the training so far."
         return Cause(diverged, slower, advice, is_for_new_run=True)
-    if _IN_EVALUATION in message:
+    if anomaly["in_evaluation"]:  # there is no step to skip
         return Cause(sentence, slower, "The learning rate is probably too high.")
     if config.get(name) == "rewind":
         advice = "It happened repeatedly: the learning rate is probably too high rather than the rows bad."
@@ -145,7 +155,7 @@ def _bad_step(code: str, message: str, config: Mapping[str, Any], before: Before
     if before.has_checkpoint:
         advice = "Resume with this setting: the run then restores the last checkpoint and skips such steps."
         return Cause(sentence, {name: "rewind"}, advice)
-    if _ROWS_FAIL_ALONE in message:
+    if anomaly["singled_out"]:
         return Cause(sentence, {name: "rewind"}, "Create the run again with this setting: it then skips such steps.")
     advice = "No single row is at fault and there is no checkpoint to restore: the learning rate is probably too high."
     return Cause(sentence, slower, advice)
@@ -158,9 +168,9 @@ def _disk_full(message: str, config: Mapping[str, Any]) -> Cause:
     return Cause(message or "The worker's disk is full.", changes, advice)
 
 
-def _crash(report: Mapping[str, Any], resume: str | None = None) -> Cause:
+def _crash(report: FailureReport, resume: str | None = None) -> Cause:
     """Return the cause of a crash; `resume` starts the advice to resume, None if the run has continued by itself."""
-    number, phase = report.get("exit_signal"), report.get("phase") or "its work"
+    number, phase = report.exit_signal, report.phase or "its work"
     if number in _NATIVE:
         name = signal.Signals(number).name
         return Cause(
@@ -174,20 +184,20 @@ def _crash(report: Mapping[str, Any], resume: str | None = None) -> Cause:
             "caused it.",
             advice=f"{resume}." if resume else None,
         )
-    how = f"signal {number}" if number else f"exit code {report.get('exit_code')}"
+    how = f"signal {number}" if number else f"exit code {report.exit_code}"
     return Cause(f"The training process ended with {how} during {phase} without an error; see its last lines.")
 
 
-def _hung(report: Mapping[str, Any]) -> Cause:
-    phase = report.get("phase") or "its work"
+def _hung(report: FailureReport) -> Cause:
+    phase = report.phase or "its work"
     return Cause(
         f"The training process hung during {phase}: it reported nothing for longer than ANNEAL_HANG_SECONDS.",
         advice="The usual cause is a device or file system that does not respond; see the worker's log.",
     )
 
 
-def _cut_off(report: Mapping[str, Any]) -> str:
-    phase = report.get("phase") or "its work"
+def _cut_off(report: FailureReport) -> str:
+    phase = report.phase or "its work"
     why = "The database was unreachable for too long, or the worker was stalled"
     return f"{why}, so the service ended the training process during {phase}"
 
@@ -199,38 +209,40 @@ _TIMER = (
 _WORKER_LOST = "The worker was lost: its machine or its process ended, so the end of the training process is unknown."
 
 
-def _lost_too_often(report: Mapping[str, Any], message: str) -> Cause:
-    if report.get("killed_for") == "hang":
+def _lost_too_often(report: FailureReport, message: str) -> Cause:
+    if report.killed_for == "hang":
         return _hung(report)
-    if report.get("killed_for") == "lease":
+    if report.killed_for == "lease":
         return Cause(f"{_cut_off(report)}.", advice="Once the database is reliably reachable, resume the run.")
-    if report.get("exit_signal") == signal.SIGALRM:
+    if report.exit_signal == signal.SIGALRM:
         return Cause(f"{_TIMER}.", advice="Once the machine is responsive and the database reachable, resume the run.")
-    if message.startswith("worker lost") or not message:
+    if message.startswith(WORKER_LOST) or not message:
         return Cause(_WORKER_LOST, advice="Check that machine; the run can be resumed.")
     # The reason why the last attempt could not continue: a missing file, a process that could not be started, …
     return Cause(message[0].upper() + message[1:], advice="Fix the problem, then resume the run.")
 
 
-def _after_a_restart(report: Mapping[str, Any], outcome: str | None) -> Cause:
+def _after_a_restart(report: FailureReport | None, outcome: str | None) -> Cause:
     """Return the cause for an attempt that was followed by another one, so there is nothing to resume."""
-    repair, number = report.get("repair"), report.get("exit_signal")
-    if repair:
-        return Cause(f"The run repaired itself after this attempt: {repair['reason']}.")
-    if report.get("killed_for") == "hang":
+    if report is None:
+        if outcome == "lost":
+            return Cause(_WORKER_LOST, advice="Check that machine.")
+        return Cause(
+            "The attempt was abandoned and the run continues by itself; see its `status` event for the reason."
+        )
+    number = report.exit_signal
+    if report.repair:
+        return Cause(f"The run repaired itself after this attempt: {report.repair.reason}.")
+    if report.killed_for == "hang":
         return _hung(report)
-    if report.get("killed_for") == "lease":
+    if report.killed_for == "lease":
         return Cause(f"{_cut_off(report)}; {_NEXT_ATTEMPT}.")
     if number == signal.SIGALRM:
         return Cause(f"{_TIMER}; {_NEXT_ATTEMPT}.")
     if number in _REQUESTS_TO_END:
         name = signal.Signals(number).name
         return Cause(f"An external signal ({name}), not from the service, ended the training process; {_NEXT_ATTEMPT}.")
-    if report and number is None and report.get("exit_code") is None:
+    if number is None and report.exit_code is None:
         lost = "The process from which training processes are forked was lost, and the training process with it"
         return Cause(f"{lost}; {_NEXT_ATTEMPT}.")
-    if report:
-        return _crash(report)
-    if outcome == "lost":
-        return Cause(_WORKER_LOST, advice="Check that machine.")
-    return Cause("The attempt was abandoned and the run continues by itself; see its `status` event for the reason.")
+    return _crash(report)

@@ -2,13 +2,13 @@
 
 import asyncio
 import signal
-from typing import Any
 
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.api.errors import conflict
 from app.contracts.backends import BACKEND_RULES
+from app.contracts.failure_report import FailureReport
 from app.contracts.run_status import TERMINAL
 from app.contracts.schemas.postmortem import AttemptEnd, CorrectedRequest, Correction, PostMortem
 from app.contracts.training_config.field_traits import CHANGEABLE_ON_RESUME, DEPENDS_ON_METHOD
@@ -39,49 +39,54 @@ async def examine(session: AsyncSession, run_id: str) -> PostMortem:
             "nothing_went_wrong",
             f"Run {run.id} is {run.status} and all its attempts succeeded, so there is no post-mortem.",
         )
-    report: dict[str, Any] = (last.report if last else None) or {}
+    report = _report_of(last) if last else None
     trained_config = (run.config | run.effective_config) if run.effective_config else run.config
     outcome = last.outcome if last else None
     cause = explain(run.error_code, run.error_message, report, trained_config, outcome, await _before(session, run))
+    seen = report or FailureReport()
     return PostMortem(
         run_id=run.id,
         status=run.status,
         code=run.error_code,
         message=run.error_message,
         attempt=last.attempt if last else None,
-        phase=report.get("phase"),
-        step=report.get("step"),
-        exit_code=report.get("exit_code"),
-        exit_signal=_signal_name(report),
-        killed_by_kernel=bool(report.get("killed_by_kernel")),
+        phase=seen.phase,
+        step=seen.step,
+        exit_code=seen.exit_code,
+        exit_signal=_signal_name(seen),
+        killed_by_kernel=seen.killed_by_kernel,
         probable_cause=cause.sentence,
         advice=cause.advice,
-        peaks=report.get("peaks", {}),
-        memory=report.get("memory", []),
-        last_lines=report.get("last_lines", []),
+        peaks=seen.peaks,
+        memory=seen.memory,
+        last_lines=seen.last_lines,
         attempts=[_end(one) for one in attempts],
         correction=await _correction(session, run, cause) if cause.changes else None,
     )
 
 
 def _end(attempt: Attempt) -> AttemptEnd:
-    report = attempt.report or {}
+    seen = _report_of(attempt) or FailureReport()
     return AttemptEnd(
         attempt=attempt.attempt,
         worker_id=attempt.worker_id,
         started_at=attempt.started_at,
         ended_at=attempt.ended_at,
         outcome=attempt.outcome,
-        phase=report.get("phase"),
-        step=report.get("step"),
-        exit_code=report.get("exit_code"),
-        exit_signal=_signal_name(report),
-        repair=report.get("repair"),
+        phase=seen.phase,
+        step=seen.step,
+        exit_code=seen.exit_code,
+        exit_signal=_signal_name(seen),
+        repair=seen.repair.model_dump() if seen.repair else None,
     )
 
 
-def _signal_name(report: dict[str, Any]) -> str | None:
-    number = report.get("exit_signal")
+def _report_of(attempt: Attempt) -> FailureReport | None:
+    return FailureReport.model_validate(attempt.report) if attempt.report else None
+
+
+def _signal_name(report: FailureReport) -> str | None:
+    number = report.exit_signal
     if number is None:
         return None
     try:

@@ -6,12 +6,8 @@ fits, by priority and then age. So a run that needs two devices is overtaken by 
 
 import heapq
 import math
-from bisect import bisect_left, bisect_right, insort
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-
-_ANY = -1
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -53,108 +49,49 @@ class PendingRun:
 class PredictedStart:
     """Predicted start of a pending run."""
 
-    seat: WorkerSlots | None
+    worker: WorkerSlots | None
     """Worker on which it starts; None: no worker could take it."""
     start: float
     """Seconds from now; infinite if unknown."""
-    before: int = 0
-    """Runs ahead of it in the queue that start earlier, or may, on a worker that could take it as well."""
-
-
-@dataclass
-class _Line:
-    """Pending runs with the same requirements, so that a worker fits all of them or none."""
-
-    one: PendingRun
-    fitting: frozenset[int]
-    """Indexes of the workers that could take them."""
-    ready: list[int] = field(default_factory=list)
-    """Their positions in the queue, as a heap."""
+    before: int
+    """Runs that start before it on a worker that could take it as well."""
 
 
 def simulate_queue(
-    seats: Iterable[WorkerSlots], queue: Sequence[PendingRun], seconds: Callable[[PendingRun, WorkerSlots], float]
+    workers: Sequence[WorkerSlots], queue: Sequence[PendingRun], seconds: Callable[[PendingRun, WorkerSlots], float]
 ) -> dict[str, PredictedStart]:
     """Predict where and when each run of a queue starts, by id; `seconds` returns the duration of one on a worker.
 
     It is called once for each run that starts, in the order of starts, and may return infinity for unknown.
     """
-    return _Play(list(seats), queue, seconds).found
+    fitting = {run: [at for at, worker in enumerate(workers) if run.fits(worker)] for run in queue}
+    found = {run.run_id: PredictedStart(None, math.inf, 0) for run in queue}
+    waiting = dict.fromkeys(run for run in queue if fitting[run])
+    claims = [0] * len(workers)
+    free = [list(worker.free) for worker in workers]
+    # Times at which a device of a worker becomes free, or a run may be claimed again.
+    pauses = {run.not_before for run in waiting if run.not_before > 0}
+    events = [(when, at) for at, worker in enumerate(workers) for when in {*worker.free, *pauses} if when < math.inf]
+    heapq.heapify(events)
 
+    def claim(run: PendingRun, at: int, start: float) -> None:
+        del waiting[run]
+        found[run.run_id] = PredictedStart(workers[at], start, sum(claims[other] for other in fitting[run]))
+        claims[at] += 1
 
-class _Play:
-    """Simulation of events `(when, worker)`: a device of that worker becomes free, or a delay ends."""
-
-    def __init__(
-        self,
-        workers: list[WorkerSlots],
-        queue: Sequence[PendingRun],
-        seconds: Callable[[PendingRun, WorkerSlots], float],
-    ) -> None:
-        self._workers, self._queue, self._seconds = workers, queue, seconds
-        self._free = [list(worker.free) for worker in workers]
-        self._events = [(when, at) for at, worker in enumerate(workers) for when in worker.free if when < math.inf]
-        self._pauses: list[tuple[float, int]] = []
-        lines: dict[tuple[object, ...], _Line] = {}
-        self._line_of: list[_Line] = []
-        for place, one in enumerate(queue):
-            asked = (one.backend, one.kind, one.memory_mb, one.devices)
-            if asked not in lines:
-                lines[asked] = _Line(one, frozenset(at for at, worker in enumerate(workers) if one.fits(worker)))
-            line = lines[asked]
-            self._line_of.append(line)
-            if one.not_before <= 0:
-                line.ready.append(place)
-            else:
-                self._pauses.append((one.not_before, place))
-                self._events.append((one.not_before, _ANY))
-        self._fitting = [[line for line in lines.values() if at in line.fitting] for at in range(len(workers))]
-        heapq.heapify(self._events)
-        heapq.heapify(self._pauses)
-        self.found: dict[str, PredictedStart] = {}
-        self._run()
-        self._leave()
-        self._count()
-
-    def _run(self) -> None:
-        while self._events and len(self.found) < len(self._queue):
-            now, at = heapq.heappop(self._events)
-            while self._pauses and self._pauses[0][0] <= now:
-                _, place = heapq.heappop(self._pauses)
-                heapq.heappush(self._line_of[place].ready, place)
-            for worker in range(len(self._workers)) if at == _ANY else (at,):
-                self._claim(now, worker)
-
-    def _claim(self, now: float, at: int) -> None:
-        """Claim runs for a worker as long as one fits its free devices."""
-        worker, free = self._workers[at], self._free[at]
-        while idle := [device for device, when in enumerate(free) if when <= now]:
-            lines = [line for line in self._fitting[at] if line.ready and line.one.devices <= len(idle)]
-            if not lines:
-                return
-            one = self._queue[heapq.heappop(min(lines, key=lambda line: line.ready[0]).ready)]
-            self.found[one.run_id] = PredictedStart(worker, now)
-            until = now + self._seconds(one, worker)
-            for device in idle[: one.devices]:
-                free[device] = until
+    while events and waiting:
+        now, at = heapq.heappop(events)
+        while idle := [device for device, when in enumerate(free[at]) if when <= now]:
+            room = len(idle)
+            ready = (run for run in waiting if run.devices <= room and run.not_before <= now and at in fitting[run])
+            if (run := next(ready, None)) is None:
+                break
+            claim(run, at, now)
+            until = now + seconds(run, workers[at])
+            for device in idle[: run.devices]:
+                free[at][device] = until
             if until < math.inf:
-                heapq.heappush(self._events, (until, at))
-
-    def _leave(self) -> None:
-        """Add the runs that do not start: no worker fits, or it is unknown when one is free."""
-        for one, line in zip(self._queue, self._line_of, strict=True):
-            if one.run_id not in self.found:
-                self.found[one.run_id] = PredictedStart(
-                    self._workers[min(line.fitting)] if line.fitting else None, math.inf
-                )
-
-    def _count(self) -> None:
-        """Count the runs before each run."""
-        starts: dict[frozenset[int], list[float]] = defaultdict(list)
-        for one, line in zip(self._queue, self._line_of, strict=True):
-            turn = self.found[one.run_id]
-            # Of runs whose start is unknown, each comes before the next.
-            place = bisect_left if turn.start < math.inf else bisect_right
-            rivals = [known for fitting, known in starts.items() if not fitting.isdisjoint(line.fitting)]
-            self.found[one.run_id] = replace(turn, before=sum(place(known, turn.start) for known in rivals))
-            insort(starts[line.fitting], turn.start)
+                heapq.heappush(events, (until, at))
+    for run in list(waiting):
+        claim(run, fitting[run][0], math.inf)
+    return found

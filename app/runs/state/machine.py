@@ -34,9 +34,12 @@ from sqlalchemy.dialects.postgresql import aggregate_order_by, insert
 from sqlalchemy.sql.selectable import CTE
 
 from app.contracts.run_status import LIVE, TERMINAL
+from app.contracts.stop import StopMode
 from app.infra.db import seconds
 from app.runs.state.transitions import EVENT_COLUMNS, actions, as_json, attempts, devices, events, move, runs, statement
 
+WORKER_LOST = "worker lost"
+"""Start of the reason, and of the error message, if the worker of an attempt was lost."""
 _LEAST_PAUSE = 1.0
 _MOST_DOUBLINGS = 6
 
@@ -201,7 +204,7 @@ def reap(lease_seconds: float) -> Executable:
     expired = and_(runs.c.status.in_(LIVE), runs.c.lease_expires_at < func.now(), up_long_enough)
     return _requeue(
         expired,
-        "worker lost: its lease ran out",
+        f"{WORKER_LOST}: its lease ran out",
         "lost",
         counted=True,
         delay_seconds=lease_seconds / 3,
@@ -213,17 +216,15 @@ def reap_dead(worker_ids: list[str]) -> Executable:
     """Reap the runs of workers whose process is known to be gone, without waiting for their leases."""
     owned = and_(runs.c.status.in_(LIVE), runs.c.lease_owner.in_(worker_ids))
     return _requeue(
-        owned, "worker lost: its process is gone", "lost", counted=True, delay_seconds=0.0, skip_locked=True
+        owned, f"{WORKER_LOST}: its process is gone", "lost", counted=True, delay_seconds=0.0, skip_locked=True
     )
 
 
-def request_stop(run_id: str, save_checkpoint: bool, mode: str | None = None) -> Executable:
+def request_stop(run_id: str, mode: StopMode) -> Executable:
     """Request an immediate stop; a pending run ends at once, so no claim can intervene. No row: it has ended.
 
-    The first such request counts, unless a later one saves nothing. `mode` (None: derived from `save_checkpoint`) is
-    checkpoint, best or discard, and is stored only for display.
+    The first such request counts, unless a later one saves nothing. `mode` is checkpoint, best or discard.
     """
-    mode = mode or ("checkpoint" if save_checkpoint else "discard")
     is_first = runs.c.stop_requested_at.is_(None)
     unfinished = and_(runs.c.id == run_id, runs.c.status.not_in(TERMINAL))
     return statement(
@@ -232,8 +233,7 @@ def request_stop(run_id: str, save_checkpoint: bool, mode: str | None = None) ->
         "stopped on request",
         stop_requested_at=func.coalesce(runs.c.stop_requested_at, func.now()),
         stop_save_checkpoint=case(
-            (is_first, save_checkpoint),
-            else_=and_(runs.c.stop_save_checkpoint, literal(save_checkpoint or mode != "discard")),
+            (is_first, mode == "checkpoint"), else_=and_(runs.c.stop_save_checkpoint, literal(mode != "discard"))
         ),
         stop_mode=case((or_(is_first, literal(mode == "discard")), mode), else_=runs.c.stop_mode),
     )
@@ -271,7 +271,7 @@ def renew(run_id: str, epoch: int, lease_seconds: float) -> Executable:
         update(runs)
         .where(runs.c.id == run_id, runs.c.epoch == epoch, runs.c.lease_owner.is_not(None))
         .values(lease_expires_at=func.clock_timestamp() + seconds(lease_seconds))
-        .returning(runs.c.stop_requested_at, runs.c.stop_save_checkpoint, runs.c.stop_mode, waiting)
+        .returning(runs.c.stop_mode, waiting)
     )
 
 

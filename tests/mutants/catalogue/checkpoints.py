@@ -40,7 +40,7 @@ MUTANTS = (
         changes=(
             Change(
                 "worker/training/loop/anomalies.py",
-                '        self._rows = {int(row) for one in earlier for row in one["singled_out"]}\n',
+                "        self._rows = {row for one in earlier for row in one.singled_out}\n",
                 "        self._rows: set[int] = set()\n",
             ),
         ),

@@ -14,8 +14,8 @@ MUTANTS = (
         changes=(
             Change(
                 _LEASE,
-                "        self._sent = sent\n        if row.stop",
-                "        self._sent = time.monotonic()\n        if row.stop",
+                "        self._sent = sent\n        self.requested_stop = Stop",
+                "        self._sent = time.monotonic()\n        self.requested_stop = Stop",
             ),
         ),
         test="tests/worker/test_lease.py::test_a_renewal_counts_from_when_it_was_sent_however_late_its_answer",
@@ -110,7 +110,7 @@ MUTANTS = (
         name="drain-without-saving",
         promises=(18,),
         about="A worker that receives SIGTERM does not let its trainers save, so steps are recomputed.",
-        changes=(Change(_FOLLOWING, "if stop else (True, False)", "if stop else (False, False)"),),
+        changes=(Change(_FOLLOWING, 'StopRequest("checkpoint", "drain")', 'StopRequest("discard", "drain")'),),
         test="tests/reliability/test_stop.py::TestDrain::test_sigterm_saves_hands_back_and_loses_nothing",
     ),
     Mutant(

@@ -7,6 +7,7 @@ import pytest
 from sqlalchemy import Engine, select, update
 
 from app.config import Settings
+from app.contracts.failure_report import FailureReport
 from app.infra.db import sync_engine
 from app.runs.state import machine
 from app.tables.checkpoints import Checkpoint
@@ -32,10 +33,12 @@ class Lab:
     def trouble(self, step: int, singled_out: list[int]) -> Repair:
         """What is planned for the step at which it was met; it is stored, and the next attempt claimed."""
         run = run_row(self.engine, self.trainer.run_id)
-        found = Repair("loss_spike", f"the loss spiked at step {step}", step, [7, 8], singled_out)
+        found = Repair(
+            kind="loss_spike", reason=f"the loss spiked at step {step}", step=step, rows=[7, 8], singled_out=singled_out
+        )
         with self.engine.begin() as connection:
             told = auto_repair.resolve_repair(connection, run, found)
-            failure_report.store_failure_report(run, {"repair": told.stored()}, 0.0).apply(connection)
+            failure_report.store_failure_report(run, FailureReport(repair=told), 0.0).apply(connection)
             connection.execute(machine.repair(run.id, run.epoch, told.reason)).one()
         self.trainer = Trainer(self.engine, run.id)
         return told

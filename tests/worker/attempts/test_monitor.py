@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.contracts.stop import StopAsked
+from app.contracts.stop import StopRequest
 from worker.attempts.monitor import Monitor
 
 
@@ -23,7 +23,7 @@ def test_a_discard_late_in_a_stop_that_saves_has_its_own_seconds_and_no_more(now
     sent: list[Any] = []
     settings = SimpleNamespace(hang_seconds=1e9, save_grace_seconds=120.0)
     host: Any = SimpleNamespace(settings=settings, draining=threading.Event())
-    lease: Any = SimpleNamespace(expired=False, stop=StopAsked(save=True))
+    lease: Any = SimpleNamespace(expired=False, stop=StopRequest("checkpoint"))
     pump: Any = SimpleNamespace(heard_at=now[0], has_begun=True, say=lambda *_: None)
     process: Any = SimpleNamespace(send=lambda message: sent.append(message) or True)
     nothing: Any = None
@@ -34,9 +34,9 @@ def test_a_discard_late_in_a_stop_that_saves_has_its_own_seconds_and_no_more(now
         return following._reason_to_kill() == "stop"
 
     assert not killed_at(0) and not killed_at(60)
-    lease.stop = StopAsked(save=False)
+    lease.stop = StopRequest("discard")
     assert not killed_at(60.1) and not killed_at(65) and killed_at(65.2)
-    assert [one["stop"]["save"] for one in sent] == [True, False]
+    assert [one.stop.mode for one in sent] == ["checkpoint", "discard"]
 
 
 def test_to_ask_for_the_same_once_more_gives_no_more_time(now: list[float]) -> None:
@@ -49,7 +49,7 @@ def test_to_ask_for_the_same_once_more_gives_no_more_time(now: list[float]) -> N
     nothing: Any = None
     following = Monitor(host, lease, nothing, pump, process, nothing)
     assert following._reason_to_kill() is None
-    now[0], lease.stop = 1100.0, StopAsked(save=True)
+    now[0], lease.stop = 1100.0, StopRequest("checkpoint")
     assert following._reason_to_kill() is None
     now[0] = 1121.0
     assert following._reason_to_kill() == "stop"

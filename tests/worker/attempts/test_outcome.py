@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import Engine, text
 
 from app.config import Settings
-from app.contracts.stop import StopAsked
+from app.contracts.stop import StopRequest
 from app.infra.ids import new_id
 from app.infra.storage import Storage
 from app.runs.state import machine
@@ -85,7 +85,6 @@ def test_readers_are_woken_when_there_is_something_to_read(
     [
         ({"repo": "ada/tuned", "url": "https://hub/ada/tuned/commit/1"}, "; pushed to https://hub/ada/tuned/commit/1"),
         ({"repo": "ada/tuned", "error": "it refused"}, ""),
-        ("nonsense", ""),
     ],
 )
 def test_a_completed_run_tells_where_its_output_was_pushed(hub: Any, told: str, engine: Engine) -> None:
@@ -118,10 +117,10 @@ def test_a_trainer_that_ended_by_its_timer_is_blamed_on_the_database_only_where_
 
 @pytest.mark.parametrize(
     ("stop", "waits"),
-    [(None, True), (StopAsked(save=True), True), (StopAsked(save=False, finish=True), True),
-     (StopAsked(save=False), False)],
+    [(None, True), (StopRequest("checkpoint"), True), (StopRequest("best"), True),
+     (StopRequest("discard"), False)],
 )  # fmt: skip
-def test_copies_are_waited_for_where_what_was_saved_is_wanted(stop: StopAsked | None, waits: bool) -> None:
+def test_copies_are_waited_for_where_what_was_saved_is_wanted(stop: StopRequest | None, waits: bool) -> None:
     asked: list[str] = []
     copies = SimpleNamespace(settle=lambda *_: asked.append("settle"))
     settings = SimpleNamespace(save_grace_seconds=1.0)
@@ -137,7 +136,16 @@ def test_what_a_killed_trainer_has_written_by_half_goes_with_it(
 ) -> None:
     """A run that is cancelled has no later attempt that would sweep it."""
     storage = Storage(settings)
-    run: Any = SimpleNamespace(id=new_id("run"), epoch=1, attempt=1, device_indexes=[0], backend="fake")
+    run: Any = SimpleNamespace(
+        id=new_id("run"),
+        epoch=1,
+        attempt=1,
+        device_indexes=[0],
+        backend="fake",
+        config={},
+        dataset_id="ds",
+        eval_dataset_id=None,
+    )
     half = storage.attempt_dir(run.id, 1) / ".checkpoint-5.tmp"
     whole = storage.checkpoint_dir(run.id, 1, 4)
 
@@ -160,7 +168,7 @@ def test_what_a_killed_trainer_has_written_by_half_goes_with_it(
         machine=SimpleNamespace(devices=[device]), storage=storage, copies=None,
         fitness=SimpleNamespace(started=lambda: None), draining=threading.Event(),
     )  # fmt: skip
-    lease: Any = SimpleNamespace(stop=StopAsked(save=False), fenced=False)
+    lease: Any = SimpleNamespace(stop=StopRequest("discard"), fenced=False)
     writer: Any = SimpleNamespace(put=lambda _: None, persist=lambda work: work(), progress=None)
     supervisor.attempt(host, run, lease, writer)
     assert whole.is_dir() and not half.exists()

@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from tests.worker.process.launching import CPU
+from app.contracts.stop import StopRequest
+from tests.jobs import make_spec
 from worker.fake.trainer import FakeTrainer
 from worker.wire.control import Control
 from worker.wire.journal import Journal
@@ -20,7 +21,7 @@ class Drained(Journal):
     def step(self, n: int, loss_hex: str, samples: Any) -> None:
         super().step(n, loss_hex, samples)
         if n == self._at:
-            self._control.request_stop(save=True, why="drain")
+            self._control.request_stop(StopRequest("checkpoint", "drain"))
 
 
 class Attempts:
@@ -29,7 +30,8 @@ class Attempts:
     def __init__(self, folder: Path, **config: Any) -> None:
         self._folder = folder
         self._job = {
-            "run_id": "run_x", "given": ["extra.steps"], "device": CPU, "dataset": {"rows": 48, "sha256": None},
+            "user_set_fields": ["extra.steps"],
+            "dataset": {"id": "ds_x", "path": "rows.jsonl", "format": "text", "rows": 48, "sha256": None},
             "config": {"base_model": "none", "save_steps": 100, "logging_steps": 1, "batch_size": 4,
                        "gradient_accumulation_steps": 1, "extra": {"step_seconds": 0, "steps": 20}, **config},
         }  # fmt: skip
@@ -37,18 +39,22 @@ class Attempts:
         self.records: list[dict[str, Any]] = []
 
     def run(
-        self, actions: list[dict[str, Any]], drain_at: int | None = None, ends_with_epoch: bool = False
+        self, actions: list[dict[str, Any]], drain_at: int | None = None, stop_at_epoch_end: bool = False
     ) -> tuple[FakeTrainer, dict[str, Any]]:
         self.number += 1
         folder, control = self._folder / f"a{self.number}", Control()
-        control.ends_with_epoch = ends_with_epoch
+        control.stop_at_epoch_end = stop_at_epoch_end
         saved = [one for one in self.records if one["type"] == "checkpoint"]
-        resume = saved and {**saved[-1], "path": str(self._folder / f"a{self.number - 1}" / saved[-1]["name"])}
-        about = {"attempt": self.number, "output_dir": str(folder), "resume_from": resume or None, "actions": actions}
+        resume = saved and {
+            "path": self._folder / f"a{self.number - 1}" / saved[-1]["name"],
+            "step": saved[-1]["step"],
+            "manifest_sha256": saved[-1]["manifest_sha256"],
+        }
+        about = {"attempt": self.number, "resume_from": resume or None, "replayed_actions": actions}
         journal = Drained(self._folder / "journal.jsonl", self.number, control, drain_at)
         report = Kept()
         self.records = report.records
-        training = FakeTrainer(self._job | about, report, control, journal)
+        training = FakeTrainer(make_spec(folder, **self._job | about), report, control, journal)
         return training, training.run()
 
 
@@ -59,8 +65,8 @@ class Kept(Reporter):
         super().__init__(None)
         self.records: list[dict[str, Any]] = []
 
-    def send(self, type: str, **fields: Any) -> None:
-        self.records.append({"type": type, **fields})
+    def send(self, record: Any) -> None:
+        self.records.append(record)
 
 
 class TestWhatADrainMeets:
@@ -75,9 +81,9 @@ class TestWhatADrainMeets:
 
     def test_the_end_of_the_epoch_that_the_run_is_to_end_with_stays_its_end(self, tmp_path: Path) -> None:
         attempts = Attempts(tmp_path)
-        _, ended = attempts.run([], drain_at=12, ends_with_epoch=True)
+        _, ended = attempts.run([], drain_at=12, stop_at_epoch_end=True)
         assert (ended["why"], ended["step"]) == ("epoch_end", 12)
-        _, again = attempts.run([], ends_with_epoch=True)
+        _, again = attempts.run([], stop_at_epoch_end=True)
         assert (again["why"], again["step"]) == ("epoch_end", 12)
 
     def test_an_evaluation_that_was_only_asked_for_saves_no_best_checkpoint(self, tmp_path: Path) -> None:

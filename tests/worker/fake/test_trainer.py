@@ -12,6 +12,8 @@ import pytest
 from pydantic import ValidationError
 
 from app.contracts.fake_options import FakeOptions
+from app.contracts.stop import StopRequest
+from app.contracts.trainer import ControlMessage
 from tests.worker.process.launching import CPU, Said, start_launcher
 from tests.worker.trainers import write_job
 from worker.checkpoint_files import manifest
@@ -51,9 +53,10 @@ class Run:
             attempt=self.attempt,
             backend="fake",
             config={**self.config, **config},
-            given=[*self.given, *config],
-            dataset=dataset if self.rows else None,
-            output_dir=str(attempt),
+            user_set_fields=[*self.given, *config],
+            dataset=dataset,
+            base_model={"name": "none", "path": None, "hub": None, "revision": None},
+            attempt_dir=str(attempt),
             resume_from=resume_from,
             journal=str(self.folder / "journal.jsonl"),
             device=CPU,
@@ -88,8 +91,8 @@ def result(said: Said) -> dict[str, Any]:
     return said.record("result")
 
 
-def stop(save: bool = True) -> dict[str, Any]:
-    return {"stop": {"save": save, "why": "stop"}}
+def stop(save: bool = True) -> ControlMessage:
+    return ControlMessage(stop=StopRequest("checkpoint" if save else "discard"))
 
 
 class TestCompletion:

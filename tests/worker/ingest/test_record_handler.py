@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, event, func, select
+from sqlalchemy import Engine, event, select
 from sqlalchemy.exc import OperationalError, ProgrammingError
 
 from app.config import Settings
@@ -152,19 +152,6 @@ def test_how_long_the_end_of_an_extended_run_took_is_kept_for_predictions(
     assert (timings["finishing"] is not None) is is_kept
 
 
-def test_what_cannot_be_read_is_not_measured_and_training_goes_on(lab: Lab) -> None:
-    lab.run = SimpleNamespace(**{**lab.run._mapping, "config": {**lab.run.config, "extra": {"steps": "many"}}})
-    lab.pump = RecordHandler(lab.pump._host, lab.run, lab.writer)
-    lab.says("phase", name="training", start_step=0, total_steps=1)
-    lab.says("metric", step=1, epoch=1.0, loss=2.0, total_steps=1)
-    lab.says("result", outcome="completed", step=1)
-    lab.writer.drain()
-    row = run_row(lab.engine, lab.run.id)
-    assert (row.status, row.current_step) == ("running", 1)
-    with lab.engine.connect() as connection:
-        assert connection.scalar(select(func.count()).select_from(AttemptTimings)) == 0
-
-
 def test_what_postgres_refuses_is_told_and_the_rest_is_stored(lab: Lab) -> None:
     lab.prints("before\n")
     lab.says("metric", step=1, epoch=0.1, loss=float("nan"), note="a\x00b\ud800c")
@@ -246,6 +233,37 @@ def test_a_checkpoint_that_the_database_refuses_is_told_and_training_goes_on(lab
 @pytest.mark.parametrize("record", [b"{", b"[]", b'{"type": "metric"}', b'{"type": "eval", "ts": 1e300}', b"\xff"])
 def test_a_record_that_makes_no_sense_is_a_line_in_the_log(lab: Lab, record: bytes) -> None:
     lab.pump.take([("report", record)])
+    lab.writer.drain()
+    assert [kind for kind, _ in lab.events()[2:]] == ["log"]
+
+
+def test_an_invalid_detail_of_a_result_does_not_cost_the_run_its_outcome(lab: Lab) -> None:
+    lab.says("result", outcome="completed", step="last", hub="nonsense", output="output")
+    lab.says("result", outcome="perhaps")
+    lab.writer.drain()
+    assert lab.pump.result is not None and lab.pump.result["outcome"] == "completed"
+    assert not {"hub", "step"} & set(lab.pump.result) and lab.pump.result.get("output") == "output"
+    ignored, invalid = (data["line"] for _, data in lab.events()[2:])
+    assert "hub, step" in ignored and "`outcome`" in invalid
+
+
+@pytest.mark.parametrize(
+    ("type", "fields"),
+    [
+        ("phase", {}),
+        ("phase", {"name": 1}),
+        ("message", {"line": ["a"]}),
+        ("config", {"effective": 1, "replaced": [], "facts": {}}),
+        ("checkpoint", {**checkpoint(1), "bytes": "many"}),
+        ("checkpoint", {**checkpoint(1), "step": True}),
+        ("action", {"id": "act_1", "action": "sample", "step": 1, "status": "perhaps"}),
+        ("action", {"id": "act_1", "action": "sample", "step": -1, "status": "done"}),
+    ],
+)
+def test_a_record_with_a_field_of_another_type_is_a_line_in_the_log(
+    lab: Lab, type: str, fields: dict[str, Any]
+) -> None:
+    lab.says(type, **fields)
     lab.writer.drain()
     assert [kind for kind, _ in lab.events()[2:]] == ["log"]
 

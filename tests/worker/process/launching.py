@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from app.config import Settings
+from app.contracts.device import AssignedDevice
 from tests.worker.trainers import write_job
 from worker.process.launcher import Launcher
 from worker.process.training_process import Exit, TrainingProcess
 from worker.wire.heartbeat import HEARTBEAT
 
-CPU = {"kind": "cpu", "index": 0, "id": "cpu-0"}
+CPU = AssignedDevice("cpu", 0, "cpu-0")
 Launch = Callable[..., TrainingProcess]
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from app.contracts.stop import StopRequest
+from app.contracts.trainer import ControlMessage
 from tests.waiting import eventually
 from tests.worker.process.launching import Said, launch, start_launcher
 from worker.process.channel import Channel
@@ -118,11 +120,11 @@ class TestChannel:
 
     def test_sending_to_a_trainer_that_is_gone_says_so(self, channel: Channel) -> None:
         channel.release()
-        assert channel.send({"stop": {"save": True, "why": "stop"}}) is False
+        assert channel.send(ControlMessage(stop=StopRequest("checkpoint"))) is False
 
     def test_sending_through_a_closed_channel_says_so(self, channel: Channel) -> None:
         channel.close()
-        assert channel.send({"renew_until": 1.0}) is False
+        assert channel.send(ControlMessage(renew_until=1.0)) is False
 
     def test_sending_to_a_trainer_that_does_not_listen_never_blocks(self, channel: Channel) -> None:
-        eventually(lambda: not channel.send({"renew_until": 1.0}), timeout=5, every=0.0)
+        eventually(lambda: not channel.send(ControlMessage(renew_until=1.0)), timeout=5, every=0.0)

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 
 from app.config import Settings
+from app.contracts.stop import StopRequest
+from app.contracts.trainer import ControlMessage
 from app.infra.process_identity import ProcessIdentity, start_time
 from tests.waiting import eventually
 from tests.worker.process.launching import CPU, Said, is_alive, launch, session_members, start_launcher
@@ -25,7 +27,7 @@ from worker.process import process_group
 from worker.process.launcher import Launcher
 from worker.process.spawn import LaunchError
 
-STOP = {"stop": {"save": True, "why": "stop"}}
+STOP = ControlMessage(stop=StopRequest("checkpoint"))
 
 
 @pytest.fixture(scope="module", params=["zygote", "cold"])
@@ -150,7 +152,7 @@ class TestDeath:
         first = time.monotonic() + 2.0
         job = write_job(tmp_path)
         process = launcher.launch("tests.worker.trainers:wait_for_stop", job, CPU, renew_until=lambda: first)
-        process.send({"renew_until": first + 3600})
+        process.send(ControlMessage(renew_until=first + 3600))
         eventually(lambda: time.monotonic() > first + 0.2)
         assert process.poll() is None
         process.send(STOP)

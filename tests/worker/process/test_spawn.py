@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from app.config import Settings
+from app.contracts.trainer import ControlMessage
 from tests.waiting import eventually
 from tests.worker.process.launching import CPU, Said, launch, start_launcher
 from tests.worker.trainers import write_job
@@ -47,7 +48,7 @@ class TestWaiting:
         job = write_job(tmp_path)
         process = launcher.launch("tests.worker.trainers:quick", job, CPU, renew_until=lambda: soon, secrets=secrets)
         if is_renewed:
-            process.send({"renew_until": soon + 3600})
+            process.send(ControlMessage(renew_until=soon + 3600))
         assert Said(process).to_the_end() == end
         launcher.stop()
 
@@ -109,7 +110,7 @@ class TestEarlySignals:
             os.kill(process.pid, number)
             said = Said(process)
             assert said.to_the_end().code == 0
-            assert said.record("stopped")["save"] is True
+            assert said.record("stopped")["mode"] == "checkpoint"
         launcher.stop()
 
 

@@ -18,6 +18,9 @@ from typing import Any
 import pytest
 
 from app.config import Settings
+from app.contracts.stop import StopRequest
+from app.contracts.trainer import ControlMessage
+from tests.jobs import make_spec
 from tests.waiting import eventually
 from tests.worker.process.launching import CPU, Said, is_alive, launch, start_launcher
 from tests.worker.trainers import write_job
@@ -26,7 +29,7 @@ from worker.process import child, zygote
 from worker.process.launcher import Launcher
 from worker.process.spawn import LaunchError
 
-STOP = {"stop": {"save": False, "why": "stop"}}
+STOP = ControlMessage(stop=StopRequest("discard"))
 
 
 @pytest.fixture
@@ -344,12 +347,4 @@ class TestSpeed:
 
 
 def _fake_job(folder: Path) -> Path:
-    job = {
-        "run_id": "run_1",
-        "attempt": 1,
-        "journal": str(folder / "journal.jsonl"),
-        "output_dir": str(folder),
-        "config": {"base_model": "none"},
-        "device": CPU,
-    }
-    return write_job(folder, **job)
+    return write_job(folder, **json.loads(make_spec(folder).to_json()))

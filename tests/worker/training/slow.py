@@ -1,5 +1,6 @@
-"""A training process that is slow on purpose, or stands still, where its job says so under `slow`."""
+"""A training process that is slow on purpose, or stands still, where `slow.json` beside its job says so."""
 
+import json
 import os
 import threading
 from pathlib import Path
@@ -8,15 +9,14 @@ from typing import Any
 from worker.training import __main__ as training
 from worker.training.methods.sft import SupervisedTrainer
 from worker.training.model import loader
-from worker.wire.reporter import parse_args
 
 _NEVER = threading.Event()
 
 
 def main(argv: list[str]) -> int:
     """As `worker.training`, on a slow machine: it hands every call on, only later."""
-    job, _, _ = parse_args(argv)
-    slow = job["slow"]
+    path = Path(argv[0]).with_name("slow.json")
+    slow = json.loads(path.read_text())
     if seconds := slow.get("micro_batch"):
         _slow_down(SupervisedTrainer, "training_step", seconds)
     if seconds := slow.get("eval_batch"):

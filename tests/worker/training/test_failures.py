@@ -17,6 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from app.contracts.stop import StopRequest
+from app.contracts.trainer import ControlMessage
 from tests.waiting import eventually
 from tests.worker.training.tiny import (
     Forks,
@@ -125,7 +127,7 @@ class TestStops:
             control, _ = listening.accept()
         with control:
             eventually(lambda: [r for r in forks.said() if r["type"] == "metric"], timeout=60)
-            control.send(json.dumps({"stop": {"save": save, "why": "stop"}}).encode())
+            control.send(ControlMessage(stop=StopRequest("checkpoint" if save else "discard")).to_json())
             done = forks.wait()
         assert done.code == 0
         assert (done.result["outcome"], done.result["why"]) == ("stopped", "stop")
@@ -254,12 +256,12 @@ class TestFailures:
         stopped = make_job(tmp_path / "2", adapter, chats, max_steps=100_000, logging_steps=1, **QUICK)
         pid = forks.start(stopped)
         eventually(lambda: [r for r in forks.said() if r["type"] == "metric"], timeout=60)
-        assert (Path(stopped["output_dir"]) / "base_model").is_dir()
+        assert (Path(stopped["attempt_dir"]) / "base_model").is_dir()
         os.kill(pid, signal.SIGTERM)
         assert forks.wait().result["outcome"] == "stopped"
         wrong = forks.run(make_job(tmp_path / "3", adapter, chats, **QUICK, target_modules=["nope"]))
         failed(wrong, "config_error")
-        for folder in (Path(stopped["output_dir"]), wrong.folder):
+        for folder in (Path(stopped["attempt_dir"]), wrong.folder):
             assert not (folder / "base_model").exists()
 
     def test_bad_evaluation_data_are_called_so_before_anything_is_merged(

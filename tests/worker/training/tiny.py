@@ -165,16 +165,16 @@ def make_job(
         "attempt": attempt,
         "backend": "celery",
         "config": {"base_model": "tiny", **config},
-        "given": ["base_model", *config],
+        "user_set_fields": ["base_model", *config],
         "dataset": described(data),
         "eval_dataset": described(eval_data) if eval_data else None,
         "base_model": {"name": "tiny", "path": str(model), "hub": None, "revision": None},
-        "output_dir": str(output),
+        "attempt_dir": str(output),
         "resume_from": resume_from,
         "journal": str(folder / "journal.jsonl"),
         "device": {"kind": "cpu", "index": 0, "id": "cpu"},
         "trust_remote_code": False,
-        "offline": True,
+        "hub_allowed": False,
         "worker": {"id": "wrk_test", "host": "here"},
     }
 
@@ -202,7 +202,7 @@ class Outcome:
     @property
     def folder(self) -> Path:
         """The attempt's folder."""
-        return Path(self.job["output_dir"])
+        return Path(self.job["attempt_dir"])
 
     @property
     def output(self) -> Path:
@@ -258,7 +258,7 @@ def run_cold(job: dict[str, Any], **variables: str) -> Outcome:
 
 def write_job(job: dict[str, Any]) -> Path:
     """Write the job file into the attempt's folder."""
-    path = Path(job["output_dir"]) / "job.json"
+    path = Path(job["attempt_dir"]) / "job.json"
     path.write_text(json.dumps(job))
     return path
 
@@ -288,7 +288,7 @@ class Forks:
 
     def start(self, job: dict[str, Any], control: Path | None = None, **limits: Any) -> int:
         """Start a job; returns its process id. It connects to a listening socket `control` to be told things."""
-        out = Path(job["output_dir"])
+        out = Path(job["attempt_dir"])
         assert self._server.stdin is not None and self._server.stdout is not None
         request = {"job": str(write_job(job)), "stdout": str(out / "stdout"), "stderr": str(out / "stderr"), **limits}
         if control is not None:

@@ -16,10 +16,13 @@ from typing import Any
 import pytest
 
 from app.contracts.stop import StopRequest
+from app.contracts.trainer import ControlMessage
 from app.infra.process_identity import boot_id
+from tests.jobs import make_spec
+from worker.wire.arguments import parse_args
 from worker.wire.control import Control
 from worker.wire.journal import Journal, read_journal
-from worker.wire.reporter import MAX_RECORD_BYTES, Reporter, parse_args
+from worker.wire.reporter import MAX_RECORD_BYTES, Reporter
 
 
 class Number:
@@ -66,7 +69,7 @@ class TestReport:
     )
     def test_an_oversized_record_is_cut_and_says_so(self, pair: Any, fields: dict[str, Any]) -> None:
         report, received = pair
-        report.send("message", **fields)
+        report.send({"type": "message", **fields})
         record = received()
         assert record["type"] == "message"
         assert record["truncated"] is True
@@ -89,20 +92,21 @@ class TestReport:
     def test_it_imports_nothing_heavy(self) -> None:
         code = "import sys, worker.wire.reporter; print(*sys.modules)"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        assert not {"torch", "numpy", "pydantic", "sqlalchemy", "app"} & set(done.stdout.split())
+        assert not {"torch", "numpy", "pydantic", "sqlalchemy"} & set(done.stdout.split())
 
 
 class TestArguments:
     def test_a_launched_process_gets_job_and_descriptors(self, tmp_path: Path) -> None:
-        (tmp_path / "job.json").write_text('{"attempt": 2}')
+        job = make_spec(tmp_path, attempt=2)
+        (tmp_path / "job.json").write_text(job.to_json())
         arguments = [str(tmp_path / "job.json"), "--report-fd", "5", "--control-fd", "6"]
-        assert parse_args(arguments) == ({"attempt": 2}, 5, 6)
+        assert parse_args(arguments) == (job, 5, 6)
 
     def test_by_hand_there_are_no_descriptors(self, tmp_path: Path) -> None:
-        (tmp_path / "run.json").write_text("{}")
-        assert parse_args([str(tmp_path / "run.json")]) == ({}, None, None)
+        (tmp_path / "run.json").write_text(make_spec(tmp_path).to_json())
+        assert parse_args([str(tmp_path / "run.json")])[1:] == (None, None)
 
-    @pytest.mark.parametrize("text", ["[]", "{torn", None])
+    @pytest.mark.parametrize("text", ["[]", "{}", "{torn", None])
     def test_a_job_that_cannot_be_read_is_told_as_a_failed_result(
         self, text: str | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
@@ -125,41 +129,44 @@ class TestControl:
         control = Control.start(theirs.detach())
         heard = threading.Event()
         control.on_stop(lambda _request: heard.set())
-        ours.send(json.dumps({"stop": {"save": True, "why": "stop"}}).encode())
+        ours.send(ControlMessage(stop=StopRequest("checkpoint")).to_json())
         assert heard.wait(10)
-        assert control.stop_requested == StopRequest(save=True, why="stop")
+        assert control.stop_requested == StopRequest("checkpoint")
         _keep_open.append(ours)
 
     def test_a_callback_that_comes_late_is_told_at_once(self) -> None:
         control = Control.start(None)
-        control.request_stop(save=False, why="drain")
+        control.request_stop(StopRequest("discard", "drain"))
         heard: list[StopRequest] = []
         control.on_stop(heard.append)
-        assert heard == [StopRequest(save=False, why="drain")]
+        assert heard == [StopRequest("discard", "drain")]
 
     @pytest.mark.parametrize("requests", [("drain", "stop"), ("stop", "drain")])
     def test_a_users_stop_outranks_a_drain_in_any_order(self, requests: tuple[Any, Any]) -> None:
         control = Control.start(None)
         for why in requests:
-            control.request_stop(save=True, why=why)
-        assert control.stop_requested == StopRequest(save=True, why="stop")
+            control.request_stop(StopRequest("checkpoint", why))
+        assert control.stop_requested == StopRequest("checkpoint")
 
     @pytest.mark.parametrize("order", [1, -1])
     def test_what_keeps_less_outranks_what_keeps_more(self, order: int) -> None:
-        save: dict[str, Any] = {"save": True, "why": "stop"}
-        best, discard = ({"save": False, "why": "stop", "finish": finish} for finish in (True, False))
-        for requests, kept in (([save, best], (False, True)), ([best, discard], (False, False))):
+        save, best, discard = StopRequest("checkpoint"), StopRequest("best"), StopRequest("discard")
+        for requests, kept in (([save, best], best), ([best, discard], discard)):
             control = Control.start(None)
             for request in requests[::order]:
-                control.request_stop(**request)
-            request_in_force = control.stop_requested
-            assert request_in_force is not None and (request_in_force.save, request_in_force.finish) == kept
+                control.request_stop(request)
+            assert control.stop_requested == kept
+
+    def test_a_stop_at_the_end_of_the_epoch_is_no_immediate_one(self) -> None:
+        control = Control.start(None)
+        control.request_stop(StopRequest("epoch_end"))
+        assert control.stop_at_epoch_end and control.stop_requested is None
 
     def test_a_stop_without_saving_outranks_one_with(self) -> None:
         control = Control.start(None)
-        control.request_stop(save=False, why="stop")
-        control.request_stop(save=True, why="stop")
-        assert control.stop_requested == StopRequest(save=False, why="stop")
+        control.request_stop(StopRequest("discard"))
+        control.request_stop(StopRequest("checkpoint"))
+        assert control.stop_requested == StopRequest("discard")
 
     def test_a_process_whose_supervisor_is_gone_ends_though_it_never_looks(self) -> None:
         child, ours = _child_with_control("signal.pause()")
@@ -190,7 +197,7 @@ class TestControl:
             "control.stop_on_sigterm(); os.kill(os.getpid(), 15); print(control.stop_requested)"
         )
         assert child.stdout is not None
-        assert child.stdout.read() == b"StopRequest(save=True, why='drain', finish=False)\n"
+        assert child.stdout.read() == b"StopRequest(mode='checkpoint', why='drain')\n"
         ours.close()
 
     def test_children_still_die_of_sigterm(self) -> None:

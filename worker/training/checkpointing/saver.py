@@ -89,10 +89,10 @@ class CheckpointSaver:
         self.in_flight = AsyncWriter(self._on_too_little_memory)
         self.gatherer = SnapshotBuilder()
         self.keeper = Keeper(run)
-        self.kept_step = int((run.job.get("resume_from") or {}).get("step", 0))
+        self.kept_step = run.job.resume_from.step if run.job.resume_from else 0
         """Step of the last checkpoint that is durably on disk; 0 if there is none."""
         self._run = run
-        self._room = CheckpointRoom(run.folder, int(run.job.get("disk_reserve_bytes", 0)))
+        self._room = CheckpointRoom(run.folder, run.job.disk_reserve_bytes)
         self._memory = PinnedMemory()
         self._is_prepared = run.is_probe  # a probe saves nothing
         self._wait_reported = self._memory_reported = False
@@ -221,8 +221,8 @@ def _about(trainer: ServiceTrainer, facts: dict[str, Any]) -> "_About":
     return _About(
         step,
         facts={
-            "run_id": run.job["run_id"],
-            "attempt": run.job["attempt"],
+            "run_id": run.job.run_id,
+            "attempt": run.job.attempt,
             resume_fidelity.FINGERPRINT: run.fingerprint,
             **facts,
             "sampler": {"epoch": trainer.state.epoch, "samples": run.state.samples, "seed": run.config.seed},

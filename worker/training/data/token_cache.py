@@ -28,6 +28,7 @@ from typing import Any
 import pyarrow as pa  # type: ignore[import-untyped]
 import xxhash
 
+from app.contracts.job import JobSpec
 from worker.wire.heartbeat import HeartbeatCallback, no_heartbeat
 
 _LAYOUT = 1
@@ -82,12 +83,12 @@ class TokenCache:
         self._alive = alive
 
     @classmethod
-    def of_job(cls, job: Mapping[str, Any], *, warn: Callable[[str], None], alive: HeartbeatCallback) -> "TokenCache":
+    def of_job(cls, job: JobSpec, *, warn: Callable[[str], None], alive: HeartbeatCallback) -> "TokenCache":
         """Open the cache that a job names; without one, nothing is kept."""
-        named = job.get("token_cache")
+        named = job.token_cache
         if named is None:
             return cls()
-        return cls(Path(named["folder"]), named["limit_bytes"], warn=warn, alive=alive)
+        return cls(named.folder, named.limit_bytes, warn=warn, alive=alive)
 
     def entry(self, parts: Mapping[str, Any] | None, schema: pa.Schema, build: Build) -> Entry:
         """Return the entry of an earlier run with the same `parts`, or make it with `build`.

@@ -9,15 +9,13 @@ from typing import Any
 import torch
 from transformers import TrainerControl
 
+from app.contracts.trainer import ActionRequest, ActionStatus
 from worker.training.checkpointing import saver
 from worker.training.failures import Stopped, in_one_line
 from worker.training.loop import sampling
 from worker.training.plugins import hooks
 from worker.training.run_state import RunState
 from worker.training.trainer_protocol import ServiceTrainer
-
-Asked = dict[str, Any]
-"""Id, action and parameters; for a repeated action also the step."""
 
 
 class Refused(Exception):
@@ -34,12 +32,12 @@ class Actions:
     def __init__(self, trainer: ServiceTrainer) -> None:
         self._trainer = trainer
         self._run = trainer.run
-        self._to_repeat: deque[Asked] = deque(self._run.job.get("actions", ()))
-        self._saves: list[Asked] = []
-        self._last_saves: list[Asked] = []
+        self._to_repeat: deque[ActionRequest] = deque(self._run.job.replayed_actions)
+        self._saves: list[ActionRequest] = []
+        self._last_saves: list[ActionRequest] = []
         """Requests that the last started checkpoint answers."""
-        self._evaluations: list[Asked] = []
-        self._do: dict[str, Callable[[Asked, TrainerControl], None]] = {
+        self._evaluations: list[ActionRequest] = []
+        self._do: dict[str, Callable[[ActionRequest, TrainerControl], None]] = {
             "checkpoint": self._checkpoint,
             "evaluate": self._evaluate,
             "sample": self._sample,
@@ -54,7 +52,7 @@ class Actions:
         an attempt that resumes from there repeats only later actions.
         """
         step = self._trainer.state.global_step
-        while self._to_repeat and self._to_repeat[0]["step"] <= step:
+        while self._to_repeat and (self._to_repeat[0].step or 0) <= step:
             self._take(self._to_repeat.popleft(), control)
 
     def take(self, control: TrainerControl) -> None:
@@ -64,12 +62,12 @@ class Actions:
 
     def epoch_is_over(self) -> str | None:
         """Return `epoch_end` if the run is to end with an epoch that is now over."""
-        over = self._run.control.ends_with_epoch and float(self._trainer.state.epoch or 0.5).is_integer()
+        over = self._run.control.stop_at_epoch_end and float(self._trainer.state.epoch or 0.5).is_integer()
         return "epoch_end" if over else None
 
-    def _take(self, asked: Asked, control: TrainerControl) -> None:
+    def _take(self, asked: ActionRequest, control: TrainerControl) -> None:
         try:
-            self._do[asked["action"]](asked, control)
+            self._do[asked.action](asked, control)
         except Refused as refusal:
             self._answer(asked, "refused", message=str(refusal))
         except Exception as error:  # an action must never fail the run, for any cause
@@ -77,15 +75,15 @@ class Actions:
                 asked, "failed", message=f"The action failed: {_describe_error(error)}. Training continues unchanged."
             )
 
-    def _answer(self, asked: Asked, status: str, **more: Any) -> None:
+    def _answer(self, asked: ActionRequest, status: ActionStatus, **more: Any) -> None:
         state = self._trainer.state
         self._run.report.action(
-            asked["id"], asked["action"], step=state.global_step, epoch=state.epoch, status=status, **more
+            asked.id, asked.action, step=state.global_step, epoch=state.epoch, status=status, **more
         )
 
     # Evaluating and saving, which follow the step in this order
 
-    def _checkpoint(self, asked: Asked, control: TrainerControl) -> None:
+    def _checkpoint(self, asked: ActionRequest, control: TrainerControl) -> None:
         if not control.should_save:
             control.should_save = True
             self._run.save_kind = "periodic"
@@ -96,8 +94,8 @@ class Actions:
         answered, self._saves = self._saves, []
         self._last_saves = answered
         return {
-            "actions": [{"id": one["id"], "action": one["action"]} for one in answered],
-            "pinned": any(one["parameters"].get("pin") for one in answered),
+            "actions": [{"id": one.id, "action": one.action} for one in answered],
+            "pinned": any(one.parameters.get("pin") for one in answered),
         }
 
     def save_again(self) -> None:
@@ -110,7 +108,7 @@ class Actions:
         for one in asked:
             self._answer(one, "failed", message=why)
 
-    def _evaluate(self, asked: Asked, control: TrainerControl) -> None:
+    def _evaluate(self, asked: ActionRequest, control: TrainerControl) -> None:
         if self._trainer.eval_dataset is None:
             raise Refused("The run has no evaluation data.")
         control.should_evaluate = True
@@ -137,28 +135,28 @@ class Actions:
         An evaluation that was only requested stays pending, and is done after a later step.
         """
         asked, self._evaluations = self._evaluations, []
-        return not asked or self._trainer.evaluation_is_due() or any("step" in one for one in asked)
+        return not asked or self._trainer.evaluation_is_due() or any(one.step is not None for one in asked)
 
     # Changes of the schedule
 
-    def _set_learning_rate(self, asked: Asked, _control: TrainerControl) -> None:
+    def _set_learning_rate(self, asked: ActionRequest, _control: TrainerControl) -> None:
         self._refuse_if_a_plugin_sets_rates()
-        before, rate = self._trainer.args.learning_rate, float(asked["parameters"]["learning_rate"])
+        before, rate = self._trainer.args.learning_rate, float(asked.parameters["learning_rate"])
         next_rate = self._change(learning_rate=rate)
         self._answer(asked, "done", result={"before": before, "learning_rate": rate, "next": next_rate})
         self._report_config()
 
-    def _extend(self, asked: Asked, _control: TrainerControl) -> None:
+    def _extend(self, asked: ActionRequest, _control: TrainerControl) -> None:
         self._refuse_if_a_plugin_sets_rates()
-        trainer, run, wanted = self._trainer, self._run, asked["parameters"]
+        trainer, run, wanted = self._trainer, self._run, asked.parameters
         before, epochs = trainer.state.max_steps, wanted.get("epochs")
-        total = wanted.get("max_steps") or math.ceil(epochs * run.steps_in_a_pass)
+        total = wanted.get("max_steps") or math.ceil((epochs or 0) * run.steps_in_a_pass)
         total = max(total, run.config.min_steps or 0)
         if total <= before:
             raise Refused(f"The run trains {before} steps already, and this would be {total}; request more.")
         stop = run.config.stop_at_step
         # An action of an earlier attempt is repeated in any case, or this one would have a different schedule.
-        if "step" not in asked and stop is not None and run.state.first_step < stop < total:
+        if asked.step is None and stop is not None and run.state.first_step < stop < total:
             raise Refused(f"The run ends at step {stop}, which is its `stop_at_step`, and not at step {total}.")
         changed = {"max_steps": total} if epochs is None else {"max_steps": None, "epochs": epochs}
         next_rate = self._change(total_steps=total, **changed)
@@ -236,18 +234,18 @@ class Actions:
 
     # Sampling
 
-    def _sample(self, asked: Asked, _control: TrainerControl) -> None:
+    def _sample(self, asked: ActionRequest, _control: TrainerControl) -> None:
         step = self._trainer.state.global_step
         try:
-            texts = sampling.write(self._trainer, **asked["parameters"])
+            texts = sampling.write(self._trainer, **asked.parameters)
         except Stopped:
             return  # handled after the next step; the request stays pending for the next attempt
         except Exception as error:  # training continues after any failure
             reason = _describe_error(error)
             return self._answer(asked, "failed", message=f"Sampling failed: {reason}. Training continues.")
-        pairs = list(zip(asked["parameters"]["prompts"], texts, strict=True))
+        pairs = list(zip(asked.parameters["prompts"], texts, strict=True))
         for prompt, text in pairs:
-            self._run.report.sample(step, prompt, text, action_id=asked["id"])
+            self._run.report.sample(step, prompt, text, action_id=asked.id)
         samples = [{"prompt": prompt, "completion": text} for prompt, text in pairs]
         self._answer(asked, "done", result={"samples": samples})
 

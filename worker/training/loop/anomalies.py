@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import torch
 
+from app.contracts.repair import Repair
+from app.contracts.trainer import AnomalyDetails, RepairProposal
 from app.contracts.training_config.fields import TrainingConfig
 from worker.training.failures import TrainingFailure
 from worker.training.trainer_protocol import ServiceTrainer
@@ -43,15 +45,15 @@ class Anomaly:
 class AnomalyGuard:
     """Checks the steps of one attempt, and knows which of them earlier attempts found to be bad."""
 
-    def __init__(self, config: TrainingConfig, job: dict[str, Any]) -> None:
+    def __init__(self, config: TrainingConfig, repairs: Sequence[Repair]) -> None:
         options = config.trainer_options
         self._policies = {"non_finite": config.on_non_finite, "loss_spike": config.on_spike}
         self._threshold = options.spike_threshold
         self._max_rewinds = options.max_rewinds
-        earlier = [one for one in job.get("repairs", ()) if one["kind"] in _CODES]
+        earlier = [one for one in repairs if one.kind in _CODES]
         self._rewinds = len(earlier)
-        self._steps = {int(one["step"]) for one in earlier}
-        self._rows = {int(row) for one in earlier for row in one["singled_out"]}
+        self._steps = {one.step for one in earlier}
+        self._rows = {row for one in earlier for row in one.singled_out}
 
     def take_over(self, rows: Iterable[int]) -> None:
         """Add the bad rows found by the run from whose checkpoint this one continues."""
@@ -87,7 +89,10 @@ class AnomalyGuard:
         singled_out = _anomalous_rows(trainer, trouble, rows)
         summary = f"At step {step} {trouble.says}. {_describe_rows(rows, singled_out)}"
         wants, field = self._policies[trouble.kind] == "rewind", f"on_{trouble.kind.removeprefix('loss_')}"
-        code = _CODES[trouble.kind]
+        code, details = (
+            _CODES[trouble.kind],
+            AnomalyDetails(summary=summary, in_evaluation=False, singled_out=singled_out),
+        )
         if not wants:
             kept = trainer.saving.kept_step
             again, back = ("Resumed", f"the checkpoint of step {kept}") if kept else ("Created again", "its start")
@@ -95,15 +100,22 @@ class AnomalyGuard:
                 code,
                 f'{summary} Look at these rows, or lower `learning_rate`. {again} with `{field}` set to "rewind", a '
                 f"run goes back to {back} by itself and skips such steps.",
+                details=details,
             )
         if self._rewinds >= self._max_rewinds:
             return TrainingFailure(
                 code,
                 f"{summary} The run has gone back {self._rewinds} times already, the maximum set by "
                 "`extra.max_rewinds`. Look at these rows, or lower `learning_rate`.",
+                details=details,
             )
-        repair = {"kind": trouble.kind, "step": step, "rows": rows[:_ROWS_NAMED], "singled_out": singled_out}
-        return TrainingFailure(code, summary, repair)
+        repair: RepairProposal = {
+            "kind": trouble.kind,
+            "step": step,
+            "rows": rows[:_ROWS_NAMED],
+            "singled_out": singled_out,
+        }
+        return TrainingFailure(code, summary, repair, details)
 
 
 def _limit(recent: Sequence[float], threshold: float) -> float:

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from app.contracts.trainer import AnomalyDetails
 from worker.training.context import TrainingContext
 from worker.training.failures import TrainingFailure
 from worker.training.trainer_protocol import ServiceTrainer
@@ -24,7 +25,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         self.trainer.throughput.begin(self.trainer.trained_tokens())
         self.run.report.phase("training", start_step=state.global_step, total_steps=state.max_steps)
         if self.run.stop_requested is not None:
-            self.trainer.end_early(self.run.stop_requested.why, save=False)
+            self.trainer.end_early(self.run.stop_requested.why, "discard")
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._step_began = time.monotonic()
@@ -59,9 +60,9 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         limit = run.state.limit_reached(run.config, step) or self.trainer.actions.epoch_is_over()
         stop = run.stop_requested
         if stop is not None and (limit is None or stop.why == "stop"):
-            self.trainer.end_early(stop.why, stop.save, stop.finish)
+            self.trainer.end_early(stop.why, stop.mode)
         elif limit is not None:  # also during a drain: another attempt would train past the limit
-            self.trainer.end_early(limit, save=True)
+            self.trainer.end_early(limit, "checkpoint")
         else:
             self.trainer.actions.take(control)
 
@@ -88,10 +89,11 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
                 run.state.objective, run.state.eval_step = found, state.global_step
             return
         if not math.isfinite(found):
+            summary = f"`{name}` of the evaluation at step {state.global_step} is {found}."
             raise TrainingFailure(
                 "non_finite_loss",
-                f"`{name}` of the evaluation at step {state.global_step} is {found}. Lower `learning_rate`, or "
-                "check the evaluation data.",
+                f"{summary} Lower `learning_rate`, or check the evaluation data.",
+                details=AnomalyDetails(summary=summary, in_evaluation=True, singled_out=[]),
             )
         is_best = run.state.evaluate(found, state.global_step, run.method.higher_is_better)
         if is_best and not control.should_save and state.global_step > 0:  # step 0 is the base model
@@ -100,7 +102,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         patience = run.config.early_stopping_patience
         patient = patience is None or run.state.evals_without_gain < patience
         if not patient and state.global_step < state.max_steps:
-            self.trainer.end_early("early_stopping", save=True)
+            self.trainer.end_early("early_stopping", "checkpoint")
             run.save_kind = "final"
 
     def on_log(

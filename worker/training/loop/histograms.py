@@ -70,15 +70,14 @@ class HistogramCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self._run.report.message(
             f"Distributions of weights and gradients, every {self._every} steps, are saved with the output as "
-            f"`{DISTRIBUTIONS}`; each time there are more than {MOST_RECORDS[DISTRIBUTIONS]:,} records, every second "
-            "one is dropped."
+            f"`{DISTRIBUTIONS}`, the first {MOST_RECORDS[DISTRIBUTIONS]:,} of them."
         )
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any, **_: Any
     ) -> None:
         step = state.global_step + 1
-        if step % self._every or not self._run.distributions.wants(step):
+        if step % self._every or self._run.distributions.is_full:
             return
         groups: dict[str, dict[str, Histogram]] = {}
         # Without clipping, float16 gradients are not unscaled before the optimizer step.
@@ -93,7 +92,7 @@ class HistogramCallback(TrainerCallback):  # type: ignore[misc]
             self._run.report.alive()
         recorded = {group: {of: one.told() for of, one in found.items()} for group, found in groups.items()}
         edges = [None, *EDGES[1:]]  # JSON has no infinity
-        self._run.distributions.append({"step": step, "edges": edges, "groups": recorded})
+        self._run.profile(self._run.distributions, {"step": step, "edges": edges, "groups": recorded})
 
 
 def _finite(number: float) -> float | None:

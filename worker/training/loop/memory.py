@@ -1,4 +1,4 @@
-"""Memory of a run: current and peak for every metric, and on request of every step as a file."""
+"""Memory of a run: current and peak for every metric, and on request of each step as a file."""
 
 import json
 import resource
@@ -54,7 +54,7 @@ class GpuMemory:
 
 
 class MemoryProfiler(TrainerCallback):  # type: ignore[misc]
-    """Records the memory of every step: forward and backward together, and the optimizer.
+    """Records the memory of each step: forward and backward together, and the optimizer.
 
     On a GPU allocated, reserved and peak memory; on a CPU the resident memory of the process.
     """
@@ -70,8 +70,7 @@ class MemoryProfiler(TrainerCallback):  # type: ignore[misc]
         if self._every_allocation:
             torch.cuda.memory._record_memory_history(max_entries=_MAX_ALLOCATIONS)
         self._run.report.message(
-            f"The memory of every step is saved with the output as `{PROFILE}` (each time there are more than "
-            f"{MOST_RECORDS[MEMORY]:,} records, every second one is dropped)"
+            f"The memory of the first {MOST_RECORDS[MEMORY]:,} steps is saved with the output as `{PROFILE}`"
             + (f", and the last {_MAX_ALLOCATIONS:,} allocations as `{SNAPSHOT}`." if self._every_allocation else ".")
         )
 
@@ -83,7 +82,8 @@ class MemoryProfiler(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         phases = {"forward_backward": self._forward_backward, "optimizer": self._now()}
-        self._run.memory.append({"step": state.global_step, "attempt": self._run.job["attempt"], **phases})
+        record = {"step": state.global_step, "attempt": self._run.job.attempt, **phases}
+        self._run.profile(self._run.memory, record)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         if self._every_allocation:

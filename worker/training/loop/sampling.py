@@ -70,8 +70,8 @@ class _HeartbeatAndStop(StoppingCriteria):  # type: ignore[misc]
 
 def _is_chat(run: TrainingContext) -> bool:
     if not run.method.is_supervised:
-        return is_conversational(run.job["dataset"]["path"])
-    return bool(run.job["dataset"]["format"] == "chat")
+        return is_conversational(str(run.job.dataset.path))
+    return run.job.dataset.format == "chat"
 
 
 def _render(run: TrainingContext, tokenizer: Any, prompt: str) -> str:

@@ -11,7 +11,7 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 
-from app.contracts.stop import StopRequest
+from app.contracts.stop import StopMode, StopRequest
 from app.contracts.training_config.resolution import Replacement
 from worker.training.checkpointing import fidelity_check, saver
 from worker.training.context import TrainingContext
@@ -59,7 +59,7 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
         self.replaced: list[Replacement] = []
         self.throughput = Throughput()
         self.gpu_memory = GpuMemory()
-        self.guard = AnomalyGuard(run.config, run.job)
+        self.guard = AnomalyGuard(run.config, run.job.auto_repairs)
         self.passes_over = False
         """True if an earlier attempt found the current step to be bad: it then changes nothing."""
         self._eval_batches = 0
@@ -215,8 +215,8 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
             self.control.should_evaluate = False
             self.control.should_training_stop = True
             if self.state.global_step < self.state.max_steps:
-                request = run.stop_requested or StopRequest(save=False, why="stop")
-                self.end_early(request.why, request.save, request.finish)
+                request = run.stop_requested or StopRequest("discard")
+                self.end_early(request.why, request.mode)
             return {}
         except Exception as error:
             if is_due:
@@ -233,17 +233,14 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
             run.report.phase("training")
         return dict(metrics)
 
-    def end_early(self, why: str, save: bool, finish: bool = False) -> None:
-        """End training after the current step, with a checkpoint of it or without.
-
-        Without one, a checkpoint that is being written is abandoned too, unless `finish` is set.
-        """
+    def end_early(self, why: str, mode: StopMode) -> None:
+        """End training after the current step, with what the stop mode saves: `checkpoint`, `best` or `discard`."""
         run, control = self.run, self.control
         run.ended_by = run.state.ended_by = why
         run.save_kind = "stop"
         control.should_training_stop = True
-        control.should_save = save
-        if not (save or finish):
+        control.should_save = mode == "checkpoint"
+        if mode == "discard":
             self.saving.in_flight.abandon()
         if control.should_evaluate:
             # The evaluation that is due is left to the resumed run, which does it first.
@@ -302,7 +299,7 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
     def go_on_from(self, folder: Path) -> None:
         """Restore the run's state from a checkpoint; call before `train(resume_from_checkpoint=…)`."""
         self.saved_step = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)).global_step
-        self.run.state = RunState.load(folder, str(self.run.job["run_id"]), self.saved_step)
+        self.run.state = RunState.load(folder, self.run.job.run_id, self.saved_step)
         self.guard.take_over(self.run.state.bad_rows)
         for history in self.run.histories:
             history.begin(folder)

@@ -9,6 +9,8 @@ from datasets import Dataset
 from trl import DPOConfig, DPOTrainer
 from trl.trainer import dpo_trainer
 
+from app.contracts.job import DataSource
+from app.contracts.trainer import TrainingResult
 from app.contracts.training_config.resolution import Replacement
 from worker.training.context import TrainingContext
 from worker.training.data import dataset as data
@@ -58,7 +60,7 @@ class PreferenceTrainer(ServiceTrainerMixin, DPOTrainer):  # type: ignore[misc]
         return super().compute_ref_log_probs(model, inputs)
 
 
-def train(run: TrainingContext, replaced: list[Replacement]) -> dict[str, Any]:
+def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
     """Train one run to its end or to a stop, and return the fields of its result record.
 
     Raises:
@@ -73,7 +75,7 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> dict[str, Any]:
 
     cache = preparation.token_cache(run)
 
-    def read(source: dict[str, Any], chosen: list[int] | None, purpose: preparation.Purpose) -> Pairs:
+    def read(source: DataSource, chosen: list[int] | None, purpose: preparation.Purpose) -> Pairs:
         rows = preparation.pairs_of(run, cache, source, chosen, purpose)
         return preferences.preferences(rows, tokenizer, max_length=max_length, truncation_mode=config.truncation_mode)
 

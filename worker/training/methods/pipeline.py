@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from app.contracts.trainer import TrainingResult
 from app.contracts.training_config.resolution import Replacement
 from worker.checkpoint_files import resume_fidelity
 from worker.training.context import TrainingContext
@@ -144,12 +145,12 @@ def train(trainer: ServiceTrainerMixin) -> None:
                 history.begin(None)
             trainer.train()
         else:
-            _resume(trainer, Path(run.resume_from["path"]))
+            _resume(trainer, run.resume_from.path)
     if trainer.state.global_step >= trainer.args.max_steps:  # `max_steps` grows if the run is extended
         run.ended_by = None
 
 
-def finish(trainer: ServiceTrainerMixin, start: BaseModelSource, facts: dict[str, Any]) -> dict[str, Any]:
+def finish(trainer: ServiceTrainerMixin, start: BaseModelSource, facts: dict[str, Any]) -> TrainingResult:
     """Export and push the output if training is over, and return the fields of the result record."""
     run, state = trainer.run, trainer.run.state
     output = export(trainer, start, facts) if run.ended_by in _EXPORTS and not run.is_probe else None
@@ -186,11 +187,11 @@ def _resume(trainer: ServiceTrainerMixin, checkpoint: Path) -> None:
 
 
 def _fingerprint(run: TrainingContext, found: BaseModelSource, facts: dict[str, Any]) -> dict[str, Any]:
-    held_out = run.job.get("eval_dataset")
+    held_out = run.job.eval_dataset
     return {
         "base_model": found.identity,
-        "dataset": run.job["dataset"].get("sha256"),
-        "eval_dataset": held_out.get("sha256") if held_out else None,
+        "dataset": run.job.dataset.sha256,
+        "eval_dataset": held_out.sha256 if held_out else None,
         "reward_models": facts.get("reward_models"),
         resume_fidelity.BATCH_SIZE: run.config.batch_size,
         "weights": facts["weights_dtype"],
@@ -202,5 +203,5 @@ def _differences(run: TrainingContext) -> list[str]:
     """Return the reasons why this attempt may not continue exactly from the checkpoint."""
     if run.resume_from is None:
         return []
-    found = resume_fidelity.fingerprint_differences(Path(run.resume_from["path"]), run.fingerprint)
+    found = resume_fidelity.fingerprint_differences(run.resume_from.path, run.fingerprint)
     return [*found, resume_fidelity.ON_A_GPU] if run.machine.kind == "cuda" else found

@@ -3,13 +3,13 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 import transformers
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from app.contracts.job import DataSource
 from app.contracts.training_config.resolution import Replacement
 from worker.training.checkpointing import saver
 from worker.training.context import TrainingContext
@@ -58,7 +58,7 @@ class Rows(Protocol):
 
 
 Some = TypeVar("Some", bound=Rows)
-Read = Callable[[dict[str, Any], list[int] | None, Purpose], Some]
+Read = Callable[[DataSource, list[int] | None, Purpose], Some]
 """Function that prepares the rows with these numbers (None: all) of a dataset for training."""
 
 
@@ -73,7 +73,7 @@ def prepare_start(run: TrainingContext) -> tuple[BaseModelSource, PreTrainedToke
     fetch(run)
     resume = run.resume_from
     if resume is not None:
-        saver.check(Path(resume["path"]), resume["manifest_sha256"], run.report.alive)
+        saver.check(resume.path, resume.manifest_sha256, run.report.alive)
     run.report.phase("loading")
     run.report.progress("loading", 0, 2, "tokenizer and configuration")
     found = base_model.find_base(run.job, run.config)
@@ -136,11 +136,11 @@ def read_data(run: TrainingContext, read: Read[Some]) -> tuple[Some, Some | None
         TrainingFailure: `bad_data` that names the rows.
     """
     run.report.phase("tokenizing")
-    config, source, other = run.config, run.job["dataset"], run.job.get("eval_dataset")
+    config, source, other = run.config, run.job.dataset, run.job.eval_dataset
     try:
         chosen = held = None
         if config.eval_split > 0:
-            chosen, held = data.split(count_rows(source["path"]), config.eval_split, config.seed)
+            chosen, held = data.split(count_rows(str(source.path)), config.eval_split, config.seed)
         training = read(source, chosen, "training")
         rest = source if held else other
         held_out = read(rest, held, "evaluation") if rest else None
@@ -162,7 +162,7 @@ def training_rows(run: TrainingContext, training: Rows) -> Dataset:
 
 def chat_template_if_needed(run: TrainingContext, tokenizer: PreTrainedTokenizerBase) -> None:
     """Call `chat_template` if the pairs or prompts of a dataset are messages."""
-    if any(is_conversational(one["path"]) for one in (run.job["dataset"], run.job.get("eval_dataset")) if one):
+    if any(is_conversational(str(one.path)) for one in (run.job.dataset, run.job.eval_dataset) if one):
         chat_template(run, tokenizer)
 
 
@@ -175,10 +175,10 @@ def cache_messages(run: TrainingContext, *some: Rows | None) -> dict[str, str]:
 
 
 def pairs_of(
-    run: TrainingContext, cache: TokenCache, source: dict[str, Any], chosen: list[int] | None, purpose: Purpose
+    run: TrainingContext, cache: TokenCache, source: DataSource, chosen: list[int] | None, purpose: Purpose
 ) -> Source:
     """Describe the rows of a dataset for `worker.training.data.preferences`."""
-    return Source(source["path"], source.get("sha256"), chosen, purpose, tokenizing(run), cache)
+    return Source(str(source.path), source.sha256, chosen, purpose, tokenizing(run), cache)
 
 
 def token_cache(run: TrainingContext) -> TokenCache:
@@ -228,7 +228,7 @@ def load(
     """Load the model onto its device, and check that it has an embedding for every token of the data."""
     if start.from_scratch and run.resume_from is None:
         run.report.message(
-            f"The folder {run.job['base_model']['name']} contains no weights: they are initialized randomly with "
+            f"The folder {run.job.base_model.name} contains no weights: they are initialized randomly with "
             f"seed {run.config.seed}, and the model is trained from scratch."
         )
     with heartbeat_while_growing(run.report.alive, start.folder):

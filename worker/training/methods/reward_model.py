@@ -1,10 +1,12 @@
 """Reward models (`reward`): pairs → model with a scalar head → trainer → run info → train → export."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from trl import RewardConfig, RewardTrainer
 
+from app.contracts.job import DataSource
+from app.contracts.trainer import TrainingResult
 from app.contracts.training_config.resolution import Replacement
 from worker.training.context import TrainingContext
 from worker.training.data import dataset, preferences
@@ -29,7 +31,7 @@ class RewardModelTrainer(ServiceTrainerMixin, RewardTrainer):  # type: ignore[mi
         return tokens_of_a_row / 2
 
 
-def train(run: TrainingContext, replaced: list[Replacement]) -> dict[str, Any]:
+def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
     """Train one run to its end or to a stop, and return the fields of its result record.
 
     Raises:
@@ -44,7 +46,7 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> dict[str, Any]:
 
     cache = preparation.token_cache(run)
 
-    def read(source: dict[str, Any], chosen: list[int] | None, purpose: preparation.Purpose) -> Pairs:
+    def read(source: DataSource, chosen: list[int] | None, purpose: preparation.Purpose) -> Pairs:
         return preferences.comparisons(
             preparation.pairs_of(run, cache, source, chosen, purpose), tokenizer, max_length=max_length
         )

@@ -8,7 +8,9 @@ import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
+from app.contracts.job import DataSource
 from app.contracts.rewards import names
+from app.contracts.trainer import TrainingResult
 from app.contracts.training_config.resolution import Replacement
 from worker.training import rewards
 from worker.training.context import TrainingContext
@@ -133,7 +135,7 @@ class LeaveOneOutTrainer(RewardedTrainer, RLOOTrainer):  # type: ignore[misc]
     """REINFORCE with the mean reward of the other completions as baseline."""
 
 
-def train(run: TrainingContext, replaced: list[Replacement]) -> dict[str, Any]:
+def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
     """Train one run to its end or to a stop, and return the fields of its result record.
 
     Raises:
@@ -152,7 +154,7 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> dict[str, Any]:
             f"have at most {max_length} tokens: lower it.",
         )
 
-    def read(source: dict[str, Any], chosen: list[int] | None, purpose: preparation.Purpose) -> Pairs:
+    def read(source: DataSource, chosen: list[int] | None, purpose: preparation.Purpose) -> Pairs:
         rows = preparation.pairs_of(run, TokenCache(), source, chosen, purpose)
         return preferences.prompts(rows, tokenizer, max_length=longest_prompt, compared_by=wanted.rewards)
 
@@ -220,7 +222,7 @@ def _rewards(run: TrainingContext, tokenizer: Any, max_length: int) -> list[Any]
     wanted = run.config.rlhf.rewards
     warn = partial(run.report.message, level="warning")
     checks = iter(rewards.build_reward_functions(wanted, tokenizer, run.report.alive, warn))
-    located = iter(run.job.get("reward_models", ()))
+    located = iter(run.job.reward_models)
     return [
         RewardScorer(next(located), name, run, max_length)
         if one.type == "model"

@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 import torch
 from trl import SFTConfig, SFTTrainer
 
+from app.contracts.job import DataSource
+from app.contracts.trainer import TrainingResult
 from app.contracts.training_config.resolution import Replacement
 from worker.training.context import TrainingContext
 from worker.training.data import dataset
@@ -50,7 +52,7 @@ class SupervisedTrainer(ServiceTrainerMixin, SFTTrainer):  # type: ignore[misc]
 
 def train(
     run: TrainingContext, replaced: list[Replacement], trainer_class: type[SupervisedTrainer] = SupervisedTrainer
-) -> dict[str, Any]:
+) -> TrainingResult:
     """Train one run to its end or to a stop, and return the fields of its result record.
 
     A recipe installed by the operator may pass another trainer class.
@@ -63,15 +65,15 @@ def train(
     found, tokenizer = preparation.prepare_start(run)
     max_length = preparation.longest(run, found, tokenizer, replaced)
     config = run.config
-    if "chat" in {one["format"] for one in (run.job["dataset"], run.job.get("eval_dataset")) if one}:
+    if "chat" in {one.format for one in (run.job.dataset, run.job.eval_dataset) if one}:
         preparation.chat_template(run, tokenizer)
 
     cache = preparation.token_cache(run)
 
-    def read(source: dict[str, Any], chosen: list[int] | None, purpose: preparation.Purpose) -> Tokens:
+    def read(source: DataSource, chosen: list[int] | None, purpose: preparation.Purpose) -> Tokens:
         return dataset.tokenize(
-            source["path"], source["format"], tokenizer, config, max_length=max_length, chosen=chosen,
-            purpose=purpose, progress=preparation.tokenizing(run), sha256=source.get("sha256"), cache=cache,
+            str(source.path), source.format, tokenizer, config, max_length=max_length, chosen=chosen,
+            purpose=purpose, progress=preparation.tokenizing(run), sha256=source.sha256, cache=cache,
         )  # fmt: skip
 
     training, held_out = preparation.read_data(run, read)

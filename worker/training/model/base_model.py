@@ -15,6 +15,7 @@ from peft import PeftConfig, PeftModel
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from app.contracts.job import JobSpec, ModelSource
 from app.contracts.methods import METHODS
 from app.contracts.training_config.fields import TrainingConfig
 from worker.checkpoint_files import resume_fidelity
@@ -58,41 +59,41 @@ class BaseModelSource:
         return Path(HF_HUB_CACHE) / repo_folder_name(repo_id=self.source, repo_type="model")
 
 
-def find_base(job: dict[str, Any], config: TrainingConfig) -> BaseModelSource:
+def find_base(job: JobSpec, config: TrainingConfig) -> BaseModelSource:
     """Locate the base model and pin its identity: a hub model to one commit, for all its parts.
 
     Raises:
         TrainingFailure: `model_not_found` or `config_error`.
     """
-    named, options = job["base_model"], _options(job)
-    if named.get("path") is None:
-        return _pin(named["hub"], options, named.get("revision") or config.revision)
-    folder = Path(named["path"])
+    named, options = job.base_model, _options(job)
+    if named.path is None:
+        return _pin(named.hub or named.name, options, named.revision or config.revision)
+    folder = named.path
     if config.revision is not None:
         raise TrainingFailure("config_error", "`revision` applies to hub models only, and the base model is a folder.")
     if not folder.is_dir():
-        raise TrainingFailure("model_not_found", f"The base model {named['name']} no longer exists.")
+        raise TrainingFailure("model_not_found", f"The base model {named.name} no longer exists.")
     if (folder / ADAPTER_CONFIG).is_file():
-        return _adapter_base(folder, named["name"], options)
+        return _adapter_base(folder, named.name, options)
     return replace(
         _pin(str(folder), options, None),
-        from_scratch=_has_no_weights(folder, named["name"], config),
+        from_scratch=_has_no_weights(folder, named.name, config),
     )
 
 
-def find_reward_model(job: dict[str, Any], named: dict[str, Any]) -> BaseModelSource:
-    """Locate a reward model (name, path, hub, revision) and pin its identity.
+def find_reward_model(job: JobSpec, named: ModelSource) -> BaseModelSource:
+    """Locate a reward model and pin its identity.
 
     Raises:
         TrainingFailure: `model_not_found` or `config_error`.
     """
-    if named.get("path") is None:
-        return _pin(named["hub"], _options(job), named.get("revision"))
-    folder = Path(named["path"])
+    if named.path is None:
+        return _pin(named.hub or named.name, _options(job), named.revision)
+    folder = named.path
     if not folder.is_dir():
-        raise TrainingFailure("model_not_found", f"The reward model {named['name']} no longer exists.")
+        raise TrainingFailure("model_not_found", f"The reward model {named.name} no longer exists.")
     if (folder / ADAPTER_CONFIG).is_file():
-        return _adapter_base(folder, named["name"], _options(job))
+        return _adapter_base(folder, named.name, _options(job))
     return _pin(str(folder), _options(job), None)
 
 
@@ -137,11 +138,8 @@ def load_tokenizer(base: BaseModelSource) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _options(job: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "local_files_only": bool(job.get("offline")),
-        "trust_remote_code": bool(job.get("trust_remote_code")),
-    }
+def _options(job: JobSpec) -> dict[str, Any]:
+    return {"local_files_only": not job.hub_allowed, "trust_remote_code": job.trust_remote_code}
 
 
 def load_failure(error: Exception, source: str, what: str) -> TrainingFailure:

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 from trl.trainer.reward_trainer import suppress_seqcls_warning
 
+from app.contracts.device import AssignedDevice
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.rules import DeviceCapabilities
 from worker.training.failures import TrainingFailure
@@ -32,9 +33,9 @@ SCORE = "score"
 """Name of the layer that computes the one number of a text."""
 
 
-def machine_of(device: dict[str, Any] | None) -> DeviceCapabilities:
+def machine_of(device: AssignedDevice | None) -> DeviceCapabilities:
     """Return the capabilities of this job's device; None: a GPU if there is one."""
-    kind = device["kind"] if device else ("cuda" if torch.cuda.is_available() else "cpu")
+    kind = device.kind if device else ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cpu":
         return DeviceCapabilities(kind="cpu", bf16=True)
     if not torch.cuda.is_available():

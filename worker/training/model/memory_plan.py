@@ -37,7 +37,7 @@ def choose_checkpointing(
 def _choose(run: TrainingContext, found: BaseModelSource, length: int, rows: int) -> tuple[memory_planner.Value, str]:
     if run.machine.kind == "cpu":
         return False, "On a CPU it costs time and saves memory that is not scarce."
-    if any(one["kind"] == "out_of_memory" for one in run.job.get("repairs", ())):
+    if any(one.kind == "out_of_memory" for one in run.job.auto_repairs):
         return True, "An earlier attempt ran out of memory, so every layer is recomputed."
     if run.config.trainer_options.model_factory is not None:
         return True, "The model of a model factory is not known in advance, so every layer is recomputed."

@@ -7,6 +7,7 @@ from peft import PeftConfig, PeftModel
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 from trl.trainer.reward_trainer import suppress_seqcls_warning
 
+from app.contracts.job import ModelSource
 from worker.training.context import TrainingContext
 from worker.training.data.chat_template import ensure_template
 from worker.training.failures import TrainingFailure
@@ -20,8 +21,8 @@ _TEXTS_AT_ONCE = 8
 class RewardScorer:
     """Scorer of completions, called as TRL calls a reward function."""
 
-    def __init__(self, named: dict[str, Any], name: str, run: TrainingContext, max_length: int) -> None:
-        """Load the model described by `named` (name, path, hub, revision) onto the run's device, frozen.
+    def __init__(self, named: ModelSource, name: str, run: TrainingContext, max_length: int) -> None:
+        """Load the model described by `named` onto the run's device, frozen.
 
         It must accept texts of up to `max_length` tokens.
 
@@ -30,7 +31,7 @@ class RewardScorer:
         """
         self.__name__ = name
         self._run, self._alive = run, run.report.alive
-        self._named = str(named["name"])
+        self._named = named.name
         found = base_model.find_reward_model(run.job, named)
         self.identity = found.identity
         """Fingerprint of the weights."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, constants, get_token
 
+from app.contracts.trainer import HubPush
 from worker.training.context import TrainingContext
 from worker.training.failures import Stopped, TrainingFailure
 
@@ -37,7 +38,7 @@ def check(run: TrainingContext) -> None:
             raise TrainingFailure("config_error", refusal)
 
 
-def push(run: TrainingContext, output: Path) -> dict[str, Any] | None:
+def push(run: TrainingContext, output: Path) -> HubPush | None:
     """Upload every file of `output` if the run asks for it, and return the outcome for the result record.
 
     Raises:
@@ -119,7 +120,7 @@ class _Push:
                 return api.create_commit(
                     self._name,
                     list(self._operations()),
-                    commit_message=f"Run {self._run.job['run_id']} of Anneal, attempt {self._run.job['attempt']}",
+                    commit_message=f"Run {self._run.job.run_id} of Anneal, attempt {self._run.job.attempt}",
                 )
             except Exception as error:
                 if pause is None or not _is_transient(error) or self._abandoned.is_set():
@@ -157,17 +158,17 @@ def _pauses() -> Iterator[float | None]:
 
 
 def _refusal(run: TrainingContext) -> str | None:
-    if run.job.get("offline"):
+    if not run.job.hub_allowed:
         return "`push_to_hub` needs the hub, which the operator has disabled on this worker (ANNEAL_ALLOW_HUB)."
     if get_token() is None:
         return "`push_to_hub` needs a token: an admin sets it with `anneal secrets set hf_token`."
     return None
 
 
-def _failed(run: TrainingContext, name: str, why: str) -> dict[str, Any]:
+def _failed(run: TrainingContext, name: str, why: str) -> HubPush:
     run.report.message(
         f"The output was not pushed to {name}: {why}. The run is complete and keeps its output: download it "
-        f"(GET /v1/runs/{run.job['run_id']}/artifacts.tar) and push it with `hf upload {name} <folder>`.",
+        f"(GET /v1/runs/{run.job.run_id}/artifacts.tar) and push it with `hf upload {name} <folder>`.",
         level="error",
     )
     return {"repo": name, "error": why}

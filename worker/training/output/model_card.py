@@ -1,16 +1,16 @@
 """Model card of an output: its base and data, how it was trained, and how to load it."""
 
 import json
-from pathlib import Path
 from typing import Any
 
+from app.contracts.job import JobSpec
 from app.contracts.methods import METHODS
 from app.contracts.training_config.fields import TrainingConfig
 from worker.training.run_state import RunState
 
 
 def model_card(
-    job: dict[str, Any],
+    job: JobSpec,
     config: TrainingConfig,
     facts: dict[str, Any],
     versions: dict[str, str],
@@ -25,8 +25,8 @@ def model_card(
     """
     adapter = config.lora_r is not None
     is_reward_model = METHODS[config.method].has_reward_head
-    name, hub = job["base_model"]["name"], job["base_model"].get("hub")
-    data, held_out = job["dataset"], job.get("eval_dataset")
+    name, hub = job.base_model.name, job.base_model.hub
+    data, held_out = job.dataset, job.eval_dataset
     last = state.last_metric
     figures = {
         "steps": last.get("step"),
@@ -49,7 +49,7 @@ def model_card(
         "",
         f"# {name}, fine-tuned ({config.method})",
         "",
-        f"Trained by Anneal in run `{job['run_id']}`, attempt {job['attempt']}: "
+        f"Trained by Anneal in run `{job.run_id}`, attempt {job.attempt}: "
         + (f"a LoRA adapter on `{name}`." if adapter else f"all weights of `{name}`."),
         "",
         *([f"The base is commit `{facts['base_revision']}`.", ""] if facts.get("base_revision") else []),
@@ -62,11 +62,10 @@ def model_card(
         "",
         "## Data",
         "",
-        f"- training: `{data.get('id', Path(data['path']).name)}`, format {data['format']}, {data.get('rows')} rows, "
-        f"sha256 `{data.get('sha256')}`",
+        f"- training: `{data.id}`, format {data.format}, {data.rows} rows, sha256 `{data.sha256}`",
     ]
     if held_out:
-        lines.append(f"- evaluation: `{held_out.get('id')}`, {held_out.get('rows')} rows")
+        lines.append(f"- evaluation: `{held_out.id}`, {held_out.rows} rows")
     elif config.eval_split:
         lines.append(f"- evaluation: {config.eval_split:.1%} of the rows, held out by seed {config.seed}")
     lines += ["", "## Figures", "", "| figure | value |", "|---|---|"]

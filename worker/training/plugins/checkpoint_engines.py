@@ -118,9 +118,9 @@ def keep(run: TrainingContext, folder: Path) -> None:
 def fetch(run: TrainingContext) -> None:
     """Restore a checkpoint that is missing from its folder into this attempt's folder; its hashes are checked next."""
     plugin, resume = run.config.trainer_options.checkpoint_engine, run.resume_from
-    if plugin is None or resume is None or Path(resume["path"]).exists():
+    if plugin is None or resume is None or resume.path.exists():
         return
-    place = Path(resume["path"])
+    place = resume.path
     target = run.folder / f".{place.name}.fetched"
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
@@ -135,7 +135,7 @@ def fetch(run: TrainingContext) -> None:
             f"{place.name} was missing from its folder and was restored from the replica of `{plugin.type}`.",
             level="warning",
         )
-        run.job["resume_from"] = {**resume, "path": str(target)}
+        run.job = run.job.model_copy(update={"resume_from": resume.model_copy(update={"path": target})})
 
 
 def _engine(plugin: Plugin) -> CheckpointEngine:

@@ -6,15 +6,16 @@ The protocols define each kind; docs/guides/plugins.md has an example of each.
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from transformers import PreTrainedModel
 
+from app.contracts.job import DataSource
 from app.contracts.plugins import Plugin, named
 from app.contracts.rewards import PluginReward
+from app.contracts.trainer import TrainingResult
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.resolution import Replacement
 from worker.training.context import TrainingContext
@@ -38,7 +39,7 @@ def check(config: TrainingConfig) -> None:
             registry.load(kind, name)
 
 
-def train(run: TrainingContext, replaced: list[Replacement], plugin: Plugin) -> dict[str, Any]:
+def train(run: TrainingContext, replaced: list[Replacement], plugin: Plugin) -> TrainingResult:
     """Train with an installed recipe, and return the fields of the result record."""
     name = plugin.type
     result = registry.load("recipe", name)(run, replaced, **plugin.parameters)
@@ -48,7 +49,7 @@ def train(run: TrainingContext, replaced: list[Replacement], plugin: Plugin) -> 
         )
     if unknown := sorted(map(str, result.keys() - _RESULT)):
         raise registry.wrong("recipe", name, f"returned fields that a result does not have: {', '.join(unknown)}")
-    return result
+    return cast(TrainingResult, result)
 
 
 def take_rows(run: TrainingContext) -> None:
@@ -56,9 +57,11 @@ def take_rows(run: TrainingContext) -> None:
     plugin = run.config.trainer_options.data_source
     if plugin is None:
         return
-    for field, purpose in (("dataset", "training"), ("eval_dataset", "evaluation")):
-        if run.job.get(field):
-            run.job[field] = {**run.job[field], **_write_rows(run, plugin, Path(run.job[field]["path"]), purpose)}
+    job = run.job
+    changes = {"dataset": _write_rows(run, plugin, job.dataset, "training")}
+    if job.eval_dataset is not None:
+        changes["eval_dataset"] = _write_rows(run, plugin, job.eval_dataset, "evaluation")
+    run.job = job.model_copy(update=changes)
 
 
 def drop_rows(run: TrainingContext) -> None:
@@ -67,9 +70,9 @@ def drop_rows(run: TrainingContext) -> None:
         path.unlink()
 
 
-def _write_rows(run: TrainingContext, plugin: Plugin, path: Path, purpose: str) -> dict[str, Any]:
+def _write_rows(run: TrainingContext, plugin: Plugin, source: DataSource, purpose: str) -> DataSource:
     kind, name = "data_source", plugin.type
-    rows = registry.call(kind, name, path, purpose=purpose, **plugin.parameters)
+    rows = registry.call(kind, name, source.path, purpose=purpose, **plugin.parameters)
     if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
         raise registry.wrong(kind, name, f"returned a {type(rows).__name__}, not rows to iterate over")
     digest, count, target = hashlib.sha256(), 0, run.folder / f"rows-{purpose}.jsonl"
@@ -98,7 +101,7 @@ def _write_rows(run: TrainingContext, plugin: Plugin, path: Path, purpose: str) 
                 run.heed_stop()
     if count == 0:
         raise registry.wrong(kind, name, f"returned no rows of the {purpose} data")
-    return {"path": str(target), "rows": count, "sha256": digest.hexdigest()}
+    return source.model_copy(update={"path": target, "rows": count, "sha256": digest.hexdigest()})
 
 
 def model(run: TrainingContext, load: Callable[[], PreTrainedModel]) -> PreTrainedModel:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import psutil
 
+from app.contracts.job import JobSpec
 from worker.training.run_state import METRICS
 
 Status = Literal["completed", "failed", "cancelled", "pending"]
@@ -64,16 +65,16 @@ class RunDescription:
     mlflow_uri: str
 
     @classmethod
-    def of(cls, job: Mapping[str, Any], method: str, mlflow_uri: str | None) -> "RunDescription":
-        """Create a description from the job file."""
-        resume = job.get("resume_from")
+    def of(cls, job: JobSpec, method: str, mlflow_uri: str | None) -> "RunDescription":
+        """Create a description from the job."""
+        resume = job.resume_from
         return cls(
-            run_id=str(job["run_id"]),
-            attempt=int(job["attempt"]),
+            run_id=job.run_id,
+            attempt=job.attempt,
             method=str(method),
-            folder=Path(job["output_dir"]),
-            checkpoint=Path(resume["path"]) if resume else None,
-            first_step=int(resume["step"]) if resume else 0,
+            folder=job.attempt_dir,
+            checkpoint=resume.path if resume else None,
+            first_step=resume.step if resume else 0,
             mlflow_uri=mlflow_uri or "",
         )
 

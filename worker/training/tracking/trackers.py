@@ -13,6 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from app.contracts.job import JobSpec
+from app.contracts.trainer import TrainingResult
 from app.contracts.training_config.fields import TrainingConfig
 from worker.training.failures import TrainingFailure
 from worker.training.tracking.clients import Mlflow, RunDescription, Status, TensorBoard, TrackedPoint, Tracker, Wandb
@@ -191,7 +193,7 @@ class Trackers:
             feed.leave(until)
 
 
-def open_trackers(job: Mapping[str, Any], config: TrainingConfig, report: Reporter) -> Trackers:
+def open_trackers(job: JobSpec, config: TrainingConfig, report: Reporter) -> Trackers:
     """Open the trackers that a run reports to; this thread never sends anything itself.
 
     Raises:
@@ -205,7 +207,7 @@ def open_trackers(job: Mapping[str, Any], config: TrainingConfig, report: Report
             f"`report_to` names {', '.join(missing)}, which is not installed on this worker: "
             "run `pip install 'anneal[trackers]'` there, or leave it out.",
         )
-    uri = (job.get("trackers") or {}).get("mlflow_tracking_uri")
+    uri = job.trackers.mlflow_tracking_uri
     if "mlflow" in names and not uri:
         raise TrainingFailure(
             "config_error",
@@ -216,7 +218,7 @@ def open_trackers(job: Mapping[str, Any], config: TrainingConfig, report: Report
     return Trackers([TrackerQueue(name, _KINDS[name](about), report) for name in names], about.folder)
 
 
-def status_after(result: Mapping[str, Any]) -> Status:
+def status_after(result: TrainingResult) -> Status:
     """Return the status of a run after this result of an attempt; a drained run continues elsewhere."""
     outcome, why = result["outcome"], result.get("why")
     if outcome == "completed" or why == "stop_at_step":

@@ -132,7 +132,7 @@ class TestAppend:
             for statement in (
                 machine.begin(run_id, 1, 0, 0.0, 10, None),
                 machine.begin_save(run_id, 1),
-                machine.request_stop(run_id, True),
+                machine.request_stop(run_id, "checkpoint"),
                 machine.end_save(run_id, 1),
             ):
                 with engine.begin() as connection:

@@ -3,15 +3,16 @@
 import random
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 
 import pytest
 
 from app.cli.runs.watch import WatchState, until_asked_again
 from app.contracts.schemas.runs import Prediction
 from app.runs.scheduler import durations
-from app.runs.scheduler.durations import PastAttempt, Timings, Workload
+from app.runs.scheduler.durations import PastAttempt, Timings, TypicalDurations, Workload
 
-TASK = Workload(twin="same", work=16.0, total_steps=1000, evaluate_every=100, save_every=200)
+WORK = Workload(twin="same", work=16.0, total_steps=1000, evaluate_every=100, save_every=200)
 DONE = Timings(
     twin="same", work=16.0, total_steps=1000, step=1000, loading=20.0, training=2000.0, step_seconds=2.0,
     evaluations=9, evaluating=90.0, saves=4, saving=12.0, finishing=30.0,
@@ -20,7 +21,11 @@ HALFWAY = replace(DONE, step=500, training=1500.0, step_seconds=3.0, evaluations
 
 
 def like(*timings: Timings, device: str = "H100") -> list[PastAttempt]:
-    return [PastAttempt(one, device) for one in timings]
+    return [PastAttempt(f"run_{number}", device, one) for number, one in enumerate(timings)]
+
+
+def typical(*timings: Timings, work: Workload = WORK) -> TypicalDurations:
+    return durations.typical_durations(like(*timings), work, "H100")
 
 
 class TestTimeOfAStep:
@@ -49,118 +54,110 @@ class TestTimeOfAStep:
 
 class TestRemaining:
     def test_a_run_on_its_way_goes_by_its_own_speed_and_ends_as_like_runs_do(self) -> None:
-        told = durations.estimate_remaining(TASK, HALFWAY, durations.typical_durations(like(*[DONE] * 3), TASK, "H100"))
+        told = durations.estimate(WORK, HALFWAY, typical(*[DONE] * 3))
         # 500 steps of 3 s, evaluations at 600, 700, 800, 900, saves at 600 and 800, then the end.
         assert told is not None and told.seconds == pytest.approx(500 * 3 + 4 * 10 + 2 * 3 + 30)
         assert (
             told.confidence == "high" and "500 of 1,000 steps left, based on its own speed, 3 s per step" in told.basis
         )
 
-    @pytest.mark.parametrize(("step", "seconds_a_step"), [(0, 2.0), (50, 2.5), (100, 3.0), (400, 3.0)])
-    def test_like_runs_count_less_and_less_until_a_tenth_is_done(self, step: int, seconds_a_step: float) -> None:
-        plain = replace(TASK, evaluate_every=None, save_every=None)
+    @pytest.mark.parametrize(("step", "seconds_a_step"), [(0, 2.0), (50, 2.0), (100, 3.0), (400, 3.0)])
+    def test_twins_give_the_speed_until_a_tenth_is_done(self, step: int, seconds_a_step: float) -> None:
+        plain = replace(WORK, evaluate_every=None, save_every=None)
         so_far = Timings(total_steps=1000, step=step, training=step * 3.0, step_seconds=3.0 if step else None)
-        told = durations.estimate_remaining(plain, so_far, durations.typical_durations(like(DONE), plain))
+        told = durations.estimate(plain, so_far, typical(DONE))
         assert told is not None and told.seconds == pytest.approx((1000 - step) * seconds_a_step + 30)
         assert told.confidence == ("high" if step >= 100 else "medium")
 
-    def test_like_runs_with_other_steps_count_only_at_the_very_first(self) -> None:
-        plain = replace(TASK, evaluate_every=None, save_every=None)
-        others = durations.typical_durations(like(replace(DONE, twin="other", training=90_000.0, finishing=0.0)), plain)
-        for step, seconds_a_step in ((0, 90.0), (10, 46.5), (20, 3.0)):
+    def test_runs_with_other_steps_give_the_speed_until_it_has_its_own(self) -> None:
+        plain = replace(WORK, evaluate_every=None, save_every=None)
+        others = typical(replace(DONE, twin="other", training=90_000.0, finishing=0.0))
+        for step, seconds_a_step in ((0, 90.0), (10, 3.0)):
             so_far = Timings(total_steps=1000, step=step, training=step * 3.0, step_seconds=3.0 if step else None)
-            told = durations.estimate_remaining(plain, so_far, others)
+            told = durations.estimate(plain, so_far, others)
             assert told is not None and told.seconds == pytest.approx((1000 - step) * seconds_a_step)
             assert told.confidence == "low"
 
     def test_without_any_like_run_its_own_speed_has_to_do(self) -> None:
-        told = durations.estimate_remaining(TASK, HALFWAY, None)
+        told = durations.estimate(WORK, HALFWAY, typical())
         assert told is not None and told.confidence == "medium"
-        assert durations.estimate_remaining(TASK, Timings(total_steps=1000), None) is None
+        assert durations.estimate(WORK, Timings(total_steps=1000), typical()) is None
 
     @pytest.mark.parametrize(
         ("change", "seconds"),
         [({"time_limit": 1800.0}, 300.0), ({"time_limit": 1e6}, 1500.0), ({"total_steps": 600}, 300.0)],
     )
     def test_limits_end_it_sooner(self, change: dict[str, float], seconds: float) -> None:
-        plain = replace(TASK, evaluate_every=None, save_every=None)
+        plain = replace(WORK, evaluate_every=None, save_every=None)
         wanted = replace(plain, **change)  # type: ignore[arg-type]
-        told = durations.estimate_remaining(wanted, replace(HALFWAY, saves=0, saving=0.0), None)
+        told = durations.estimate(wanted, replace(HALFWAY, saves=0, saving=0.0), typical())
         assert told is not None and told.seconds == pytest.approx(seconds)
 
     def test_a_repaired_attempt_that_goes_back_has_the_rest_to_do(self) -> None:
-        plain = replace(TASK, evaluate_every=None, save_every=None, next_step=600)
+        plain = replace(WORK, evaluate_every=None, save_every=None, next_step=600)
         again = Timings(total_steps=1000, start_step=200, step=250, training=50.0, step_seconds=1.0)
-        told = durations.estimate_remaining(plain, again, None)
+        told = durations.estimate(plain, again, typical())
         assert told is not None and told.seconds == pytest.approx(750)
 
     def test_what_may_stop_early_is_told_with_less_confidence(self) -> None:
-        told = durations.estimate_remaining(replace(TASK, may_end_early=True), HALFWAY, None)
+        told = durations.estimate(replace(WORK, may_end_early=True), HALFWAY, typical())
         assert told is not None and told.confidence == "low" and "early stopping" in told.basis
 
 
 class TestWhole:
-    def test_twins_are_believed_when_there_are_three_that_agree(self) -> None:
+    def test_twins_make_it_more_than_a_guess(self) -> None:
+        told = durations.estimate(WORK, None, typical(DONE, DONE, replace(DONE, training=2100.0)))
         seconds = 20 + 2000 + 9 * 10 + 4 * 3 + 30
-        sure = durations.estimate_total(
-            TASK, durations.typical_durations(like(DONE, DONE, replace(DONE, training=2100.0)), TASK)
-        )
-        assert sure is not None and (sure.seconds, sure.confidence) == (pytest.approx(seconds), "medium")
-        one = durations.estimate_total(TASK, durations.typical_durations(like(DONE), TASK))
-        assert one is not None and (one.seconds, one.confidence) == (pytest.approx(seconds), "low")
-        wild = [replace(DONE, training=training) for training in (200.0, 2000.0, 8000.0)]
-        assert (
-            getattr(durations.estimate_total(TASK, durations.typical_durations(like(*wild), TASK)), "confidence", "")
-            == "low"
-        )
+        assert told is not None and (told.seconds, told.confidence) == (pytest.approx(seconds), "medium")
+        assert told.basis == "1,000 of 1,000 steps left, based on 3 earlier runs with this configuration"
+        others = durations.estimate(WORK, None, typical(replace(DONE, twin="other")))
+        assert others is not None and (others.seconds, others.confidence) == (pytest.approx(seconds), "low")
 
     def test_runs_with_other_steps_are_scaled_by_the_size_of_a_step(self) -> None:
-        other = like(replace(DONE, twin="other", work=32.0))
-        told = durations.typical_durations(other, TASK)
-        assert told is not None and (told.step_seconds, told.are_twins) == (1.0, False)
+        told = typical(replace(DONE, twin="other", work=32.0))
+        assert (told.step_seconds, told.are_twins) == (1.0, False)
 
     def test_a_twin_on_this_device_says_more_than_others_elsewhere(self) -> None:
         past = [*like(replace(DONE, training=9000.0), device="T4"), *like(DONE), *like(replace(DONE, twin="other"))]
-        found = durations.typical_durations(past, TASK, "H100")
-        assert found is not None and (found.runs, found.step_seconds) == (1, 2.0)
-        elsewhere = durations.typical_durations(past, TASK, "A100")
-        assert elsewhere is not None and (elsewhere.runs, elsewhere.step_seconds) == (2, 5.5)
+        found = durations.typical_durations(past, WORK, "H100")
+        assert (found.runs, found.step_seconds) == (1, 2.0)
+        elsewhere = durations.typical_durations(past, WORK, "A100")
+        assert (elsewhere.runs, elsewhere.step_seconds) == (2, 5.5)
 
     def test_a_resumed_run_has_only_the_rest_to_do(self) -> None:
-        plain = replace(TASK, evaluate_every=None, save_every=None)
-        whole, rest = (
-            durations.estimate_total(replace(plain, next_step=first), durations.typical_durations(like(DONE), plain))
-            for first in (0, 900)
-        )
+        plain = replace(WORK, evaluate_every=None, save_every=None)
+        whole, rest = (durations.estimate(replace(plain, next_step=first), None, typical(DONE)) for first in (0, 900))
         assert whole is not None and rest is not None and whole.seconds - rest.seconds == pytest.approx(1800)
 
     def test_a_run_that_goes_on_has_used_up_a_part_of_its_time(self) -> None:
-        limited = replace(TASK, time_limit=1000.0, next_step=400, evaluate_every=None, save_every=None)
-        habit = durations.typical_durations(like(DONE), limited)
-        told = durations.estimate_total(limited, habit)
+        limited = replace(WORK, time_limit=1000.0, next_step=400, evaluate_every=None, save_every=None)
+        told = durations.estimate(limited, None, typical(DONE))
         assert told is not None and told.seconds == pytest.approx(20 + (1000 - 400 * 2.0) + 30)
         # What it trained as another run counts for that one.
-        told = durations.estimate_total(replace(limited, first_step=400), habit)
+        told = durations.estimate(replace(limited, first_step=400), None, typical(DONE))
         assert told is not None and told.seconds == pytest.approx(20 + 1000 + 30)
 
     def test_nothing_is_made_up(self) -> None:
-        assert durations.estimate_total(TASK, None) is None
-        assert durations.typical_durations([PastAttempt(Timings(twin="same"), None)], TASK) is None
-        unknown = replace(TASK, total_steps=None)
-        assert (
-            durations.estimate_total(unknown, durations.typical_durations(like(replace(DONE, twin="other")), unknown))
-            is None
-        )
-        # Twins tell how many steps came out of the same data.
-        assert durations.estimate_total(unknown, durations.typical_durations(like(DONE), unknown)) is not None
+        assert durations.estimate(WORK, None, typical()) is None
+        assert typical(Timings(twin="same")).runs == 0, "an attempt without any step"
+        unknown = replace(WORK, total_steps=None)
+        assert durations.estimate(unknown, None, typical(replace(DONE, twin="other"))) is None
+        # Twins know how many steps come out of the same data.
+        assert durations.estimate(unknown, None, typical(DONE)) is not None
 
 
-class TestTask:
+class TestWorkload:
     CONFIG = {"base_model": "m", "method": "lora", "batch_size": 4, "gradient_accumulation_steps": 2, "epochs": 3}
 
+    def work(self, config: dict[str, object], **columns: object) -> Workload:
+        row = {
+            "backend": "celery", "dataset_id": "ds_1", "eval_dataset_id": None, "rows": 100, "total_steps": None,
+            "resumed_at": None, "saved_at": 0, "stop_mode": None, "current_step": 0, "current_epoch": 0.0,
+        }  # fmt: skip
+        return Workload.of(SimpleNamespace(config={**self.CONFIG, **config}, **{**row, **columns}))
+
     def steps(self, backend: str = "celery", rows: int | None = 100, **config: object) -> int | None:
-        given = ["extra.steps"] if backend == "fake" else []
-        return durations.task(backend, {**self.CONFIG, **config}, given, rows).total_steps
+        return self.work(config, backend=backend, rows=rows).total_steps
 
     def test_steps_are_known_before_they_are_counted_where_rows_tell_them(self) -> None:
         assert self.steps() == 39  # three times thirteen steps of eight
@@ -170,42 +167,31 @@ class TestTask:
         assert self.steps(min_steps=50) == 50
         assert self.steps(packing=True) is None
         assert self.steps(rows=None) is None
-        assert self.steps("fake", extra={"steps": 12}) == 12
-        # As an earlier version has accepted it, and as its trainer understands it.
-        assert self.steps("fake", extra={"steps": "20.0"}) == 20
+        assert self.steps("fake") is None
         assert self.steps(extra={"data_source": {"type": "generated"}}) is None
 
     @pytest.mark.parametrize(
         ("stop_at", "first_step", "ends_at"), [(None, 0, 90), (50, 0, 50), (50, 50, 90), (95, 0, 90)]
     )
-    def test_what_the_trainer_tells_counts_and_a_stop_bounds_it(
+    def test_the_reported_total_counts_and_a_stop_bounds_it(
         self, stop_at: int | None, first_step: int, ends_at: int
     ) -> None:
-        """One that has taken up another where that one was to stop goes on; where it was lost itself, it does not."""
-        config = {**self.CONFIG, "max_steps": 60, "stop_at_step": stop_at}
-        told = durations.task("celery", config, [], 100, first_step=first_step, next_step=50, told_steps=90)
-        assert (told.total_steps, told.next_step) == (ends_at, 50)
+        """A run that continues another at its stop goes on; one that was lost itself does not."""
+        config: dict[str, object] = {"max_steps": 60, "stop_at_step": stop_at}
+        work = self.work(config, total_steps=90, resumed_at=first_step, saved_at=50)
+        assert (work.total_steps, work.next_step) == (ends_at, 50)
 
     @pytest.mark.parametrize(
-        ("at", "step", "epoch", "end"),
-        [
-            (3, 3, 0.24, 13),
-            (12, 12, 12 / 13, 13),
-            (13, 13, 1.0, 26),
-            (30, 30, 30 / 13, 39),
-            (5, 10, 0.8, 13),
-            (0, 0, 0.0, None),
-        ],
+        ("step", "epoch", "end"), [(3, 0.24, 12), (12, 12 / 13, 13), (13, 1.0, 26), (30, 30 / 13, 39), (10, 0.8, 12)]
     )
-    def test_an_epoch_ends_at_a_step_that_progress_tells(
-        self, at: int, step: int, epoch: float, end: int | None
-    ) -> None:
+    def test_an_epoch_ends_at_a_step_that_progress_tells(self, step: int, epoch: float, end: int) -> None:
         """Thirteen steps an epoch, or twelve and a half."""
-        assert durations.epoch_end(at, step, epoch) == end
+        stopping = {"stop_mode": "epoch_end", "total_steps": 1000, "current_step": step, "current_epoch": epoch}
+        assert self.work({}, **stopping).total_steps == end
 
     def test_only_what_takes_time_makes_runs_differ(self) -> None:
         def twin(*datasets: str, **config: object) -> str:
-            return durations.task("celery", {**self.CONFIG, **config}, [], 100, datasets).twin
+            return durations.config_digest({**self.CONFIG, **config}, *datasets)
 
         assert twin() == twin(learning_rate=1.0, seed=3, max_steps=9, save_steps=1)
         different = [twin(), twin(batch_size=8), twin(max_seq_length=9), twin("ds_1"), twin(extra={"steps": 1})]

@@ -1,4 +1,4 @@
-"""When runs that wait have their turn, on made-up workers: in the order in which they would be claimed."""
+"""Predicted starts of pending runs on made-up workers, in the order in which they would be claimed."""
 
 import math
 from dataclasses import replace
@@ -12,64 +12,64 @@ def waiting(run_id: str = "a", **change: object) -> PendingRun:
     return replace(PendingRun(run_id, "celery", None, 0, 1, 0.0), **change)  # type: ignore[arg-type]
 
 
-def seat(*free: float, **change: object) -> WorkerSlots:
+def slots(*free: float, **change: object) -> WorkerSlots:
     return replace(WorkerSlots("w", frozenset({"celery"}), "cuda", "H100", 80_000, free), **change)  # type: ignore[arg-type]
 
 
-def starts(seats: list[WorkerSlots], queue: list[PendingRun], **seconds: float) -> dict[str, float]:
-    """When each starts, those taking so long that are named and 10 s the others."""
-    found = simulate_queue(seats, queue, lambda one, _: seconds.get(one.run_id, 10.0))
+def starts(workers: list[WorkerSlots], queue: list[PendingRun], **seconds: float) -> dict[str, float]:
+    """Return the start of each run; those without a given duration take 10 s."""
+    found = simulate_queue(workers, queue, lambda one, _: seconds.get(one.run_id, 10.0))
     assert found.keys() == {one.run_id for one in queue}
-    return {id: turn.start for id, turn in found.items()}
+    return {id: one.start for id, one in found.items()}
 
 
 def test_each_takes_the_first_device_that_comes_free_after_those_before_it() -> None:
     queue = [waiting(name) for name in "abcd"]
-    assert starts([seat(0.0, 100.0)], queue, a=50.0, b=300.0) == {"a": 0.0, "b": 50.0, "c": 100.0, "d": 110.0}
+    assert starts([slots(0.0, 100.0)], queue, a=50.0, b=300.0) == {"a": 0.0, "b": 50.0, "c": 100.0, "d": 110.0}
 
 
 def test_several_devices_have_to_be_free_on_one_worker() -> None:
-    seats = [seat(0.0, worker_id="v"), seat(30.0, 70.0)]
-    assert starts(seats, [waiting(devices=2)]) == {"a": 70.0}
-    assert simulate_queue(seats, [waiting(devices=3)], lambda *_: 1.0)["a"].seat is None
+    workers = [slots(0.0, worker_id="v"), slots(30.0, 70.0)]
+    assert starts(workers, [waiting(devices=2)]) == {"a": 70.0}
+    assert simulate_queue(workers, [waiting(devices=3)], lambda *_: 1.0)["a"].worker is None
 
 
 def test_who_needs_more_than_is_free_is_overtaken_as_a_claim_does_it() -> None:
     queue = [waiting("wide", devices=2), waiting("short"), waiting("long")]
     # A device is free at once, the other in 20 s, and by then a later run has taken the first again.
-    assert starts([seat(0.0, 20.0)], queue, short=10.0, long=50.0) == {"short": 0.0, "long": 10.0, "wide": 60.0}
+    assert starts([slots(0.0, 20.0)], queue, short=10.0, long=50.0) == {"short": 0.0, "long": 10.0, "wide": 60.0}
 
 
 def test_a_worker_passes_over_what_does_not_fit_it() -> None:
-    seats = [seat(0.0, worker_id="small", memory_mb=1000), seat(40.0, worker_id="large")]
-    assert starts(seats, [waiting("big", memory_mb=9000), waiting("b")]) == {"big": 40.0, "b": 0.0}
+    workers = [slots(0.0, worker_id="small", memory_mb=1000), slots(40.0, worker_id="large")]
+    assert starts(workers, [waiting("big", memory_mb=9000), waiting("b")]) == {"big": 40.0, "b": 0.0}
 
 
 @pytest.mark.parametrize(
     "change", [{"kind": "cpu"}, {"backend": "fake"}, {"memory_mb": 90_000}, {"devices": 2}], ids=str
 )
-def test_what_no_worker_could_take_has_no_seat_and_is_in_nobodys_way(change: dict[str, object]) -> None:
-    found = simulate_queue([seat(0.0)], [waiting("never", **change), waiting("b")], lambda *_: 1.0)
-    assert found["never"].seat is None and found["b"].start == 0.0
+def test_what_no_worker_could_take_has_no_worker_and_is_in_nobodys_way(change: dict[str, object]) -> None:
+    found = simulate_queue([slots(0.0)], [waiting("never", **change), waiting("b")], lambda *_: 1.0)
+    assert found["never"].worker is None and found["b"].start == 0.0
 
 
-def test_before_a_run_are_those_that_start_earlier_where_it_could_itself() -> None:
-    seats = [seat(0.0, 5.0), seat(0.0, worker_id="cpu", kind="cpu")]
+def test_before_a_run_are_those_that_start_first_where_it_could_itself() -> None:
+    workers = [slots(0.0, 5.0), slots(0.0, worker_id="cpu", kind="cpu")]
     queue = [
         waiting("never", memory_mb=90_000), waiting("wide", kind="cuda", devices=2), waiting("a", kind="cuda"),
         waiting("b", kind="cuda"), waiting("cpu", kind="cpu"), waiting("c", kind="cuda"), waiting("any"),
     ]  # fmt: skip
-    found = simulate_queue(seats, queue, lambda *_: 20.0)
-    assert {id: turn.before for id, turn in found.items()} == {
-        "never": 0, "wide": 0, "a": 0, "b": 1, "cpu": 0, "c": 2, "any": 3,
+    found = simulate_queue(workers, queue, lambda *_: 20.0)
+    assert {id: one.before for id, one in found.items()} == {
+        "never": 0, "a": 0, "cpu": 0, "b": 1, "c": 2, "any": 4, "wide": 3,
     }  # fmt: skip
-    assert found["wide"].start > found["b"].start, "overtaken by those that come later in the queue"
-    unknown = simulate_queue([seat(math.inf)], [waiting("a"), waiting("b", kind="cuda")], lambda *_: 20.0)
+    assert found["wide"].start > found["c"].start, "overtaken by those that come later in the queue"
+    unknown = simulate_queue([slots(math.inf)], [waiting("a"), waiting("b", kind="cuda")], lambda *_: 20.0)
     assert [unknown[id].before for id in "ab"] == [0, 1]
 
 
 def test_a_pause_is_waited_out_by_who_has_it_alone_and_what_nobody_knows_is_not_guessed() -> None:
-    assert starts([seat(0.0)], [waiting("a", not_before=20.0), waiting("b")]) == {"a": 20.0, "b": 0.0}
-    found = simulate_queue([seat(math.inf)], [waiting()], lambda *_: 1.0)["a"]
-    assert found.seat is not None and math.isinf(found.start)
-    assert starts([seat(0.0)], [waiting("a"), waiting("b")], a=math.inf) == {"a": 0.0, "b": math.inf}
+    assert starts([slots(0.0)], [waiting("a", not_before=20.0), waiting("b")]) == {"a": 20.0, "b": 0.0}
+    found = simulate_queue([slots(math.inf)], [waiting()], lambda *_: 1.0)["a"]
+    assert found.worker is not None and math.isinf(found.start)
+    assert starts([slots(0.0)], [waiting("a"), waiting("b")], a=math.inf) == {"a": 0.0, "b": math.inf}

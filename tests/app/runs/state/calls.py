@@ -97,7 +97,7 @@ def _claim(call: Call, connection: Connection, _: dict[str, Any]) -> Any:
 
 def _renew(call: Call, connection: Connection, _: dict[str, Any]) -> Any:
     row = connection.execute(machine.renew(call.run, call.epoch, LEASE)).one_or_none()
-    return (row.stop_requested_at is not None, row.stop_save_checkpoint) if row else None
+    return (row.stop_mode not in (None, "epoch_end"), row.stop_mode != "discard") if row else None
 
 
 def _hint(call: Call, connection: Connection, _: dict[str, Any]) -> Any:
@@ -144,5 +144,5 @@ _MAKE: dict[str, Callable[[Call, Connection, dict[str, Any]], Any]] = {
     "reap": _lifecycle(lambda _: machine.reap(REAP_LEASE)),
     "reap_dead": _lifecycle(lambda it: machine.reap_dead([it.worker.id if it.worker else ""])),
     "request_stop_at_epoch_end": _lifecycle(lambda it: machine.request_stop_at_epoch_end(it.run)),
-    "request_stop": _lifecycle(lambda it: machine.request_stop(it.run, it.save)),
+    "request_stop": _lifecycle(lambda it: machine.request_stop(it.run, "checkpoint" if it.save else "discard")),
 }

@@ -197,7 +197,7 @@ class TestTheWholeLife:
 class TestStop:
     def test_ends_a_waiting_run_at_once(self, engine: Engine) -> None:
         run, worker = add_run(engine), add_worker(engine)
-        (row,) = move(engine, machine.request_stop(run.id, True))
+        (row,) = move(engine, machine.request_stop(run.id, "checkpoint"))
         assert row["status"] == "cancelled"
         assert told(engine, run.id)[-2:] == [("status", "cancelled"), ("end", "cancelled")]
         assert claim(engine, worker) is None
@@ -205,18 +205,18 @@ class TestStop:
     def test_marks_a_live_run_and_reaches_its_worker_with_the_renewal(self, engine: Engine) -> None:
         run, worker = add_run(engine), add_worker(engine)
         claim(engine, worker)
-        (row,) = move(engine, machine.request_stop(run.id, True))
+        (row,) = move(engine, machine.request_stop(run.id, "checkpoint"))
         assert row["status"] == "initializing"
         (renewed,) = move(engine, machine.renew(run.id, 1, 60))
-        assert renewed["stop_requested_at"] is not None and renewed["stop_save_checkpoint"] is True
-        (row,) = move(engine, machine.request_stop(run.id, False))
-        assert row["stop_save_checkpoint"] is False
+        assert renewed["stop_mode"] == "checkpoint"
+        (row,) = move(engine, machine.request_stop(run.id, "discard"))
+        assert row["stop_mode"] == "discard"
 
     @pytest.mark.parametrize("verb", ["hand_back", "retry", "reap_dead"])
     def test_is_never_followed_by_another_attempt(self, engine: Engine, verb: str) -> None:
         run, worker = add_run(engine), add_worker(engine)
         claim(engine, worker)
-        move(engine, machine.request_stop(run.id, True))
+        move(engine, machine.request_stop(run.id, "checkpoint"))
         statement = {
             "hand_back": machine.release(run.id, 1, "drain"),
             "retry": machine.retry(run.id, 1, "lost", 0),
@@ -230,7 +230,7 @@ class TestStop:
         run, worker = add_run(engine), add_worker(engine)
         claim(engine, worker)
         move(engine, machine.complete(run.id, 1, 1, "done"))
-        assert move(engine, machine.request_stop(run.id, True)) == []
+        assert move(engine, machine.request_stop(run.id, "checkpoint")) == []
 
     def test_against_a_claim_strands_nobody(self, engine: Engine) -> None:
         worker = add_worker(engine, devices=40)
@@ -238,7 +238,7 @@ class TestStop:
             run = add_run(engine)
             both = [
                 threading.Thread(target=lambda: claim(engine, worker)),
-                threading.Thread(target=lambda id=run.id: move(engine, machine.request_stop(id, True))),
+                threading.Thread(target=lambda id=run.id: move(engine, machine.request_stop(id, "checkpoint"))),
             ]
             for thread in both:
                 thread.start()

@@ -76,7 +76,7 @@ class TestWhileTrainingGoesOn:
         self, undisturbed: Outcome, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
     ) -> None:
         asked = {"id": "act_1", "action": "checkpoint", "parameters": {"pin": True}, "step": 1}
-        job = make_job(tmp_path, tiny_model, chats, **CONFIG) | {"actions": [asked]}
+        job = make_job(tmp_path, tiny_model, chats, **CONFIG) | {"replayed_actions": [asked]}
         done = forks.run(job, disk=json.dumps({"no_memory_at": 2}))
         assert done.result["outcome"] == "completed", done.result
         assert done.steps == undisturbed.steps and weights(done) == weights(undisturbed)

@@ -53,8 +53,9 @@ class TestAWholeRun:
 
     def test_of_the_fake_trainer(self, tmp_path: Path) -> None:
         config = {"base_model": "none", "max_steps": 6, "save_steps": 2, "extra": {"step_seconds": 0}}
-        job = {**make_job(tmp_path, "none", "none"), "backend": "fake", "dataset": {"rows": 8, "sha256": None}}
-        told = told_under_watch("worker.fake.trainer", {**job, "config": config, "given": list(config)})
+        job = {**make_job(tmp_path, "none", "none"), "backend": "fake"}
+        job["dataset"]["rows"] = 8
+        told = told_under_watch("worker.fake.trainer", {**job, "config": config, "user_set_fields": list(config)})
         assert told == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
 
     def test_of_the_real_trainer(self, tiny_model: Path, chats: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from transformers import TrainerControl, TrainerState
 
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.rules import DeviceCapabilities
+from tests.jobs import make_spec
 from tests.worker.training.output.outputs import figures, weights
 from tests.worker.training.tiny import Forks, Outcome, make_job, make_tiny_model
 from worker.checkpoint_files import resume_fidelity
@@ -66,7 +67,7 @@ def resumed(
     forks: Forks, original: Outcome, step: int, tmp_path: Path, run_id: str = "run_test", **changes: Any
 ) -> Outcome:
     job = original.job
-    config = {name: job["config"][name] for name in job["given"] if name != "base_model"} | changes
+    config = {name: job["config"][name] for name in job["user_set_fields"] if name != "base_model"} | changes
     again = make_job(
         tmp_path, job["base_model"]["path"], job["dataset"]["path"], attempt=2,
         resume_from=original.checkpoint(step), run_id=run_id, **config,
@@ -269,9 +270,7 @@ class TestBest:
     def test_an_evaluation_that_is_no_number_ends_the_run_and_is_nobodys_best(self, tmp_path: Path) -> None:
         config = TrainingConfig(base_model="tiny")
         nothing: Any = None
-        run = TrainingContext(
-            {"output_dir": str(tmp_path)}, config, set(), DeviceCapabilities(), nothing, nothing, nothing
-        )
+        run = TrainingContext(make_spec(tmp_path), config, set(), DeviceCapabilities(), nothing, nothing, nothing)
         arguments: Any = None
         trainer = ServiceTrainerMixin.__new__(ServiceTrainerMixin)
         trainer.run, trainer.state = run, TrainerState()

@@ -12,6 +12,9 @@ import pytest
 import torch
 
 from app.contracts.methods import METHODS, TrainingMethod
+from app.contracts.stop import StopMode
+from app.contracts.trainer import ActionRequest
+from tests.jobs import make_spec
 from tests.waiting import eventually
 from worker.checkpoint_files import manifest
 from worker.training.checkpointing import fidelity_check, saver
@@ -60,7 +63,7 @@ class Training:
         options = SimpleNamespace(checkpoint_engine=None)
         config = SimpleNamespace(save_steps=2, seed=1, eval_steps=None, trainer_options=options)
         self.run: Any = SimpleNamespace(
-            folder=folder, job={"run_id": "run_a", "attempt": 1, "disk_reserve_bytes": reserve}, report=self.report,
+            folder=folder, job=make_spec(folder, run_id="run_a", disk_reserve_bytes=reserve), report=self.report,
             config=config, state=RunState(), save_kind="periodic", ended_by=None, fingerprint={}, is_probe=False,
             method=METHODS[TrainingMethod.sft],
             journal=SimpleNamespace(save=lambda step: None), control=self.control, stop_requested=None,
@@ -91,10 +94,10 @@ class Training:
         self.run.save_kind, self.trainer.state.global_step = kind, step
         return saver.save(self.trainer)
 
-    def end(self, why: str, **how: bool) -> None:
+    def end(self, why: str, mode: StopMode) -> None:
         """Let training end behind the present step."""
         self.run.ended_by = why
-        ServiceTrainerMixin.end_early(self.trainer, why, **how)
+        ServiceTrainerMixin.end_early(self.trainer, why, mode)
 
     @property
     def saved(self) -> list[str]:
@@ -131,14 +134,14 @@ class TestInFlight:
     ) -> None:
         with training.saving.settled():
             training.save(2, "best")
-            training.end("stop", save=False, finish=finish)
+            training.end("stop", "best" if finish else "discard")
             training.go_on.set()
         assert training.saved == kept
 
     def test_one_of_this_very_step_is_not_written_again_at_the_end(self, training: Training) -> None:
         with training.saving.settled():
             training.save(2)
-            training.end("stop", save=True)
+            training.end("stop", "checkpoint")
             threading.Timer(0.1, training.go_on.set).start()
             assert training.save(2, "stop"), "it is waited for"
         assert training.saved == ["checkpoint-2"]
@@ -185,7 +188,7 @@ class TestInFlight:
         training.go_on.set()
         with training.saving.settled():
             training.save(2, "best")
-            training.end("stop", save=not finish, finish=finish)
+            training.end("stop", "best" if finish else "checkpoint")
             if not finish:
                 training.save(3, "stop")
         assert training.saved == [] and len(training.report.of("warning")) == 1
@@ -205,7 +208,7 @@ class TestNoRoom:
             training.saving.in_flight.wait(training.report.alive)
             full(True)
             training.trainer.state.global_step = 5
-            training.end(why, save=True)
+            training.end(why, "checkpoint")
             training.save(5, "stop")
         (line,) = training.report.of("warning")
         assert says in line and "from the checkpoint of step 2, and trains steps 3 to 5 again" in line
@@ -242,7 +245,7 @@ class TestNoRoom:
         self, training: Training, full: Callable[[bool], None]
     ) -> None:
         full(True)
-        asked = {"id": "act_1", "action": "checkpoint", "parameters": {}}
+        asked = ActionRequest("act_1", "checkpoint", {})
         training.trainer.state.global_step = 3
         training.actions._checkpoint(asked, training.trainer.control)
         training.save(3)

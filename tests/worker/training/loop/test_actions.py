@@ -12,8 +12,11 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerControl
 
+from app.contracts.stop import StopRequest
+from app.contracts.trainer import ActionRequest, ControlMessage
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.rules import DeviceCapabilities
+from tests.jobs import make_spec
 from tests.worker.training.tiny import Forks, Outcome, make_job
 from worker.training.context import TrainingContext
 from worker.training.loop.actions import Actions
@@ -46,7 +49,7 @@ def asked(*names: str, behind: int = 0) -> list[dict[str, Any]]:
 def whole(forks: Forks, tiny_model: Path, chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """A run that is never interrupted, with an action of every kind."""
     folder = tmp_path_factory.mktemp("whole")
-    return forks.run(make_job(folder, tiny_model, chats, **QUICK) | {"actions": asked()})
+    return forks.run(make_job(folder, tiny_model, chats, **QUICK) | {"replayed_actions": asked()})
 
 
 def losses(outcome: Outcome) -> dict[int, str]:
@@ -101,7 +104,7 @@ class TestExactness:
         """From before all of it, from the very step of an action, between two, and from behind all."""
         resume = whole.checkpoint(step)
         job = make_job(tmp_path, tiny_model, chats, attempt=2, resume_from=resume, **QUICK)
-        again = forks.run(job | {"actions": asked(behind=step)})
+        again = forks.run(job | {"replayed_actions": asked(behind=step)})
         assert losses(again) == {n: loss for n, loss in losses(whole).items() if n > step}
         assert again.result["metrics"] == whole.result["metrics"]
         done = [(one["action"], one["step"]) for one in again.of("action")]
@@ -118,12 +121,12 @@ class TestExactness:
         behind, resume, trained = 2, whole.checkpoint(2), {}
         for attempt, step in enumerate((3, 5, 7), start=2):
             job = make_job(tmp_path, tiny_model, chats, attempt=attempt, resume_from=resume, **QUICK)
-            drained = forks.run(job | {"actions": asked(behind=behind)}, course={"drain_at": step})
+            drained = forks.run(job | {"replayed_actions": asked(behind=behind)}, course={"drain_at": step})
             assert (drained.result["why"], drained.result["step"]) == ("drain", step)
             behind, resume = step, drained.checkpoint(step)
             trained |= losses(drained)
         job = make_job(tmp_path, tiny_model, chats, attempt=5, resume_from=resume, **QUICK)
-        ended = forks.run(job | {"actions": asked(behind=behind)})
+        ended = forks.run(job | {"replayed_actions": asked(behind=behind)})
         assert ended.result["step"] == 16
         assert trained | losses(ended) == {n: loss for n, loss in losses(whole).items() if n > 2}
         assert ended.result["metrics"] == whole.result["metrics"]
@@ -132,7 +135,7 @@ class TestExactness:
         self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path, whole: Outcome
     ) -> None:
         job = make_job(tmp_path, tiny_model, chats, **QUICK)
-        without = forks.run(job | {"actions": asked("set_learning_rate", "extend")})
+        without = forks.run(job | {"replayed_actions": asked("set_learning_rate", "extend")})
         assert losses(without) == losses(whole)
 
     def test_a_run_that_resumes_it_starts_with_what_was_changed(
@@ -142,7 +145,8 @@ class TestExactness:
         config = QUICK | {"learning_rate": 1e-3, "max_steps": 16}
         resume = whole.checkpoint(10)
         child = forks.run(
-            make_job(tmp_path, tiny_model, chats, run_id="run_child", resume_from=resume, **config) | {"actions": []}
+            make_job(tmp_path, tiny_model, chats, run_id="run_child", resume_from=resume, **config)
+            | {"replayed_actions": []}
         )
         assert losses(child) == {n: loss for n, loss in losses(whole).items() if n > 10}
 
@@ -153,7 +157,7 @@ def test_what_cannot_be_done_is_refused_and_training_goes_on(
     config = QUICK | {"max_steps": 3, "eval_split": 0.0, "eval_steps": None}
     wishes = [("evaluate", {}), ("extend", {"epochs": 0.01})]
     actions = [{"id": f"act_{n}", "action": n, "parameters": parameters, "step": 1} for n, parameters in wishes]
-    done = forks.run(make_job(tmp_path, tiny_model, chats, **config) | {"actions": actions})
+    done = forks.run(make_job(tmp_path, tiny_model, chats, **config) | {"replayed_actions": actions})
     assert [(one["action"], one["status"], one["step"]) for one in done.of("action")] == [
         ("evaluate", "refused", 1), ("extend", "refused", 1),
     ]  # fmt: skip
@@ -164,13 +168,13 @@ def test_what_cannot_be_done_is_refused_and_training_goes_on(
 @pytest.mark.parametrize(("first", "stop", "refused"), [(0, 15, True), (0, 20, False), (15, 15, False)])
 def test_more_steps_than_until_its_stop_are_refused(tmp_path: Path, first: int, stop: int, refused: bool) -> None:
     told: list[dict[str, Any]] = []
-    waiting = [{"id": "a", "action": "extend", "parameters": {"epochs": 2}}]
+    waiting = [ActionRequest("a", "extend", {"epochs": 2})]
     report: Any = SimpleNamespace(action=lambda *_, **outcome: told.append(outcome))
     control: Any = SimpleNamespace(take_action=lambda: waiting.pop() if waiting else None)
     nothing: Any = None
     config = TrainingConfig(base_model="tiny", stop_at_step=stop)
     run = TrainingContext(
-        {"output_dir": str(tmp_path)}, config, set(), DeviceCapabilities(), report, control, nothing, steps_in_a_pass=10
+        make_spec(tmp_path), config, set(), DeviceCapabilities(), report, control, nothing, steps_in_a_pass=10
     )
     run.state.first_step = first
     state = SimpleNamespace(global_step=first + 1, epoch=0.1, max_steps=10)
@@ -187,7 +191,7 @@ def test_evaluations_that_were_only_asked_for_neither_end_a_run_nor_save_its_bes
     """One that breaks, one that finds no number, and others that get worse and worse."""
     config = QUICK | {"max_steps": 6, "save_steps": 100, "eval_steps": 6, "early_stopping_patience": 1}
     actions = [{"id": f"act_{n}", "action": "evaluate", "parameters": {}, "step": n} for n in range(1, 6)]
-    job = make_job(tmp_path, tiny_model, chats, **config) | {"actions": actions}
+    job = make_job(tmp_path, tiny_model, chats, **config) | {"replayed_actions": actions}
     done = forks.run(job, course={"evaluations": ["raises", "nan", 1.0, 2.0, 3.0]})
     assert (done.result["outcome"], done.result.get("why"), done.result["step"]) == ("completed", None, 6), done.result
     assert [(one["kind"], one["step"]) for one in done.of("checkpoint")] == [("final", 6)]
@@ -212,7 +216,7 @@ def test_a_drain_at_the_last_step_of_the_epoch_that_the_run_is_to_end_with_ends_
         forks.start(job, control=tmp_path / "control", course={"drain_at": last})
         control, _ = listening.accept()
     with control:
-        control.send(json.dumps({"stop_at": "epoch_end"}).encode())
+        control.send(ControlMessage(stop=StopRequest("epoch_end")).to_json())
         ended = forks.wait()
     assert (ended.result["outcome"], ended.result["why"], ended.result["step"]) == ("stopped", "epoch_end", last)
     # Whoever resumes from it in this run's name, for it was lost before it was heard, ends at once too.
@@ -240,10 +244,8 @@ class TestAChangeThatBreaksOff:
         told: list[dict[str, Any]] = []
         report: Any = SimpleNamespace(action=lambda *_, **outcome: told.append(outcome), config=fail)
         config = TrainingConfig(base_model="tiny", learning_rate=0.1)
-        job = {
-            "output_dir": str(tmp_path),
-            "actions": [{"id": "a", "action": action, "parameters": parameters, "step": 1}],
-        }
+        asked = ActionRequest("a", action, parameters, step=1)
+        job = make_spec(tmp_path, replayed_actions=[asked])
         nothing: Any = None
         run = TrainingContext(job, config, set(), DeviceCapabilities(), report, Control(), nothing, steps_in_a_pass=10)
         optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)

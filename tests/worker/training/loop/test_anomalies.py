@@ -66,13 +66,13 @@ def found_at(done: Outcome, row: int = ROW) -> int:
 def again(job: dict[str, Any], done: Outcome, *, resume: bool = True) -> dict[str, Any]:
     """The job of the next attempt, as the supervisor makes it."""
     steps = [record["step"] for record in done.of("checkpoint")]
-    folder = Path(job["output_dir"]).parent / f"a{job['attempt'] + 1}"
+    folder = Path(job["attempt_dir"]).parent / f"a{job['attempt'] + 1}"
     folder.mkdir()
-    repair = {**done.result["repair"], "attempt": job["attempt"], "changes": {}}
+    repair = {**done.result["repair"], "reason": "a bad step"}
     return {
-        **job, "attempt": job["attempt"] + 1, "output_dir": str(folder),
+        **job, "attempt": job["attempt"] + 1, "attempt_dir": str(folder),
         "resume_from": done.checkpoint(max(steps)) if resume and steps else None,
-        "repairs": [*job.get("repairs", ()), repair],
+        "auto_repairs": [*job.get("auto_repairs", ()), repair],
     }  # fmt: skip
 
 
@@ -88,6 +88,7 @@ class TestRewind:
         assert first.result["error"]["code"] == "non_finite_loss"
         assert first.result["repair"]["singled_out"] == [ROW]
         assert f"row {ROW} of the data set" in first.result["error"]["message"]
+        assert first.result["error"]["details"]["singled_out"] == [ROW]
 
         job = again(job, first)
         second = forks.run(job)
@@ -103,7 +104,7 @@ class TestRewind:
         assert all(math.isfinite(float.fromhex(loss)) for loss, _ in second.steps.values())
 
         # And it is the same whether the attempt begins at a checkpoint or at the start.
-        job = again(job | {"attempt": 2, "repairs": []}, first, resume=False) | {
+        job = again(job | {"attempt": 2, "auto_repairs": []}, first, resume=False) | {
             "journal": str(tmp_path / "other.jsonl")
         }
         whole = forks.run(job)
@@ -141,7 +142,7 @@ class TestRewind:
     ) -> None:
         config = CONFIG | {"on_spike": "rewind", "seed": 5, "max_steps": 40}
         job = make_job(tmp_path, tiny_model, leaping, data_format="text", **config)
-        job["repairs"] = []
+        job["auto_repairs"] = []
         first = forks.run(job)
         step = found_at(first, LATE)
         assert first.result["error"]["code"] == "loss_spike" and step > 16
@@ -161,15 +162,15 @@ class TestRewind:
             **CONFIG, "method": "rlhf", "lora_r": None, "max_steps": 8, "save_steps": 4, "batch_size": 4,
             "rlhf": {"algorithm": algorithm, "num_generations": 4, "max_completion_length": 8, "rewards": [wanted]},
         }  # fmt: skip
-        bad = {"kind": "non_finite", "step": 3, "rows": [], "singled_out": [5], "changes": {}}
-        job = make_job(tmp_path, tiny_model, data, data_format="prompt", **config) | {"repairs": [bad]}
+        bad = {"kind": "non_finite", "reason": "a bad step", "step": 3, "rows": [], "singled_out": [5], "changes": {}}
+        job = make_job(tmp_path, tiny_model, data, data_format="prompt", **config) | {"auto_repairs": [bad]}
         whole = forks.run(job)
         assert whole.result["outcome"] == "completed", (whole.result, whole.stderr[-2000:])
         assert 3 not in whole.steps and all(5 not in held for _, held in whole.steps.values())
         assert {sample["step"] for sample in whole.of("sample")} == {*whole.steps}
         folder = tmp_path / "a2"
         folder.mkdir()
-        later = forks.run(job | {"attempt": 2, "output_dir": str(folder), "resume_from": whole.checkpoint(4)})
+        later = forks.run(job | {"attempt": 2, "attempt_dir": str(folder), "resume_from": whole.checkpoint(4)})
         assert later.steps == {step: told for step, told in whole.steps.items() if step > 4}
 
     def test_no_more_often_than_allowed(
@@ -177,7 +178,9 @@ class TestRewind:
     ) -> None:
         config = CONFIG | {"on_non_finite": "rewind", "extra": {"max_rewinds": 1}}
         job = make_job(tmp_path, tainted_model, poisoned, data_format="text", **config)
-        job["repairs"] = [{"kind": "non_finite", "step": 1000, "rows": [], "singled_out": [], "changes": {}}]
+        job["auto_repairs"] = [
+            {"kind": "non_finite", "reason": "a bad step", "step": 1000, "rows": [], "singled_out": [], "changes": {}}
+        ]
         done = forks.run(job)
         assert done.result["repair"] is None
         assert "extra.max_rewinds" in done.result["error"]["message"]
@@ -210,7 +213,7 @@ class TestJudge:
     """What counts as a leap, on made-up losses."""
 
     def guard(self, **config: Any) -> AnomalyGuard:
-        return AnomalyGuard(TrainingConfig(base_model="m", **config), {})
+        return AnomalyGuard(TrainingConfig(base_model="m", **config), [])
 
     def test_noise_is_none(self) -> None:
         guard, recent = self.guard(on_spike="stop"), [2 + 0.1 * math.sin(place) for place in range(64)]

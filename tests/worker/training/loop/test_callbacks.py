@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from app.contracts.stop import StopRequest
+from app.contracts.trainer import ControlMessage
 from tests.waiting import eventually
 from tests.worker.training.tiny import Forks, make_job
 
@@ -26,8 +28,8 @@ def test_a_stop_for_the_best_lets_one_that_is_being_written_get_whole(
         forks.start(job, control=tmp_path / "control", disk=json.dumps({"slow": 1.5}))
         control, _ = listening.accept()
     with control:
-        eventually(lambda: list(Path(job["output_dir"]).glob(".checkpoint-50.tmp")), timeout=60)
-        control.send(json.dumps({"stop": {"save": False, "why": "stop", "finish": finish}}).encode())
+        eventually(lambda: list(Path(job["attempt_dir"]).glob(".checkpoint-50.tmp")), timeout=60)
+        control.send(ControlMessage(stop=StopRequest("best" if finish else "discard")).to_json())
         done = forks.wait()
     assert done.result["outcome"] == "stopped"
     assert [record["kind"] for record in done.of("checkpoint")][:1] == (["best"] if finish else [])
@@ -44,11 +46,11 @@ def test_a_checkpoint_that_is_asked_for_is_saved_once_and_training_goes_on(
         control, _ = listening.accept()
     with control:
         eventually(lambda: [r for r in forks.said() if r["type"] == "metric"], timeout=60)
-        control.send(json.dumps({"checkpoint": {}}).encode())
+        control.send(ControlMessage(checkpoint=True).to_json())
         (saved,) = eventually(lambda: [r for r in forks.said() if r["type"] == "checkpoint"], timeout=60)
         further = saved["step"] + 3
         eventually(lambda: [r for r in forks.said() if r["type"] == "metric" and r["step"] >= further], timeout=60)
-        control.send(json.dumps({"stop": {"save": False, "why": "stop"}}).encode())
+        control.send(ControlMessage(stop=StopRequest("discard")).to_json())
         done = forks.wait()
     assert saved["kind"] == "periodic"
     assert len(done.of("checkpoint")) == 1

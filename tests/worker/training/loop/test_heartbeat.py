@@ -1,5 +1,6 @@
 """Promise 15: slow is not hung. Whatever a trainer works at for long, its supervisor hears that it gets on."""
 
+import json
 import shutil
 import threading
 import time
@@ -74,7 +75,7 @@ class Watched:
 
         class Lease:
             fenced, stop, silent_seconds, run_id = False, None, 0.0, "run_test"
-            ends_with_epoch, actions = False, ()
+            requested_stop, actions = None, ()
 
             @property
             def expired(self) -> bool:  # ends a test that would wait for ever
@@ -94,7 +95,10 @@ class Watched:
             eval_dataset_id=None,
         )
         self.pump = RecordHandler(host, run, writer)
-        process = launcher.launch("tests.worker.training.slow:main", write_job(job), CPU)
+        slow = job.pop("slow")
+        path = write_job(job)
+        path.with_name("slow.json").write_text(json.dumps(slow))
+        process = launcher.launch("tests.worker.training.slow:main", path, CPU)
         lease: Any = Lease()
         began = time.monotonic()
         try:

@@ -9,6 +9,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig
 from trl.models.utils import disable_gradient_checkpointing
 
+from app.contracts.repair import Repair
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.resolution import Replacement
 from app.contracts.training_config.rules import DeviceCapabilities
@@ -56,7 +57,10 @@ def decided(monkeypatch: pytest.MonkeyPatch, free: int, repairs: Any = (), **con
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, free))
     asked = TrainingConfig(base_model="any", load_in_4bit=False, method="lora", **config)
     run: Any = SimpleNamespace(
-        config=asked, machine=DeviceCapabilities(kind="cuda", bf16=True), given=set(config), job={"repairs": repairs}
+        config=asked,
+        machine=DeviceCapabilities(kind="cuda", bf16=True),
+        given=set(config),
+        job=SimpleNamespace(auto_repairs=[Repair(reason="out of memory", **one) for one in repairs]),
     )
     found: Any = SimpleNamespace(architecture=_LLAMA)
     data = Dataset.from_dict({"input_ids": [[1] * 8] * 3 + [[1] * 1024]})

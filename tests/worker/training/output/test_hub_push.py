@@ -1,6 +1,5 @@
 """`push_to_hub`: the output arrives on the hub byte for byte; what goes wrong there never costs the run."""
 
-import json
 import os
 import signal
 import socket
@@ -10,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from app.contracts.stop import StopRequest
+from app.contracts.trainer import ControlMessage
 from tests.waiting import eventually
 from tests.worker.training.output.hub_server import COMMIT, Hub
 from tests.worker.training.tiny import Forks, Outcome, make_job
@@ -47,7 +48,7 @@ def hub(served: Hub) -> Iterator[Hub]:
 
 
 def job(folder: Path, model: Path, data: Path, **more: Any) -> dict[str, Any]:
-    return {**make_job(folder, model, data, **{**CONFIG, **more}), "offline": False}
+    return {**make_job(folder, model, data, **{**CONFIG, **more}), "hub_allowed": True}
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -117,7 +118,7 @@ def test_a_users_stop_ends_a_push_at_once_and_leaves_the_run_complete(
         control, _ = listening.accept()
     with control:
         eventually(hub.asked.is_set, timeout=60)
-        control.send(json.dumps({"stop": {"save": True, "why": "stop"}}).encode())
+        control.send(ControlMessage(stop=StopRequest("checkpoint")).to_json())
         done = pushing_forks.wait()
     assert (done.result["outcome"], done.result["output"]) == ("completed", "output")
     assert done.result["hub"] == {"repo": "ada/tuned", "error": "a stop was requested"}

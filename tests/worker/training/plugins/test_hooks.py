@@ -14,6 +14,7 @@ import torch
 from app.contracts.plugins import PLUGINS, Plugin
 from app.contracts.rewards import PluginReward
 from app.contracts.training_config.fields import TrainingConfig
+from tests.jobs import make_spec
 from tests.plugin import install
 from tests.worker.training.tiny import Forks, Outcome, make_job, make_prompts
 from worker.registration import installed
@@ -78,7 +79,7 @@ class TestARunMadeOfPlugins:
         wishes = [("set_learning_rate", {"learning_rate": 0.1}), ("extend", {"max_steps": 20})]
         actions = [{"id": f"act_{name}", "action": name, "parameters": of, "step": 3} for name, of in wishes]
         job = make_job(folder, tiny_model, chats, run_id=folder.name, extra=extra, **CONFIG)
-        return completed(forks.run(job | {"actions": actions}))
+        return completed(forks.run(job | {"replayed_actions": actions}))
 
     def test_what_would_change_rates_that_a_plugin_makes_is_refused_and_training_goes_on(self, done: Outcome) -> None:
         answers = done.of("action")
@@ -156,9 +157,11 @@ def stub(tmp_path: Path, **extra: Any) -> Any:
     config = TrainingConfig(base_model="tiny", extra=extra)
     data = tmp_path / "rows.jsonl"
     data.write_text(json.dumps({"text": "a"}) + "\n")
-    job = {"dataset": {"path": str(data)}, "resume_from": {"path": str(tmp_path / "gone" / "checkpoint-1")}}
+    dataset = {"id": "ds_x", "path": data, "format": "text", "rows": 1, "sha256": None}
+    gone = {"path": tmp_path / "gone" / "checkpoint-1", "step": 1, "manifest_sha256": ""}
+    job = make_spec(tmp_path, dataset=dataset, resume_from=gone)
     run = types.SimpleNamespace(
-        config=config, folder=tmp_path, job=job, resume_from=job["resume_from"], report=Reporter(None),
+        config=config, folder=tmp_path, job=job, resume_from=job.resume_from, report=Reporter(None),
         heed_stop=lambda: None,
     )  # fmt: skip
     arguments = types.SimpleNamespace(learning_rate=0.1, weight_decay=0.01, get_warmup_steps=lambda steps: 0)

@@ -1,0 +1,114 @@
+"""Job that a worker hands to a training process: the file `job.json` in the attempt's folder."""
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from app.contracts.device import AssignedDevice
+from app.contracts.repair import Repair
+from app.contracts.trainer import ActionRequest
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DataSource(_Part):
+    """Dataset to read."""
+
+    id: str
+    path: Path
+    format: str
+    rows: int | None
+    sha256: str | None
+    """Digest of the file; None if it is unknown, so that its tokens are not cached."""
+
+
+class ModelSource(_Part):
+    """Location of a base model or reward model: a folder or a name on the hub."""
+
+    name: str
+    """Name as the user wrote it."""
+    path: Path | None
+    hub: str | None
+    revision: str | None
+    """Commit, branch or tag of a hub model."""
+
+
+class ResumePoint(_Part):
+    """Checkpoint to resume from."""
+
+    path: Path
+    step: int
+    manifest_sha256: str
+
+
+class TokenCacheLocation(_Part):
+    """Folder in which training processes share tokenized data."""
+
+    folder: Path
+    limit_bytes: int
+
+
+class TrackerServers(_Part):
+    """Servers of experiment trackers."""
+
+    mlflow_tracking_uri: str | None = None
+
+
+class WorkerInfo(_Part):
+    """Worker that started the attempt."""
+
+    id: str
+    host: str
+
+
+class JobSpec(_Part):
+    """Everything that a training process needs to know about its attempt, except secrets."""
+
+    run_id: str
+    attempt: int
+    backend: Literal["celery", "fake"]
+    config: dict[str, Any]
+    """Configuration of the run with repairs applied; the training process validates and resolves it."""
+    user_set_fields: frozenset[str]
+    """Fields of the configuration that the user or a repair has set."""
+    auto_repairs: list[Repair] = Field(default_factory=list)
+    """Repairs of earlier attempts, in order."""
+    dataset: DataSource
+    eval_dataset: DataSource | None = None
+    base_model: ModelSource
+    reward_models: list[ModelSource] = Field(default_factory=list)
+    """Models of the rewards of type `model`, in the order of these rewards."""
+    attempt_dir: Path
+    """Folder for the attempt's checkpoints and output."""
+    journal: Path
+    """File in which the attempts of the run record what ran when."""
+    token_cache: TokenCacheLocation | None = None
+    """None: tokenized data is not kept."""
+    disk_reserve_bytes: int = 0
+    """Free space that a checkpoint must leave on the disk."""
+    resume_from: ResumePoint | None = None
+    replayed_actions: list[ActionRequest] = Field(default_factory=list)
+    """Actions that earlier attempts did after the step of `resume_from`, in order."""
+    device: AssignedDevice | None = None
+    """None (a run by hand): a GPU if there is one."""
+    trust_remote_code: bool = False
+    hub_allowed: bool = True
+    trackers: TrackerServers = TrackerServers()
+    worker: WorkerInfo | None = None
+
+    def to_json(self) -> str:
+        """Encode the job; inverse of `read`."""
+        return self.model_dump_json(indent=1)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a job file.
+
+        Raises:
+            OSError: The file cannot be read.
+            ValueError: It is no valid job.
+        """
+        return cls.model_validate_json(path.read_bytes())

@@ -1,0 +1,31 @@
+"""Run that this worker has claimed."""
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self
+
+from sqlalchemy import Row
+
+
+@dataclass(frozen=True)
+class ClaimedRun:
+    """The columns of a claimed run that its attempt needs, under their names in the table."""
+
+    id: str
+    attempt: int
+    epoch: int
+    """Lease epoch: what is written for the run is fenced with it."""
+    backend: Literal["celery", "fake"]
+    config: dict[str, Any]
+    given: list[str]
+    """Fields of the configuration that the user has set."""
+    dataset_id: str
+    eval_dataset_id: str | None
+    parent_run_id: str | None
+    resume_checkpoint_id: str | None
+    device_indexes: list[int]
+    """Devices of this worker that the run was assigned."""
+
+    @classmethod
+    def of(cls, row: Row[Any]) -> Self:
+        """Create it from the row that `machine.claim` returns."""
+        return cls(**{field.name: row._mapping[field.name] for field in fields(cls)})
