@@ -108,7 +108,8 @@ class TestTheState:
             connection.execute(
                 text(
                     "INSERT INTO runs (id, experiment_id, dataset_id, name, backend, config, user_set_fields, status, "
-                    "lease_epoch, attempt, lease_owner, lease_expires_at) SELECT 'run_' || lpad(n::text, 26, '0'), :experiment, "
+                    "lease_epoch, attempt, lease_owner, lease_expires_at) "
+                    "SELECT 'run_' || lpad(n::text, 26, '0'), :experiment, "
                     ":dataset, 'x', 'fake', '{}', '[]', 'running', 1, 1, 'wrk', now() FROM generate_series(1, 300) n"
                 ),
                 {"experiment": parents.experiment_id, "dataset": parents.dataset_id},
