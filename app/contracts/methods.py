@@ -98,6 +98,8 @@ class Method:
     """Quantization of the base model; unless forbidden, 4-bit is the default of a run with an adapter."""
     has_reference: bool = False
     """True if the loss compares the model with a frozen reference model."""
+    min_batch_size: int = 1
+    """Minimum number of rows per micro-batch; more than 1 if the loss compares the rows of one."""
     truncates: bool = True
     """False if rows that are too long are skipped."""
     smaller: TrainingMethod | None = None

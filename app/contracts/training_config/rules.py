@@ -133,6 +133,12 @@ def _objective_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldE
         skips = f"skips {method.row_noun} that are too long"
         message = f"has no effect with method `{method.name}`, which {skips}; leave it out"
         found.append(field_error("truncation_mode", "conflict", message))
+    if config.batch_size < method.min_batch_size:
+        message = (
+            f"is {config.batch_size}, but method `{method.name}` compares the rows of a micro-batch with each other; "
+            f"set it to {method.min_batch_size} or more"
+        )
+        found.append(field_error("batch_size", "conflict", message))
     if method.options is DpoOptions:
         found += _dpo_conflicts(config.dpo, given)
     if config.generation is not None:
