@@ -53,11 +53,11 @@ docs: .venv/.docs reference  ## build the documentation site into build/site; SE
 reference: $(READY)  ## write the reference pages of docs/reference from the code
 	@$(BIN)/python -m docs.generator
 
-resume-matrix: $(READY)  ## interrupt every method with every adapter at every kind of place, and see it go on exactly
-	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.worker.training.cells
+resume-matrix: $(READY)  ## interrupt every method with every adapter at every kind of place, and see it go on exactly; ARGS=dpo for some objectives
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.worker.training.cells $(ARGS)
 
-methods: $(READY)  ## every method with every adapter: what it learns, and that plain libraries load what it writes
-	@$(BIN)/python -m benchmarks.methods
+methods: $(READY)  ## every method with every adapter: what it learns, and that plain libraries load what it writes; ARGS=dpo for some methods
+	@$(BIN)/python -m benchmarks.methods $(ARGS)
 
 prediction: $(READY)  ## how far off predicted finishes are, over 30 runs; SCALE=0.2 for a trial
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.prediction $(if $(SCALE),--scale $(SCALE))

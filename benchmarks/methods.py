@@ -2,7 +2,7 @@
 
 A model of 1.4 million parameters is trained from scratch on code with docstrings. Each method then has to improve a
 metric on held-out data: a lower loss, a preference accuracy above chance, or a higher reward. The exit code is 1 if one
-does not.
+does not. `make methods ARGS=dpo` makes the rows of these methods only.
 """
 
 import json
@@ -69,6 +69,7 @@ class Row:
 
 
 def main() -> int:
+    chosen = set(sys.argv[1:])
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         rows = data.build()
@@ -78,7 +79,7 @@ def main() -> int:
         print("| method | adapter | held out | start | end | better by | steps/s | loads |")
         print("|---|---|---|---|---|---|---|---|")
         wrong = 0
-        for row in _table(folder, base, rows):
+        for row in _table(folder, base, rows, chosen):
             wrong += not row.holds
             by = "-" if math.isinf(row.better_by) else f"{row.better_by:.1f} s.e."
             print(
@@ -90,29 +91,35 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def _table(folder: Path, base: Path, rows: data.Rows) -> Iterator[Row]:
-    """Yield the rows of the table; runs one per core at the same time."""
+def _table(folder: Path, base: Path, rows: data.Rows, chosen: set[str]) -> Iterator[Row]:
+    """Yield the rows of the table, or only those of the `chosen` methods; runs one per core at the same time."""
+    calls = [call for name, call in _calls(folder, base, rows) if not chosen or name in chosen]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield from pool.map(lambda call: call(), list(_calls(folder, base, rows)))
+        yield from pool.map(lambda call: call(), calls)
 
 
-def _calls(folder: Path, base: Path, rows: data.Rows) -> Iterator[Callable[[], Row]]:
+def _calls(folder: Path, base: Path, rows: data.Rows) -> Iterator[tuple[str, Callable[[], Row]]]:
+    """Yield each method, and the call that makes a row for it."""
     chats = _write(folder / "chats.jsonl", (one.chat for one in rows.training))
     held_out = _write(folder / "held-out.jsonl", (one.chat for one in rows.held_out))
     for method in ("full", "lora", "qlora"):
-        yield partial(_supervised, folder, base, method, chats, held_out)
+        yield method, partial(_supervised, folder, base, method, chats, held_out)
     pairs = _write(folder / "pairs.jsonl", _pairs(rows.training[:_PAIRS]))
     held_pairs = _write(folder / "held-out-pairs.jsonl", _pairs(rows.held_out[:_HELD_OUT_PAIRS]))
     for method in ("dpo", "reward"):
         for adapter in ADAPTERS:
-            yield partial(_preference, folder, base, method, adapter, pairs, held_pairs)
+            yield method, partial(_preference, folder, base, method, adapter, pairs, held_pairs)
+    rated = _write(folder / "rated.jsonl", _rated(rows.training[:_PAIRS]))
+    held_rated = _write(folder / "held-out-rated.jsonl", _rated(rows.held_out[:_HELD_OUT_PAIRS]))
+    for adapter in ADAPTERS:
+        yield "kto", partial(_desirable, folder, base, adapter, rated, held_rated)
     prompts = _write(folder / "prompts.jsonl", ({"prompt": one.prompt} for one in rows.training[:_PROMPTS]))
     held_prompts = _write(
         folder / "held-out-prompts.jsonl", ({"prompt": one.prompt} for one in rows.held_out[:_HELD_OUT_PROMPTS])
     )
     for algorithm in ("grpo", "rloo"):
         for adapter in ADAPTERS:
-            yield partial(_rewarded, folder, base, algorithm, adapter, prompts, held_prompts)
+            yield "rlhf", partial(_rewarded, folder, base, algorithm, adapter, prompts, held_prompts)
 
 
 def _pretrained(folder: Path, rows: data.Rows) -> Path:
@@ -140,6 +147,13 @@ def _preference(folder: Path, base: Path, method: str, adapter: str, pairs: Path
     better_by = (accuracy - 0.5) / math.sqrt(0.25 / _HELD_OUT_PAIRS)
     first = start["eval_preference_accuracy"] if method == "reward" else 0.5
     return Row(method, adapter, "accuracy", first, accuracy, better_by, done.speed, done.loads())
+
+
+def _desirable(folder: Path, base: Path, adapter: str, rated: Path, held_out: Path) -> Row:
+    config = _PREFERENCE | ADAPTERS[adapter] | {"method": "kto"}
+    done = _run(folder / f"kto-{adapter}", base, rated, "rated", held_out, **config)
+    start, end = (one["eval_loss"] for one in done.evaluations)
+    return Row("kto", adapter, "loss", start, end, math.inf if end < start else 0.0, done.speed, done.loads())
 
 
 def _rewarded(folder: Path, base: Path, algorithm: str, adapter: str, prompts: Path, held_out: Path) -> Row:
@@ -216,6 +230,13 @@ def _pairs(rows: list[Documented]) -> Iterator[dict[str, Any]]:
             "prompt": one.prompt,
             **{name: [{"role": "assistant", "content": answer}] for name, answer in answers.items()},
         }
+
+
+def _rated(rows: list[Documented]) -> Iterator[dict[str, Any]]:
+    """Build rated answers: of every second pair the chosen answer, of the others the rejected one."""
+    for at, pair in enumerate(_pairs(rows)):
+        label = at % 2 == 0
+        yield {"prompt": pair["prompt"], "completion": pair["chosen" if label else "rejected"], "label": label}
 
 
 def _write(path: Path, rows: Iterable[dict[str, Any]]) -> Path:

@@ -151,8 +151,8 @@ def _changes(config: TrainingConfig) -> Iterator[tuple[str, TrainingConfig]]:
         yield "`gradient_checkpointing: auto`", changed()
     steps = config.gradient_accumulation_steps
     for divisor in (2, 4, 8, 16, 32):
-        if config.batch_size % divisor == 0 and steps * divisor <= _MOST_MICRO_BATCHES:
-            size = config.batch_size // divisor
+        size, rest = divmod(config.batch_size, divisor)
+        if rest == 0 and size >= METHODS[config.method].min_batch_size and steps * divisor <= _MOST_MICRO_BATCHES:
             text = f"`batch_size` {size} with `gradient_accumulation_steps` {steps * divisor}"
             yield text, changed(batch_size=size, gradient_accumulation_steps=steps * divisor)
     smaller = METHODS[config.method].smaller
@@ -175,7 +175,8 @@ def _changes(config: TrainingConfig) -> Iterator[tuple[str, TrainingConfig]]:
 def _smallest_batch(config: TrainingConfig) -> tuple[int, int]:
     """Return the smallest micro-batch size and the accumulation steps that keep the step size unchanged."""
     together = config.batch_size * config.gradient_accumulation_steps
-    sizes = (size for size in range(1, config.batch_size + 1) if together % size == 0)
+    least = METHODS[config.method].min_batch_size
+    sizes = (size for size in range(least, config.batch_size + 1) if together % size == 0)
     size = next(size for size in sizes if together // size <= _MOST_MICRO_BATCHES)
     return size, together // size
 

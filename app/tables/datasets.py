@@ -21,7 +21,7 @@ class Dataset(Owned, Base):
     id: Mapped[str] = mapped_column(primary_key=True)
     name: Mapped[str]
     format: Mapped[str]
-    """One of `chat`, `prompt_completion`, `text`, `preference`, `prompt`."""
+    """A `DatasetFormat`."""
     extension: Mapped[str]
     rows: Mapped[int] = mapped_column(BigInteger)
     bytes: Mapped[int] = mapped_column(BigInteger)

@@ -139,9 +139,9 @@ def _smaller(config: Mapping[str, Any], phase: str) -> tuple[dict[str, Any], dic
         return ({"extra.eval_batch_size": fewer}, {"extra.eval_batch_size": at_once}) if fewer else None
     if phase not in ("training", "saving"):
         return None  # loading does not depend on the batch size
-    if batch > 1:
-        # As many rows per step as before: the factor that divides one value multiplies the other.
-        factor = next(number for number in range(2, batch + 1) if batch % number == 0)
+    most = batch // method_of(config).min_batch_size
+    # As many rows per step as before: the factor that divides one value multiplies the other.
+    if factor := next((number for number in range(2, most + 1) if batch % number == 0), None):
         micro_batches = int(config["gradient_accumulation_steps"])
         return (
             {"batch_size": batch // factor, "gradient_accumulation_steps": micro_batches * factor},

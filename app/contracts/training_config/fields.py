@@ -6,7 +6,7 @@ from pydantic import ConfigDict, Field, StringConstraints
 
 from app.contracts.field_types import ModelName, Strict, Traits
 from app.contracts.human_numbers import COUNT, SECONDS
-from app.contracts.methods import DEFAULT_METHOD, METHODS, DpoOptions, RlhfOptions, TrainingMethod
+from app.contracts.methods import DEFAULT_METHOD, METHODS, DpoOptions, KtoOptions, RlhfOptions, TrainingMethod
 from app.contracts.plugins import Plugin
 
 Steps = Annotated[int, Field(ge=1, le=100_000_000), COUNT]
@@ -14,6 +14,8 @@ Steps = Annotated[int, Field(ge=1, le=100_000_000), COUNT]
 BatchSize = Annotated[int, Field(ge=1, le=4096), COUNT]
 
 MicroBatches = Annotated[int, Field(ge=1, le=65_536), COUNT]
+
+Rows = Annotated[int, Field(ge=1, le=1_000_000_000), COUNT]
 
 Length = Annotated[int, Field(ge=2, le=10_000_000), COUNT]
 
@@ -274,6 +276,10 @@ class TrainingConfig(Strict):
     eval_split: Annotated[float, Traits(affects="step_time", in_probe=False)] = Field(
         default=0.0, ge=0, lt=1, description="Fraction of the data held out for evaluation."
     )
+    max_eval_rows: Annotated[Rows | None, Traits(affects="step_time", in_probe=False, needs_eval_data=True)] = Field(
+        default=None,
+        description="Evaluate on at most so many rows: the first ones of the evaluation data; `null` uses all.",
+    )
 
     time_limit_seconds: Annotated[
         Seconds | None, Traits(changeable_on_resume=True, affects="duration", in_probe=False)
@@ -315,6 +321,9 @@ class TrainingConfig(Strict):
         description="Hub name (`owner/name`) to push the output to; a new repository is private.",
     )  # fmt: skip
     dpo: Annotated[DpoOptions, Traits()] = Field(default_factory=DpoOptions, description="Options of method `dpo`.")
+    kto: Annotated[KtoOptions, Traits(affects="step_time")] = Field(
+        default_factory=KtoOptions, description="Options of method `kto`."
+    )
     rlhf: Annotated[RlhfOptions, Traits(affects="step_time")] = Field(
         default_factory=RlhfOptions, description="Options of method `rlhf`."
     )
@@ -326,6 +335,11 @@ class TrainingConfig(Strict):
     def generation(self) -> RlhfOptions | None:
         """Options of the method if it generates completions, else None."""
         return getattr(self, self.method) if METHODS[self.method].generates else None
+
+    @property
+    def has_kl_passes(self) -> bool:
+        """True if each step has forward passes on prompts with the answers of other rows, to estimate a KL term."""
+        return METHODS[self.method].options is KtoOptions and self.kto.loss_type == "kto"
 
     @property
     def trainer_options(self) -> TrainerOptions:

@@ -4,12 +4,12 @@ Bounds of single fields: `fields.py`. All checks together: `config.py`.
 """
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
 from app.contracts.errors import FieldError
-from app.contracts.methods import METHODS, OPTION_GROUPS, DpoOptions, RlhfOptions
+from app.contracts.methods import METHODS, OPTION_GROUPS, DpoOptions, KtoOptions, RlhfOptions
 from app.contracts.training_config.field_traits import ADAPTER_ONLY, FOUR_BIT_ONLY, NEEDS_EVAL_DATA, SUPERVISED_ONLY
 from app.contracts.training_config.fields import TrainingConfig
 
@@ -133,8 +133,17 @@ def _objective_conflicts(config: TrainingConfig, given: set[str]) -> list[FieldE
         skips = f"skips {method.row_noun} that are too long"
         message = f"has no effect with method `{method.name}`, which {skips}; leave it out"
         found.append(field_error("truncation_mode", "conflict", message))
+    if config.batch_size < method.min_batch_size:
+        message = (
+            f"is {config.batch_size}, but method `{method.name}` compares the rows of a micro-batch with each other; "
+            f"set it to {method.min_batch_size} or more"
+        )
+        found.append(field_error("batch_size", "conflict", message))
     if method.options is DpoOptions:
         found += _dpo_conflicts(config.dpo, given)
+    if method.options is KtoOptions and config.truncation_mode == "keep_end":
+        message = f"is `keep_end`, but method `{method.name}` always keeps the start; leave it out"
+        found.append(field_error("truncation_mode", "conflict", message))
     if config.generation is not None:
         found += _generation_conflicts(config, config.generation, given)
     if method.generates and config.on_spike != "ignore":
@@ -227,9 +236,14 @@ def eval_conflicts(config: TrainingConfig, given: set[str], has_eval_dataset: bo
     found += [
         field_error(name, "needs_eval_data", "needs evaluation data; set `eval_dataset_id` or `eval_split`")
         for name in NEEDS_EVAL_DATA
-        if name in given and config.extra.get(name.removeprefix("extra.")) and not has_data
+        if name in given and _value(config, name) and not has_data
     ]
     return found
+
+
+def _value(config: TrainingConfig, name: str) -> Any:
+    group, _, member = name.rpartition(".")
+    return config.extra.get(member) if group == "extra" else getattr(config, name)
 
 
 def data_conflicts(config: TrainingConfig, given: set[str], dataset_format: str | None) -> list[FieldError]:

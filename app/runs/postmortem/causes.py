@@ -115,11 +115,14 @@ def _out_of_memory(report: FailureReport, config: Mapping[str, Any]) -> Cause:
         return Cause(sentence, advice="Add memory to the machine, or run fewer trainings on it at the same time.")
     if config.get("on_out_of_memory") == "stop" and phase not in ("loading", "tokenizing"):
         return Cause(sentence, {"on_out_of_memory": "repair"}, "The run then reduces its micro-batch size itself.")
-    if config.get("batch_size", 1) > 1 and phase != "loading":
-        batch, micro_batches = config["batch_size"], config["gradient_accumulation_steps"]
-        changes = {"batch_size": 1, "gradient_accumulation_steps": batch * micro_batches}
-        return Cause(sentence, changes, "A step then has the same rows, processed one at a time.")
     method = method_of(config)
+    batch, least = config.get("batch_size", 1), method.min_batch_size
+    size = next((number for number in range(least, batch) if batch % number == 0), None)
+    if size is not None and phase != "loading":
+        micro_batches = config["gradient_accumulation_steps"] * (batch // size)
+        changes = {"batch_size": size, "gradient_accumulation_steps": micro_batches}
+        at_a_time = "one" if size == 1 else size
+        return Cause(sentence, changes, f"A step then has the same rows, processed {at_a_time} at a time.")
     if smaller := method.smaller:
         advice = f"Method `{smaller}` needs a fraction of the memory of `{method.name}`."
         return Cause(sentence, {"method": smaller.value}, advice)

@@ -1,6 +1,7 @@
 """The resume matrix: each method, with each adapter, interrupted at each kind of place, in each difficulty.
 
-`make resume-matrix` runs all of it and prints the table; the suite runs a part.
+`make resume-matrix` runs all of it and prints the table, `make resume-matrix ARGS=dpo` the cells of these objectives;
+the suite runs a part.
 """
 
 import sys
@@ -18,6 +19,7 @@ from tests.worker.training.tiny import (
     make_job,
     make_pairs,
     make_prompts,
+    make_rated,
     make_tiny_model,
 )
 
@@ -31,6 +33,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "sft": {"method": "sft"},
     "dpo": {"method": "dpo"},
+    "kto": {"method": "kto"},
     "reward": {"method": "reward"},
     "grpo": {"method": "rlhf", "algorithm": "grpo", "beta": 0.05},
     "rloo": {"method": "rlhf", "algorithm": "rloo", "beta": 0.05},
@@ -73,6 +76,7 @@ class Lab:
             "chat": make_chat_dataset(folder / "chats.jsonl", 20),
             "packed": make_chat_dataset(folder / "many.jsonl", 44),
             "preference": make_pairs(folder / "pairs.jsonl", 20),
+            "rated": make_rated(folder / "rated.jsonl", 20),
             "prompt": make_prompts(folder / "prompts.jsonl", 9),
         }
 
@@ -121,7 +125,9 @@ class Lab:
             "logging_steps": 2, "learning_rate": 1e-2, "optim": "adamw_torch", "max_seq_length": 128,
             "batch_size": 2, "gradient_accumulation_steps": 3, **ADAPTERS[cell.adapter],
         }  # fmt: skip
-        kind = {"sft": "chat", "dpo": "preference", "reward": "preference"}.get(config["method"], "prompt")
+        kind = {"sft": "chat", "dpo": "preference", "kto": "rated", "reward": "preference", "rlhf": "prompt"}[
+            config["method"]
+        ]
         if config["method"] == "rlhf":
             config |= {"batch_size": 4, "gradient_accumulation_steps": 2}
             length = {"type": "length", "min": 4, "max": 8, "unit": "characters", "slack": 30}
@@ -145,14 +151,15 @@ def _epoch(outcome: Outcome, step: int) -> float:
 
 
 def main() -> int:
-    """Run the whole matrix and print it; the exit code is 1 where a cell is neither exact nor says why not."""
+    """Run the matrix and print it; the exit code is 1 where a cell is neither exact nor says why not."""
+    chosen = [cell for cell in cells() if not sys.argv[1:] or cell.objective in sys.argv[1:]]
     wrong = approximate = 0
     print("| objective | adapter | difficulty | " + " | ".join(PLACES) + " |")
     print("|---|---|---|" + "---|" * len(PLACES))
     with tempfile.TemporaryDirectory() as folder:
         forks = Forks()
         lab = Lab(Path(folder), forks)
-        for cell in cells():
+        for cell in chosen:
             whole = lab.undisturbed(cell)
             if whole.result["outcome"] != "completed":
                 print(f"| {cell.objective} | {cell.adapter} | {cell.difficulty} | {whole.result['error']} |")
@@ -168,7 +175,7 @@ def main() -> int:
                 told.append("exact" if not found else ", ".join(found))
             print(f"| {cell.objective} | {cell.adapter} | {cell.difficulty} | " + " | ".join(told) + " |", flush=True)
         forks.close()
-    count = len(list(cells())) * len(PLACES)
+    count = len(chosen) * len(PLACES)
     print(
         f"\n{count} cells: {count - wrong - approximate} exact, {approximate} approximate with a reason, {wrong} wrong"
     )

@@ -2,9 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
@@ -15,17 +15,25 @@ from transformers import PreTrainedTokenizerBase
 from app.contracts.rewards import Reward
 from worker.training.data import reader, tokenization
 from worker.training.data.reader import Progress
+from worker.training.data.remarks import NotedRows, Remark
 from worker.training.data.token_cache import TokenCache, Write
-from worker.training.data.tokenization import BadRow, Ids, Ints
+from worker.training.data.tokenization import BadRow, Encoder, Ids, Ints
 from worker.training.failures import TrainingFailure
 from worker.training.rewards import answer_problem
 
-VERSION = 1
+VERSION = 2
 """Version of the code that makes tokens from pairs, here and in `encoding`. Increase it when the output changes."""
-ANSWER_COLUMNS = ("chosen_ids", "rejected_ids")
-"""Columns of token ids that follow those of the prompt, if that is in a column of its own."""
 _ROWS_AT_ONCE = 1000
-_IDS = pa.list_(pa.int32())
+IDS = pa.list_(pa.int32())
+"""Type of a column of token ids."""
+
+
+Example = TypeVar("Example")
+
+
+def answer_columns(columns: Iterable[str]) -> list[str]:
+    """Return the columns of token ids that follow those of the prompt, if that is in a column of its own."""
+    return [name for name in columns if name.endswith("_ids") and name not in ("prompt_ids", "input_ids")]
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,7 @@ class Pairs:
     rows: int
     tokens: int
     highest_id: int
-    remarks: list[str] = field(default_factory=list)
+    remarks: list[Remark] = field(default_factory=list)
     are_cached: bool = False
     """True if an earlier run made the tokens."""
 
@@ -64,32 +72,34 @@ class Pair(NamedTuple):
     rejected: Ints
 
 
-class PairEncoder:
-    """Encoder of pairs to token ids, exactly as in TRL.
+class AnswerEncoder:
+    """Encoder of a prompt and its answers to token ids, exactly as in TRL.
 
-    The answers start at the first token where either text, prompt included, differs from the prompt alone: tokens may
+    The answers start at the first token where any text, prompt included, differs from the prompt alone: tokens may
     merge across that border, and a chat template may render a prompt differently if an answer follows.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *answers: str) -> None:
+        """Prepare an encoder of rows with a `prompt` and these columns of answers."""
         self._texts = Texts(tokenizer)
         self._eos = str(tokenizer.eos_token)
+        self._answers = answers
 
     def prepare(self, row: dict[str, Any]) -> tuple[bool, list[str]]:
-        """Return True for a chat, and three texts: the prompt alone, with the chosen and with the rejected answer."""
-        prompt, answers, tools = row["prompt"], (row["chosen"], row["rejected"]), row.get("tools")
+        """Return True for a chat, and the texts: the prompt alone, and the prompt with each answer."""
+        prompt, answers, tools = row["prompt"], [row[name] for name in self._answers], row.get("tools")
         if isinstance(prompt, str):
             return False, [prompt, *(prompt + tokenization.ended(answer, self._eos) for answer in answers)]
         before = self._texts.rendered(prompt, tools, add_generation_prompt=True)
         return True, [before, *(self._texts.rendered(prompt + answer, tools) for answer in answers)]
 
-    def encode(self, prepared: Sequence[tuple[bool, list[str]]]) -> list[Pair]:
-        """Return the token ids of each pair."""
+    def encode(self, prepared: Sequence[tuple[bool, list[str]]]) -> list[tuple[Ints, ...]]:
+        """Return for each row the token ids of the prompt, and those of each answer."""
         found = []
         for is_chat, texts in prepared:
-            before, with_chosen, with_rejected = self._texts.ids(texts, is_chat)
-            start = min(_common_prefix(before, with_chosen), _common_prefix(before, with_rejected))
-            found.append(Pair(before[:start], with_chosen[start:], with_rejected[start:]))
+            before, *wholes = self._texts.ids(texts, is_chat)
+            start = min(_common_prefix(before, whole) for whole in wholes)
+            found.append((before[:start], *(whole[start:] for whole in wholes)))
         return found
 
 
@@ -214,6 +224,7 @@ def prompts(
     encoder = PromptEncoder(tokenizer, compared_by)
     taken: list[dict[str, Any]] = []
     done = tokens = highest = 0
+    too_long = NotedRows()
     for number, (row, ids) in reader.encoded(
         source.path, encoder, chosen=source.chosen, progress=source.progress, purpose=source.purpose
     ):
@@ -222,13 +233,15 @@ def prompts(
             taken.append({**row, "rows": [number]})
             tokens += len(ids)
             highest = max(highest, int(ids.max(initial=0)))
+        else:
+            too_long.add(number)
     _check_not_empty(len(taken), done, source, why := f"the prompt is longer than {max_length} tokens")
     if len({isinstance(row["prompt"], str) for row in taken}) > 1:
         raise TrainingFailure(
             "bad_data",
             f"Some prompts of the {source.purpose} data are texts and some are messages; use one kind for all.",
         )
-    return Pairs(Dataset.from_list(taken), len(taken), tokens, highest, _left_out_remark(done - len(taken), done, why))
+    return Pairs(Dataset.from_list(taken), len(taken), tokens, highest, _left_out_remark(too_long, done, why))
 
 
 def _pairs(
@@ -241,32 +254,65 @@ def _pairs(
     left_out: str,
     cut: tuple[Callable[[Pair], bool], str] | None = None,
 ) -> Pairs:
-    schema = pa.schema([(name, _IDS) for name in (*columns, "rows")])
+    equal, longer = NotedRows(), NotedRows()
+
+    def noted(number: int, ids: tuple[Ints, ...]) -> dict[str, Ints] | None:
+        pair = Pair(*ids)
+        found = kept(pair)
+        if found is not None:
+            if np.array_equal(pair.chosen, pair.rejected):
+                equal.add(number)
+            if cut is not None and cut[0](pair):
+                longer.add(number)
+        return found
+
+    def remarks(rows: int) -> list[Remark]:
+        same = "In {n} pairs both answers are the same, so the model learns nothing from them."
+        return [*(longer.remarks(rows, f"{{n}} {cut[1]}.") if cut else []), *equal.remarks(rows, same)]
+
+    schema = pa.schema([(name, IDS) for name in (*columns, "rows")])
+    encoder = AnswerEncoder(tokenizer, "chosen", "rejected")
+    return tokenize(source, tokenizer, encoder, made_from, schema, noted, left_out=left_out, remarks=remarks)
+
+
+def tokenize(
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    encoder: Encoder[Example],
+    made_from: dict[str, Any],
+    schema: pa.Schema,
+    columns: Callable[[int, Example], dict[str, Any] | None],
+    *,
+    left_out: str,
+    remarks: Callable[[int], list[Remark]],
+) -> Pairs:
+    """Encode rows and keep them in the cache, or read them from there.
+
+    `made_from`: everything besides data and tokenizer that the result depends on. `columns` returns the values of a
+    row for `schema` without `rows`, given its number; None leaves the row out, for the reason `left_out`. `remarks`
+    returns further warnings, given the number of rows in the result.
+
+    Raises:
+        TrainingFailure: `bad_data` that names the lines.
+    """
     numbers = None if source.chosen is None else hashlib.sha256(np.array(source.chosen, "<i8").tobytes()).hexdigest()
 
     def build(write: Write) -> dict[str, Any]:
         table = _Table(write, schema)
-        encoder = PairEncoder(tokenizer)
-        done = equal = longer = 0
-        for number, pair in reader.encoded(
+        done, skipped = 0, NotedRows()
+        for number, example in reader.encoded(
             source.path, encoder, chosen=source.chosen, progress=source.progress, purpose=source.purpose
         ):
             done += 1
-            found = kept(pair)
+            found = columns(number, example)
             if found is not None:
-                equal += np.array_equal(pair.chosen, pair.rejected)
-                longer += cut is not None and cut[0](pair)
                 table.add(number, found)
+            else:
+                skipped.add(number)
         table.finish()
         _check_not_empty(table.rows, done, source, left_out)
-        remarks = _left_out_remark(done - table.rows, done, left_out)
-        if cut is not None and longer:
-            remarks.append(f"{longer} of {table.rows} {cut[1]}.")
-        if equal:
-            remarks.append(
-                f"In {equal} of {table.rows} pairs both answers are the same, so the model learns nothing from them."
-            )
-        return {"rows": table.rows, "tokens": table.tokens, "highest_id": table.highest_id, "remarks": remarks}
+        warnings = _left_out_remark(skipped, done, left_out) + remarks(table.rows)
+        return {"rows": table.rows, "tokens": table.tokens, "highest_id": table.highest_id, "remarks": warnings}
 
     parts = {
         **made_from, "version": VERSION, "data": source.sha256, "rows": numbers,
@@ -281,25 +327,28 @@ def _pairs(
 
 
 class _Table:
-    """Writer of columns of token ids, many rows at once."""
+    """Writer of columns of token ids and of plain values, many rows at once."""
 
     def __init__(self, write: Write, schema: pa.Schema) -> None:
         self._write, self._schema = write, schema
         self._columns: dict[str, list[Any]] = {name: [] for name in schema.names}
+        self._answers = len(answer_columns(schema.names))
         self.rows = self.tokens = self.highest_id = 0
 
-    def add(self, number: int, columns: dict[str, Ints]) -> None:
-        for name, ids in columns.items():
-            self._columns[name].append(ids)
-            self.tokens += len(ids) * (2 if name == "prompt_ids" else 1)  # the prompt precedes both answers
-            self.highest_id = max(self.highest_id, int(ids.max(initial=0)))
+    def add(self, number: int, columns: dict[str, Any]) -> None:
+        for name, value in columns.items():
+            self._columns[name].append(value)
+            if name.endswith("_ids"):
+                # The prompt precedes each answer.
+                self.tokens += len(value) * (self._answers if name == "prompt_ids" else 1)
+                self.highest_id = max(self.highest_id, int(value.max(initial=0)))
         self._columns["rows"].append([number])
         self.rows += 1
         if self.rows % _ROWS_AT_ONCE == 0:
             self.finish()
 
     def finish(self) -> None:
-        arrays = [pa.array(self._columns[name], type=_IDS) for name in self._schema.names]
+        arrays = [pa.array(self._columns[field.name], type=field.type) for field in self._schema]
         self._write(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
         for values in self._columns.values():
             values.clear()
@@ -318,5 +367,5 @@ def _check_not_empty(kept: int, done: int, source: Source, why: str) -> None:
         raise TrainingFailure("bad_data", f"There is nothing to train on in the {source.purpose} data: {reason}.")
 
 
-def _left_out_remark(count: int, done: int, why: str) -> list[str]:
-    return [f"{count} of {done} rows were left out: {why}."] if count else []
+def _left_out_remark(rows: NotedRows, done: int, why: str) -> list[Remark]:
+    return rows.remarks(done, f"{{n}} rows were left out: {why}.")

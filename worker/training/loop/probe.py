@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from app.contracts.methods import RlhfOptions
 from app.contracts.training_config.fields import TrainingConfig
-from worker.training.data.preferences import ANSWER_COLUMNS, PromptEncoder
+from worker.training.data.preferences import PromptEncoder, answer_columns
 
 STEPS = 2
 """The first step is a warm-up and creates the optimizer's state: only in the second is everything in memory at once."""
@@ -35,7 +35,7 @@ def lengths(data: Dataset, tokenizer: PreTrainedTokenizerBase | None = None) -> 
         return np.array([len(ids) for _, ids in encoder.encode([encoder.prepare(row) for row in data])], np.int64)
     if "input_ids" in data.column_names:
         return _column_lengths(data, "input_ids")
-    answers = np.maximum.reduce([_column_lengths(data, name) for name in ANSWER_COLUMNS if name in data.column_names])
+    answers = np.maximum.reduce([_column_lengths(data, name) for name in answer_columns(data.column_names)])
     prompts = _column_lengths(data, "prompt_ids") if "prompt_ids" in data.column_names else 0
     return np.asarray(answers + prompts, np.int64)
 

@@ -16,7 +16,7 @@ from app.contracts.training_config.resolution import Replacement
 from worker.training.checkpointing import fidelity_check, saver
 from worker.training.context import TrainingContext
 from worker.training.data.dataset import RowIdCollator
-from worker.training.data.preferences import ANSWER_COLUMNS
+from worker.training.data.preferences import answer_columns
 from worker.training.failures import Stopped
 from worker.training.loop import sampling
 from worker.training.loop.actions import Actions
@@ -86,7 +86,7 @@ class ServiceTrainerMixin(Trainer):  # type: ignore[misc]
     def pinned_text(self) -> list[int]:
         """Return the token ids of the text used by the fidelity check, before a save and after a load."""
         first = self.train_dataset[0]
-        column = next(name for name in (*ANSWER_COLUMNS, "input_ids") if name in first)
+        column = [*answer_columns(first), "input_ids"][0]
         return [*first.get("prompt_ids", ()), *first[column]]
 
     def tell_facts(self) -> None:

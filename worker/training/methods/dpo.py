@@ -2,10 +2,8 @@
 
 import uuid
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
-from datasets import Dataset
 from trl import DPOConfig, DPOTrainer
 from trl.trainer import dpo_trainer
 
@@ -16,8 +14,8 @@ from worker.training.context import TrainingContext
 from worker.training.data import dataset as data
 from worker.training.data import preferences
 from worker.training.data.preferences import Pairs
-from worker.training.loop.trainer import ServiceTrainerMixin
-from worker.training.methods import pipeline, preparation
+from worker.training.methods import pipeline, preparation, reference
+from worker.training.methods.reference import ReferenceMixin
 from worker.training.model import loader, memory_plan
 
 # TRL names its file of reference log-probabilities by a hash of the weights, which takes minutes for gigabytes. The
@@ -25,7 +23,7 @@ from worker.training.model import loader, memory_plan
 dpo_trainer.hash_module = lambda _module: uuid.uuid4().hex
 
 
-class PreferenceTrainer(ServiceTrainerMixin, DPOTrainer):  # type: ignore[misc]
+class PreferenceTrainer(ReferenceMixin, DPOTrainer):  # type: ignore[misc]
     """A `DPOTrainer` on tokenized pairs."""
 
     MEASURES: ClassVar[Mapping[str, str]] = {
@@ -39,25 +37,8 @@ class PreferenceTrainer(ServiceTrainerMixin, DPOTrainer):  # type: ignore[misc]
         "entropy": "entropy",
     }
 
-    def passes_reference(self) -> bool:
-        return not self.precompute_ref_logps
-
     def usual_length(self, tokens_of_a_row: float) -> float:
         return tokens_of_a_row / 2
-
-    def _prepare_dataset(self, dataset: Dataset, *_: Any) -> Dataset:
-        return dataset
-
-    def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
-        self._reference_done, self._reference_rows = 0, len(dataset)
-        self.run.report.message(f"Computing the reference log-probabilities of {len(dataset)} pairs ({name}).")
-        return super()._precompute_ref_logps(dataset, name, batch_size)
-
-    def compute_ref_log_probs(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Any:
-        self._reference_done += len(inputs["input_ids"]) // 2
-        self.run.report.alive()
-        self.run.progress("loading", self._reference_done, self._reference_rows)
-        return super().compute_ref_log_probs(model, inputs)
 
 
 def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
@@ -98,9 +79,7 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
                 max_length=max_length,
                 truncation_mode=config.truncation_mode,
                 disable_dropout=no_dropout,
-                # Without an adapter the alternative is a second copy of the model. With an adapter it is a forward
-                # pass in every step, which is more work from the second epoch on.
-                precompute_ref_log_probs=config.lora_r is None or preparation.configured_steps(run) > steps_in_a_pass,
+                precompute_ref_log_probs=reference.is_precomputed(run, steps_in_a_pass),
             ),
             train_dataset=preparation.training_rows(run, training),
             eval_dataset=held_out.dataset if held_out else None,

@@ -17,6 +17,7 @@ from worker.training.data import dataset as data
 from worker.training.data.chat_template import ensure_template
 from worker.training.data.preferences import Source, is_conversational
 from worker.training.data.reader import count_rows
+from worker.training.data.remarks import Remark
 from worker.training.data.token_cache import TokenCache
 from worker.training.failures import TrainingFailure
 from worker.training.loop import probe
@@ -45,7 +46,7 @@ class Rows(Protocol):
         """Total number of tokens."""
 
     @property
-    def remarks(self) -> list[str]:
+    def remarks(self) -> list[Remark]:
         """Warnings for the user: rows cut or left out."""
 
     @property
@@ -143,13 +144,15 @@ def read_data(run: TrainingContext, read: Read[Some]) -> tuple[Some, Some | None
             chosen, held = data.split(count_rows(str(source.path)), config.eval_split, config.seed)
         training = read(source, chosen, "training")
         rest = source if held else other
+        if rest and config.max_eval_rows is not None:
+            held = (held or list(range(count_rows(str(rest.path)))))[: config.max_eval_rows]
         held_out = read(rest, held, "evaluation") if rest else None
     except FileNotFoundError as error:
         raise TrainingFailure("bad_data", "The dataset's file no longer exists.") from error
     hooks.drop_rows(run)
     for one in (training, held_out):
         for remark in one.remarks if one else []:
-            run.report.message(remark, level="warning")
+            run.report.message(remark["reason"], level="warning")
     return training, held_out
 
 

@@ -16,7 +16,7 @@ from app.estimator.architecture import UnknownArchitecture, read
 from app.estimator.parameters import CannotTrain
 from app.estimator.steps import micro_batch
 from worker.training.context import TrainingContext
-from worker.training.data.preferences import ANSWER_COLUMNS
+from worker.training.data.preferences import answer_columns
 from worker.training.model.base_model import BaseModelSource
 
 
@@ -62,7 +62,7 @@ def longest_row(data: Dataset, config: TrainingConfig, max_length: int) -> int:
     """Return the number of tokens of the longest sequence that the model will see, at most `max_length`."""
     if config.generation is not None or config.packing:
         return max_length
-    answers = [name for name in ANSWER_COLUMNS if name in data.column_names]
+    answers = answer_columns(data.column_names)
     if not answers:
         return max(min(_longest(data, "input_ids"), max_length), 2)
     prompt = _longest(data, "prompt_ids") if "prompt_ids" in data.column_names else 0
