@@ -104,4 +104,4 @@ async def test_a_wall_clock_that_jumps_an_hour_changes_nothing(
     await waiting.dispose()
     assert moved == [], "nobody is called lost"
     row = run_row(engine, mine.run_id)
-    assert (row.status, row.epoch, row.lost_count) == ("initializing", 1, 0)
+    assert (row.status, row.lease_epoch, row.lost_count) == ("initializing", 1, 0)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from app.contracts.trainer import TrainerRecord
 from worker.wire.reporter import Reporter
 
 
@@ -76,12 +77,12 @@ def main(train: Callable[[list[str]], int], arguments: list[str]) -> int:
     disk, told, too_early = Disk(), [], []
     send = Reporter.send
 
-    def watched_send(report: Reporter, type: str, **fields: Any) -> None:
-        if type == "checkpoint":
-            told.append(fields["name"])
-            if not disk.is_named(folder / fields["name"]):
-                too_early.append(fields["name"])
-        send(report, type, **fields)
+    def watched_send(report: Reporter, record: TrainerRecord) -> None:
+        if record["type"] == "checkpoint":
+            told.append(record["name"])
+            if not disk.is_named(folder / record["name"]):
+                too_early.append(record["name"])
+        send(report, record)
 
     Reporter.send = watched_send  # type: ignore[method-assign]
     with disk.watched():

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.jobs import make_spec
 from tests.waiting import eventually
 from tests.worker.training.output.outputs import figures, weights
 from tests.worker.training.tiny import Forks, Outcome, make_job
@@ -216,7 +217,7 @@ class TestHostMemory:
             PinnedMemory().copy([torch.randn(10)])
         told: list[tuple[str, str]] = []
         report = SimpleNamespace(message=lambda *said: told.append(said), phase=lambda name: told.append((name, "")))
-        run: Any = SimpleNamespace(folder=tmp_path, job={}, report=report, is_probe=False)
+        run: Any = SimpleNamespace(folder=tmp_path, job=make_spec(tmp_path), report=report, is_probe=False)
         saving, snapshot = CheckpointSaver(run), Snapshot([], {"state": torch.randn(10)}, {})
         assert saving.copied(snapshot) is None and saving.copied(snapshot) is None
         assert [what for what, _ in told if what == "saving"] == ["saving"] * 2

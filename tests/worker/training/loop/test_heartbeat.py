@@ -86,11 +86,11 @@ class Watched:
         writer: Any = SimpleNamespace(put=self.stored.append, check=lambda: None, is_full=False, progress=None)
         run: Any = SimpleNamespace(
             id="run_test",
-            epoch=1,
+            lease_epoch=1,
             attempt=1,
             config={},
             backend="celery",
-            given=[],
+            user_set_fields=[],
             dataset_id="ds",
             eval_dataset_id=None,
         )

@@ -206,7 +206,7 @@ class TestHistory:
         report: Any = type("Report", (), {"message": lambda self, line: lines.append(line)})()
         config, machine = TrainingConfig(base_model="tiny"), DeviceCapabilities(kind="cpu")
         whole, resumed = (
-            TrainingContext({"output_dir": str(tmp_path / name)}, config, set(), machine, report, report, report)
+            TrainingContext(make_spec(tmp_path / name), config, set(), machine, report, report, report)
             for name in ("whole", "resumed")
         )
         for name in ("whole", "resumed", "checkpoint"):
